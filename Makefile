@@ -1,0 +1,67 @@
+# Every command of the project. `make test` and `make demo` need Python >= 3.11 and make, and do the rest themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Stamps: what is installed, and that it is newer than pyproject.toml and constraints.txt.
+DEV := $(VENV)/.installed-dev
+DEMO := $(VENV)/.installed-demo
+# A worker imports torch, so more than a few cost memory and save nothing.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help install test check format demo soak bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(DEV) ## Make .venv with everything a developer needs
+
+test: check ## Check, then run the tests
+	$(PYTEST)
+
+check: $(DEV) ## Format, lint, types and architecture, without changing a file
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python tools/architecture.py
+
+format: $(DEV) ## Format the code and mend what the linter can mend
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+demo: $(DEMO) ## Show a simulated fleet learn (installs no torch)
+	@$(BIN)/papaya demo
+
+soak: $(DEV) ## The tests and simulation seeds that take many minutes
+	$(PYTEST) -m soak
+	$(BIN)/papaya swarm --seeds 2000
+
+bench: $(DEV) ## Run every benchmark, one after the other
+	@set -e; for file in $(sort $(filter-out bench/_%,$(wildcard bench/*.py))); do \
+	  echo "$$file" >&2; $(BIN)/python $$file; \
+	done
+
+clean: ## Remove caches and build output; .venv stays
+	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# pip is the last thing that venv installs: an interrupted venv has none, and is made again.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Papaya needs Python 3.11 or newer, \
+	this is " + sys.version.split()[0] + "\n\nhint: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO): pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'Installing Papaya into $(VENV) (the first time takes a minute)' >&2
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[sim]'
+	@touch $@
+
+# torch comes first and alone, under the constraint: nothing that depends on it may choose another build.
+$(DEV): pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $(DEMO) $@

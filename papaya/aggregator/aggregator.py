@@ -1,0 +1,217 @@
+"""The Aggregator (paper, "Aggregator" and "Persistent Aggregator"): persistent, many tasks each.
+
+It takes a task when orders name it and the fence row agrees, reports demand and health to the
+Coordinator, and answers clients through `participation.py`. It holds no authority of its own: each
+write is fenced, and when a row disagrees it stops. It never talks to devices directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from papaya.aggregator.participation import Participation
+from papaya.aggregator.task import HeldTask, Phase
+from papaya.aggregator.upload import Slots
+from papaya.aggregator.work import Folded, Restored, Snapshotted, Stepped
+from papaya.config import ServerConfig
+from papaya.errors import ProtocolError, TicketError
+from papaya.machine import Effects, Handle, Reply, Send
+from papaya.messages.base import Message, NodeId, TaskId
+from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
+from papaya.messages.participation import (
+    Chunk,
+    Complete,
+    Heartbeat,
+    Join,
+    Leave,
+    Refused,
+    Report,
+    Request,
+    Retry,
+)
+from papaya.messages.storage import FenceRow, Rows, Transacted
+from papaya.messages.tickets import Keyring, claim_of
+
+
+class Aggregator:
+    """Invariant: at most one HeldTask per task, with the highest sequence number it was given."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        boot: float,
+        config: ServerConfig,
+        keyring: Keyring,
+        coordinators: Sequence[NodeId],
+    ) -> None:
+        self.node = node
+        self.boot = boot
+        self.tasks: dict[TaskId, HeldTask] = {}
+        self.epoch = 0
+        self._config = config
+        self._coordinators = tuple(coordinators)
+        self._slots = Slots(config.upload_slots, config.heartbeat_s)
+        self._participation = Participation(config, keyring, self._slots)
+        self._orders = 0
+        self._number = 0
+        self._reported_at = -float("inf")
+        self._reported_demand: dict[TaskId, int] = {}
+        self._report_due = boot
+        self._next_beat = boot
+        self._tokens = count(1)
+
+    # -- the machine contract ---------------------------------------------------------------
+
+    def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
+        match message:
+            case Join() | Heartbeat() | Report() | Chunk() | Complete() | Leave():
+                effects = self._on_request(now, message, reply_to)
+            case Folded() | Snapshotted() | Stepped() | Restored():
+                effects = self._on_work(now, message)
+            case Transacted() | Rows():
+                effects = self._on_stored(now, message)
+            case AggregatorOrders():
+                effects = self._on_orders(now, message)
+            case _:
+                raise ProtocolError(f"an aggregator does not take {type(message).__name__}")
+        return self._finish(now, effects)
+
+    def wake(self, now: float) -> Effects:
+        effects: Effects = []
+        for held in self.tasks.values():
+            if held.phase is Phase.SERVING and held.next_wake() <= now:
+                effects += held.expire(now)
+                effects += held.pump(now)
+        if now >= self._next_beat:
+            effects += self._beat(now)
+        return self._finish(now, effects)
+
+    def next_wake(self) -> float:
+        due = min(self._next_beat, self._report_due)
+        for held in self.tasks.values():
+            due = min(due, held.next_wake())
+            if held.adopts_until > self._reported_at:
+                due = min(due, held.adopts_until)
+        return due
+
+    def check(self) -> None:
+        for held in self.tasks.values():
+            held.check()
+
+    # -- clients and work -------------------------------------------------------------------
+
+    def _on_request(self, now: float, request: Request, reply_to: Handle) -> Effects:
+        try:
+            claim = claim_of(request.ticket)
+        except TicketError as error:
+            return [Reply(reply_to, Refused(str(error), error.hint))]
+        held = self.tasks.get(claim.task)
+        if held is None or held.phase is not Phase.SERVING:
+            after_s = self._config.heartbeat_s / 4
+            return [Reply(reply_to, Retry("this aggregator does not serve the task", after_s))]
+        return self._participation.answer(now, held, request, claim, self._number + 1, reply_to)
+
+    def _on_work(self, now: float, message: Folded | Snapshotted | Stepped | Restored) -> Effects:
+        held = self.tasks.get(message.task)
+        if held is None or held.fence.seq != message.seq:
+            return []
+        match message:
+            case Folded():
+                return held.on_folded(now, message)
+            case Snapshotted():
+                return held.on_snapshotted(message)
+            case Stepped():
+                return held.on_stepped(now, message)
+            case Restored():
+                return held.on_restored(now)
+
+    def _on_stored(self, now: float, message: Transacted | Rows) -> Effects:
+        for held in self.tasks.values():
+            if held.token == message.token:
+                if isinstance(message, Rows):
+                    return held.on_rows(message)
+                return held.on_transacted(now, message)
+        return []
+
+    # -- orders and reports -----------------------------------------------------------------
+
+    def _on_orders(self, now: float, orders: AggregatorOrders) -> Effects:
+        if orders.boot != self.boot or (orders.epoch, orders.number) <= (self.epoch, self._orders):
+            return []
+        self.epoch, self._orders = orders.epoch, orders.number
+        for held in self.tasks.values():
+            held.acknowledge_report(orders.acked)
+        given = {placement.task: placement for placement in orders.tasks}
+        effects: Effects = []
+        for task in [task for task in self.tasks if task not in given]:
+            effects += self.tasks.pop(task).stop()
+        for placement in given.values():
+            effects += self._take(placement)
+        return effects
+
+    def _take(self, placement: Placement) -> Effects:
+        held = self.tasks.get(placement.task)
+        effects: Effects = []
+        if held is not None:
+            if held.fence.seq >= placement.seq:
+                return []
+            effects += held.stop()
+        fence = FenceRow(placement.seq, self.node, self.boot)
+        held = HeldTask(
+            placement.task, fence, placement.leases, self._config, self._slots, self._tokens
+        )
+        self.tasks[placement.task] = held
+        return effects + held.load()
+
+    def _beat(self, now: float) -> Effects:
+        self._next_beat = now + self._config.heartbeat_s
+        effects: Effects = []
+        for task, session_id in self._slots.idle(now):
+            held = self.tasks.get(task)
+            session = held.sessions.active.get(session_id) if held is not None else None
+            if held is None or session is None:
+                self._slots.release((task, session_id))
+            elif not session.is_complete:
+                effects += held.reclaim_slot(session)
+        for held in self.tasks.values():
+            held.sessions.forget(now)
+        return effects + self._report(now, heartbeat=True)
+
+    def _report(self, now: float, *, heartbeat: bool) -> Effects:
+        self._number += 1
+        self._reported_at = now
+        self._report_due = self._next_beat
+        serving = [held for held in self.tasks.values() if held.phase is Phase.SERVING]
+        reports = tuple(held.report(now) for held in serving)
+        self._reported_demand = {report.task: report.demand for report in reports}
+        report = AggregatorReport(
+            node=self.node,
+            boot=self.boot,
+            number=self._number,
+            epoch=self.epoch,
+            load=self._load() if heartbeat else 0.0,
+            heartbeat=heartbeat,
+            tasks=reports,
+        )
+        return [Send(coordinator, report) for coordinator in self._coordinators]
+
+    def _load(self) -> float:
+        """Slots in use plus uploads turned away since the last heartbeat, by slots."""
+        turned_away = sum(held.turned_away for held in self.tasks.values())
+        for held in self.tasks.values():
+            held.turned_away = 0
+        return self._slots.used + turned_away / self._config.upload_slots
+
+    def _finish(self, now: float, effects: Effects) -> Effects:
+        """After every event: forget what was lost to a successor, report a rise of demand."""
+        for task in [task for task, held in self.tasks.items() if held.phase is Phase.STOPPED]:
+            del self.tasks[task]
+        for task, held in self.tasks.items():
+            if held.demand(now) > self._reported_demand.get(task, 0):
+                due = max(now, self._reported_at + self._config.min_report_interval_s)
+                self._report_due = min(self._report_due, due)
+                break
+        if now >= self._report_due:
+            effects += self._report(now, heartbeat=False)
+        return effects

@@ -1,0 +1,304 @@
+"""The six requests of a participating client, answered for one task.
+
+Paper, "Client Independence": "transient client failures do not cause clients to dropout because the
+client protocol is based on virtual sessions". So: a request that arrives twice gets the same answer
+twice; a session that is not known here but has a valid ticket was a predecessor's and is adopted
+while there is room; an ended session is told how it ended.
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from papaya.aggregator import regime
+from papaya.aggregator.sessions import Session
+from papaya.aggregator.task import HeldTask
+from papaya.aggregator.upload import Slots, Upload, chunk_count, chunk_length
+from papaya.aggregator.work import Drop, Keep
+from papaya.config import ServerConfig
+from papaya.errors import TicketError
+from papaya.machine import Effects, Handle, Reply
+from papaya.messages.base import Message
+from papaya.messages.participation import (
+    MAX_CHUNKS,
+    Aborted,
+    Alive,
+    Chunk,
+    ChunkReceived,
+    Complete,
+    Heartbeat,
+    Incomplete,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Refused,
+    Report,
+    Request,
+    Retry,
+    UploadGranted,
+)
+from papaya.messages.tickets import (
+    AnyTicket,
+    AssignmentTicket,
+    Keyring,
+    SessionTicket,
+    UploadTicket,
+)
+
+_BUSY_RETRY_S = 0.5
+
+
+class Ended(Exception):
+    """Not an error: the session is over (or cannot begin), and this is the answer."""
+
+    def __init__(self, answer: Message) -> None:
+        super().__init__(answer)
+        self.answer = answer
+
+
+class Participation:
+    """Answers clients of any held task. Keeps no state of its own."""
+
+    def __init__(self, config: ServerConfig, keyring: Keyring, slots: Slots) -> None:
+        self._config = config
+        self._keyring = keyring
+        self._slots = slots
+
+    def answer(
+        self,
+        now: float,
+        held: HeldTask,
+        request: Request,
+        claim: AnyTicket,
+        next_report: int,
+        reply_to: Handle,
+    ) -> Effects:
+        if claim.seq > held.fence.seq:
+            return [Reply(reply_to, Retry("the task has moved", 0.0))]
+        try:
+            match request:
+                case Join():
+                    return [Reply(reply_to, self._join(now, held, request, next_report))]
+                case Chunk():
+                    session = self._uploader(now, held, request.ticket, claim, next_report)
+                    return self._chunk(now, held, session, request, reply_to)
+                case Complete():
+                    session = self._uploader(now, held, request.ticket, claim, next_report)
+                    return self._complete(held, session, request, reply_to)
+                case Heartbeat():
+                    self._participant(now, held, request.ticket, claim, next_report)
+                    return [Reply(reply_to, Alive())]
+                case Report():
+                    session = self._participant(now, held, request.ticket, claim, next_report)
+                    return self._report(now, held, session, request, reply_to)
+                case Leave():
+                    session = self._participant(now, held, request.ticket, claim, next_report)
+                    return self._leave(held, session, reply_to)
+        except Ended as ended:
+            return [Reply(reply_to, ended.answer)]
+        except TicketError as error:
+            return [Reply(reply_to, Refused(str(error), error.hint))]
+
+    # -- finding the session ----------------------------------------------------------------
+
+    def _participant(
+        self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket, next_report: int
+    ) -> Session:
+        """The session of a heartbeat, report or leave; these carry either kind of later ticket."""
+        session = held.sessions.active.get(claim.session)
+        if session is not None and sealed in (session.sealed, session.upload_sealed):
+            session.seen_at = now
+            return session
+        if isinstance(claim, UploadTicket):
+            return self._uploader(now, held, sealed, claim, next_report)
+        ticket = self._keyring.open(sealed, SessionTicket)
+        self._tell_if_ended(held, ticket)
+        if session is None:
+            if now > ticket.expires:
+                raise TicketError("the session has expired")
+            if regime.outlives(held.ledger.config, ticket.version, held.ledger.version):
+                raise Ended(Aborted("stale"))
+            session = self._adopt(now, held, ticket, sealed, next_report)
+        session.seen_at = now
+        return session
+
+    def _uploader(
+        self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket, next_report: int
+    ) -> Session:
+        """The session of a chunk or a completion."""
+        session = held.sessions.active.get(claim.session)
+        if session is None or session.upload_sealed != sealed:
+            ticket = self._keyring.open(sealed, UploadTicket)
+            self._tell_if_ended(held, ticket)
+            if now > ticket.upload_by:
+                raise TicketError("the upload came too late")
+            if not regime.accepts(held.ledger.config, ticket.version, held.ledger.version + 1):
+                raise Ended(Aborted("round_over"))
+            if session is None:
+                session = self._adopt(now, held, ticket, b"", next_report)
+            if session.upload_ticket is None:
+                held.sessions.reported(session, ticket, sealed)
+        session.seen_at = now
+        return session
+
+    def _adopt(
+        self,
+        now: float,
+        held: HeldTask,
+        ticket: SessionTicket | UploadTicket,
+        sealed: bytes,
+        next_report: int,
+    ) -> Session:
+        """A predecessor's client: its training is not lost while there is room for it."""
+        if held.room < 1:
+            raise Ended(Aborted("full"))
+        session = Session(ticket, sealed, now)
+        held.admit(session, next_report, is_leased=False)
+        return session
+
+    def _tell_if_ended(self, held: HeldTask, ticket: AnyTicket) -> None:
+        ended = held.sessions.ended.get(ticket.session)
+        if ended is not None:
+            raise Ended(ended[0])
+
+    # -- the requests -----------------------------------------------------------------------
+
+    def _join(self, now: float, held: HeldTask, request: Join, next_report: int) -> Message:
+        ticket = self._keyring.open(request.ticket, AssignmentTicket)
+        self._tell_if_ended(held, ticket)
+        session = held.sessions.active.get(ticket.session)
+        if session is None:
+            session = self._admit(now, held, ticket, next_report)
+        elif not session.sealed:
+            session.sealed = self._keyring.seal(_session_ticket(session))
+        config = held.ledger.config
+        return Joined(
+            ticket=session.sealed,
+            task=held.task,
+            session=session.id,
+            version=session.version,
+            parameters=session.ticket.parameters,
+            model_length=config.model_length,
+            heartbeat_s=self._config.heartbeat_s,
+            training_timeout_s=config.training_timeout_s,
+            participation_gap_s=config.participation_gap_s,
+            max_participations=config.max_participations,
+        )
+
+    def _admit(
+        self, now: float, held: HeldTask, assignment: AssignmentTicket, next_report: int
+    ) -> Session:
+        if now > assignment.confirm_by:
+            raise TicketError("the assignment was not confirmed in time")
+        if not regime.admits_joins(held.ledger.config, held.is_closing):
+            raise Ended(Retry("the round is closing", _BUSY_RETRY_S))
+        if held.config_demand < 1:
+            raise Ended(Aborted("full"))
+        newest = held.ledger.newest
+        life_s = held.ledger.config.training_timeout_s + self._config.heartbeat_s
+        ticket = SessionTicket(
+            held.task,
+            assignment.session,
+            held.fence.seq,
+            newest.version,
+            newest.parameters,
+            expires=now + life_s,
+        )
+        session = Session(ticket, self._keyring.seal(ticket), now)
+        held.admit(session, next_report, is_leased=True)
+        return session
+
+    def _report(
+        self, now: float, held: HeldTask, session: Session, request: Report, reply_to: Handle
+    ) -> Effects:
+        if session.upload_ticket is None:
+            staleness = self._staleness(held, session)
+            if staleness > held.ledger.config.max_staleness:
+                return [*held.end(session, "stale"), Reply(reply_to, Aborted("stale"))]
+            self._grant(now, held, session, staleness, request.examples)
+        ticket = session.upload_ticket
+        assert ticket is not None
+        granted = UploadGranted(
+            ticket=session.upload_sealed,
+            version=ticket.version + ticket.staleness,
+            chunk_bytes=self._config.chunk_bytes,
+            upload_timeout_s=held.ledger.config.upload_timeout_s,
+        )
+        return [Reply(reply_to, granted)]
+
+    def _staleness(self, held: HeldTask, session: Session) -> int:
+        """Versions made since the client's own initial version; frozen from here on."""
+        return held.ledger.version - session.version
+
+    def _grant(
+        self, now: float, held: HeldTask, session: Session, staleness: int, examples: int
+    ) -> None:
+        config = held.ledger.config
+        ticket = UploadTicket(
+            *_session_fields(session),
+            staleness=staleness,
+            examples=min(examples, config.max_examples),
+            upload_by=now + config.upload_timeout_s,
+        )
+        held.sessions.reported(session, ticket, self._keyring.seal(ticket))
+
+    def _chunk(
+        self, now: float, held: HeldTask, session: Session, chunk: Chunk, reply_to: Handle
+    ) -> Effects:
+        size, piece = held.ledger.config.model_bytes, self._config.chunk_bytes
+        received = Reply(reply_to, ChunkReceived(chunk.upload, chunk.index))
+        if session.is_complete:
+            return [received]
+        count = min(MAX_CHUNKS, chunk_count(size, piece))
+        expected = chunk_length(size, piece, chunk.index)
+        if chunk.index >= count or len(chunk.data) != expected:
+            reason = f"chunk {chunk.index} of {count} has {len(chunk.data)} bytes, not {expected}"
+            return [Reply(reply_to, Refused(reason))]
+        if crc32(chunk.data) != chunk.crc32:
+            return [Reply(reply_to, Retry("the chunk was damaged on its way", 0.0))]
+        if not self._slots.touch(now, (held.task, session.id)):
+            held.turned_away += 1
+            return [Reply(reply_to, Retry("all upload slots are taken", _BUSY_RETRY_S))]
+        effects: Effects = []
+        if session.upload is None or session.upload.id != chunk.upload:
+            effects.append(Drop(held.task, held.fence.seq, session.id))
+            session.upload = Upload(chunk.upload, count)
+        if not session.upload.has(chunk.index):
+            del session.upload.missing[chunk.index]
+            effects.append(Keep(held.task, session.id, chunk.index * piece, chunk.data, size))
+        return [*effects, received]
+
+    def _complete(
+        self, held: HeldTask, session: Session, request: Complete, reply_to: Handle
+    ) -> Effects:
+        upload = session.upload
+        if upload is None or upload.id != request.upload:
+            count = chunk_count(held.ledger.config.model_bytes, self._config.chunk_bytes)
+            return [Reply(reply_to, Incomplete(tuple(range(count))))]
+        if upload.missing:
+            return [Reply(reply_to, Incomplete(tuple(upload.missing)))]
+        session.answer_to.append(reply_to)
+        return [] if upload.is_folding else held.complete(session)
+
+    def _leave(self, held: HeldTask, session: Session, reply_to: Handle) -> Effects:
+        if session.is_complete:
+            session.answer_to.append(reply_to)  # too late to take it back: tell how it ends
+            return []
+        return [*held.end(session, "left"), Reply(reply_to, Left())]
+
+
+def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:
+    ticket = session.ticket
+    return (
+        ticket.task,
+        ticket.session,
+        ticket.seq,
+        ticket.version,
+        ticket.parameters,
+        ticket.expires,
+    )
+
+
+def _session_ticket(session: Session) -> SessionTicket:
+    return SessionTicket(*_session_fields(session))

@@ -1,0 +1,150 @@
+"""Virtual sessions of one task (paper, "Client Independence", appendix "Enforcing Max Concurrency").
+
+    "the system enforces an upper bound of concurrently participating clients (C) for every task
+    [...] The client may have completed execution, or it may be considered dead due to missed
+    heartbeats or execution error. Finally, clients may also be aborted by the server if staleness
+    [...] is higher than a configurable value."
+
+A session is active from join (or adoption) to complete, abort, failure or expiry. What ended one is
+remembered until no ticket of it is valid: that is the answer to whatever its client asks next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from papaya.aggregator.upload import Upload
+from papaya.errors import InvariantError
+from papaya.machine import Handle
+from papaya.messages.base import SessionId
+from papaya.messages.participation import Aborted, Completed
+from papaya.messages.tickets import SessionTicket, UploadTicket
+
+
+class Session:
+    """One active client. `upload_ticket` is set by its report; `in_buffer` once it is folded."""
+
+    __slots__ = (
+        "answer_to",
+        "id",
+        "in_buffer",
+        "sealed",
+        "seen_at",
+        "ticket",
+        "upload",
+        "upload_sealed",
+        "upload_ticket",
+    )
+
+    def __init__(self, ticket: SessionTicket | UploadTicket, sealed: bytes, now: float) -> None:
+        self.id = ticket.session
+        self.ticket = ticket
+        self.sealed = sealed
+        self.seen_at = now
+        self.upload_ticket: UploadTicket | None = None
+        self.upload_sealed = b""
+        self.upload: Upload | None = None
+        self.in_buffer = False
+        self.answer_to: list[Handle] = []
+
+    @property
+    def version(self) -> int:
+        return self.ticket.version
+
+    @property
+    def is_training(self) -> bool:
+        return self.upload_ticket is None
+
+    @property
+    def is_complete(self) -> bool:
+        """The whole update is here; it is being folded, or waits for its turn."""
+        return self.upload is not None and self.upload.is_folding
+
+    def deadline(self, dead_after_s: float) -> float:
+        """When it is given up. A complete update is not: only its acknowledgement is missing."""
+        if self.is_complete:
+            return float("inf")
+        ends = self.ticket.expires if self.upload_ticket is None else self.upload_ticket.upload_by
+        return min(self.seen_at + dead_after_s, ends)
+
+
+class Sessions:
+    """Invariant: active <= concurrency, and no session is active and ended at once."""
+
+    def __init__(self, dead_after_s: float) -> None:
+        self.active: dict[SessionId, Session] = {}
+        self.ended: dict[SessionId, tuple[Completed | Aborted, float]] = {}
+        self.ended_count = 0
+        self._dead_after_s = dead_after_s
+        self._deadlines: list[tuple[float, SessionId]] = []
+        self._training: dict[int, dict[SessionId, Session]] = {}
+
+    def admit(self, session: Session) -> None:
+        self.active[session.id] = session
+        if session.is_training:
+            self._training.setdefault(session.version, {})[session.id] = session
+        heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
+
+    def reported(self, session: Session, ticket: UploadTicket, sealed: bytes) -> None:
+        """Training is over: from here on staleness is frozen and no longer a reason to abort."""
+        self._forget_training(session)
+        session.upload_ticket, session.upload_sealed = ticket, sealed
+        heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
+
+    def refile(self, session: Session) -> None:
+        """Its deadline counts again: it is no longer in a buffer."""
+        heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
+
+    def end(self, session: Session, answer: Completed | Aborted, keep_until: float) -> None:
+        """The slot is free at once; the answer waits for the client's next request."""
+        del self.active[session.id]
+        self._forget_training(session)
+        self.ended[session.id] = (answer, keep_until)
+        self.ended_count += 1
+
+    def remember(self, session: SessionId, answer: Completed | Aborted, keep_until: float) -> None:
+        """An end that happened at a predecessor."""
+        self.ended[session] = (answer, keep_until)
+
+    def training_from(self, versions: range) -> Iterator[Session]:
+        """Sessions still training whose initial version lies in the range."""
+        for version in [found for found in self._training if found in versions]:
+            yield from list(self._training[version].values())
+
+    def expired(self, now: float) -> list[Session]:
+        """Sessions whose deadline has passed. A deadline that moved is filed again."""
+        found = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, session_id = heappop(self._deadlines)
+            session = self.active.get(session_id)
+            if session is None:
+                continue
+            deadline = session.deadline(self._dead_after_s)
+            if deadline <= now:
+                found.append(session)
+            elif deadline != float("inf"):
+                heappush(self._deadlines, (deadline, session_id))
+        return found
+
+    def next_deadline(self) -> float:
+        return self._deadlines[0][0] if self._deadlines else float("inf")
+
+    def forget(self, now: float) -> None:
+        """Drop ends whose tickets have all expired."""
+        for session in [key for key, (_, until) in self.ended.items() if until <= now]:
+            del self.ended[session]
+
+    def check(self, concurrency: int) -> None:
+        if len(self.active) > concurrency:
+            raise InvariantError(
+                f"{len(self.active)} clients are active, above concurrency {concurrency}"
+            )
+        for session in self.active:
+            if session in self.ended:
+                raise InvariantError(f"session {session} is active and ended at once")
+
+    def _forget_training(self, session: Session) -> None:
+        bucket = self._training.get(session.version)
+        if bucket is not None and bucket.pop(session.id, None) is not None and not bucket:
+            del self._training[session.version]

@@ -1,0 +1,69 @@
+"""Uploads in chunks (paper, "Participation": "the client uploads the model in chunks").
+
+Chunks may arrive late, twice and out of order. The machine keeps which chunks are there; the bytes
+stay with the driver, in a bounded number of slots. An upload that makes no progress for a heartbeat
+gives its slot back, and its client sends the chunks again later.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from papaya.messages.base import SessionId, TaskId
+
+
+class Upload:
+    """Which chunks of one upload id are there."""
+
+    __slots__ = ("chunks", "id", "is_folding", "missing")
+
+    def __init__(self, upload_id: str, chunks: int) -> None:
+        self.id = upload_id
+        self.chunks = chunks
+        self.missing = dict.fromkeys(range(chunks))
+        self.is_folding = False
+
+    def has(self, index: int) -> bool:
+        return index not in self.missing
+
+
+def chunk_count(model_bytes: int, chunk_bytes: int) -> int:
+    return -(-model_bytes // chunk_bytes)
+
+
+def chunk_length(model_bytes: int, chunk_bytes: int, index: int) -> int:
+    """The exact length of chunk `index`; every chunk but the last is full."""
+    return min(chunk_bytes, model_bytes - index * chunk_bytes)
+
+
+class Slots:
+    """Memory for uploads in progress: a fixed number for the whole aggregator."""
+
+    def __init__(self, count: int, idle_after_s: float) -> None:
+        self._count = count
+        self._idle_after_s = idle_after_s
+        self._last_progress: OrderedDict[tuple[TaskId, SessionId], float] = OrderedDict()
+
+    def touch(self, now: float, owner: tuple[TaskId, SessionId]) -> bool:
+        """Progress: take a slot or keep it. False when all are taken."""
+        if owner not in self._last_progress and len(self._last_progress) >= self._count:
+            return False
+        self._last_progress[owner] = now
+        self._last_progress.move_to_end(owner)
+        return True
+
+    def release(self, owner: tuple[TaskId, SessionId]) -> None:
+        self._last_progress.pop(owner, None)
+
+    def idle(self, now: float) -> list[tuple[TaskId, SessionId]]:
+        """Owners without progress for a heartbeat, longest first."""
+        found = []
+        for owner, progress in self._last_progress.items():
+            if now - progress < self._idle_after_s:
+                break
+            found.append(owner)
+        return found
+
+    @property
+    def used(self) -> float:
+        return len(self._last_progress) / self._count

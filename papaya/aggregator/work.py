@@ -1,0 +1,112 @@
+"""Heavy work of an aggregator: effects that take a model's worth of bytes, and what comes back.
+
+    Keep         a chunk's bytes into the upload's slot
+    Fold         check a complete upload, add it to the buffer     → Folded
+    Snapshot     cut all shards at once, write the sum as a blob    → Snapshotted
+    Restore      load the sums of durable records                   → Restored
+    Step         apply the server optimizer, write a version        → Stepped
+    Drop         forget an upload's bytes or a task's buffers
+    DeleteBlobs  after the row that named them is gone
+
+The driver runs them on threads (`net`) or in virtual time (`sim`); both use `shards.py` for the
+arithmetic. Work of one task runs in the order given. A blob's key begins with `task/seq/`, so a
+deposed holder cannot delete what its successor wrote.
+"""
+
+from __future__ import annotations
+
+from papaya.config import TaskConfig
+from papaya.machine import Effect
+from papaya.messages.base import BlobKey, Message, SessionId, TaskId
+from papaya.messages.participation import DiscardReason
+from papaya.messages.storage import RecordRow, VersionRow
+
+
+class Keep(Effect, frozen=True):
+    task: TaskId
+    session: SessionId
+    offset: int
+    data: bytes
+    model_bytes: int
+
+
+class Fold(Effect, frozen=True):
+    """Adds examples x staleness weight x update to the sum, and examples to its weight."""
+
+    config: TaskConfig
+    seq: int
+    target: int
+    session: SessionId
+    examples: int
+    staleness: int
+
+
+class Folded(Message, frozen=True):
+    task: TaskId
+    seq: int
+    target: int
+    session: SessionId
+    refused: DiscardReason | None = None
+
+
+class Snapshot(Effect, frozen=True):
+    task: TaskId
+    seq: int
+    targets: tuple[int, ...]
+
+
+class Sum(Message, frozen=True):
+    """What one snapshot holds: exactly these sessions, in the order in which they were folded."""
+
+    target: int
+    blob: BlobKey
+    sessions: tuple[SessionId, ...]
+    weight: float
+
+
+class Snapshotted(Message, frozen=True):
+    task: TaskId
+    seq: int
+    sums: tuple[Sum, ...]
+
+
+class Restore(Effect, frozen=True):
+    config: TaskConfig
+    seq: int
+    records: tuple[RecordRow, ...]
+    garbage_except: tuple[BlobKey, ...]
+
+
+class Restored(Message, frozen=True):
+    task: TaskId
+    seq: int
+
+
+class Step(Effect, frozen=True):
+    """From version `base` with its optimizer state and a closed record to the next version."""
+
+    config: TaskConfig
+    seq: int
+    base: VersionRow
+    optimizer: BlobKey
+    record: RecordRow
+
+
+class Stepped(Message, frozen=True):
+    task: TaskId
+    seq: int
+    version: int
+    parameters: BlobKey
+    optimizer: BlobKey
+
+
+class Drop(Effect, frozen=True):
+    """Without a session: everything of the task under this sequence number."""
+
+    task: TaskId
+    seq: int
+    session: SessionId | None = None
+
+
+class DeleteBlobs(Effect, frozen=True):
+    blobs: tuple[BlobKey, ...]

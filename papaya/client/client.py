@@ -1,0 +1,317 @@
+"""The Client (paper, "Client Independence"): one visit of one device, from check-in to the end.
+
+    CHECKING_IN ─▶ JOINING ─▶ DOWNLOADING ─▶ TRAINING ─▶ REPORTING ─▶ UPLOADING ─▶ COMPLETING ─▶ OVER
+
+"All stages happen within a virtual session": each request carries its ticket, may be sent again and
+may go through any selector. The client obeys an abort at once, gives up cleanly when a stage takes
+too long, never takes part against its own participation history, and never runs what a server sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from random import Random
+from zlib import crc32
+
+from papaya.client.history import History
+from papaya.client.work import (
+    Answered,
+    Download,
+    Downloaded,
+    Ending,
+    Finish,
+    Remember,
+    Request,
+    Train,
+    Trained,
+    Unanswered,
+    WorkFailed,
+)
+from papaya.config import DeviceConfig
+from papaya.errors import ProtocolError
+from papaya.machine import Effects
+from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId
+from papaya.messages.participation import (
+    Aborted,
+    Alive,
+    Chunk,
+    ChunkReceived,
+    Complete,
+    Completed,
+    Heartbeat,
+    Incomplete,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Refused,
+    Report,
+    Retry,
+    UploadGranted,
+)
+from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
+
+
+class Stage(Enum):
+    CHECKING_IN = "checking in"
+    JOINING = "joining"
+    DOWNLOADING = "downloading"
+    TRAINING = "training"
+    REPORTING = "reporting"
+    UPLOADING = "uploading"
+    COMPLETING = "completing"
+    OVER = "over"
+
+
+_WORKING = (Stage.DOWNLOADING, Stage.TRAINING)
+_NEVER = float("inf")
+
+
+class Client:
+    """Invariant: at most one request of the stage and one heartbeat are on their way."""
+
+    def __init__(
+        self,
+        selectors: Sequence[NodeId],
+        capabilities: Capabilities,
+        history: History,
+        config: DeviceConfig,
+        rng: Random,
+    ) -> None:
+        self.stage = Stage.CHECKING_IN
+        self.joined: Joined | None = None
+        self._selectors = selectors
+        self._selector = int(rng.random() * len(selectors))
+        self._capabilities = capabilities
+        self._history = history
+        self._config = config
+        self._rng = rng
+        self._attempt = 0
+        self._failures = 0
+        self._pending: Message | None = None
+        self._pending_attempt = 0
+        self._resend_at = _NEVER
+        self._heartbeat_at = _NEVER
+        self._heartbeat_attempt = 0
+        self._stage_ends = _NEVER
+        self._ticket = b""
+        self._update = memoryview(b"")
+        self._examples = 0
+        self._upload_id = ""
+        self._chunk_bytes = 1
+        self._to_send: list[int] = []
+
+    # -- the machine contract ---------------------------------------------------------------
+
+    def start(self, now: float) -> Effects:
+        self._stage_ends = now + self._config.give_up_s
+        excluded = self._history.excluded(now)
+        return self._ask(now, CheckIn(PROTOCOL_VERSION, self._capabilities, excluded))
+
+    def receive(self, now: float, message: Message) -> Effects:
+        if self.stage is Stage.OVER:
+            return []
+        match message:
+            case Answered():
+                return self._on_answer(now, message)
+            case Unanswered():
+                return self._on_unanswered(now, message.attempt)
+            case Downloaded():
+                return self._on_downloaded()
+            case Trained():
+                return self._on_trained(now, message)
+            case WorkFailed():
+                return self._leave("failed", message.reason)
+        raise ProtocolError(f"a client does not take {type(message).__name__}")
+
+    def wake(self, now: float) -> Effects:
+        if self.stage is Stage.OVER:
+            return []
+        if now >= self._stage_ends:
+            ending: Ending = "failed" if self.stage in _WORKING else "gave_up"
+            return self._leave(ending, f"{self.stage.value} took too long")
+        if now >= self._resend_at and self._pending is not None:
+            if self._pending_attempt:
+                return self._on_unanswered(now, self._pending_attempt)
+            return self._ask(now, self._pending)
+        if now >= self._heartbeat_at:
+            return self._send_heartbeat(now)
+        return []
+
+    def next_wake(self) -> float:
+        return min(self._stage_ends, self._resend_at, self._heartbeat_at)
+
+    # -- asking -----------------------------------------------------------------------------
+
+    def _ask(self, now: float, message: Message) -> Effects:
+        self._attempt += 1
+        self._pending, self._pending_attempt = message, self._attempt
+        is_held = self.stage is Stage.CHECKING_IN
+        timeout_s = self._config.check_in_timeout_s if is_held else self._config.request_timeout_s
+        self._resend_at = now + timeout_s
+        return [Request(self._selectors[self._selector], self._attempt, message)]
+
+    def _ask_again(self, now: float, after_s: float) -> Effects:
+        """Later, through another selector, with jittered back-off."""
+        self._selector = (self._selector + 1) % len(self._selectors)
+        self._failures += 1
+        ceiling = self._config.backoff_s * 2.0 ** min(self._failures, 16)
+        jitter = self._rng.random() * min(self._config.max_backoff_s, ceiling)
+        self._pending_attempt = 0
+        self._resend_at = now + after_s + jitter
+        return []
+
+    def _on_unanswered(self, now: float, attempt: int) -> Effects:
+        if attempt == self._pending_attempt:
+            return self._ask_again(now, 0.0)
+        if attempt == self._heartbeat_attempt:
+            return self._retry_heartbeat(now, 0.0)
+        return []
+
+    def _answered(self) -> None:
+        self._pending, self._pending_attempt, self._resend_at = None, 0, _NEVER
+        self._failures = 0
+
+    def _send_heartbeat(self, now: float) -> Effects:
+        assert self.joined is not None
+        self._attempt += 1
+        self._heartbeat_attempt = self._attempt
+        self._heartbeat_at = now + self.joined.heartbeat_s
+        heartbeat = Heartbeat(self._ticket)
+        return [Request(self._selectors[self._selector], self._attempt, heartbeat)]
+
+    def _retry_heartbeat(self, now: float, after_s: float) -> Effects:
+        """Sooner than the next one is due: a successor adopts those who come in time."""
+        self._selector = (self._selector + 1) % len(self._selectors)
+        jitter = self._rng.random() * self._config.max_backoff_s
+        self._heartbeat_at = min(self._heartbeat_at, now + after_s + jitter)
+        return []
+
+    # -- answers ----------------------------------------------------------------------------
+
+    def _on_answer(self, now: float, answered: Answered) -> Effects:
+        answer = answered.answer
+        is_heartbeat = answered.attempt == self._heartbeat_attempt
+        if answered.attempt != self._pending_attempt and not is_heartbeat:
+            return []  # an answer to a request that was given up
+        match answer:
+            case Aborted():
+                return self._finish("aborted", answer.reason)
+            case Refused():
+                return self._finish("refused", answer.reason)
+            case Completed():
+                ending: Ending = "counted" if answer.discarded is None else "discarded"
+                return self._finish(ending, answer.discarded or "")
+            case Retry() if is_heartbeat:
+                return self._retry_heartbeat(now, answer.after_s)
+            case Retry():
+                return self._ask_again(now, answer.after_s)
+            case Alive() if is_heartbeat:
+                return []
+            case Rejected():
+                window = (answer.retry_from_s, answer.retry_until_s)
+                return self._finish("rejected", answer.reason, *window)
+        return self._on_progress(now, answer)
+
+    def _on_progress(self, now: float, answer: Message) -> Effects:
+        match self.stage, answer:
+            case Stage.CHECKING_IN, Accepted():
+                return self._on_accepted(now, answer)
+            case Stage.JOINING, Joined():
+                return self._on_joined(now, answer)
+            case Stage.REPORTING, UploadGranted():
+                return self._on_granted(now, answer)
+            case Stage.UPLOADING, ChunkReceived():
+                return self._send_next(now)
+            case Stage.COMPLETING, Incomplete():
+                self._to_send = [index for index in answer.missing if index < self._chunks]
+                return self._send_next(now)
+            case _, Left():
+                return self._finish("gave_up", "left")
+        return self._leave(
+            "failed", f"{type(answer).__name__} is no answer while {self.stage.value}"
+        )
+
+    def _on_accepted(self, now: float, accepted: Accepted) -> Effects:
+        self._answered()
+        self.stage = Stage.JOINING
+        self._stage_ends = now + self._config.give_up_s
+        self._ticket = accepted.ticket
+        return self._ask(now, Join(accepted.ticket))
+
+    def _on_joined(self, now: float, joined: Joined) -> Effects:
+        self._answered()
+        self.joined = joined
+        self._ticket = joined.ticket
+        gap_s, limit = joined.participation_gap_s, joined.max_participations
+        if not self._history.allows(now, joined.task, gap_s, limit):
+            return self._leave("gave_up", "this device has taken part too recently or too often")
+        self.stage = Stage.DOWNLOADING
+        self._stage_ends = now + joined.training_timeout_s
+        self._heartbeat_at = now + joined.heartbeat_s
+        return [Download(joined.parameters)]
+
+    def _on_downloaded(self) -> Effects:
+        assert self.joined is not None and self.stage is Stage.DOWNLOADING
+        self.stage = Stage.TRAINING
+        joined = self.joined
+        return [Train(joined.task, joined.session, joined.parameters, joined.training_timeout_s)]
+
+    def _on_trained(self, now: float, trained: Trained) -> Effects:
+        assert self.joined is not None and self.stage is Stage.TRAINING
+        self.stage = Stage.REPORTING
+        self._heartbeat_at, self._heartbeat_attempt = _NEVER, 0
+        self._stage_ends += self.joined.heartbeat_s
+        self._update, self._examples = memoryview(trained.update), trained.examples
+        return self._ask(now, Report(self._ticket, trained.examples))
+
+    def _on_granted(self, now: float, granted: UploadGranted) -> Effects:
+        """The last moment at which nothing has left the device: remember, then send."""
+        assert self.joined is not None
+        self._answered()
+        self.stage = Stage.UPLOADING
+        self._stage_ends = now + granted.upload_timeout_s
+        self._ticket = granted.ticket
+        self._chunk_bytes = granted.chunk_bytes
+        self._upload_id = f"{self._rng.getrandbits(64):016x}"
+        self._to_send = list(range(self._chunks))
+        joined = self.joined
+        participated = self._history.record(
+            now, joined.task, joined.participation_gap_s, joined.max_participations
+        )
+        return [Remember(joined.task, participated), *self._send_next(now)]
+
+    @property
+    def _chunks(self) -> int:
+        return -(-len(self._update) // self._chunk_bytes)
+
+    def _send_next(self, now: float) -> Effects:
+        self._answered()
+        if not self._to_send:
+            self.stage = Stage.COMPLETING
+            return self._ask(now, Complete(self._ticket, self._upload_id))
+        self.stage = Stage.UPLOADING
+        index = self._to_send.pop(0)
+        start = index * self._chunk_bytes
+        data = bytes(self._update[start : start + self._chunk_bytes])
+        return self._ask(now, Chunk(self._ticket, self._upload_id, index, crc32(data), data))
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def _leave(self, ending: Ending, reason: str) -> Effects:
+        """Tell the server, once, that the slot is free; then it is over whatever it answers."""
+        effects: Effects = []
+        if self.joined is not None:
+            self._attempt += 1
+            leave = Leave(self._ticket, reason[:128])
+            effects.append(Request(self._selectors[self._selector], self._attempt, leave))
+        return effects + self._finish(ending, reason)
+
+    def _finish(
+        self, ending: Ending, reason: str, retry_from_s: float = 0.0, retry_until_s: float = 0.0
+    ) -> Effects:
+        self.stage = Stage.OVER
+        self._pending, self._pending_attempt = None, 0
+        self._stage_ends = self._resend_at = self._heartbeat_at = _NEVER
+        return [Finish(ending, reason, retry_from_s, retry_until_s)]

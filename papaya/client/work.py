@@ -1,0 +1,73 @@
+"""What a client asks of its device, and what comes back.
+
+Request     ask a selector                              → Answered or Unanswered
+Download    parameters by key, from the CDN             → Downloaded or WorkFailed
+Train       the executor on local data                  → Trained or WorkFailed
+Remember    write the participation history, durable, before going on
+Finish      the session is over; the driver decides when to check in again
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from papaya.client.history import Participated
+from papaya.machine import Effect
+from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
+
+Ending = Literal["rejected", "counted", "discarded", "aborted", "refused", "failed", "gave_up"]
+
+
+class Request(Effect, frozen=True):
+    selector: NodeId
+    attempt: int
+    message: Message
+
+
+class Answered(Message, frozen=True):
+    attempt: int
+    answer: Message
+
+
+class Unanswered(Message, frozen=True):
+    """The driver knows that no answer will come: refused connection, broken stream."""
+
+    attempt: int
+
+
+class Download(Effect, frozen=True):
+    parameters: BlobKey
+
+
+class Downloaded(Message, frozen=True):
+    pass
+
+
+class Train(Effect, frozen=True):
+    task: TaskId
+    session: SessionId
+    parameters: BlobKey
+    timeout_s: float
+
+
+class Trained(Message, frozen=True):
+    """`update` is the trained minus the initial model, little-endian float32 in manifest order."""
+
+    update: bytes
+    examples: int
+
+
+class WorkFailed(Message, frozen=True):
+    reason: str
+
+
+class Remember(Effect, frozen=True):
+    task: TaskId
+    participated: Participated
+
+
+class Finish(Effect, frozen=True):
+    ending: Ending
+    reason: str
+    retry_from_s: float = 0.0
+    retry_until_s: float = 0.0

@@ -1,0 +1,394 @@
+"""What a person may configure: a task and a server. Refuses every value that cannot work.
+
+Paper, "Experimental Setup": "Our system has two configuration parameters. First, for both SyncFL
+and AsyncFL tasks, concurrency [...]. Second, for AsyncFL tasks, K is the aggregation goal".
+Appendix "Switching between SyncFL and AsyncFL": "can be done via a configuration change".
+
+An impossible value raises ConfigError with the field, the value and the remedy; a value that is
+legal but unwise is listed by `TaskConfig.warnings()`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal
+
+from msgspec import Struct
+
+from papaya.errors import ConfigError
+from papaya.secagg import fixed_point
+
+_TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_FLOAT32_MAX = 3.4028234663852886e38
+_FLOAT32_TINY = 1.1754943508222875e-38
+
+
+def _require(holds: bool, field: str, value: object, problem: str, remedy: str) -> None:
+    if not holds:
+        raise ConfigError.of(field, value, problem, remedy)
+
+
+def _require_positive_s(field: str, value: float) -> None:
+    _require(
+        math.isfinite(value) and value > 0,
+        field,
+        value,
+        "a time must be finite and longer than zero seconds",
+        f"set {field} to a positive number of seconds",
+    )
+
+
+class AsyncFL(Struct, frozen=True, tag="async", forbid_unknown_fields=True):
+    """A new version every K updates; clients never wait for each other."""
+
+    aggregation_goal: int | None = None
+    max_staleness: int | None = None
+
+
+class SyncFL(Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
+    """Rounds of clients that all start from the current version."""
+
+    over_selection: float = 0.3
+
+
+class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The server optimizer. None takes the default of its kind."""
+
+    kind: Literal["fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad"] = "fedadam"
+    rate: float | None = None
+    momentum: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        for field, value in (("rate", self.rate), ("epsilon", self.epsilon)):
+            _require(
+                value is None or (math.isfinite(value) and value > 0),
+                f"optimizer.{field}",
+                value,
+                "must be finite and above zero",
+                f"leave optimizer.{field} out to take the default of {self.kind}",
+            )
+        for field, value in (
+            ("momentum", self.momentum),
+            ("beta1", self.beta1),
+            ("beta2", self.beta2),
+        ):
+            _require(
+                0 <= value < 1,
+                f"optimizer.{field}",
+                value,
+                "must be at least 0 and below 1",
+                f"choose optimizer.{field} in [0, 1), for example 0.9",
+            )
+
+
+class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a device must declare to be compatible with a task."""
+
+    engine: str | None = None
+    module: str | None = None
+    min_memory_mb: int = 0
+    labels: tuple[str, ...] = ()
+
+
+class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):
+    """The smallest number of clients whose sum may be revealed; None means the aggregation goal."""
+
+    threshold: int | None = None
+
+
+class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One FL task. Every field has one meaning in both regimes."""
+
+    task: str
+    concurrency: int
+    model_length: int
+    regime: AsyncFL | SyncFL = AsyncFL()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    requirements: Requirements = Requirements()
+    secure_aggregation: SecureAggregation | None = None
+    training_timeout_s: float = 240.0
+    upload_timeout_s: float = 120.0
+    max_examples: int = 1500
+    clip: float | None = None
+    over_clip: Literal["refuse", "clip"] = "refuse"
+    participation_gap_s: float = 3600.0
+    max_participations: int | None = None
+    keep_versions: int = 5
+    commit_interval_s: float = 0.25
+    durability: Literal["commit", "step"] = "commit"
+
+    def __post_init__(self) -> None:
+        self._check_size()
+        self._check_regime()
+        self._check_times()
+        self._check_participation()
+        if self.secure_aggregation is not None:
+            self._check_secure_aggregation(self.secure_aggregation)
+
+    @property
+    def aggregation_goal(self) -> int:
+        """The paper's K: updates per server update."""
+        match self.regime:
+            case AsyncFL(aggregation_goal=None):
+                return max(1, round(self.concurrency / 10))
+            case AsyncFL(aggregation_goal=int(goal)):
+                return goal
+            case SyncFL(over_selection=over_selection):
+                return max(1, round(self.concurrency / (1 + over_selection)))
+        raise AssertionError(self.regime)
+
+    @property
+    def max_staleness(self) -> int:
+        """Staleness beyond which a client is aborted; zero in SyncFL."""
+        match self.regime:
+            case AsyncFL(max_staleness=None):
+                return max(50, math.ceil(16 * self.concurrency / self.aggregation_goal))
+            case AsyncFL(max_staleness=int(limit)):
+                return limit
+            case _:
+                return 0
+
+    @property
+    def model_bytes(self) -> int:
+        return 4 * self.model_length
+
+    @property
+    def workload(self) -> float:
+        """The Coordinator "estimates this workload using the task concurrency and model size"."""
+        return float(self.concurrency) * self.model_bytes
+
+    @property
+    def threshold(self) -> int | None:
+        """The smallest sum that secure aggregation may reveal; None without it."""
+        if self.secure_aggregation is None:
+            return None
+        return self.secure_aggregation.threshold or self.aggregation_goal
+
+    def warnings(self) -> list[str]:
+        """What is legal but unwise, in words for the task's owner."""
+        found = []
+        goal, concurrency = self.aggregation_goal, self.concurrency
+        if isinstance(self.regime, AsyncFL):
+            if goal < concurrency / 100:
+                found.append(
+                    f"aggregation_goal = {goal} is below 1 % of concurrency = {concurrency}: "
+                    f"staleness will be about {concurrency // goal}; the paper advises 10-30 %"
+                )
+            if self.max_staleness < 4 * concurrency / goal:
+                found.append(
+                    f"max_staleness = {self.max_staleness} is below 4 x concurrency / "
+                    f"aggregation_goal = {4 * concurrency / goal:.0f}: slow clients will be aborted "
+                    "and the model biased against them"
+                )
+        if self.regime == SyncFL(over_selection=0.0) and concurrency > 100:
+            found.append(
+                "over_selection = 0: each round waits for its slowest client or for "
+                f"training_timeout_s = {self.training_timeout_s:g}"
+            )
+        if self.participation_gap_s == 0:
+            found.append(
+                "participation_gap_s = 0: one device may take part again at once, so a "
+                "threshold or a privacy budget no longer counts devices"
+            )
+        if self.durability == "step":
+            found.append(
+                "durability = 'step': acknowledged updates of an open buffer are lost in a crash"
+            )
+        return found
+
+    def _check_size(self) -> None:
+        _require(
+            _TASK_ID.fullmatch(self.task) is not None,
+            "task",
+            self.task,
+            "a task id is 1-64 of a-z, 0-9, '-' and '_', starting with a letter or a digit",
+            "rename the task, for example next-word-2",
+        )
+        for field, value in (
+            ("concurrency", self.concurrency),
+            ("model_length", self.model_length),
+            ("max_examples", self.max_examples),
+            ("keep_versions", self.keep_versions),
+        ):
+            _require(
+                value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
+            )
+        _require(
+            self.clip is None or (math.isfinite(self.clip) and self.clip > 0),
+            "clip",
+            self.clip,
+            "a norm bound must be finite and above zero",
+            "leave clip out, or take a high quantile of the update norms",
+        )
+
+    def _check_regime(self) -> None:
+        match self.regime:
+            case SyncFL(over_selection=over_selection):
+                _require(
+                    math.isfinite(over_selection) and over_selection >= 0,
+                    "regime.over_selection",
+                    over_selection,
+                    "cannot select fewer clients than are needed",
+                    "use 0 for no over-selection, or 0.3 as in the paper",
+                )
+            case AsyncFL(aggregation_goal=goal, max_staleness=limit):
+                _require(
+                    goal is None or goal >= 1,
+                    "regime.aggregation_goal",
+                    goal,
+                    "a server update needs at least one client update",
+                    f"leave it out for 10 % of concurrency ({max(1, self.concurrency // 10)})",
+                )
+                _require(
+                    limit is None or limit >= 0,
+                    "regime.max_staleness",
+                    limit,
+                    "staleness counts server updates and is never negative",
+                    "leave it out, or set at least 4 x concurrency / aggregation_goal",
+                )
+
+    def _check_times(self) -> None:
+        for field, value in (
+            ("training_timeout_s", self.training_timeout_s),
+            ("upload_timeout_s", self.upload_timeout_s),
+            ("commit_interval_s", self.commit_interval_s),
+        ):
+            _require_positive_s(field, value)
+
+    def _check_participation(self) -> None:
+        _require(
+            math.isfinite(self.participation_gap_s) and self.participation_gap_s >= 0,
+            "participation_gap_s",
+            self.participation_gap_s,
+            "must be finite and not negative",
+            "use 3600, or 0 in a demonstration",
+        )
+        _require(
+            self.max_participations is None or self.max_participations >= 1,
+            "max_participations",
+            self.max_participations,
+            "no device could ever take part",
+            "leave it out for no limit, or set at least 1",
+        )
+
+    def _check_secure_aggregation(self, secure: SecureAggregation) -> None:
+        goal = self.aggregation_goal
+        if secure.threshold is not None:
+            _require(
+                1 <= secure.threshold <= goal,
+                "secure_aggregation.threshold",
+                secure.threshold,
+                f"a buffer holds aggregation_goal = {goal} clients, so it can never be reached"
+                if secure.threshold > goal
+                else "a sum needs at least one client",
+                f"leave it out for {goal}, or choose it between 1 and {goal}",
+            )
+        if self.clip is None:
+            raise ConfigError.of(
+                "clip",
+                None,
+                "secure aggregation needs a bound",
+                "set clip: fixed point is scaled to it",
+            )
+        # The grid's step must stay below a quarter of the root-mean-square coordinate of an
+        # update at the clip, or most coordinates round to nothing.
+        needed = 4 * math.sqrt(self.model_length)
+        _require(
+            fixed_point.levels(goal) >= needed,
+            "aggregation_goal",
+            goal,
+            f"leaves {max(0, fixed_point.levels(goal))} fixed-point levels for a model of "
+            f"{self.model_length} parameters, which needs {needed:.0f}",
+            f"lower aggregation_goal (or concurrency) below {int(2**31 / needed)}",
+        )
+        step = self.clip / fixed_point.levels(goal)
+        _require(
+            step >= _FLOAT32_TINY and goal * self.clip <= _FLOAT32_MAX,
+            "clip",
+            self.clip,
+            "leaves no fixed-point precision: the sum or one step of the grid is not a float32",
+            "choose a clip near the norm of real updates, usually between 0.01 and 100",
+        )
+
+
+class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One heartbeat; the rest follows. The other fields bound what a server will hold."""
+
+    heartbeat_s: float = 10.0
+    hold_s: float = 20.0
+    min_report_interval_s: float = 0.02
+    max_held: int = 10_000
+    upload_slots: int = 32
+    chunk_bytes: int = 1 << 20
+    pace: float = 1.5
+    min_retry_s: float = 5.0
+    max_retry_s: float = 7 * 86400.0
+
+    def __post_init__(self) -> None:
+        for field in (
+            "heartbeat_s",
+            "hold_s",
+            "min_report_interval_s",
+            "pace",
+            "min_retry_s",
+            "max_retry_s",
+        ):
+            _require_positive_s(field, getattr(self, field))
+        for field in ("max_held", "upload_slots", "chunk_bytes"):
+            value = getattr(self, field)
+            _require(
+                value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
+            )
+        _require(
+            self.min_retry_s <= self.max_retry_s,
+            "min_retry_s",
+            self.min_retry_s,
+            f"is above max_retry_s = {self.max_retry_s:g}",
+            "lower min_retry_s",
+        )
+
+    @property
+    def dead_after_s(self) -> float:
+        """Silence after which a client or an aggregator counts as dead."""
+        return 3 * self.heartbeat_s
+
+    @property
+    def confirm_by_s(self) -> float:
+        """How long an accepted client may take to join."""
+        return 3 * self.heartbeat_s
+
+    @property
+    def leader_lease_s(self) -> float:
+        """How long a candidate watches an unchanged lease before it takes over."""
+        return 3 * self.heartbeat_s
+
+    @property
+    def recovery_s(self) -> float:
+        """A new leader outwaits every assignment of the old one ("typically 30s")."""
+        return 3 * self.heartbeat_s
+
+
+class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a device talks to selectors. `participation_floor_s` is the device's own, not a task's."""
+
+    request_timeout_s: float = 10.0
+    check_in_timeout_s: float = 30.0
+    backoff_s: float = 0.5
+    max_backoff_s: float = 5.0
+    give_up_s: float = 60.0
+    participation_floor_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__[:-1]:
+            _require_positive_s(field, getattr(self, field))
+        _require(
+            math.isfinite(self.participation_floor_s) and self.participation_floor_s >= 0,
+            "participation_floor_s",
+            self.participation_floor_s,
+            "must be finite and not negative",
+            "use 3600, or 0 in a demonstration",
+        )

@@ -1,0 +1,1 @@
+"""The Coordinator: assigns tasks to aggregators and clients to tasks (paper, "System Components")."""

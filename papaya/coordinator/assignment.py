@@ -1,0 +1,66 @@
+"""Which client goes to which task (paper, "High Client Utilization").
+
+    "A task is eligible if the client is compatible with its requirements [...], and if the task has
+    positive client demand. [...] the Coordinator randomly assigns the client to an eligible task."
+    "the Coordinator must explicitly account for clients that have been assigned to a task, but have
+    not yet confirmed the assignment."
+
+Pure bookkeeping and one random choice; knows nothing of servers being alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+
+from papaya.messages.base import NodeId, SessionId, TaskId
+from papaya.messages.selection import DeviceClass
+
+
+class Leases:
+    """Assignments not yet confirmed, each with a deadline. Deadlines are ordered as given."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[SessionId, tuple[TaskId, float]] = {}
+        self._counts: dict[TaskId, int] = {}
+
+    def grant(self, session: SessionId, task: TaskId, deadline: float) -> None:
+        self._tasks[session] = (task, deadline)
+        self._counts[task] = self._counts.get(task, 0) + 1
+
+    def end(self, session: SessionId) -> None:
+        """Confirmed by a join, or returned unfilled. Unknown sessions were settled before."""
+        lease = self._tasks.pop(session, None)
+        if lease is not None:
+            self._counts[lease[0]] -= 1
+
+    def expire(self, now: float) -> None:
+        while self._tasks:
+            session = next(iter(self._tasks))
+            if self._tasks[session][1] > now:
+                return
+            self.end(session)
+
+    def count(self, task: TaskId) -> int:
+        return self._counts.get(task, 0)
+
+
+def assign(
+    held: Iterable[tuple[NodeId, DeviceClass, int]],
+    wanted: dict[TaskId, int],
+    compatible: Callable[[DeviceClass], tuple[TaskId, ...]],
+    rng: Random,
+) -> dict[tuple[NodeId, DeviceClass, TaskId], int]:
+    """Give each held client one of its eligible tasks, uniformly. `wanted` is used up as it goes."""
+    chosen: dict[tuple[NodeId, DeviceClass, TaskId], int] = {}
+    for selector, device_class, count in held:
+        eligible = [task for task in compatible(device_class) if wanted.get(task, 0) > 0]
+        while count > 0 and eligible:
+            task = eligible[int(rng.random() * len(eligible))]
+            key = (selector, device_class, task)
+            chosen[key] = chosen.get(key, 0) + 1
+            count -= 1
+            wanted[task] -= 1
+            if wanted[task] == 0:
+                eligible.remove(task)
+    return chosen

@@ -1,0 +1,418 @@
+"""The Coordinator (paper, "System Components"): one leader among candidates.
+
+    "First, it assigns FL tasks to Aggregators [...]. Second, the Coordinator assigns clients to FL
+    tasks [...]. Finally, it provides centralized coordination and ensures that tasks progress in
+    the face of Aggregator failures."
+
+Rows decide who leads and who holds a task; reports tell who is alive and what is wanted. Nothing
+is told to anyone before the row that decides it is committed. It never speaks to a device, never
+sees an update, and while it recovers it assigns no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from random import Random
+
+from papaya.config import ServerConfig
+from papaya.coordinator.assignment import Leases, assign
+from papaya.coordinator.fleet import AggregatorView, Fleet
+from papaya.coordinator.placement import least_loaded, relieve
+from papaya.coordinator.recovery import Leadership
+from papaya.errors import InvariantError, ProtocolError
+from papaya.machine import Effects, Handle, Read, Send, Transact
+from papaya.messages.base import Message, NodeId, TaskId
+from papaya.messages.control import (
+    Advertised,
+    AggregatorOrders,
+    AggregatorReport,
+    Assignment,
+    Placement,
+    Route,
+    SelectorOrders,
+    SelectorReport,
+    TaskReport,
+)
+from papaya.messages.selection import DeviceClass
+from papaya.messages.storage import (
+    EPOCH_KEY,
+    FENCES,
+    LEADER_KEY,
+    TASKS,
+    EpochRow,
+    FenceRow,
+    LeaderRow,
+    Row,
+    Rows,
+    TaskRow,
+    Transacted,
+    Transaction,
+    fence_key,
+)
+
+# A report that confirms this many joins is acknowledged at once, so that the next is short.
+_ACKNOWLEDGE_AFTER_JOINS = 64
+_OVERLOADED_BEATS = 3
+
+
+class Coordinator:
+    """A candidate for leader. Invariant, per task: reported active + unexpired leases <= C."""
+
+    def __init__(self, node: NodeId, boot: float, config: ServerConfig, rng: Random) -> None:
+        self.node = node
+        self.boot = boot
+        self.tasks: dict[TaskId, TaskRow] = {}
+        self.fences: dict[TaskId, FenceRow] = {}
+        self.leases = Leases()
+        self.leadership = Leadership(node, boot, config)
+        self._config = config
+        self._rng = rng
+        self._now = boot
+        self._next_beat = boot
+        self._token = 0
+        self._pending: dict[int, tuple[TaskId, FenceRow] | None] = {}
+        self._reading = False
+        self._loaded = False
+        self._reset_view()
+
+    # -- the machine contract ---------------------------------------------------------------
+
+    def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
+        self._now = now
+        self.leases.expire(now)
+        match message:
+            case AggregatorReport():
+                return self._on_aggregator_report(now, message)
+            case SelectorReport():
+                return self._on_selector_report(now, message)
+            case Transacted():
+                return self._on_transacted(now, message)
+            case Rows():
+                return self._on_rows(now, message)
+        raise ProtocolError(f"a coordinator does not take {type(message).__name__}")
+
+    def wake(self, now: float) -> Effects:
+        self._now = now
+        self.leases.expire(now)
+        if now < self._next_beat:
+            return []
+        self._next_beat = now + self._config.heartbeat_s
+        self.fleet.drop_silent_selectors(now)
+        effects = self._read()
+        if self._acts(now):
+            effects += self._place(now) + self._assign(now)
+        return effects
+
+    def next_wake(self) -> float:
+        return self._next_beat
+
+    def check(self) -> None:
+        if not self._acts(self._now):
+            return
+        for task, row in self.tasks.items():
+            report = self._report_of(task)
+            active = 0 if report is None else report.active
+            if active + self.leases.count(task) > row.config.concurrency:
+                raise InvariantError(
+                    f"{self.node}: task {task} has {active} active and {self.leases.count(task)} "
+                    f"leased clients, above its concurrency of {row.config.concurrency}"
+                )
+
+    # -- leadership -------------------------------------------------------------------------
+
+    def _acts(self, now: float) -> bool:
+        return self._loaded and self.leadership.leads(now)
+
+    def _read(self) -> Effects:
+        """Every heartbeat re-reads the rows: new tasks are found and unknown outcomes settled."""
+        if self._reading or None in self._pending.values():
+            return []  # a read may not overtake the attempt that it is to settle
+        self._reading = True
+        return [Read(self._new_token(), (LEADER_KEY, TASKS, FENCES))]
+
+    def _on_rows(self, now: float, rows: Rows) -> Effects:
+        self._reading = False
+        found = dict(rows.rows)
+        leader = found.get(LEADER_KEY)
+        assert leader is None or isinstance(leader, LeaderRow)
+        epoch_before = self.leadership.epoch
+        self.leadership.observe(now, leader)
+        if self.leadership.epoch != epoch_before:
+            self._loaded = False
+            self._reset_view()
+        effects: Effects = []
+        attempt = self.leadership.next_attempt(now)
+        if attempt is not None:
+            effects.append(self._transact(attempt, None))
+        if self.leadership.epoch > 0:
+            self._load(found)
+            effects += self._place(now)
+        return effects
+
+    def _load(self, found: Mapping[str, Row]) -> None:
+        tasks: dict[TaskId, TaskRow] = {}
+        for row in found.values():
+            if isinstance(row, TaskRow) and row.state != "cancelled":
+                tasks[row.config.task] = row
+        self.tasks = tasks
+        for task in tasks:
+            fence, known = found.get(fence_key(task)), self.fences.get(task)
+            # A placement may have been committed after this snapshot: fences only grow.
+            if isinstance(fence, FenceRow) and (known is None or fence.seq >= known.seq):
+                self.fences[task] = fence
+        self._compatible.clear()
+        self._loaded = True
+
+    def _on_transacted(self, now: float, done: Transacted) -> Effects:
+        placed = self._pending.pop(done.token, None)
+        if done.outcome != "committed":
+            return self._read()  # refused or unknown: the rows decide
+        if placed is not None:
+            return self._on_placed(now, *placed)
+        if self.leadership.confirm(now):
+            self._loaded = False
+            self._reset_view()
+            return self._read()
+        return []
+
+    def _reset_view(self) -> None:
+        """A new leader knows only rows; who is alive comes from reports."""
+        self.fleet = Fleet(self._config.dead_after_s)
+        self.leases = Leases()
+        self._compatible: dict[DeviceClass, tuple[TaskId, ...]] = {}
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def _on_aggregator_report(self, now: float, report: AggregatorReport) -> Effects:
+        if not self._acts(now) or not self.fleet.heard_aggregator(now, report):
+            return []
+        joined = 0
+        for task in report.tasks:
+            joined += len(task.joined)
+            for session in task.joined:
+                self.leases.end(session)
+        effects: Effects = []
+        if report.heartbeat:
+            effects += self._place(now)
+        if report.heartbeat or joined >= _ACKNOWLEDGE_AFTER_JOINS:
+            effects.append(self._orders_for_aggregator(report.node))
+        return effects + self._assign(now)
+
+    def _on_selector_report(self, now: float, report: SelectorReport) -> Effects:
+        if not self._acts(now) or not self.fleet.heard_selector(now, report):
+            return []
+        for session in report.unfilled:
+            self.leases.end(session)
+        effects = self._assign(now)
+        if not any(isinstance(effect, Send) and effect.to == report.node for effect in effects):
+            effects.append(self._orders_for_selector(report.node, ()))
+        return effects
+
+    def _report_of(self, task: TaskId) -> TaskReport | None:
+        """The last report on a task by the holder that its fence names, or None."""
+        fence = self.fences.get(task)
+        view = self.fleet.aggregators.get(fence.aggregator) if fence is not None else None
+        if fence is None or view is None or view.boot != fence.boot:
+            return None
+        report = view.tasks.get(task)
+        return report if report is not None and report.seq == fence.seq else None
+
+    def demand(self, task: TaskId) -> int:
+        """Client demand, less the clients assigned but not yet confirmed."""
+        report = self._report_of(task)
+        if report is None or self.tasks[task].state != "running":
+            return 0
+        return report.demand - self.leases.count(task)
+
+    # -- clients to tasks -------------------------------------------------------------------
+
+    def _assign(self, now: float) -> Effects:
+        if self.leadership.recovers(now):
+            return []
+        wanted = {task: demand for task in self.tasks if (demand := self.demand(task)) > 0}
+        if not wanted:
+            return []
+        chosen = assign(self._held(), wanted, self._compatible_tasks, self._rng)
+        by_selector: dict[NodeId, list[Assignment]] = {}
+        for (selector, device_class, task), count in chosen.items():
+            assignment = self._lease(now, device_class, task, count)
+            by_selector.setdefault(selector, []).append(assignment)
+        return [
+            self._orders_for_selector(selector, tuple(assignments))
+            for selector, assignments in by_selector.items()
+        ]
+
+    def _held(self) -> Iterator[tuple[NodeId, DeviceClass, int]]:
+        selectors = self.fleet.selectors
+        names = list(selectors)
+        start = int(self._rng.random() * len(names)) if len(names) > 1 else 0
+        for name in names[start:] + names[:start]:
+            for device_class, count in selectors[name].held.items():
+                yield name, device_class, count
+
+    def _lease(self, now: float, device_class: DeviceClass, task: TaskId, count: int) -> Assignment:
+        confirm_by = now + self._config.confirm_by_s
+        sessions = tuple(f"{self._rng.getrandbits(96):024x}" for _ in range(count))
+        for session in sessions:
+            self.leases.grant(session, task, confirm_by)
+        return Assignment(task, self.fences[task].seq, device_class, sessions, confirm_by)
+
+    def _compatible_tasks(self, device_class: DeviceClass) -> tuple[TaskId, ...]:
+        found = self._compatible.get(device_class)
+        if found is None:
+            found = self._compatible[device_class] = tuple(
+                task
+                for task, row in self.tasks.items()
+                if device_class.fits(task, row.config.requirements)
+            )
+        return found
+
+    # -- tasks to aggregators ---------------------------------------------------------------
+
+    def _place(self, now: float) -> Effects:
+        if not self._acts(now):
+            return []
+        effects: Effects = []
+        live = self.fleet.live_aggregators(now)
+        placing = [pending[0] for pending in self._pending.values() if pending is not None]
+        for task in self.tasks:
+            if task not in placing and self._is_orphan(now, task, live):
+                to = least_loaded(self._workloads(live))
+                if to is not None:
+                    effects.append(self._move(task, to))
+        if not effects and not placing and not self.leadership.recovers(now):
+            effects += self._relieve(live)
+        return effects
+
+    def _is_orphan(self, now: float, task: TaskId, live: dict[NodeId, AggregatorView]) -> bool:
+        fence = self.fences[task]
+        view = live.get(fence.aggregator)
+        if view is not None:
+            return view.boot > fence.boot  # restarted: the boot that held the task is gone for sure
+        return not self.leadership.recovers(now)  # silence proves nothing until recovery is over
+
+    def _relieve(self, live: dict[NodeId, AggregatorView]) -> Effects:
+        workloads = self._workloads(live)
+        for node, view in live.items():
+            if view.overloaded_beats >= _OVERLOADED_BEATS:
+                own = {
+                    task: row.config.workload
+                    for task, row in self.tasks.items()
+                    if self.fences[task].aggregator == node
+                }
+                move = relieve(node, own, workloads)
+                if move is not None:
+                    view.overloaded_beats = 0
+                    return [self._move(*move)]
+        return []
+
+    def _workloads(self, live: dict[NodeId, AggregatorView]) -> dict[NodeId, float]:
+        """Estimated work per live aggregator, with moves that are on their way."""
+        workloads = dict.fromkeys(live, 0.0)
+        holders = {task: fence.aggregator for task, fence in self.fences.items()}
+        for pending in self._pending.values():
+            if pending is not None:
+                holders[pending[0]] = pending[1].aggregator
+        for task, row in self.tasks.items():
+            if holders[task] in workloads:
+                workloads[holders[task]] += row.config.workload
+        return workloads
+
+    def _move(self, task: TaskId, to: NodeId) -> Transact:
+        """Fence first: nobody is told before the row names the new holder."""
+        old = self.fences[task]
+        new = FenceRow(old.seq + 1, to, self.fleet.aggregators[to].boot)
+        transaction = Transaction(
+            require=((EPOCH_KEY, EpochRow(self.leadership.epoch)), (fence_key(task), old)),
+            put=((fence_key(task), new),),
+        )
+        return self._transact(transaction, (task, new))
+
+    def _on_placed(self, now: float, task: TaskId, fence: FenceRow) -> Effects:
+        old = self.fences.get(task)
+        self.fences[task] = fence
+        if not self._acts(now):
+            return []
+        told = [fence.aggregator]
+        if old is not None and old.aggregator not in ("", fence.aggregator):
+            told.append(old.aggregator)
+        effects: Effects = [
+            self._orders_for_aggregator(node) for node in told if node in self.fleet.aggregators
+        ]
+        effects += [self._orders_for_selector(node, ()) for node in self.fleet.selectors]
+        return effects
+
+    # -- orders -----------------------------------------------------------------------------
+
+    def _orders_for_aggregator(self, node: NodeId) -> Send:
+        view = self.fleet.aggregators[node]
+        view.orders += 1
+        held = tuple(
+            Placement(task, fence.seq, self.leases.count(task))
+            for task, fence in self.fences.items()
+            if task in self.tasks and fence.aggregator == node and fence.boot == view.boot
+        )
+        orders = AggregatorOrders(
+            epoch=self.leadership.epoch,
+            leader=self.node,
+            boot=view.boot,
+            number=view.orders,
+            acked=view.number,
+            tasks=held,
+        )
+        return Send(node, orders)
+
+    def _orders_for_selector(self, node: NodeId, assignments: tuple[Assignment, ...]) -> Send:
+        view = self.fleet.selectors[node]
+        view.orders += 1
+        for assignment in assignments:
+            view.forward(view.orders, assignment.device_class, len(assignment.sessions))
+        orders = SelectorOrders(
+            epoch=self.leadership.epoch,
+            leader=self.node,
+            boot=view.boot,
+            number=view.orders,
+            acked=view.number,
+            advertised=tuple(
+                Advertised(task, row.config.requirements)
+                for task, row in self.tasks.items()
+                if row.state == "running"
+            ),
+            wanting=tuple(task for task in self.tasks if self._wants(task)),
+            routes=tuple(
+                Route(task, fence.aggregator, fence.seq)
+                for task, fence in self.fences.items()
+                if task in self.tasks and fence.aggregator
+            ),
+            check_ins_per_s=self._pace() / len(self.fleet.selectors),
+            assignments=assignments,
+        )
+        return Send(node, orders)
+
+    def _wants(self, task: TaskId) -> bool:
+        """Demand now, or expected while a check-in is held: a free slot should find a client waiting."""
+        expected = self._ended_per_s(task) * self._config.hold_s
+        return self.demand(task) > 0 or (expected >= 1 and self.tasks[task].state == "running")
+
+    def _ended_per_s(self, task: TaskId) -> float:
+        view = self.fleet.aggregators.get(self.fences[task].aggregator)
+        return 0.0 if view is None else view.ended_per_s.get(task, 0.0)
+
+    def _pace(self) -> float:
+        """Check-ins per second that would fill what is wanted, with a margin."""
+        expected = sum(
+            self._ended_per_s(task) + max(0, self.demand(task)) / self._config.heartbeat_s
+            for task in self.tasks
+        )
+        return self._config.pace * expected
+
+    def _transact(
+        self, transaction: Transaction, placed: tuple[TaskId, FenceRow] | None
+    ) -> Transact:
+        token = self._new_token()
+        self._pending[token] = placed
+        return Transact(token, transaction)
+
+    def _new_token(self) -> int:
+        self._token += 1
+        return self._token

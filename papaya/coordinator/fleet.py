@@ -1,0 +1,111 @@
+"""The Coordinator's consolidated view of servers, rebuilt from their reports alone.
+
+Paper: "the Coordinator pools together information from all Aggregators into a consolidated view of
+client demand for every task in the system." Reports tell who is alive; who holds what is decided
+by the fence rows, never here.
+"""
+
+from __future__ import annotations
+
+from papaya.messages.base import NodeId, TaskId
+from papaya.messages.control import AggregatorReport, SelectorReport, TaskReport
+from papaya.messages.selection import DeviceClass
+
+
+class AggregatorView:
+    """One boot of one aggregator as its last report shows it."""
+
+    def __init__(self, boot: float) -> None:
+        self.boot = boot
+        self.number = -1
+        self.orders = 0
+        self.heard_at = 0.0
+        self.overloaded_beats = 0
+        self.tasks: dict[TaskId, TaskReport] = {}
+        self.ended_per_s: dict[TaskId, float] = {}
+        self._ended_at_beat: dict[TaskId, tuple[float, int]] = {}
+
+    def update(self, now: float, report: AggregatorReport) -> None:
+        self.number = report.number
+        self.heard_at = now
+        self.tasks = {task.task: task for task in report.tasks}
+        if report.heartbeat:
+            self.overloaded_beats = self.overloaded_beats + 1 if report.load > 1 else 0
+            self._measure(now, report)
+
+    def _measure(self, now: float, report: AggregatorReport) -> None:
+        """How fast sessions end: the completions that pace steering expects to repeat."""
+        before = self._ended_at_beat
+        self._ended_at_beat = {task.task: (now, task.ended) for task in report.tasks}
+        self.ended_per_s = {}
+        for task in report.tasks:
+            then, ended = before.get(task.task, (now, task.ended))
+            self.ended_per_s[task.task] = (
+                max(0, task.ended - ended) / (now - then) if now > then else 0.0
+            )
+
+
+class SelectorView:
+    """One boot of one selector: what it holds, less what it was told to forward meanwhile."""
+
+    def __init__(self, boot: float) -> None:
+        self.boot = boot
+        self.number = -1
+        self.heard_at = 0.0
+        self.orders = 0
+        self.held: dict[DeviceClass, int] = {}
+        self._in_flight: dict[int, dict[DeviceClass, int]] = {}
+
+    def update(self, now: float, report: SelectorReport) -> None:
+        self.number = report.number
+        self.heard_at = now
+        for order in [number for number in self._in_flight if number <= report.acked]:
+            del self._in_flight[order]
+        self.held = {entry.device_class: entry.count for entry in report.held}
+        for forwarded in self._in_flight.values():
+            for device_class, count in forwarded.items():
+                if device_class in self.held:
+                    self.held[device_class] -= count
+
+    def forward(self, order: int, device_class: DeviceClass, count: int) -> None:
+        """These clients are spoken for until a report shows that the order arrived."""
+        self.held[device_class] = self.held.get(device_class, 0) - count
+        forwarded = self._in_flight.setdefault(order, {})
+        forwarded[device_class] = forwarded.get(device_class, 0) + count
+
+
+class Fleet:
+    """Who reported, and who is silent."""
+
+    def __init__(self, dead_after_s: float) -> None:
+        self._dead_after_s = dead_after_s
+        self.aggregators: dict[NodeId, AggregatorView] = {}
+        self.selectors: dict[NodeId, SelectorView] = {}
+
+    def heard_aggregator(self, now: float, report: AggregatorReport) -> bool:
+        """False for a report that is older than one already seen."""
+        view = self.aggregators.get(report.node)
+        if view is None or report.boot > view.boot:
+            view = self.aggregators[report.node] = AggregatorView(report.boot)
+        if report.boot < view.boot or report.number <= view.number:
+            return False
+        view.update(now, report)
+        return True
+
+    def heard_selector(self, now: float, report: SelectorReport) -> bool:
+        view = self.selectors.get(report.node)
+        if view is None or report.boot > view.boot:
+            view = self.selectors[report.node] = SelectorView(report.boot)
+        if report.boot < view.boot or report.number <= view.number:
+            return False
+        view.update(now, report)
+        return True
+
+    def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
+        limit = now - self._dead_after_s
+        return {node: view for node, view in self.aggregators.items() if view.heard_at > limit}
+
+    def drop_silent_selectors(self, now: float) -> None:
+        limit = now - self._dead_after_s
+        for node in [node for node, view in self.selectors.items() if view.heard_at <= limit]:
+            del self.selectors[node]

@@ -1,0 +1,41 @@
+"""Which aggregator holds which task (paper, "Fast Model Aggregation").
+
+    "the Coordinator moves tasks between Aggregators only when it detects failed or overloaded
+    Aggregators. The Coordinator evenly distributes tasks among available Aggregators using the
+    estimated workload of a task [...] the task concurrency and model size."
+
+Pure functions. They never move a task for balance alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from papaya.messages.base import NodeId, TaskId
+
+
+def least_loaded(workloads: Mapping[NodeId, float]) -> NodeId | None:
+    """The aggregator with the least estimated work; the first by name among equals."""
+    return min(workloads, key=lambda node: (workloads[node], node), default=None)
+
+
+def relieve(
+    overloaded: NodeId,
+    tasks: Mapping[TaskId, float],
+    workloads: Mapping[NodeId, float],
+) -> tuple[TaskId, NodeId] | None:
+    """The move that best evens out an overloaded aggregator, or None when none would help.
+
+    `tasks` are the overloaded aggregator's own, by workload. A move helps only when the receiver
+    stays below what the giver had: otherwise the overload would just change places.
+    """
+    others = {node: work for node, work in workloads.items() if node != overloaded}
+    target = least_loaded(others)
+    if target is None:
+        return None
+    gap = workloads[overloaded] - others[target]
+    helpful = {task: work for task, work in tasks.items() if 0 < work < gap}
+    if not helpful:
+        return None
+    best = min(helpful, key=lambda task: (abs(gap / 2 - helpful[task]), task))
+    return best, target

@@ -1,0 +1,222 @@
+"""The weight of an update, and the weighted sum that a buffer is.
+
+Paper, "AsyncFL Algorithm": "Each client update is weighted by the number of examples the client
+trained on and a factor depending on the staleness of the update"; appendix "Handling Staleness":
+w = 1 / sqrt(1 + s).
+
+    step = sum of n * w(s) * delta / sum of n
+
+The mean by examples, damped by staleness: dividing by the damped weights would cancel the damping
+whenever all members are equally stale. `WeightedSum` holds numerator and denominator; it is closed
+under addition, so shards and buffers combine in any order.
+
+Refused (UpdateRefused, counted by the caller): an update of another size, one with NaN or
+infinity, one whose norm is above the clip. `admit` checks all of it before the fold, so that the
+fold cannot fail half-way and no buffer of admitted updates overflows to infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from papaya.errors import InvariantError, ProtocolError, UpdateRefused
+from papaya.learning.parameters import (
+    BLOCK,
+    FLOAT32,
+    FLOAT64,
+    Tensor,
+    Vector,
+    blocks,
+    decode_tensors,
+    encode_tensors,
+)
+
+BytesLike: TypeAlias = bytes | bytearray | memoryview
+
+# Norm x examples x members stays below 2**124, and the largest float32 is just below 2**128.
+# Without these bounds one finite but absurd update could turn a task without a clip to infinity.
+MAX_NORM: Final = 2.0**60
+MAX_EXAMPLES: Final = 2**32
+
+_TINY: Final = 16  # coordinates: below this, a call into numpy costs more than the arithmetic
+
+
+def model_update(trained: Vector, initial: Vector) -> Vector:
+    """What a client uploads: the way from the model it was given to the model it has trained."""
+    if trained.shape != initial.shape:
+        raise InvariantError(f"trained {trained.shape} from a model of {initial.shape}")
+    return np.subtract(trained, initial, dtype=FLOAT32)
+
+
+def staleness_weight(staleness: int) -> float:
+    """The paper's w = 1 / sqrt(1 + s)."""
+    if staleness < 0:
+        raise InvariantError(f"staleness = {staleness}: a client cannot be ahead of the server")
+    return 1.0 / math.sqrt(1.0 + staleness)
+
+
+def capped(examples: int, max_examples: int) -> int:
+    """The examples that count: no client outweighs the task's `max_examples`."""
+    if not examples >= 1:
+        raise ProtocolError(f"examples = {examples}: an update needs at least one example")
+    return min(examples, max_examples)
+
+
+def norm(vector: Vector) -> float:
+    """The L2 norm in float64, where no float32 overflows. Refuses a vector that is not finite."""
+    if vector.size <= _TINY:
+        found = math.hypot(*vector.tolist())
+    else:
+        # Any peer can send a signalling NaN, which makes numpy warn as it widens.
+        with np.errstate(invalid="ignore"):
+            found = math.sqrt(sum(_squared_norm(vector[block]) for block in blocks(vector.size)))
+    if not math.isfinite(found):
+        raise UpdateRefused("not_finite", "update holds NaN or infinity")
+    return found
+
+
+def _squared_norm(block: Vector) -> float:
+    wide = block.astype(FLOAT64)
+    return float(wide.dot(wide))
+
+
+def clipped(delta: Vector, clip: float) -> Vector:
+    """The update itself if its norm is at most `clip`, else a copy scaled to just below it."""
+    found = norm(delta)
+    return _scaled(delta, found, clip) if found > clip else delta
+
+
+def _scaled(delta: Vector, found: float, clip: float) -> Vector:
+    # One part in 2**23 below the clip, so that rounding to float32 cannot lift the norm above it:
+    # what a device has clipped, the server must not refuse.
+    scale = clip / found * (1 - 2.0**-23)
+    result = np.empty_like(delta)
+    return np.multiply(delta, scale, out=result, dtype=FLOAT64, casting="same_kind")
+
+
+def admit(
+    update: BytesLike,
+    length: int,
+    clip: float | None = None,
+    rule: Literal["refuse", "clip"] = "refuse",
+) -> Vector:
+    """An upload's bytes as a vector that is safe to fold (a view, unless it had to be clipped)."""
+    size_bytes = memoryview(update).nbytes
+    if size_bytes != 4 * length:
+        raise UpdateRefused("wrong_size", f"update has {size_bytes} bytes, expected {4 * length}")
+    delta: Vector = np.frombuffer(update, FLOAT32)
+    found = norm(delta)
+    if clip is not None and found > clip and rule == "clip":
+        delta, found = _scaled(delta, found, clip), clip
+    limit = MAX_NORM if clip is None else min(clip, MAX_NORM)
+    if found > limit:
+        raise UpdateRefused("over_norm", f"update has norm {found:g}, at most {limit:g} is allowed")
+    return delta
+
+
+@lru_cache(maxsize=4096)
+def _factor(staleness: int) -> float:
+    # Rounded to float32 once, so that a float64 sum of integer updates is exact, damped or not.
+    return float(np.float32(staleness_weight(staleness)))
+
+
+class WeightedSum:
+    """The sum of n * w(s) * delta over members, and of n. One thread at a time may add to it.
+
+    A sum of integers is exact in any order: in float32 while no member is damped and it stays
+    below 2**24, in float64 (`dtype`) with staleness up to 1023 and below 2**25.
+    """
+
+    __slots__ = ("vector", "weight")
+
+    def __init__(self, vector: Tensor, weight: float) -> None:
+        """Takes the vector over: the caller must not keep writing to it."""
+        if not 0 <= weight < math.inf:
+            raise InvariantError(f"total weight = {weight}")
+        self.vector = vector
+        self.weight = weight
+
+    @classmethod
+    def zero(cls, length: int, dtype: np.dtype[Any] = FLOAT32) -> WeightedSum:
+        """The sum of no updates."""
+        return cls(np.zeros(length, dtype), 0.0)
+
+    def add(self, delta: Vector, examples: int, staleness: int) -> None:
+        """Fold one admitted update in. Raising leaves the sum as it was."""
+        total = self.vector
+        if delta.shape != total.shape:  # numpy would broadcast a single coordinate
+            raise InvariantError(f"an update of {delta.shape} in a sum of {total.shape}")
+        if not 0 <= examples <= MAX_EXAMPLES:
+            raise InvariantError(f"examples = {examples}, at most {MAX_EXAMPLES} are allowed")
+        factor = examples * _factor(staleness)
+        if delta.size <= BLOCK:
+            total += np.multiply(delta, factor, dtype=total.dtype)
+        else:
+            scratch = np.empty(BLOCK, total.dtype)
+            for block in blocks(delta.size):
+                product = scratch[: block.stop - block.start]
+                np.multiply(delta[block], factor, out=product, dtype=total.dtype)
+                np.add(total[block], product, out=total[block])
+        self.weight += examples
+
+    def __iadd__(self, other: WeightedSum) -> WeightedSum:
+        if not self._fits(other):
+            raise InvariantError(f"cannot add {other!r} to {self!r}")
+        self.vector += other.vector
+        self.weight += other.weight
+        return self
+
+    def __add__(self, other: WeightedSum) -> WeightedSum:
+        result = WeightedSum(self.vector.copy(), self.weight)
+        result += other
+        return result
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, WeightedSum)
+            and self._fits(other)
+            and self.weight == other.weight
+            and np.array_equal(self.vector, other.vector)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # a sum changes
+
+    def __repr__(self) -> str:
+        kind = f"{self.vector.size} x {self.vector.dtype.name}"
+        return f"<WeightedSum of {kind}, weight {self.weight:g}>"
+
+    def mean(self) -> Vector:
+        """The server's step, in float32."""
+        if self.weight == 0:
+            raise InvariantError("the mean of no examples: a buffer is stepped only when full")
+        result = np.empty(self.vector.size, FLOAT32)
+        return np.divide(self.vector, self.weight, out=result, casting="same_kind")
+
+    def encode(self) -> bytes:
+        """The one encoding of this sum."""
+        return encode_tensors({"sum": self.vector}, {"weight": repr(float(self.weight))})
+
+    @classmethod
+    def decode(cls, data: bytes, length: int, dtype: np.dtype[Any] = FLOAT32) -> WeightedSum:
+        """A sum that can be added to, or ProtocolError."""
+        tensors, metadata = decode_tensors(data, ["sum"], length, dtype)
+        weight = _weight(metadata)
+        return cls(tensors["sum"].copy(), weight)
+
+    def _fits(self, other: WeightedSum) -> bool:
+        ours, theirs = self.vector, other.vector
+        return ours.shape == theirs.shape and ours.dtype == theirs.dtype
+
+
+def _weight(metadata: dict[str, str]) -> float:
+    try:
+        weight = float(metadata["weight"])
+    except (KeyError, ValueError):
+        weight = math.nan
+    if not 0 <= weight < math.inf or metadata != {"weight": repr(weight)}:
+        raise ProtocolError(f"the metadata of a sum must be its weight, not {metadata}")
+    return weight

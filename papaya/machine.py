@@ -1,0 +1,79 @@
+"""The contract of a machine: messages in, effects out, no IO, clock or global randomness inside.
+
+Every box of the paper's architecture figure is a machine. A driver (`net` with sockets and disks,
+`sim` under virtual time) gives it `now` and messages, carries out the effects that it returns, and
+delivers what becomes of them as messages again. Raising leaves the state unchanged.
+
+    effects = machine.receive(now, message, reply_to)
+    effects = machine.wake(now)              when now >= machine.next_wake()
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+from msgspec import Struct
+
+from papaya.messages.base import Message, NodeId
+from papaya.messages.storage import Transaction
+
+Handle: TypeAlias = Any
+"""Where an answer goes. Made by the driver, opaque to machines, never compared or kept in rows."""
+
+
+class Effect(Struct, frozen=True, gc=False):
+    """Something that the driver does for a machine."""
+
+
+class Send(Effect, frozen=True):
+    """A one-way message to another server; it may be lost."""
+
+    to: NodeId
+    message: Message
+
+
+class Reply(Effect, frozen=True):
+    """The answer to a device's request."""
+
+    to: Handle
+    message: Message
+
+
+class Forward(Effect, frozen=True):
+    """Pass a device's request on; the driver carries the answer back to the same handle."""
+
+    request: Handle
+    to: NodeId
+    message: Message
+
+
+class Transact(Effect, frozen=True):
+    """Answered with Transacted(token, ...)."""
+
+    token: int
+    transaction: Transaction
+
+
+class Read(Effect, frozen=True):
+    """Read all rows under the prefixes in one snapshot; answered with Rows(token, ...)."""
+
+    token: int
+    prefixes: tuple[str, ...]
+
+
+Effects: TypeAlias = list[Effect]
+
+
+class Machine(Protocol):
+    """A server. `check` raises InvariantError when a promise that it can see is broken."""
+
+    node: NodeId
+    boot: float
+
+    def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects: ...
+
+    def wake(self, now: float) -> Effects: ...
+
+    def next_wake(self) -> float: ...
+
+    def check(self) -> None: ...

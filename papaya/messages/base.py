@@ -1,0 +1,26 @@
+"""What every message has in common: frozen, typed, tagged, bounded. Holds no rule of the protocol."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+
+TaskId: TypeAlias = str
+NodeId: TypeAlias = str
+SessionId: TypeAlias = str
+BlobKey: TypeAlias = str
+
+# Bounds on what an untrusted peer may make us hold.
+ShortText = Annotated[str, Meta(max_length=128)]
+ShortList = Annotated[tuple[ShortText, ...], Meta(max_length=256)]
+SealedTicket = Annotated[bytes, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Crc32 = Annotated[int, Meta(ge=0, lt=2**32)]
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Message(Struct, frozen=True, gc=False, tag=True):
+    """One message. `gc=False` is safe: a frozen message cannot come to hold itself."""

@@ -1,0 +1,156 @@
+"""Participation (paper, "Client Independence"): download, train, report, upload.
+
+    device            SELECTOR                AGGREGATOR of the task
+      │ Join ───────────▶ │ ──────────────────────▶ │ takes the assignment ticket
+      │ ◀───────────────────────────────── Joined ── │ a session ticket and what to download
+      │ Heartbeat ──────────────────────────────────▶ │ Alive
+      │ Report ─────────────────────────────────────▶ │ staleness is frozen here
+      │ ◀────────────────────────── UploadGranted ── │ an upload ticket
+      │ Chunk 0..n ─────────────────────────────────▶ │ ChunkReceived
+      │ Complete ───────────────────────────────────▶ │ answered when the update is durable
+      │ ◀────────────────────────────── Completed ── │ counted, or discarded and why
+      │ Leave ──────────────────────────────────────▶ │ Left: the slot is free at once
+
+Any request may be answered Aborted or Refused (this session is over) or Retry (try again, maybe
+through another selector). Any request may be repeated: the same answer comes back. "All stages
+happen within a virtual session": none needs the connection or the server of the one before.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from papaya.messages.base import (
+    BlobKey,
+    Count,
+    Crc32,
+    Message,
+    Seconds,
+    SealedTicket,
+    SessionId,
+    ShortText,
+    TaskId,
+)
+
+MAX_CHUNKS = 4096
+
+AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
+DiscardReason = Literal["round_over", "wrong_size", "not_finite", "over_norm"]
+ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+
+
+class Join(Message, frozen=True):
+    ticket: SealedTicket
+
+
+class Joined(Message, frozen=True):
+    ticket: SealedTicket
+    task: TaskId
+    session: SessionId
+    version: Count
+    parameters: BlobKey
+    model_length: Count
+    heartbeat_s: Seconds
+    training_timeout_s: Seconds
+    participation_gap_s: Seconds
+    max_participations: Count | None
+
+
+class Heartbeat(Message, frozen=True):
+    ticket: SealedTicket
+
+
+class Alive(Message, frozen=True):
+    pass
+
+
+class Report(Message, frozen=True):
+    """Training is finished; `examples` is how many the client trained on."""
+
+    ticket: SealedTicket
+    examples: Annotated[int, Meta(ge=1, le=2**31)]
+
+
+class UploadGranted(Message, frozen=True):
+    ticket: SealedTicket
+    version: Count
+    chunk_bytes: Annotated[int, Meta(ge=1)]
+    upload_timeout_s: Seconds
+
+
+class Chunk(Message, frozen=True):
+    """`upload` is drawn by the client when it encodes the update; another one starts again at 0."""
+
+    ticket: SealedTicket
+    upload: ShortText
+    index: ChunkIndex
+    crc32: Crc32
+    data: bytes
+
+
+class ChunkReceived(Message, frozen=True):
+    upload: ShortText
+    index: ChunkIndex
+
+
+class Complete(Message, frozen=True):
+    ticket: SealedTicket
+    upload: ShortText
+
+
+class Incomplete(Message, frozen=True):
+    """The server lacks these chunks: send them (again) and complete once more."""
+
+    missing: tuple[ChunkIndex, ...]
+
+
+class Completed(Message, frozen=True):
+    """The end of a trip. `discarded` says why the update is not counted; None means counted."""
+
+    discarded: DiscardReason | None = None
+
+
+class Leave(Message, frozen=True):
+    ticket: SealedTicket
+    reason: ShortText
+
+
+class Left(Message, frozen=True):
+    pass
+
+
+class Aborted(Message, frozen=True):
+    """The server ended the session; its slot is already free."""
+
+    reason: AbortReason
+
+
+class Refused(Message, frozen=True):
+    """The request cannot be served, now or later: forged, expired or against the protocol."""
+
+    reason: ShortText
+    hint: ShortText = ""
+
+
+class Retry(Message, frozen=True):
+    """Not now or not here: send the same request again, maybe through another selector."""
+
+    reason: ShortText
+    after_s: Seconds
+
+
+Request = Join | Heartbeat | Report | Chunk | Complete | Leave
+Answer = (
+    Joined
+    | Alive
+    | UploadGranted
+    | ChunkReceived
+    | Incomplete
+    | Completed
+    | Left
+    | Aborted
+    | Refused
+    | Retry
+)

@@ -1,0 +1,75 @@
+"""Selection (paper, "Client Independence"): a device looks for a task with positive client demand.
+
+    device                      SELECTOR
+      │ CheckIn ────────────────▶ │   held while a task that fits has demand
+      │ ◀──────────── Accepted ── │   an assignment ticket for one task
+      │ ◀──────────── Rejected ── │   come back within a window (pace steering)
+
+"a client can complete the selection phase with either acceptance (client is accepted for
+participation) or rejection (client will try to participate at another time)."
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from papaya.config import Requirements
+from papaya.messages.base import (
+    Count,
+    Message,
+    Seconds,
+    SealedTicket,
+    SessionId,
+    ShortList,
+    ShortText,
+    TaskId,
+)
+
+
+class Capabilities(Struct, frozen=True, gc=False):
+    """What a device declares of itself. Coarse on purpose: equal devices are counted together."""
+
+    engine: ShortText = "torch"
+    modules: ShortList = ()
+    memory_mb: Count = 0
+    labels: ShortList = ()
+
+
+class DeviceClass(Struct, frozen=True, gc=False):
+    """Devices the Coordinator need not tell apart."""
+
+    capabilities: Capabilities
+    excluded: ShortList = ()
+
+    def fits(self, task: TaskId, requirements: Requirements) -> bool:
+        """Is the client "compatible with its requirements (e.g., can train the model of the task)"?"""
+        device = self.capabilities
+        return (
+            task not in self.excluded
+            and requirements.engine in (None, device.engine)
+            and (requirements.module is None or requirements.module in device.modules)
+            and requirements.min_memory_mb <= device.memory_mb
+            and all(label in device.labels for label in requirements.labels)
+        )
+
+
+class CheckIn(Message, frozen=True):
+    """`excluded` are the tasks that the device's participation history rules out for now."""
+
+    protocol: int
+    capabilities: Capabilities
+    excluded: ShortList = ()
+
+
+class Accepted(Message, frozen=True):
+    ticket: SealedTicket
+    task: TaskId
+    session: SessionId
+
+
+class Rejected(Message, frozen=True):
+    """Come back at a time drawn uniformly from the window."""
+
+    reason: ShortText
+    retry_from_s: Seconds
+    retry_until_s: Seconds

@@ -1,0 +1,89 @@
+"""Tickets: what lets the next stage go on at any selector and any aggregator (paper, virtual sessions).
+
+    AssignmentTicket   from the Selector   session, task, sequence number, confirm-by
+    SessionTicket      from join           + initial version, parameters, expiry
+    UploadTicket       from report         + frozen staleness, examples, upload-by
+
+Sealed with HMAC-SHA256 under keys whose ids are in the state store. Opening raises TicketError for
+anything that was not sealed here as this kind; expiry is the caller's rule, it knows the time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from papaya.errors import TicketError
+from papaya.messages.base import BlobKey, SessionId, TaskId
+
+_MAC_BYTES = 32
+_HEADER_BYTES = _MAC_BYTES + 4
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Ticket(Struct, frozen=True, gc=False, tag=True, array_like=True):
+    task: TaskId
+    session: SessionId
+    seq: int
+
+
+class AssignmentTicket(Ticket, frozen=True):
+    confirm_by: float
+
+
+class SessionTicket(Ticket, frozen=True):
+    version: int
+    parameters: BlobKey
+    expires: float
+
+
+class UploadTicket(SessionTicket, frozen=True):
+    staleness: int
+    examples: int
+    upload_by: float
+
+
+AnyTicket = AssignmentTicket | SessionTicket | UploadTicket
+T = TypeVar("T", AssignmentTicket, SessionTicket, UploadTicket)
+_decoder = msgspec.msgpack.Decoder(AnyTicket)
+
+
+class Keyring:
+    """Ticket keys by id: the newest seals, all of them open."""
+
+    def __init__(self, keys: dict[int, bytes]) -> None:
+        self._keys = dict(keys)
+        self._newest = max(keys)
+
+    def seal(self, ticket: AnyTicket) -> bytes:
+        signed = self._newest.to_bytes(4, "big") + _encoder.encode(ticket)
+        return hmac.digest(self._keys[self._newest], signed, hashlib.sha256) + signed
+
+    def open(self, sealed: bytes, kind: type[T]) -> T:
+        key = self._keys.get(int.from_bytes(sealed[_MAC_BYTES:_HEADER_BYTES], "big"))
+        if key is None or len(sealed) <= _HEADER_BYTES:
+            raise TicketError("the ticket was not sealed by this system")
+        expected = hmac.digest(key, sealed[_MAC_BYTES:], hashlib.sha256)
+        if not hmac.compare_digest(expected, sealed[:_MAC_BYTES]):
+            raise TicketError("the ticket's seal is broken")
+        ticket = _decode(sealed)
+        if type(ticket) is not kind:
+            raise TicketError(f"this is a {type(ticket).__name__}, not a {kind.__name__}")
+        return ticket
+
+
+def claim_of(sealed: bytes) -> AnyTicket:
+    """What a ticket claims. Unverified: good for routing and for finding a session to compare with."""
+    return _decode(sealed)
+
+
+def _decode(sealed: bytes) -> AnyTicket:
+    try:
+        ticket: AnyTicket = _decoder.decode(memoryview(sealed)[_HEADER_BYTES:])
+        return ticket
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TicketError("the ticket cannot be read") from error

@@ -1,0 +1,81 @@
+"""The one parser of untrusted bytes. It can raise ProtocolError and nothing else.
+
+Control messages are JSON; unknown fields are ignored so that newer peers can talk to older ones.
+What is signed or hashed has one encoding (`canonical`): sorted, no spaces.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from papaya.errors import ProtocolError
+from papaya.messages import control, participation, selection, storage
+from papaya.messages.base import Message
+
+MAX_MESSAGE_BYTES = 4 << 20
+
+FromDevice = selection.CheckIn | participation.Request
+ToDevice = selection.Accepted | selection.Rejected | participation.Answer
+BetweenServers = control.Control
+
+M = TypeVar("M", bound=Message)
+
+_encoder = msgspec.json.Encoder()
+_canonical = msgspec.json.Encoder(order="sorted")
+_rows = msgspec.json.Decoder(
+    storage.LeaderRow
+    | storage.EpochRow
+    | storage.TaskRow
+    | storage.FenceRow
+    | storage.RecordRow
+    | storage.VersionRow
+    | storage.OptimizerRow
+    | storage.ConsumedRow
+)
+
+
+class Parser:
+    """Parses one direction of one conversation; a message of another direction is refused."""
+
+    def __init__(self, union: object, what: str) -> None:
+        self._decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(union)
+        self._what = what
+
+    def parse(self, data: bytes | memoryview) -> Message:
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise ProtocolError(
+                f"{len(data)} bytes are too many for {self._what}, the limit is {MAX_MESSAGE_BYTES}"
+            )
+        try:
+            return self._decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolError(f"this is not {self._what}: {error}") from error
+
+
+from_device = Parser(FromDevice, "a device's request")
+to_device = Parser(ToDevice, "an answer to a device")
+between_servers = Parser(BetweenServers, "a message between servers")
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def canonical(value: object) -> bytes:
+    """The one encoding of a structure that is signed or hashed."""
+    return _canonical.encode(value)
+
+
+def encode_row(row: storage.Row) -> bytes:
+    return _encoder.encode(row)
+
+
+def decode_row(data: bytes) -> storage.Row:
+    """A row that we wrote ourselves; a damaged one is a ProtocolError of the store."""
+    try:
+        row: storage.Row = _rows.decode(data)
+        return row
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the state store returned a damaged row: {error}") from error

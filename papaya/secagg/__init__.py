@@ -1,0 +1,1 @@
+"""Secure aggregation (paper, "Secure Aggregation" and its appendices): what clients compute."""

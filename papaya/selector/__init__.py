@@ -1,0 +1,1 @@
+"""The Selector: the only component that devices talk to (paper, "System Components")."""

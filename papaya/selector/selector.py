@@ -1,0 +1,255 @@
+"""The Selector (paper, "System Components"): the only door for devices.
+
+    "it advertises available tasks to clients, and summarizes current client availability for the
+    Coordinator [...]. For client participation, the Selector routes client requests to the
+    corresponding Aggregator".
+
+It holds devices that fit a task that wants clients, answers the others at once, and forwards every
+later request by its ticket. It keeps nothing that a crash could lose: devices retry elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+
+from papaya.config import ServerConfig
+from papaya.errors import InvariantError, ProtocolError, TicketError
+from papaya.machine import Effects, Forward, Handle, Reply, Send
+from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId
+from papaya.messages.control import Assignment, Held, SelectorOrders, SelectorReport
+from papaya.messages.participation import (
+    Chunk,
+    Complete,
+    Heartbeat,
+    Join,
+    Leave,
+    Refused,
+    Report,
+    Request,
+    Retry,
+)
+from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Rejected
+from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
+from papaya.selector.pacing import Pacing
+from papaya.selector.routing import AssignmentMap
+
+_REMEMBERED_ORDERS = 1024
+
+
+class Waiting:
+    """A held check-in. Its handle is cleared when it is answered."""
+
+    __slots__ = ("deadline", "device_class", "handle")
+
+    def __init__(self, deadline: float, device_class: DeviceClass, handle: Handle) -> None:
+        self.deadline = deadline
+        self.device_class = device_class
+        self.handle: Handle | None = handle
+
+
+class Selector:
+    """Invariants: held <= max_held; a held device is answered within hold_s, once."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        boot: float,
+        config: ServerConfig,
+        keyring: Keyring,
+        rng: Random,
+        coordinators: Sequence[NodeId],
+    ) -> None:
+        self.node = node
+        self.boot = boot
+        self.held_count = 0
+        self._config = config
+        self._keyring = keyring
+        self._rng = rng
+        self._coordinators = tuple(coordinators)
+        self._orders: SelectorOrders | None = None
+        self._seen: dict[int, None] = {}
+        self._map = AssignmentMap()
+        self._pacing = Pacing(boot, config)
+        self._held: dict[DeviceClass, deque[Waiting]] = {}
+        self._in_order: deque[Waiting] = deque()
+        self._welcome: dict[DeviceClass, bool] = {}
+        self._unfilled: list[tuple[int, SessionId]] = []
+        self._number = 0
+        self._reported_at = -float("inf")
+        self._report_due = boot
+        self._next_beat = boot + config.heartbeat_s
+
+    # -- the machine contract ---------------------------------------------------------------
+
+    def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
+        match message:
+            case Join() | Heartbeat() | Report() | Chunk() | Complete() | Leave():
+                return self._on_request(message, reply_to)
+            case CheckIn():
+                return self._on_check_in(now, message, reply_to)
+            case SelectorOrders():
+                return self._on_orders(now, message)
+        raise ProtocolError(f"a selector does not take {type(message).__name__}")
+
+    def wake(self, now: float) -> Effects:
+        effects = self._expire(now)
+        if now >= self._next_beat:
+            self._next_beat = now + self._config.heartbeat_s
+            self._pacing.adjust(now, 0.0 if self._orders is None else self._orders.check_ins_per_s)
+            self._report_due = now
+        return effects + self._report_if_due(now)
+
+    def next_wake(self) -> float:
+        due = min(self._next_beat, self._report_due)
+        return min(due, self._in_order[0].deadline) if self._in_order else due
+
+    def check(self) -> None:
+        waiting = sum(entry.handle is not None for entry in self._in_order)
+        if waiting != self.held_count or waiting > self._config.max_held:
+            raise InvariantError(
+                f"{self.node}: holds {waiting} check-ins, counts {self.held_count}, "
+                f"may hold {self._config.max_held}"
+            )
+
+    # -- selection --------------------------------------------------------------------------
+
+    def _on_check_in(self, now: float, check_in: CheckIn, reply_to: Handle) -> Effects:
+        if check_in.protocol != PROTOCOL_VERSION:
+            reason = f"protocol {check_in.protocol} is not spoken here, {PROTOCOL_VERSION} is"
+            return [Reply(reply_to, Refused(reason, "update the client"))]
+        self._pacing.arrived()
+        device_class = DeviceClass(check_in.capabilities, check_in.excluded)
+        if not self._is_welcome(device_class):
+            return [self._reject(reply_to, "no task that fits wants clients now")]
+        if self.held_count >= self._config.max_held:
+            return [self._reject(reply_to, "too many devices are waiting")]
+        waiting = Waiting(now + self._config.hold_s, device_class, reply_to)
+        self._held.setdefault(device_class, deque()).append(waiting)
+        self._in_order.append(waiting)
+        self.held_count += 1
+        self._report_soon(now)
+        return self._report_if_due(now)
+
+    def _is_welcome(self, device_class: DeviceClass) -> bool:
+        """Does any advertised task with demand fit?"""
+        welcome = self._welcome.get(device_class)
+        if welcome is None:
+            orders = self._orders
+            welcome = orders is not None and any(
+                offer.task in orders.wanting and device_class.fits(offer.task, offer.requirements)
+                for offer in orders.advertised
+            )
+            self._welcome[device_class] = welcome
+        return welcome
+
+    def _reject(self, handle: Handle, reason: str) -> Reply:
+        return Reply(handle, Rejected(reason, *self._pacing.window()))
+
+    def _expire(self, now: float) -> Effects:
+        effects: Effects = []
+        while self._in_order and (
+            self._in_order[0].handle is None or self._in_order[0].deadline <= now
+        ):
+            waiting = self._in_order.popleft()
+            if waiting.handle is not None:
+                self._held[waiting.device_class].remove(waiting)
+                effects.append(self._answer(waiting, None))
+                self._report_soon(now)
+        return effects
+
+    def _answer(self, waiting: Waiting, accepted: Accepted | None) -> Reply:
+        handle, waiting.handle = waiting.handle, None
+        self.held_count -= 1
+        if not self._held[waiting.device_class]:
+            del self._held[waiting.device_class]
+        if accepted is None:
+            return self._reject(handle, "nothing came up while you waited")
+        return Reply(handle, accepted)
+
+    # -- orders and reports -----------------------------------------------------------------
+
+    def _on_orders(self, now: float, orders: SelectorOrders) -> Effects:
+        last = self._orders
+        epoch = 0 if last is None else last.epoch
+        if orders.boot != self.boot or orders.epoch < epoch:
+            return []
+        if orders.epoch > epoch:
+            self._seen.clear()
+        if orders.number in self._seen:
+            return []  # the network doubled it
+        self._remember(orders.number)
+        if last is None or orders.epoch > epoch or orders.number > last.number:
+            self._take_map(last, orders)
+        effects: Effects = []
+        for assignment in orders.assignments:
+            effects += self._forward_clients(now, assignment)
+        return effects + self._report_if_due(now)
+
+    def _remember(self, number: int) -> None:
+        self._seen[number] = None
+        if len(self._seen) > _REMEMBERED_ORDERS:
+            del self._seen[next(iter(self._seen))]
+
+    def _take_map(self, last: SelectorOrders | None, orders: SelectorOrders) -> None:
+        self._orders = orders
+        self._map.replace(orders.routes)
+        self._unfilled = [entry for entry in self._unfilled if entry[0] > orders.acked]
+        if (
+            last is None
+            or last.wanting != orders.wanting
+            or last.advertised != orders.advertised
+            or len(self._welcome) > self._config.max_held
+        ):
+            self._welcome.clear()
+
+    def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
+        effects: Effects = []
+        for session in assignment.sessions:
+            queue = self._held.get(assignment.device_class)
+            if not queue:
+                self._unfilled.append((self._number + 1, session))
+                self._report_soon(now)
+                continue
+            ticket = AssignmentTicket(
+                assignment.task, session, assignment.seq, assignment.confirm_by
+            )
+            accepted = Accepted(self._keyring.seal(ticket), assignment.task, session)
+            effects.append(self._answer(queue.popleft(), accepted))
+        return effects
+
+    def _report_soon(self, now: float) -> None:
+        due = max(now, self._reported_at + self._config.min_report_interval_s)
+        self._report_due = min(self._report_due, due)
+
+    def _report_if_due(self, now: float) -> Effects:
+        if now < self._report_due:
+            return []
+        self._number += 1
+        self._reported_at = now
+        self._report_due = self._next_beat
+        orders = self._orders
+        report = SelectorReport(
+            node=self.node,
+            boot=self.boot,
+            number=self._number,
+            epoch=0 if orders is None else orders.epoch,
+            acked=0 if orders is None else orders.number,
+            held=tuple(Held(kind, len(queue)) for kind, queue in self._held.items()),
+            unfilled=tuple(session for _, session in self._unfilled),
+        )
+        return [Send(coordinator, report) for coordinator in self._coordinators]
+
+    # -- participation ----------------------------------------------------------------------
+
+    def _on_request(self, request: Request, reply_to: Handle) -> Effects:
+        try:
+            ticket = claim_of(request.ticket)
+        except TicketError as error:
+            return [Reply(reply_to, Refused(str(error), error.hint))]
+        aggregator = self._map.route(ticket)
+        if aggregator is None:
+            after_s = self._config.heartbeat_s / 2
+            return [Reply(reply_to, Retry("this selector knows no holder of the task", after_s))]
+        return [Forward(reply_to, aggregator, request)]

@@ -1,0 +1,9 @@
+"""Settings of the whole test suite. No fixtures: each folder of tests makes its own things."""
+
+from hypothesis import HealthCheck, settings
+
+# A slow machine is not a failing property: how long an example takes is for `bench/` to judge.
+settings.register_profile(
+    "papaya", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("papaya")
