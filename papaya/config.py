@@ -20,6 +20,7 @@ from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+MAX_MODEL_LENGTH = 2**30
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -218,6 +219,13 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
             )
         _require(
+            self.model_length <= MAX_MODEL_LENGTH,
+            "model_length",
+            self.model_length,
+            f"is above the limit of {MAX_MODEL_LENGTH} parameters (4 GiB)",
+            "train a smaller model, or a part of it",
+        )
+        _require(
             self.clip is None or (math.isfinite(self.clip) and self.clip > 0),
             "clip",
             self.clip,
@@ -321,6 +329,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     heartbeat_s: float = 10.0
     hold_s: float = 20.0
     min_report_interval_s: float = 0.02
+    held_report_interval_s: float = 0.5
     max_held: int = 10_000
     upload_slots: int = 32
     chunk_bytes: int = 1 << 20
@@ -333,6 +342,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             "heartbeat_s",
             "hold_s",
             "min_report_interval_s",
+            "held_report_interval_s",
             "pace",
             "min_retry_s",
             "max_retry_s",

@@ -56,7 +56,6 @@ class Aggregator:
         self._orders = 0
         self._number = 0
         self._reported_at = -float("inf")
-        self._reported_demand: dict[TaskId, int] = {}
         self._report_due = boot
         self._next_beat = boot
         self._tokens = count(1)
@@ -184,7 +183,6 @@ class Aggregator:
         self._report_due = self._next_beat
         serving = [held for held in self.tasks.values() if held.phase is Phase.SERVING]
         reports = tuple(held.report(now) for held in serving)
-        self._reported_demand = {report.task: report.demand for report in reports}
         report = AggregatorReport(
             node=self.node,
             boot=self.boot,
@@ -205,13 +203,13 @@ class Aggregator:
 
     def _finish(self, now: float, effects: Effects) -> Effects:
         """After every event: forget what was lost to a successor, report a rise of demand."""
-        for task in [task for task, held in self.tasks.items() if held.phase is Phase.STOPPED]:
-            del self.tasks[task]
-        for task, held in self.tasks.items():
-            if held.demand(now) > self._reported_demand.get(task, 0):
+        for held in list(self.tasks.values()):
+            if held.phase is Phase.STOPPED:
+                del self.tasks[held.task]
+            elif held.may_want_more and held.demand(now) > held.promised:
                 due = max(now, self._reported_at + self._config.min_report_interval_s)
                 self._report_due = min(self._report_due, due)
-                break
+            held.may_want_more = now < held.adopts_until
         if now >= self._report_due:
             effects += self._report(now, heartbeat=False)
         return effects

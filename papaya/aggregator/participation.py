@@ -20,7 +20,6 @@ from papaya.errors import TicketError
 from papaya.machine import Effects, Handle, Reply
 from papaya.messages.base import Message
 from papaya.messages.participation import (
-    MAX_CHUNKS,
     Aborted,
     Alive,
     Chunk,
@@ -250,7 +249,7 @@ class Participation:
         received = Reply(reply_to, ChunkReceived(chunk.upload, chunk.index))
         if session.is_complete:
             return [received]
-        count = min(MAX_CHUNKS, chunk_count(size, piece))
+        count = chunk_count(size, piece)
         expected = chunk_length(size, piece, chunk.index)
         if chunk.index >= count or len(chunk.data) != expected:
             reason = f"chunk {chunk.index} of {count} has {len(chunk.data)} bytes, not {expected}"

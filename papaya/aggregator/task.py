@@ -79,6 +79,7 @@ class HeldTask:
         self.ledger: Ledger  # there from the first load on; nothing is served before
         self.promised = leases
         self.turned_away = 0
+        self.may_want_more = False
         self.token = 0
         self.adopts_until = float("inf")
         self._server = server
@@ -139,6 +140,7 @@ class HeldTask:
 
     def on_restored(self, now: float) -> Effects:
         self.phase = Phase.SERVING
+        self.may_want_more = True
         self._is_busy = False
         if self.adopts_until == float("inf"):
             self.adopts_until = now + self._server.heartbeat_s
@@ -233,6 +235,7 @@ class HeldTask:
 
     def _end(self, session: Session, answer: Completed | Aborted, counter: str) -> Effects:
         self._count(counter)
+        self.may_want_more = True
         effects = self._answer(session, answer)
         self.sessions.end(session, answer, self.keep_until(session))
         if session.upload is not None and not session.in_buffer:
@@ -430,6 +433,7 @@ class HeldTask:
         garbage = self.ledger.advanced(transaction)
         self._buffers.pop(self.ledger.version, None)
         self._count("versions")
+        self.may_want_more = True
         effects: Effects = [DeleteBlobs(garbage)]
         effects += self._abort_stale()
         effects += self._place_overflow()
@@ -437,7 +441,8 @@ class HeldTask:
 
     def _abort_stale(self) -> Effects:
         """ "After every server model update, the aggregator aborts clients whose staleness is
-        larger than a configurable parameter, maximum staleness." """
+        larger than a configurable parameter, maximum staleness."
+        """
         version, config = self.ledger.version, self.ledger.config
         oldest_allowed = max(0, version - config.max_staleness)
         effects: Effects = []

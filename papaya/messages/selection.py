@@ -17,8 +17,8 @@ from papaya.config import Requirements
 from papaya.messages.base import (
     Count,
     Message,
-    Seconds,
     SealedTicket,
+    Seconds,
     SessionId,
     ShortList,
     ShortText,

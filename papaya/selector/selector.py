@@ -126,10 +126,15 @@ class Selector:
         if self.held_count >= self._config.max_held:
             return [self._reject(reply_to, "too many devices are waiting")]
         waiting = Waiting(now + self._config.hold_s, device_class, reply_to)
-        self._held.setdefault(device_class, deque()).append(waiting)
         self._in_order.append(waiting)
         self.held_count += 1
-        self._report_soon(now)
+        queue = self._held.get(device_class)
+        if queue is None:
+            self._held[device_class] = deque((waiting,))
+            self._report_within(now, self._config.min_report_interval_s)
+        else:
+            queue.append(waiting)
+            self._report_within(now, self._config.held_report_interval_s)
         return self._report_if_due(now)
 
     def _is_welcome(self, device_class: DeviceClass) -> bool:
@@ -156,7 +161,7 @@ class Selector:
             if waiting.handle is not None:
                 self._held[waiting.device_class].remove(waiting)
                 effects.append(self._answer(waiting, None))
-                self._report_soon(now)
+                self._report_within(now, self._config.held_report_interval_s)
         return effects
 
     def _answer(self, waiting: Waiting, accepted: Accepted | None) -> Reply:
@@ -210,7 +215,7 @@ class Selector:
             queue = self._held.get(assignment.device_class)
             if not queue:
                 self._unfilled.append((self._number + 1, session))
-                self._report_soon(now)
+                self._report_within(now, self._config.min_report_interval_s)
                 continue
             ticket = AssignmentTicket(
                 assignment.task, session, assignment.seq, assignment.confirm_by
@@ -219,9 +224,9 @@ class Selector:
             effects.append(self._answer(queue.popleft(), accepted))
         return effects
 
-    def _report_soon(self, now: float) -> None:
-        due = max(now, self._reported_at + self._config.min_report_interval_s)
-        self._report_due = min(self._report_due, due)
+    def _report_within(self, now: float, interval_s: float) -> None:
+        """What the Coordinator may be waiting for goes at once, a change of counts a little later."""
+        self._report_due = min(self._report_due, max(now, self._reported_at + interval_s))
 
     def _report_if_due(self, now: float) -> Effects:
         if now < self._report_due:

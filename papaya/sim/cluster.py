@@ -1,0 +1,215 @@
+"""A whole system under virtual time: servers, stores, network, and a fleet that comes and goes.
+
+The fleet is a superposition of devices that check in at random: with N devices that each return
+after m seconds on average, arrivals are Poisson at rate N ÷ m, thinned by eligibility. Rejections
+change m as they would in a real fleet, one device at a time. Memory grows with the devices that are
+here, never with N. A run is a function of (configuration, seed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from math import log
+from random import Random
+
+import numpy as np
+from msgspec import Struct
+
+from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.shards import initial_blobs
+from papaya.client.client import Client
+from papaya.client.history import History
+from papaya.client.work import Finish
+from papaya.config import DeviceConfig, ServerConfig, TaskConfig
+from papaya.coordinator.coordinator import Coordinator
+from papaya.learning.parameters import FLOAT32
+from papaya.machine import Reply
+from papaya.messages.base import BlobKey, Message, NodeId
+from papaya.messages.selection import Capabilities
+from papaya.messages.storage import submission
+from papaya.messages.tickets import Keyring
+from papaya.selector.selector import Selector
+from papaya.sim.devices import Device
+from papaya.sim.engine import Engine
+from papaya.sim.hosts import AggregatorHost, Host
+from papaya.sim.network import Network, NetworkConfig
+from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
+from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
+
+# When nearly the whole fleet is here already, an arrival may find nobody.
+_MAX_DRAWS = 64
+
+
+class DeviceKind(Struct, frozen=True):
+    """A share of the fleet and what it declares."""
+
+    share: float
+    capabilities: Capabilities
+
+
+class ClusterConfig(Struct, frozen=True, kw_only=True):
+    """`supply`: check-ins per expected completion when the run starts, as if pace steering had
+    settled before.
+    """
+
+    tasks: tuple[TaskConfig, ...]
+    server: ServerConfig = ServerConfig()
+    device: DeviceConfig = DeviceConfig(participation_floor_s=0.0)
+    population: PopulationConfig = DEFAULT
+    kinds: tuple[DeviceKind, ...] = (DeviceKind(1.0, Capabilities()),)
+    supply: float = 1.5
+    coordinators: int = 1
+    selectors: int = 1
+    aggregators: int = 1
+    network: NetworkConfig = NetworkConfig()
+    storage: StorageConfig = StorageConfig()
+
+
+class Cluster:
+    """Builds everything from one seed. Subclasses observe; they never steer."""
+
+    def __init__(self, config: ClusterConfig, seed: int) -> None:
+        self.config = config
+        self.seed = seed
+        self.engine = Engine()
+        self.network = Network(self.engine, self._rng("network"), config.network)
+        self.state = StateTwin(self.engine, self._rng("state"), config.storage)
+        self.blobs = BlobTwin(self._rng("blobs"))
+        self.hosts: dict[NodeId, Host] = {}
+        self.devices: dict[int, Device] = {}
+        self.keyring = Keyring({1: self._rng("keys").randbytes(32)})
+        self._histories: dict[int, History] = {}
+        self._keeps_history = any(
+            task.participation_gap_s > 0 or task.max_participations is not None
+            for task in config.tasks
+        )
+        self.population = Population(config.population, seed)
+        self._arrivals = Arrivals(self.population)
+        self._fleet_rng = self._rng("fleet")
+        self._device_rng = self._rng("devices")
+        self._mean_return_s = self._paced_return_s()
+        for task in config.tasks:
+            self.submit(task)
+        self._build_servers()
+        self._schedule_arrival()
+
+    def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
+        self.engine.run(until, stop)
+
+    def submit(self, task: TaskConfig) -> None:
+        zero = np.zeros(task.model_length, FLOAT32)
+        blobs = initial_blobs(task, zero)
+        for key, data in blobs:
+            self.blobs.put(key, data)
+        transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now)
+        self.state.apply("owner", transaction)
+
+    # -- servers ----------------------------------------------------------------------------
+
+    def _rng(self, purpose: str) -> Random:
+        return Random(f"{self.seed}/{purpose}")
+
+    def _build_servers(self) -> None:
+        config, server = self.config, self.config.server
+        coordinators = [f"coordinator-{i}" for i in range(config.coordinators)]
+        self.selectors = [f"selector-{i}" for i in range(config.selectors)]
+
+        def coordinator(node: NodeId) -> Host:
+            make = lambda now: Coordinator(node, now, server, self._rng(f"{node}@{now}"))
+            return Host(self, node, make)
+
+        def selector(node: NodeId) -> Host:
+            make = lambda now: Selector(
+                node, now, server, self.keyring, self._rng(f"{node}@{now}"), coordinators
+            )
+            return Host(self, node, make)
+
+        def aggregator(node: NodeId) -> Host:
+            make = lambda now: Aggregator(node, now, server, self.keyring, coordinators)
+            return AggregatorHost(self, node, make)
+
+        self.hosts = {node: coordinator(node) for node in coordinators}
+        self.hosts |= {node: selector(node) for node in self.selectors}
+        for i in range(config.aggregators):
+            self.hosts[f"aggregator-{i}"] = aggregator(f"aggregator-{i}")
+        for host in self.hosts.values():
+            host.start()
+
+    # -- the fleet --------------------------------------------------------------------------
+
+    def _paced_return_s(self) -> float:
+        population, sample = self.config.population, self.population.visitors(np.arange(4096))
+        per_task = [task.training_timeout_s for task in self.config.tasks]
+        busy_s = np.minimum(sample.latency_s + sample.execution_s, max(per_task)).mean()
+        needed = sum(task.concurrency for task in self.config.tasks) / float(busy_s)
+        return population.size * population.availability / (self.config.supply * needed)
+
+    def _schedule_arrival(self) -> None:
+        population = self.config.population
+        rate = population.size * population.availability / self._mean_return_s
+        self.engine.after(-log(1.0 - self._fleet_rng.random()) / rate, self._arrive)
+
+    def _arrive(self) -> None:
+        """One eligible device, uniformly among those that are not here."""
+        self._schedule_arrival()
+        for visit in islice(self._arrivals, _MAX_DRAWS):
+            if visit.device not in self.devices and self._is_eligible(visit.device):
+                self.admit(visit)
+                return
+
+    def _is_eligible(self, device: int) -> bool:
+        always = self.config.population.availability >= 1
+        return always or self.population.is_available(device, self.engine.now)
+
+    def admit(self, visit: Visit) -> None:
+        machine = Client(
+            self.selectors,
+            self._kind_of(visit.device),
+            self._history_of(visit.device),
+            self.config.device,
+            self._device_rng,
+        )
+        device = self.devices[visit.device] = Device(self, visit, machine)
+        device.start()
+
+    def _kind_of(self, device: int) -> Capabilities:
+        kinds = self.config.kinds
+        if len(kinds) == 1:
+            return kinds[0].capabilities
+        point = (device * 0.6180339887498949) % 1.0
+        for kind in kinds:
+            point -= kind.share
+            if point < 0:
+                break
+        return kind.capabilities
+
+    def _history_of(self, device: int) -> History:
+        floor_s = self.config.device.participation_floor_s
+        if not self._keeps_history:
+            return History(floor_s)
+        if device not in self._histories:
+            self._histories[device] = History(floor_s)
+        return self._histories[device]
+
+    def departed(self, device: Device, finish: Finish | None) -> None:
+        """The device is gone; `finish` is None when it dropped out without a word."""
+        del self.devices[device.visit.device]
+        if finish is not None and finish.ending == "rejected":
+            told_s = (finish.retry_from_s + finish.retry_until_s) / 2
+            self._mean_return_s += (told_s - self._mean_return_s) / self.config.population.size
+
+    # -- for those who watch ----------------------------------------------------------------
+
+    def wire(self, message: Message) -> Message:
+        """What the receiver gets of a message."""
+        return message
+
+    def after_event(self, host: Host) -> None:
+        """Called after every event at a server."""
+
+    def observe_reply(self, host: Host, reply: Reply) -> None:
+        """Called for every answer to a device."""
+
+    def missed_download(self, parameters: BlobKey) -> None:
+        """Called when a device finds parameters gone that a ticket named."""

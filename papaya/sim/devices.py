@@ -1,0 +1,160 @@
+"""Simulated devices: a Client machine each, created when a device visits and gone when it leaves.
+
+Nothing is kept of a device that is not here, except its participation history when a task asks for
+one. All latency beside execution is spent before training, as if it were the download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from papaya.client.client import Client
+from papaya.client.work import (
+    Answered,
+    Download,
+    Downloaded,
+    Finish,
+    Remember,
+    Request,
+    Train,
+    Trained,
+    WorkFailed,
+)
+from papaya.machine import Effects
+from papaya.messages.base import Message
+from papaya.messages.participation import Join
+from papaya.sim.hosts import Host
+from papaya.sim.population import Visit
+from papaya.sim.trainers import protocol_update
+
+if TYPE_CHECKING:
+    from papaya.sim.cluster import Cluster
+
+
+class Path:
+    """Where the answer to one request goes: back through the selector that took it."""
+
+    __slots__ = ("_attempt", "_boot", "_selector", "device")
+
+    def __init__(self, device: Device, attempt: int, selector: Host) -> None:
+        self.device = device
+        self._attempt = attempt
+        self._selector = selector
+        self._boot = selector.boots
+
+    def answer(self, host: Host, message: Message) -> None:
+        hops = 1 if host is self._selector else 2
+        host.cluster.network.carry(
+            host.node, self._selector.node, hops, self._arrive, Answered(self._attempt, message)
+        )
+
+    def _arrive(self, answered: Answered) -> None:
+        if self._selector.is_alive and self._selector.boots == self._boot:
+            self.device.deliver(answered)
+
+
+class Device:
+    """One visit of one device."""
+
+    __slots__ = (
+        "_armed_for",
+        "_engine",
+        "cluster",
+        "is_present",
+        "machine",
+        "visit",
+    )
+
+    def __init__(self, cluster: Cluster, visit: Visit, machine: Client) -> None:
+        self.cluster = cluster
+        self.visit = visit
+        self.machine = machine
+        self.is_present = True
+        self._engine = cluster.engine
+        self._armed_for = float("inf")
+
+    def start(self) -> None:
+        self.perform(self.machine.start(self._engine.now))
+
+    def vanish(self) -> None:
+        """Dropped out: no word to anyone."""
+        if self.is_present:
+            self.is_present = False
+            self.cluster.departed(self, None)
+
+    def deliver(self, message: Message) -> None:
+        if self.is_present:
+            self.perform(self.machine.receive(self._engine.now, message))
+
+    def perform(self, effects: Effects) -> None:
+        for effect in effects:
+            _CARRY_OUT[type(effect)](self, effect)
+        if self.is_present:
+            self._arm()
+
+    def _arm(self) -> None:
+        due = self.machine.next_wake()
+        if due < self._armed_for:
+            self._armed_for = due
+            self._engine.at(max(due, self._engine.now), self._on_timer, due)
+
+    def _on_timer(self, due: float) -> None:
+        if not self.is_present or due != self._armed_for:
+            return
+        self._armed_for = float("inf")
+        now = self._engine.now
+        if self.machine.next_wake() <= now:
+            self.perform(self.machine.wake(now))
+        else:
+            self._arm()
+
+    # -- effects ----------------------------------------------------------------------------
+
+    def _request(self, effect: Request) -> None:
+        cluster = self.cluster
+        selector = cluster.hosts[effect.selector]
+        path = Path(self, effect.attempt, selector)
+        message = cluster.wire(effect.message)
+        cluster.network.carry("device", effect.selector, 1, selector.deliver, message, path)
+        if type(effect.message) is Join and effect.attempt == 2:
+            self._schedule_dropout()
+
+    def _schedule_dropout(self) -> None:
+        if self.visit.drops_at is not None:
+            stays_s = self.visit.drops_at * (self.visit.latency_s + self.visit.execution_s)
+            self._engine.after(stays_s, self.vanish)
+
+    def _download(self, effect: Download) -> None:
+        self._engine.after(self.visit.latency_s, self._downloaded, effect.parameters)
+
+    def _downloaded(self, parameters: str) -> None:
+        if parameters in self.cluster.blobs.blobs:
+            self.deliver(Downloaded())
+        else:
+            self.cluster.missed_download(parameters)
+            self.deliver(WorkFailed("the parameters are gone"))
+
+    def _train(self, effect: Train) -> None:
+        self._engine.after(self.visit.execution_s, self._trained, effect)
+
+    def _trained(self, effect: Train) -> None:
+        if self.is_present and self.machine.joined is not None:
+            update = protocol_update(effect.session, self.machine.joined.model_length)
+            self.deliver(Trained(update, self.visit.examples))
+
+    def _remember(self, effect: Remember) -> None:
+        """The machine has it; the cluster keeps the machine's history across visits."""
+
+    def _finish(self, effect: Finish) -> None:
+        self.is_present = False
+        self.cluster.departed(self, effect)
+
+
+_CARRY_OUT: dict[type, Callable[[Device, Any], None]] = {
+    Request: Device._request,
+    Download: Device._download,
+    Train: Device._train,
+    Remember: Device._remember,
+    Finish: Device._finish,
+}

@@ -1,0 +1,226 @@
+"""Hosts: processes that run a machine, carry out its effects, crash, pause and come back.
+
+A crash loses the machine and everything in memory; the stores keep what was committed. A paused
+process does nothing and hears everything later, at once, as a process that was swapped out does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from papaya.aggregator.shards import Blobs, Shards
+from papaya.aggregator.work import (
+    DeleteBlobs,
+    Drop,
+    Fold,
+    Keep,
+    Restore,
+    Restored,
+    Snapshot,
+    Step,
+)
+from papaya.errors import ProtocolError
+from papaya.machine import Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
+from papaya.messages.base import Message, NodeId
+from papaya.messages.storage import Outcome, Row, Rows, Transacted
+
+if TYPE_CHECKING:
+    from papaya.sim.cluster import Cluster
+
+MakeMachine = Callable[[float], Machine]
+
+
+class Host:
+    """One server process. `boot` changes with every restart."""
+
+    def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
+        self.cluster = cluster
+        self.node = node
+        self.is_alive = False
+        self.boots = 0
+        self.machine: Machine
+        self._make = make
+        self._engine = cluster.engine
+        self._armed_for = float("inf")
+        self._paused: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            Send: self._send,
+            Reply: self._reply,
+            Forward: self._forward,
+            Transact: self._transact,
+            Read: self._read,
+        }
+
+    # -- life -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.boots += 1
+        self.is_alive = True
+        self._paused = None
+        self._armed_for = float("inf")
+        self.machine = self._make(self._engine.now)
+        self._arm()
+
+    def crash(self) -> None:
+        self.is_alive = False
+        self._paused = None
+
+    def pause(self) -> None:
+        if self.is_alive and self._paused is None:
+            self._paused = []
+
+    def resume(self) -> None:
+        if self._paused is not None:
+            waiting, self._paused = self._paused, None
+            for handler, arguments in waiting:
+                handler(*arguments)
+            self._armed_for = float("inf")
+            self._arm()
+
+    # -- running the machine ----------------------------------------------------------------
+
+    def deliver(self, message: Message, reply_to: Handle = None) -> None:
+        if not self.is_alive:
+            return
+        if self._paused is not None:
+            self._paused.append((self.deliver, (message, reply_to)))
+            return
+        try:
+            effects = self.machine.receive(self._engine.now, message, reply_to)
+        except ProtocolError:
+            return
+        self.perform(effects)
+
+    def perform(self, effects: Effects) -> None:
+        carry_out = self._carry_out
+        for effect in effects:
+            carry_out[type(effect)](effect)
+        self.cluster.after_event(self)
+        self._arm()
+
+    def _arm(self) -> None:
+        """One timer is enough: an early one re-arms itself when it fires."""
+        due = self.machine.next_wake()
+        if due < self._armed_for:
+            self._armed_for = due
+            self._engine.at(max(due, self._engine.now), self._on_timer, self.boots, due)
+
+    def _on_timer(self, boot: int, due: float) -> None:
+        if boot != self.boots or not self.is_alive or due != self._armed_for:
+            return
+        if self._paused is not None:
+            return
+        self._armed_for = float("inf")
+        now = self._engine.now
+        if self.machine.next_wake() <= now:
+            self.perform(self.machine.wake(now))
+        else:
+            self._arm()
+
+    def local(self, delay_s: float, handler: Callable[..., None], *arguments: Any) -> None:
+        """Something of this process: it is lost when the process dies first."""
+        self._engine.after(delay_s, self._run_local, self.boots, handler, arguments)
+
+    def _run_local(
+        self, boot: int, handler: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        if boot == self.boots and self.is_alive:
+            if self._paused is not None:
+                self._paused.append((handler, arguments))
+            else:
+                handler(*arguments)
+
+    # -- effects ----------------------------------------------------------------------------
+
+    def _send(self, effect: Send) -> None:
+        cluster = self.cluster
+        cluster.network.carry(
+            self.node, effect.to, 1, cluster.hosts[effect.to].deliver, cluster.wire(effect.message)
+        )
+
+    def _reply(self, effect: Reply) -> None:
+        if effect.to is not None:
+            self.cluster.observe_reply(self, effect)
+            effect.to.answer(self, self.cluster.wire(effect.message))
+
+    def _forward(self, effect: Forward) -> None:
+        cluster = self.cluster
+        cluster.network.carry(
+            self.node,
+            effect.to,
+            1,
+            cluster.hosts[effect.to].deliver,
+            effect.message,
+            effect.request,
+        )
+
+    def _transact(self, effect: Transact) -> None:
+        done = partial(self._transacted, self.boots, effect.token)
+        self.cluster.state.transact(self.node, effect.transaction, done)
+
+    def _transacted(self, boot: int, token: int, outcome: Outcome) -> None:
+        self._run_local(boot, self.deliver, (Transacted(token, outcome),))
+
+    def _read(self, effect: Read) -> None:
+        self.cluster.state.read(effect.prefixes, partial(self._rows, self.boots, effect.token))
+
+    def _rows(self, boot: int, token: int, rows: dict[str, Row]) -> None:
+        self._run_local(boot, self.deliver, (Rows(token, tuple(rows.items())),))
+
+
+class AggregatorHost(Host):
+    """Adds heavy work: done at once by the shared arithmetic, finished after virtual time."""
+
+    def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
+        super().__init__(cluster, node, make)
+        self._shards = Shards()
+        self._carry_out |= {
+            Keep: lambda work: self._shards.keep(work),
+            Fold: self._fold,
+            Snapshot: self._snapshot,
+            Restore: self._restore,
+            Step: self._step,
+            Drop: lambda work: self._shards.drop(work),
+            DeleteBlobs: self._delete_blobs,
+        }
+
+    def start(self) -> None:
+        self._shards = Shards()
+        super().start()
+
+    def write_blobs(self, blobs: Blobs) -> None:
+        """Write and sync, before any row may name them."""
+        for key, data in blobs:
+            self.cluster.blobs.put(key, data)
+
+    def _fold(self, work: Fold) -> None:
+        folded = self._shards.fold(work)
+        self.perform(self.machine.receive(self._engine.now, folded))
+
+    def _snapshot(self, work: Snapshot) -> None:
+        snapshotted, blobs = self._shards.snapshot(work)
+        self._finish(blobs, snapshotted)
+
+    def _step(self, work: Step) -> None:
+        stepped, blobs = self._shards.step(work, self.cluster.blobs.get)
+        self._finish(blobs, stepped)
+
+    def _restore(self, work: Restore) -> None:
+        keep = frozenset(work.garbage_except)
+        self.cluster.blobs.sweep(work.config.task, work.seq, keep)
+        self._shards.restore(work, self.cluster.blobs.get)
+        self._finish([], Restored(work.config.task, work.seq))
+
+    def _finish(self, blobs: Blobs, result: Message) -> None:
+        """The process may die between any two of: write, sync, tell."""
+        self.local(self.cluster.config.storage.blob_s, self._written, blobs, result)
+
+    def _written(self, blobs: Blobs, result: Message) -> None:
+        self.write_blobs(blobs)
+        self.deliver(result)
+
+    def _delete_blobs(self, work: DeleteBlobs) -> None:
+        for key in work.blobs:
+            self.cluster.blobs.delete(key)
