@@ -58,6 +58,7 @@ class Aggregator:
         self._reported_at = -float("inf")
         self._report_due = boot
         self._next_beat = boot
+        self._woken_at = boot
         self._tokens = count(1)
 
     # -- the machine contract ---------------------------------------------------------------
@@ -77,6 +78,7 @@ class Aggregator:
         return self._finish(now, effects)
 
     def wake(self, now: float) -> Effects:
+        self._woken_at = now
         effects: Effects = []
         for held in self.tasks.values():
             if held.phase is Phase.SERVING and held.next_wake() <= now:
@@ -90,7 +92,7 @@ class Aggregator:
         due = min(self._next_beat, self._report_due)
         for held in self.tasks.values():
             due = min(due, held.next_wake())
-            if held.adopts_until > self._reported_at:
+            if held.adopts_until > self._woken_at:
                 due = min(due, held.adopts_until)
         return due
 
@@ -109,7 +111,7 @@ class Aggregator:
         if held is None or held.phase is not Phase.SERVING:
             after_s = self._config.heartbeat_s / 4
             return [Reply(reply_to, Retry("this aggregator does not serve the task", after_s))]
-        return self._participation.answer(now, held, request, claim, self._number + 1, reply_to)
+        return self._participation.answer(now, held, request, claim, reply_to)
 
     def _on_work(self, now: float, message: Folded | Snapshotted | Stepped | Restored) -> Effects:
         held = self.tasks.get(message.task)
@@ -182,11 +184,12 @@ class Aggregator:
         self._reported_at = now
         self._report_due = self._next_beat
         serving = [held for held in self.tasks.values() if held.phase is Phase.SERVING]
-        reports = tuple(held.report(now) for held in serving)
+        reports = tuple(held.report(now, self._number) for held in serving)
         report = AggregatorReport(
             node=self.node,
             boot=self.boot,
             number=self._number,
+            at=now,
             epoch=self.epoch,
             load=self._load() if heartbeat else 0.0,
             heartbeat=heartbeat,

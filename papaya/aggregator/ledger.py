@@ -2,8 +2,8 @@
 
 Acknowledged means counted exactly once. A buffer's record is keyed by the version it will become;
 the transaction that inserts version v deletes record v and keeps its members as consumed. Every
-transaction requires the holder's fence and the very row that it replaces, so a write that was
-delayed past a take-over, or past its own repetition, changes nothing.
+transaction requires the holder's fence, the newest version and the very row that it replaces, so a
+write that was delayed past a take-over, or past its own repetition, changes nothing.
 
 Rows are deleted first; the blobs that only they named are returned for deletion after.
 """
@@ -83,6 +83,7 @@ class Ledger:
         return Transaction(
             require=(
                 self._fenced(),
+                self._at_head(),
                 *((record_key(self.task, r.target), self.records.get(r.target)) for r in records),
             ),
             put=tuple((record_key(self.task, r.target), r) for r in records),
@@ -109,8 +110,8 @@ class Ledger:
         return Transaction(
             require=(
                 self._fenced(),
+                self._at_head(),
                 (record_key(self.task, target), record),
-                (version_key(self.task, target), None),
             ),
             put=(
                 (version_key(self.task, target), version),
@@ -127,7 +128,7 @@ class Ledger:
     def advanced(self, transaction: Transaction) -> tuple[BlobKey, ...]:
         """Committed: adopt the rows; what only deleted rows named is garbage."""
         before = self.blobs()
-        for key, row in transaction.put:
+        for _, row in transaction.put:
             match row:
                 case VersionRow():
                     self.versions[row.version] = row
@@ -152,6 +153,14 @@ class Ledger:
     def _fenced(self) -> tuple[str, Row]:
         return fence_key(self.task), self.fence
 
+    def _at_head(self) -> tuple[str, Row]:
+        """The one row that every version changes and none restores.
+
+        A record is absent before its version and again after it: without this, a record written
+        late would be taken for the first one.
+        """
+        return optimizer_key(self.task), self.optimizer
+
     def _outlived_versions(self, now: float, ticket_life_s: float) -> list[int]:
         """Kept: every version a live ticket may name, the last N, and those the owner marked."""
         last = self.version + 1 - self.config.keep_versions
@@ -159,7 +168,8 @@ class Ledger:
         for version, row in self.versions.items():
             if row.marked:
                 continue
-            if version > last or self.versions[version + 1].created + ticket_life_s > now:
+            successor = self.versions.get(version + 1)
+            if version > last or successor is None or successor.created + ticket_life_s > now:
                 break
             outlived.append(version)
         return outlived

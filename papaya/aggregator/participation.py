@@ -70,7 +70,6 @@ class Participation:
         held: HeldTask,
         request: Request,
         claim: AnyTicket,
-        next_report: int,
         reply_to: Handle,
     ) -> Effects:
         if claim.seq > held.fence.seq:
@@ -78,21 +77,21 @@ class Participation:
         try:
             match request:
                 case Join():
-                    return [Reply(reply_to, self._join(now, held, request, next_report))]
+                    return [Reply(reply_to, self._join(now, held, request))]
                 case Chunk():
-                    session = self._uploader(now, held, request.ticket, claim, next_report)
+                    session = self._uploader(now, held, request.ticket, claim)
                     return self._chunk(now, held, session, request, reply_to)
                 case Complete():
-                    session = self._uploader(now, held, request.ticket, claim, next_report)
+                    session = self._uploader(now, held, request.ticket, claim)
                     return self._complete(held, session, request, reply_to)
                 case Heartbeat():
-                    self._participant(now, held, request.ticket, claim, next_report)
+                    self._participant(now, held, request.ticket, claim)
                     return [Reply(reply_to, Alive())]
                 case Report():
-                    session = self._participant(now, held, request.ticket, claim, next_report)
+                    session = self._participant(now, held, request.ticket, claim)
                     return self._report(now, held, session, request, reply_to)
                 case Leave():
-                    session = self._participant(now, held, request.ticket, claim, next_report)
+                    session = self._participant(now, held, request.ticket, claim)
                     return self._leave(held, session, reply_to)
         except Ended as ended:
             return [Reply(reply_to, ended.answer)]
@@ -101,16 +100,14 @@ class Participation:
 
     # -- finding the session ----------------------------------------------------------------
 
-    def _participant(
-        self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket, next_report: int
-    ) -> Session:
+    def _participant(self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave; these carry either kind of later ticket."""
         session = held.sessions.active.get(claim.session)
         if session is not None and sealed in (session.sealed, session.upload_sealed):
             session.seen_at = now
             return session
         if isinstance(claim, UploadTicket):
-            return self._uploader(now, held, sealed, claim, next_report)
+            return self._uploader(now, held, sealed, claim)
         ticket = self._keyring.open(sealed, SessionTicket)
         self._tell_if_ended(held, ticket)
         if session is None:
@@ -118,13 +115,11 @@ class Participation:
                 raise TicketError("the session has expired")
             if regime.outlives(held.ledger.config, ticket.version, held.ledger.version):
                 raise Ended(Aborted("stale"))
-            session = self._adopt(now, held, ticket, sealed, next_report)
+            session = self._adopt(now, held, ticket, sealed)
         session.seen_at = now
         return session
 
-    def _uploader(
-        self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket, next_report: int
-    ) -> Session:
+    def _uploader(self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a chunk or a completion."""
         session = held.sessions.active.get(claim.session)
         if session is None or session.upload_sealed != sealed:
@@ -135,7 +130,7 @@ class Participation:
             if not regime.accepts(held.ledger.config, ticket.version, held.ledger.version + 1):
                 raise Ended(Aborted("round_over"))
             if session is None:
-                session = self._adopt(now, held, ticket, b"", next_report)
+                session = self._adopt(now, held, ticket, b"")
             if session.upload_ticket is None:
                 held.sessions.reported(session, ticket, sealed)
         session.seen_at = now
@@ -147,13 +142,12 @@ class Participation:
         held: HeldTask,
         ticket: SessionTicket | UploadTicket,
         sealed: bytes,
-        next_report: int,
     ) -> Session:
         """A predecessor's client: its training is not lost while there is room for it."""
         if held.room < 1:
             raise Ended(Aborted("full"))
         session = Session(ticket, sealed, now)
-        held.admit(session, next_report, is_leased=False)
+        held.admit(session, is_leased=False)
         return session
 
     def _tell_if_ended(self, held: HeldTask, ticket: AnyTicket) -> None:
@@ -163,12 +157,12 @@ class Participation:
 
     # -- the requests -----------------------------------------------------------------------
 
-    def _join(self, now: float, held: HeldTask, request: Join, next_report: int) -> Message:
+    def _join(self, now: float, held: HeldTask, request: Join) -> Message:
         ticket = self._keyring.open(request.ticket, AssignmentTicket)
         self._tell_if_ended(held, ticket)
         session = held.sessions.active.get(ticket.session)
         if session is None:
-            session = self._admit(now, held, ticket, next_report)
+            session = self._admit(now, held, ticket)
         elif not session.sealed:
             session.sealed = self._keyring.seal(_session_ticket(session))
         config = held.ledger.config
@@ -185,9 +179,7 @@ class Participation:
             max_participations=config.max_participations,
         )
 
-    def _admit(
-        self, now: float, held: HeldTask, assignment: AssignmentTicket, next_report: int
-    ) -> Session:
+    def _admit(self, now: float, held: HeldTask, assignment: AssignmentTicket) -> Session:
         if now > assignment.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
         if not regime.admits_joins(held.ledger.config, held.is_closing):
@@ -205,7 +197,7 @@ class Participation:
             expires=now + life_s,
         )
         session = Session(ticket, self._keyring.seal(ticket), now)
-        held.admit(session, next_report, is_leased=True)
+        held.admit(session, is_leased=True)
         return session
 
     def _report(

@@ -114,7 +114,7 @@ class Sessions:
 
     def expired(self, now: float) -> list[Session]:
         """Sessions whose deadline has passed. A deadline that moved is filed again."""
-        found = []
+        found: dict[SessionId, Session] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, session_id = heappop(self._deadlines)
             session = self.active.get(session_id)
@@ -122,10 +122,10 @@ class Sessions:
                 continue
             deadline = session.deadline(self._dead_after_s)
             if deadline <= now:
-                found.append(session)
+                found[session_id] = session
             elif deadline != float("inf"):
                 heappush(self._deadlines, (deadline, session_id))
-        return found
+        return list(found.values())
 
     def next_deadline(self) -> float:
         return self._deadlines[0][0] if self._deadlines else float("inf")

@@ -86,7 +86,7 @@ class HeldTask:
         self._slots = slots
         self._buffers: dict[int, Buffer] = {}
         self._overflow: deque[SessionId] = deque()
-        self._joined: list[tuple[int, SessionId]] = []
+        self._joined: dict[SessionId, int | None] = {}
         self._tokens = tokens
         self._transaction: Transaction | None = None
         self._is_busy = False
@@ -194,27 +194,35 @@ class HeldTask:
             return 0
         return self.config_demand
 
-    def report(self, now: float) -> TaskReport:
+    def report(self, now: float, number: int) -> TaskReport:
         demand = self.demand(now)
         self.promised = max(self.promised, demand)
+        for session, first_reported in self._joined.items():
+            if first_reported is None:
+                self._joined[session] = number
         return TaskReport(
             task=self.task,
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
             ended=self.sessions.ended_count,
-            joined=tuple(session for _, session in self._joined),
+            joined=tuple(self._joined),
         )
 
     def acknowledge_report(self, number: int) -> None:
-        self._joined = [entry for entry in self._joined if entry[0] > number]
+        """Joins are repeated until a report that names them is known to have arrived."""
+        self._joined = {
+            session: first_reported
+            for session, first_reported in self._joined.items()
+            if first_reported is None or first_reported > number
+        }
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def admit(self, session: Session, next_report: int, *, is_leased: bool) -> None:
+    def admit(self, session: Session, *, is_leased: bool) -> None:
         """A joined client takes a promised slot; an adopted one a slot that was not promised."""
         self.sessions.admit(session)
-        self._joined.append((next_report, session.id))
+        self._joined[session.id] = None
         if is_leased:
             self.promised = max(0, self.promised - 1)
         self._count("joined" if is_leased else "adopted")

@@ -18,31 +18,38 @@ from papaya.messages.selection import DeviceClass
 
 
 class Leases:
-    """Assignments not yet confirmed, each with a deadline. Deadlines are ordered as given."""
+    """Assignments not yet confirmed, per task.
+
+    A lease ends when a report confirms it, when its selector returns it unfilled, or when the
+    holder reports *after* its deadline: the holder admits nobody later, so then it has ended for
+    sure. Ending it by our own clock could free a slot whose join is in a report on its way.
+    """
 
     def __init__(self) -> None:
-        self._tasks: dict[SessionId, tuple[TaskId, float]] = {}
-        self._counts: dict[TaskId, int] = {}
+        self._deadlines: dict[TaskId, dict[SessionId, float]] = {}
+        self._tasks: dict[SessionId, TaskId] = {}
 
     def grant(self, session: SessionId, task: TaskId, deadline: float) -> None:
-        self._tasks[session] = (task, deadline)
-        self._counts[task] = self._counts.get(task, 0) + 1
+        self._deadlines.setdefault(task, {})[session] = deadline
+        self._tasks[session] = task
 
     def end(self, session: SessionId) -> None:
         """Confirmed by a join, or returned unfilled. Unknown sessions were settled before."""
-        lease = self._tasks.pop(session, None)
-        if lease is not None:
-            self._counts[lease[0]] -= 1
+        task = self._tasks.pop(session, None)
+        if task is not None:
+            del self._deadlines[task][session]
 
-    def expire(self, now: float) -> None:
-        while self._tasks:
-            session = next(iter(self._tasks))
-            if self._tasks[session][1] > now:
+    def expire(self, task: TaskId, reported_at: float) -> None:
+        """The holder has spoken at `reported_at`, by its own clock."""
+        deadlines = self._deadlines.get(task, {})
+        while deadlines:
+            session = next(iter(deadlines))
+            if deadlines[session] >= reported_at:
                 return
             self.end(session)
 
     def count(self, task: TaskId) -> int:
-        return self._counts.get(task, 0)
+        return len(self._deadlines.get(task, ()))
 
 
 def assign(

@@ -56,7 +56,7 @@ _OVERLOADED_BEATS = 3
 
 
 class Coordinator:
-    """A candidate for leader. Invariant, per task: reported active + unexpired leases <= C."""
+    """A candidate for leader. Invariant, per task: reported active + leases <= C."""
 
     def __init__(self, node: NodeId, boot: float, config: ServerConfig, rng: Random) -> None:
         self.node = node
@@ -79,7 +79,6 @@ class Coordinator:
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
         self._now = now
-        self.leases.expire(now)
         match message:
             case AggregatorReport():
                 return self._on_aggregator_report(now, message)
@@ -93,7 +92,6 @@ class Coordinator:
 
     def wake(self, now: float) -> Effects:
         self._now = now
-        self.leases.expire(now)
         if now < self._next_beat:
             return []
         self._next_beat = now + self._config.heartbeat_s
@@ -191,6 +189,8 @@ class Coordinator:
             joined += len(task.joined)
             for session in task.joined:
                 self.leases.end(session)
+            if self._report_of(task.task) is task:
+                self.leases.expire(task.task, report.at)
         effects: Effects = []
         if report.heartbeat:
             effects += self._place(now)

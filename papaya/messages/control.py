@@ -33,11 +33,15 @@ class TaskReport(Struct, frozen=True, gc=False):
 
 
 class AggregatorReport(Message, frozen=True):
-    """`load` is work waiting ÷ work that the aggregator can hold; above 1 it is overloaded."""
+    """`at` is the sender's clock: joins whose confirm-by lies before it are all in this report.
+
+    `load` is work waiting ÷ work that the aggregator can hold; above 1 it is overloaded.
+    """
 
     node: NodeId
     boot: float
     number: int
+    at: float
     epoch: int
     load: float
     heartbeat: bool

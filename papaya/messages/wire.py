@@ -6,7 +6,7 @@ What is signed or hashed has one encoding (`canonical`): sorted, no spaces.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import get_args
 
 import msgspec
 
@@ -20,7 +20,7 @@ FromDevice = selection.CheckIn | participation.Request
 ToDevice = selection.Accepted | selection.Rejected | participation.Answer
 BetweenServers = control.Control
 
-M = TypeVar("M", bound=Message)
+FROM_DEVICE_TYPES = get_args(FromDevice)
 
 _encoder = msgspec.json.Encoder()
 _canonical = msgspec.json.Encoder(order="sorted")

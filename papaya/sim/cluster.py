@@ -9,6 +9,7 @@ here, never with N. A run is a function of (configuration, seed).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from math import log
 from random import Random
@@ -103,7 +104,7 @@ class Cluster:
         for key, data in blobs:
             self.blobs.put(key, data)
         transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now)
-        self.state.apply("owner", transaction)
+        self.state.apply(("owner", 0.0), transaction)
 
     # -- servers ----------------------------------------------------------------------------
 
@@ -115,24 +116,20 @@ class Cluster:
         coordinators = [f"coordinator-{i}" for i in range(config.coordinators)]
         self.selectors = [f"selector-{i}" for i in range(config.selectors)]
 
-        def coordinator(node: NodeId) -> Host:
-            make = lambda now: Coordinator(node, now, server, self._rng(f"{node}@{now}"))
-            return Host(self, node, make)
+        def coordinator(node: NodeId, now: float) -> Coordinator:
+            return Coordinator(node, now, server, self._rng(f"{node}@{now}"))
 
-        def selector(node: NodeId) -> Host:
-            make = lambda now: Selector(
-                node, now, server, self.keyring, self._rng(f"{node}@{now}"), coordinators
-            )
-            return Host(self, node, make)
+        def selector(node: NodeId, now: float) -> Selector:
+            rng = self._rng(f"{node}@{now}")
+            return Selector(node, now, server, self.keyring, rng, coordinators)
 
-        def aggregator(node: NodeId) -> Host:
-            make = lambda now: Aggregator(node, now, server, self.keyring, coordinators)
-            return AggregatorHost(self, node, make)
+        def aggregator(node: NodeId, now: float) -> Aggregator:
+            return Aggregator(node, now, server, self.keyring, coordinators)
 
-        self.hosts = {node: coordinator(node) for node in coordinators}
-        self.hosts |= {node: selector(node) for node in self.selectors}
-        for i in range(config.aggregators):
-            self.hosts[f"aggregator-{i}"] = aggregator(f"aggregator-{i}")
+        self.hosts = {node: Host(self, node, partial(coordinator, node)) for node in coordinators}
+        self.hosts |= {node: Host(self, node, partial(selector, node)) for node in self.selectors}
+        for node in (f"aggregator-{i}" for i in range(config.aggregators)):
+            self.hosts[node] = AggregatorHost(self, node, partial(aggregator, node))
         for host in self.hosts.values():
             host.start()
 
@@ -207,6 +204,9 @@ class Cluster:
 
     def after_event(self, host: Host) -> None:
         """Called after every event at a server."""
+
+    def observe_request(self, message: Message) -> None:
+        """Called for every request of a device."""
 
     def observe_reply(self, host: Host, reply: Reply) -> None:
         """Called for every answer to a device."""

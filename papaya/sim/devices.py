@@ -33,12 +33,18 @@ if TYPE_CHECKING:
 
 
 class Path:
-    """Where the answer to one request goes: back through the selector that took it."""
+    """Where the answer to one request goes: back through the selector that took it.
 
-    __slots__ = ("_attempt", "_boot", "_selector", "device")
+    `device` is None for requests that no device of the fleet made: nobody waits for the answer.
+    """
 
-    def __init__(self, device: Device, attempt: int, selector: Host) -> None:
-        self.device = device
+    __slots__ = ("_attempt", "_boot", "_device", "_selector", "request")
+
+    def __init__(
+        self, device: Device | None, attempt: int, selector: Host, request: Message
+    ) -> None:
+        self.request = request
+        self._device = device
         self._attempt = attempt
         self._selector = selector
         self._boot = selector.boots
@@ -50,8 +56,9 @@ class Path:
         )
 
     def _arrive(self, answered: Answered) -> None:
-        if self._selector.is_alive and self._selector.boots == self._boot:
-            self.device.deliver(answered)
+        is_open = self._selector.is_alive and self._selector.boots == self._boot
+        if is_open and self._device is not None:
+            self._device.deliver(answered)
 
 
 class Device:
@@ -114,8 +121,9 @@ class Device:
     def _request(self, effect: Request) -> None:
         cluster = self.cluster
         selector = cluster.hosts[effect.selector]
-        path = Path(self, effect.attempt, selector)
         message = cluster.wire(effect.message)
+        cluster.observe_request(message)
+        path = Path(self, effect.attempt, selector, message)
         cluster.network.carry("device", effect.selector, 1, selector.deliver, message, path)
         if type(effect.message) is Join and effect.attempt == 2:
             self._schedule_dropout()

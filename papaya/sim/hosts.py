@@ -21,7 +21,7 @@ from papaya.aggregator.work import (
     Snapshot,
     Step,
 )
-from papaya.errors import ProtocolError
+from papaya.errors import InvariantError, ProtocolError
 from papaya.machine import Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import Outcome, Row, Rows, Transacted
@@ -116,6 +116,8 @@ class Host:
         now = self._engine.now
         if self.machine.next_wake() <= now:
             self.perform(self.machine.wake(now))
+            if self.machine.next_wake() <= now:
+                raise InvariantError(f"{self.node} woke at {now} and wants to wake again at once")
         else:
             self._arm()
 
@@ -158,7 +160,8 @@ class Host:
 
     def _transact(self, effect: Transact) -> None:
         done = partial(self._transacted, self.boots, effect.token)
-        self.cluster.state.transact(self.node, effect.transaction, done)
+        writer = (self.node, self.machine.boot)
+        self.cluster.state.transact(writer, effect.transaction, done)
 
     def _transacted(self, boot: int, token: int, outcome: Outcome) -> None:
         self._run_local(boot, self.deliver, (Transacted(token, outcome),))

@@ -26,7 +26,9 @@ class StorageConfig(Struct, frozen=True, kw_only=True):
     """How long after an unknown outcome the transaction may still be applied."""
 
 
-Observer = Callable[[NodeId, Transaction, dict[str, Row]], None]
+Writer = tuple[NodeId, float]
+"""Which boot of which process sent a transaction."""
+Observer = Callable[[Writer, Transaction, dict[str, Row]], None]
 
 
 class StateTwin:
@@ -39,7 +41,7 @@ class StateTwin:
         self._engine = engine
         self._rng = rng
 
-    def apply(self, node: NodeId, transaction: Transaction) -> Outcome:
+    def apply(self, writer: Writer, transaction: Transaction) -> Outcome:
         """Atomic: everything or nothing. Observers see the rows as they were before."""
         for key, expected in transaction.require:
             if self.rows.get(key) != expected:
@@ -54,17 +56,17 @@ class StateTwin:
         for key, row in transaction.put:
             self.rows[key] = row
         for observe in self.observers:
-            observe(node, transaction, before)
+            observe(writer, transaction, before)
         return "committed"
 
     def transact(
-        self, node: NodeId, transaction: Transaction, done: Callable[[Outcome], None]
+        self, writer: Writer, transaction: Transaction, done: Callable[[Outcome], None]
     ) -> None:
         if self.config.unknown and self._rng.random() < self.config.unknown:
-            self._lose(node, transaction, done)
+            self._lose(writer, transaction, done)
             return
         delay_s = self.config.transaction_s * (0.5 + self._rng.random())
-        self._engine.after(delay_s, lambda: done(self.apply(node, transaction)))
+        self._engine.after(delay_s, lambda: done(self.apply(writer, transaction)))
 
     def read(self, prefixes: tuple[str, ...], done: Callable[[dict[str, Row]], None]) -> None:
         delay_s = self.config.transaction_s * (0.5 + self._rng.random())
@@ -74,17 +76,17 @@ class StateTwin:
         return {key: self.rows[key] for key in sorted(self.rows) if key.startswith(prefixes)}
 
     def _lose(
-        self, node: NodeId, transaction: Transaction, done: Callable[[Outcome], None]
+        self, writer: Writer, transaction: Transaction, done: Callable[[Outcome], None]
     ) -> None:
         """The sender learns nothing: applied at once, later, or never."""
         fate = self._rng.random()
         if fate < 0.7:
             late_s = self.config.late_s * self._rng.random() if fate < 0.4 else 0.0
-            self._engine.after(late_s, lambda: self._apply_unseen(node, transaction))
+            self._engine.after(late_s, lambda: self._apply_unseen(writer, transaction))
         self._engine.after(1.0 + self._rng.random(), lambda: done("unknown"))
 
-    def _apply_unseen(self, node: NodeId, transaction: Transaction) -> None:
-        self.apply(node, transaction)
+    def _apply_unseen(self, writer: Writer, transaction: Transaction) -> None:
+        self.apply(writer, transaction)
 
 
 class Blob:

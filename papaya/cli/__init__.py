@@ -1,0 +1,1 @@
+"""The command line: one small file per command. Data goes to stdout, everything else to stderr."""

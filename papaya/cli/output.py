@@ -1,0 +1,127 @@
+"""What commands share: options, tables and JSON on stdout, progress and notes on stderr.
+
+Progress is a live display on a terminal and a plain line now and then anywhere else, so that a log
+stays readable. `rich` is loaded only for the live display.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+
+import msgspec
+
+from papaya.errors import OperatorError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+Commands: TypeAlias = "argparse._SubParsersAction[Any]"
+
+_PLAIN_STEP = 0.25
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="what is printed on stdout"
+    )
+
+
+def whole(at_least: int) -> Callable[[str], int]:
+    """An argparse type: an integer, which may be written 10_000 or 1e8, from `at_least` on."""
+
+    def parse(text: str) -> int:
+        try:
+            number = float(text)
+            value = int(text) if text.lstrip("-").isdecimal() else int(number)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value != number and not text.lstrip("-").isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+        if value < at_least:
+            raise argparse.ArgumentTypeError(f"{text} is below {at_least}")
+        return value
+
+    return parse
+
+
+def print_json(value: object) -> None:
+    print(msgspec.json.encode(value).decode())
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under their titles: the first to the left, the others, numbers, to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+        return "  ".join(cells).rstrip()
+
+    ruler = "  ".join("-" * width for width in widths)
+    return "\n".join([line(header), ruler, *map(line, rows)])
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """Several named pieces of work, each from 0 to 1, with a few words on how it stands."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._live = _rich_progress(self._stream) if self._stream.isatty() else None
+        self._bars: dict[str, TaskID] = {}
+        self._printed: dict[str, float] = {}
+
+    def __enter__(self) -> Progress:
+        (self._live or nullcontext()).__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._live is not None:
+            self._live.__exit__(*exception)
+
+    def update(self, name: str, done: float, words: str) -> None:
+        if self._live is None:
+            self._print(name, done, words)
+            return
+        if name not in self._bars:
+            self._bars[name] = self._live.add_task(name, total=1.0, words="")
+        self._live.update(self._bars[name], completed=done, words=words)
+
+    def say(self, text: str) -> None:
+        """A line that stays above the display."""
+        if self._live is None:
+            print(text, file=self._stream, flush=True)
+        else:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _print(self, name: str, done: float, words: str) -> None:
+        if done >= min(1.0, self._printed.get(name, 0.0) + _PLAIN_STEP):
+            self._printed[name] = done
+            print(f"{name}: {100 * done:.0f} %, {words}", file=self._stream, flush=True)
+
+
+def _rich_progress(stream: TextIO) -> RichProgress:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+        from rich.progress import TimeElapsedColumn as Elapsed
+    except ImportError as error:
+        raise OperatorError(
+            "the progress display needs rich, which is not installed",
+            hint="pip install 'papaya[sim]'",
+        ) from error
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        Elapsed(),
+        TextColumn("[dim]{task.fields[words]}"),
+        console=Console(file=stream),
+    )

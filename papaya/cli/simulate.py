@@ -1,0 +1,127 @@
+"""`papaya simulate`: one run under virtual time; a report, report.json and a plot.
+
+The servers and clients are the real ones; the network, the stores and the fleet are simulated. A
+run is a function of its options and the seed. No model is trained here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from papaya.cli.output import Commands, Progress, add_format, note, print_json, whole
+from papaya.config import AsyncFL, SyncFL
+from papaya.errors import OperatorError
+from papaya.sim.cluster import ClusterConfig
+from papaya.sim.population import DEFAULT
+from papaya.sim.report import regime_name
+from papaya.sim.simulate import Moment, protocol_tasks, simulate
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="run a simulated fleet and report on it",
+        description="Run servers and a simulated fleet under virtual time, without learning.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    task = parser.add_argument_group("the task")
+    task.add_argument("--regime", choices=("async", "sync"), default="async", help="training")
+    task.add_argument("--concurrency", type=whole(1), default=1300, metavar="C", help="per task")
+    task.add_argument(
+        "--goal", type=whole(1), metavar="K", help="aggregation goal of AsyncFL (None: 10 %% of C)"
+    )
+    task.add_argument(
+        "--over-selection", type=float, metavar="O", help="of SyncFL (None: the paper's 0.3)"
+    )
+    task.add_argument("--tasks", type=whole(1), default=1, metavar="N", help="that many, all alike")
+    task.add_argument(
+        "--gap", type=float, default=3600.0, metavar="S", help="seconds between participations"
+    )
+    fleet = parser.add_argument_group("the fleet and the servers")
+    fleet.add_argument(
+        "--population", type=whole(1), default=DEFAULT.size, metavar="N", help="devices"
+    )
+    fleet.add_argument(
+        "--supply", type=float, default=1.5, metavar="X", help="check-ins per expected completion"
+    )
+    for role in ("coordinators", "selectors", "aggregators"):
+        fleet.add_argument(f"--{role}", type=whole(1), default=1, metavar="N", help="how many")
+    parser.add_argument("--hours", type=float, default=0.5, metavar="H", help="of virtual time")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="another run")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/simulate"), metavar="DIR", help="for the files"
+    )
+    add_format(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    from papaya.sim import plots  # before the run: a missing matplotlib should not cost one
+
+    config = _configuration(options)
+    for warning in config.tasks[0].warnings():
+        note(f"warning: {warning}")
+    name = regime_name(config.tasks[0])
+    with Progress() as progress:
+        report = simulate(
+            config,
+            options.seed,
+            options.hours,
+            progress=lambda moment: progress.update(name, *describe(moment)),
+        )
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "report.json").write_bytes(msgspec.json.encode(report))
+    plot = plots.draw({name: report}, options.output / "plot.png", "A simulated fleet")
+    if options.format == "json":
+        print_json(report)
+    else:
+        print(report.summary())
+    note(f"\nreport: {options.output / 'report.json'}\nplot:   {plot}")
+    return 0
+
+
+def describe(moment: Moment) -> tuple[float, str]:
+    """How much is done, and how things stand, for a progress display."""
+    words = (
+        f"minute {moment.now_s / 60:.0f} of {moment.until_s / 60:g}, "
+        f"{moment.active:,} active, {moment.versions:,} server updates"
+    )
+    return moment.now_s / moment.until_s, words
+
+
+def _configuration(options: argparse.Namespace) -> ClusterConfig:
+    if options.supply <= 0:
+        raise OperatorError(f"--supply {options.supply:g}: no device would come", hint="use 1.5")
+    tasks = protocol_tasks(
+        options.tasks,
+        regime=_regime(options),
+        concurrency=options.concurrency,
+        participation_gap_s=options.gap,
+    )
+    return ClusterConfig(
+        tasks=tasks,
+        population=structs.replace(DEFAULT, size=options.population),
+        supply=options.supply,
+        coordinators=options.coordinators,
+        selectors=options.selectors,
+        aggregators=options.aggregators,
+    )
+
+
+def _regime(options: argparse.Namespace) -> AsyncFL | SyncFL:
+    if options.regime == "async":
+        if options.over_selection is not None:
+            raise OperatorError(
+                "--over-selection is for SyncFL", hint="add --regime sync, or leave it out"
+            )
+        return AsyncFL(options.goal)
+    if options.goal is not None:
+        raise OperatorError(
+            "--goal is for AsyncFL: SyncFL aggregates C ÷ (1 + over-selection) updates",
+            hint="leave it out, or set --over-selection",
+        )
+    return SyncFL() if options.over_selection is None else SyncFL(options.over_selection)

@@ -1,0 +1,336 @@
+"""What must hold, checked after every event, by watching from outside.
+
+Checkers see what an all-knowing auditor could: every transaction as the store applies it, every blob
+that goes, every answer to a device. They keep books of their own and share no rule with the machines;
+where a machine can see a promise broken by itself, its `check()` is called too.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+
+from papaya.aggregator.aggregator import Aggregator
+from papaya.client.work import Finish
+from papaya.config import SyncFL, TaskConfig
+from papaya.errors import InvariantError
+from papaya.learning import parameters
+from papaya.learning.server_optimizer import server_optimizer
+from papaya.learning.weighting import WeightedSum
+from papaya.machine import Reply
+from papaya.messages import wire
+from papaya.messages.base import BlobKey, Message, SessionId, TaskId
+from papaya.messages.control import (
+    AggregatorOrders,
+    AggregatorReport,
+    SelectorOrders,
+    SelectorReport,
+)
+from papaya.messages.participation import Completed, Joined, UploadGranted
+from papaya.messages.selection import Accepted
+from papaya.messages.storage import (
+    ConsumedRow,
+    FenceRow,
+    LeaderRow,
+    Member,
+    OptimizerRow,
+    RecordRow,
+    Row,
+    Transaction,
+    VersionRow,
+    fence_key,
+    optimizer_key,
+    record_key,
+    version_key,
+)
+from papaya.messages.tickets import claim_of
+from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.devices import Device
+from papaya.sim.hosts import Host
+from papaya.sim.storage import Writer
+from papaya.sim.trainers import protocol_vector
+
+_CONTROL = (AggregatorOrders, AggregatorReport, SelectorOrders, SelectorReport)
+
+
+def _demand(holds: bool, promise: str) -> None:
+    if not holds:
+        raise InvariantError(promise)
+
+
+def _task_in(key: str) -> TaskId:
+    return key.split("/")[1]
+
+
+def _blobs_of(row: Row) -> tuple[BlobKey, ...]:
+    match row:
+        case VersionRow():
+            return (row.parameters,)
+        case OptimizerRow():
+            return (row.state,)
+        case RecordRow():
+            return (row.sum,)
+    return ()
+
+
+class TaskBooks:
+    """What the auditor knows of one task."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.config = config
+        self.version = 0
+        self.counted: dict[SessionId, int] = {}
+        self.assigned: dict[SessionId, None] = {}
+        self.base: dict[SessionId, int] = {}
+        self.frozen: dict[SessionId, list[int]] = {}
+        self.acknowledged: dict[SessionId, None] = {}
+
+
+class CheckedCluster(Cluster):
+    """A cluster whose every message crosses the real codec and whose every step is audited."""
+
+    def __init__(self, config: ClusterConfig, seed: int) -> None:
+        self.books = {task.task: TaskBooks(task) for task in config.tasks}
+        self.endings: dict[str, int] = {}
+        self._trace = blake2b(digest_size=16)
+        self._named: dict[BlobKey, int] = {}
+        super().__init__(config, seed)
+        for row in self.state.rows.values():
+            self._name(row, +1)
+        self.state.observers.append(self._on_transaction)
+        self.blobs.on_lost = self._on_lost_blob
+
+    @property
+    def trace_hash(self) -> str:
+        return self._trace.hexdigest()
+
+    # -- hooks of the cluster ---------------------------------------------------------------
+
+    def wire(self, message: Message) -> Message:
+        encoded = wire.encode(message)
+        self._trace.update(self.engine.now.hex().encode())
+        self._trace.update(encoded)
+        if isinstance(message, _CONTROL):
+            return wire.between_servers.parse(encoded)
+        if isinstance(message, wire.FROM_DEVICE_TYPES):
+            return wire.from_device.parse(encoded)
+        return wire.to_device.parse(encoded)
+
+    def after_event(self, host: Host) -> None:
+        host.machine.check()
+
+    def departed(self, device: Device, finish: Finish | None) -> None:
+        super().departed(device, finish)
+        ending = "dropped" if finish is None else finish.ending
+        self.endings[ending] = self.endings.get(ending, 0) + 1
+
+    def missed_download(self, blob: BlobKey) -> None:
+        raise InvariantError(f"a live ticket names parameters {blob} that were deleted")
+
+    def observe_reply(self, host: Host, reply: Reply) -> None:
+        match reply.message:
+            case Accepted(task=task, session=session):
+                self.books[task].assigned[session] = None
+            case Joined(task=task, session=session, version=version):
+                self.books[task].base[session] = version
+            case UploadGranted():
+                self._on_granted(host, reply.message)
+            case Completed(discarded=None):
+                self._on_acknowledged(reply)
+
+    # -- transactions -----------------------------------------------------------------------
+
+    def _on_transaction(self, writer: Writer, change: Transaction, before: dict[str, Row]) -> None:
+        for key in change.delete:
+            self._trace.update(b"-" + key.encode())
+            if key in before:
+                self._name(before[key], -1)
+                self._check_delete(key, before[key], change)
+        for key, row in change.put:
+            self._trace.update(b"+" + wire.encode_row(row))
+            if key in before:
+                self._name(before[key], -1)
+            self._name(row, +1)
+            for blob in _blobs_of(row):
+                _demand(blob in self.blobs.blobs, f"row {key} names blob {blob}, which is missing")
+            self._check_put(writer, key, row, before)
+
+    def _name(self, row: Row, count: int) -> None:
+        for blob in _blobs_of(row):
+            self._named[blob] = self._named.get(blob, 0) + count
+
+    def _on_lost_blob(self, blob: BlobKey) -> None:
+        _demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
+
+    def _check_put(self, writer: Writer, key: str, row: Row, before: dict[str, Row]) -> None:
+        match row:
+            case FenceRow():
+                self._check_fence(key, row, before.get(key))
+            case LeaderRow():
+                old = before.get(key)
+                if isinstance(old, LeaderRow):
+                    steps = row.epoch - old.epoch
+                    _demand(steps in (0, 1), f"leader epoch went from {old.epoch} to {row.epoch}")
+            case RecordRow():
+                self._check_holder(writer, _task_in(key))
+                self._check_record(_task_in(key), row, before.get(key))
+            case VersionRow() if row.version > 0:
+                self._check_holder(writer, _task_in(key))
+                self._check_version(_task_in(key), row, before)
+            case ConsumedRow():
+                self._check_consumed(_task_in(key), row)
+
+    def _check_fence(self, key: str, row: FenceRow, old: Row | None) -> None:
+        if isinstance(old, FenceRow):
+            _demand(row.seq == old.seq + 1, f"{key} went from {old.seq} to {row.seq}")
+
+    def _check_holder(self, writer: Writer, task: TaskId) -> None:
+        fence = self.state.rows[fence_key(task)]
+        assert isinstance(fence, FenceRow)
+        _demand(
+            writer == (fence.aggregator, fence.boot),
+            f"{writer} wrote to task {task}, which {fence.aggregator}@{fence.boot} holds",
+        )
+
+    def _check_record(self, task: TaskId, row: RecordRow, old: Row | None) -> None:
+        books = self.books[task]
+        _demand(row.target > books.version, f"record {row.target} of {task} is of the past")
+        goal = books.config.aggregation_goal
+        _demand(len(row.members) <= goal, f"record {row.target} of {task} is over its goal")
+        sessions = {member.session: None for member in row.members}
+        _demand(len(sessions) == len(row.members), f"a session is twice in record {row.target}")
+        if isinstance(old, RecordRow):
+            for member in old.members:
+                _demand(member.session in sessions, f"{member.session} fell out of its record")
+        for key in (record_key(task, t) for t in (row.target - 1, row.target + 1)):
+            other = self.state.rows.get(key)
+            if isinstance(other, RecordRow):
+                for member in other.members:
+                    _demand(member.session not in sessions, f"{member.session} is in two records")
+        for member in row.members:
+            self._check_member(task, member, row.target)
+        self._check_sum(books.config, row)
+
+    def _check_member(self, task: TaskId, member: Member, target: int) -> None:
+        books, session = self.books[task], member.session
+        _demand(session in books.assigned, f"{session} was never assigned to {task}")
+        _demand(
+            session not in books.counted,
+            f"{session} is counted by version {books.counted.get(session)} and again by {target}",
+        )
+        _demand(
+            member.version == books.base.get(session),
+            f"{session} started from {books.base.get(session)}, not from {member.version}",
+        )
+        _demand(
+            member.staleness in books.frozen.get(session, ()),
+            f"{session} has staleness {member.staleness}, frozen was {books.frozen.get(session)}",
+        )
+        _demand(
+            0 <= member.staleness <= books.config.max_staleness,
+            f"{session} has staleness {member.staleness}, above {books.config.max_staleness}",
+        )
+        if isinstance(books.config.regime, SyncFL):
+            _demand(member.version == target - 1, f"{session} is of another round than {target}")
+
+    def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
+        """Every update is in the sum once: integers that name their session, weighted anew."""
+        found = WeightedSum.decode(self.blobs.get(row.sum), config.model_length)
+        expected = np.zeros(config.model_length, np.float64)
+        weight = 0.0
+        for member in row.members:
+            vector = np.array(protocol_vector(member.session, config.model_length))
+            expected += member.examples / np.sqrt(1.0 + member.staleness) * vector
+            weight += member.examples
+        same = np.allclose(found.vector, expected, rtol=1e-4, atol=1e-2) and found.weight == weight
+        _demand(same, f"the sum of record {row.target} of {config.task} is not that of its members")
+
+    def _check_version(self, task: TaskId, row: VersionRow, before: dict[str, Row]) -> None:
+        books = self.books[task]
+        _demand(
+            row.version == books.version + 1,
+            f"version {row.version} of {task} follows version {books.version}",
+        )
+        record = before.get(record_key(task, row.version))
+        _demand(
+            isinstance(record, RecordRow) and record_key(task, row.version) not in self.state.rows,
+            f"version {row.version} of {task} was made without using up its record",
+        )
+        assert isinstance(record, RecordRow)
+        self._check_step(books.config, row, record, before)
+        books.version = row.version
+
+    def _check_step(
+        self, config: TaskConfig, row: VersionRow, record: RecordRow, before: dict[str, Row]
+    ) -> None:
+        optimizer = server_optimizer(config.optimizer)
+        length = config.model_length
+        old = self.state.rows[version_key(config.task, row.version - 1)]
+        state = before[optimizer_key(config.task)]
+        assert isinstance(old, VersionRow)
+        assert isinstance(state, OptimizerRow)
+        mean = WeightedSum.decode(self.blobs.get(record.sum), length).mean()
+        expected, _ = optimizer.step(
+            parameters.decode(self.blobs.get(old.parameters), length),
+            mean,
+            optimizer.decode_state(self.blobs.get(state.state), length),
+        )
+        found = parameters.decode(self.blobs.get(row.parameters), length)
+        _demand(
+            bool(np.array_equal(found, expected)),
+            f"version {row.version} of {config.task} is not one step from its predecessor",
+        )
+
+    def _check_consumed(self, task: TaskId, row: ConsumedRow) -> None:
+        books = self.books[task]
+        goal = books.config.aggregation_goal
+        _demand(len(row.members) == goal, f"version {row.version} has {len(row.members)} members")
+        for member in row.members:
+            self._check_member(task, member, row.version)
+            books.counted[member.session] = row.version
+
+    def _check_delete(self, key: str, row: Row, change: Transaction) -> None:
+        match row:
+            case RecordRow():
+                made = [r.version for _, r in change.put if isinstance(r, VersionRow)]
+                _demand(made == [row.target], f"{key} was deleted without becoming a version")
+            case ConsumedRow():
+                still = [m.session for m in row.members if m.keep_until > self.engine.now]
+                _demand(not still, f"{key} was forgotten while tickets of {still[:1]} are valid")
+
+    # -- answers ----------------------------------------------------------------------------
+
+    def _on_granted(self, host: Host, granted: UploadGranted) -> None:
+        ticket = claim_of(granted.ticket)
+        books = self.books[ticket.task]
+        assert isinstance(host.machine, Aggregator)
+        version = host.machine.tasks[ticket.task].ledger.version
+        base = books.base.get(ticket.session)
+        if base is not None:
+            books.frozen.setdefault(ticket.session, []).append(version - base)
+
+    def _on_acknowledged(self, reply: Reply) -> None:
+        ticket = claim_of(reply.to.request.ticket)
+        books = self.books[ticket.task]
+        books.acknowledged[ticket.session] = None
+        if books.config.durability == "commit":
+            self._check_is_counted(ticket.task, ticket.session)
+
+    def _check_is_counted(self, task: TaskId, session: SessionId) -> None:
+        books = self.books[task]
+        if session in books.counted:
+            return
+        for target in (books.version + 1, books.version + 2):
+            record = self.state.rows.get(record_key(task, target))
+            if isinstance(record, RecordRow):
+                if any(member.session == session for member in record.members):
+                    return
+        raise InvariantError(f"{session} was acknowledged by {task} but is in no version or record")
+
+    def check_acknowledged(self) -> None:
+        """At the end: whatever was acknowledged is counted, whatever happened since."""
+        for task, books in self.books.items():
+            if books.config.durability == "commit":
+                for session in books.acknowledged:
+                    self._check_is_counted(task, session)

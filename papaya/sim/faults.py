@@ -1,0 +1,205 @@
+"""Faults, drawn from a seed and carried out on a cluster, and peers that mean harm.
+
+Everything a data centre and a fleet do to a protocol: processes crash, freeze and come back, links
+break and heal, messages are lost, doubled and late, the store answers nothing, the power fails; and
+devices replay what was accepted and forge what was never given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from zlib import crc32
+
+from msgspec.structs import replace
+
+from papaya.messages.base import Message, NodeId
+from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
+from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
+from papaya.sim.cluster import Cluster
+from papaya.sim.devices import Path
+from papaya.sim.network import NetworkConfig
+from papaya.sim.storage import StorageConfig
+from papaya.sim.trainers import protocol_update
+
+_RECORDED_UPLOADS = 64
+
+
+class Faults:
+    """Plays faults until `until`; then everything is healed and stays so."""
+
+    def __init__(self, cluster: Cluster, rng: Random, until: float, mean_gap_s: float) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._until = until
+        self._mean_gap_s = mean_gap_s
+        self._heartbeat_s = cluster.config.server.heartbeat_s
+        self.played: dict[str, int] = {}
+        kinds: list[Callable[[], None]] = [
+            self._crash,
+            self._crash,
+            self._crash_soon_after,
+            self._pause,
+            self._pause,
+            self._partition,
+            self._partition,
+            self._bad_network,
+            self._bad_storage,
+            self._power_loss,
+        ]
+        # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
+        self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
+        cluster.engine.after(0.0, self._next)
+        cluster.engine.at(until, self._heal)
+
+    def _next(self) -> None:
+        delay_s = self._rng.expovariate(1 / self._mean_gap_s)
+        if self._cluster.engine.now + delay_s < self._until:
+            self._cluster.engine.after(delay_s, self._play)
+
+    def _play(self) -> None:
+        if self._cluster.engine.now < self._until:
+            kind = self._rng.choice(self._kinds)
+            self.played[kind.__name__] = self.played.get(kind.__name__, 0) + 1
+            kind()
+            self._next()
+
+    def _a_while(self) -> float:
+        """From a blink to well past every timeout."""
+        return self._heartbeat_s * self._rng.choice((0.2, 1.0, 2.5, 4.0, 8.0))
+
+    def _node(self) -> NodeId:
+        return self._rng.choice(list(self._cluster.hosts))
+
+    def _crash(self) -> None:
+        self._crash_node(self._node())
+
+    def _crash_node(self, node: NodeId) -> None:
+        host = self._cluster.hosts[node]
+        host.crash()
+        self._cluster.engine.after(self._a_while(), self._restart, node)
+
+    def _restart(self, node: NodeId) -> None:
+        host = self._cluster.hosts[node]
+        if not host.is_alive:
+            host.start()
+
+    def _crash_soon_after(self) -> None:
+        """A crash within milliseconds of something: between a write and the news of it."""
+        node = self._rng.choice([n for n in self._cluster.hosts if n.startswith("aggregator")])
+        delay_s = self._rng.random() * 0.1
+        self._cluster.engine.after(delay_s, self._crash_node, node)
+
+    def _pause(self) -> None:
+        host = self._cluster.hosts[self._node()]
+        host.pause()
+        self._cluster.engine.after(self._a_while(), host.resume)
+
+    def _partition(self) -> None:
+        nodes = list(self._cluster.hosts)
+        self._rng.shuffle(nodes)
+        cut = self._rng.randrange(1, len(nodes))
+        self._cluster.network.partition(frozenset(nodes[:cut]), frozenset(nodes[cut:]))
+        self._cluster.engine.after(self._a_while(), self._cluster.network.heal)
+
+    def _bad_network(self) -> None:
+        bad = NetworkConfig(
+            delay_s=self._cluster.config.network.delay_s * self._rng.choice((1, 5, 20)),
+            jitter=0.9,
+            loss=self._rng.choice((0.02, 0.1, 0.3)),
+            duplication=self._rng.choice((0.0, 0.1, 0.5)),
+        )
+        self._cluster.network.use(bad)
+        restore = self._cluster.config.network
+        self._cluster.engine.after(self._a_while(), self._cluster.network.use, restore)
+
+    def _bad_storage(self) -> None:
+        calm = self._cluster.config.storage
+        bad = replace(
+            calm,
+            transaction_s=calm.transaction_s * self._rng.choice((1, 10, 100)),
+            unknown=self._rng.choice((0.1, 0.5)),
+            late_s=self._a_while(),
+        )
+        self._use_storage(bad)
+        self._cluster.engine.after(self._a_while(), self._use_storage, calm)
+
+    def _use_storage(self, config: StorageConfig) -> None:
+        self._cluster.state.config = config
+
+    def _power_loss(self) -> None:
+        for host in self._cluster.hosts.values():
+            host.crash()
+        self._cluster.blobs.lose_power()
+        for node in self._cluster.hosts:
+            self._cluster.engine.after(self._a_while(), self._restart, node)
+
+    def _heal(self) -> None:
+        self._cluster.network.heal()
+        self._cluster.network.use(self._cluster.config.network)
+        self._use_storage(self._cluster.config.storage)
+        for node, host in self._cluster.hosts.items():
+            host.resume()
+            self._restart(node)
+
+
+class Hostile:
+    """Devices that replay accepted uploads and forge tickets, through the same door as all others."""
+
+    def __init__(self, cluster: Cluster, rng: Random, until: float) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._until = until
+        self._recorded: list[Message] = []
+        self._forger = Keyring({1: rng.randbytes(32)})
+        cluster.engine.after(0.0, self._next)
+
+    def record(self, message: Message) -> None:
+        """Overhear an upload, to play it again later."""
+        if isinstance(message, Chunk | Complete) and self._rng.random() < 0.2:
+            self._recorded.append(message)
+            if len(self._recorded) > _RECORDED_UPLOADS:
+                del self._recorded[int(self._rng.random() * len(self._recorded))]
+
+    def _next(self) -> None:
+        if self._cluster.engine.now < self._until:
+            self._cluster.engine.after(self._rng.expovariate(2.0), self._attack)
+
+    def _attack(self) -> None:
+        if self._recorded and self._rng.random() < 0.7:
+            self._replay()
+        else:
+            self._forge()
+        self._next()
+
+    def _replay(self) -> None:
+        """The whole upload again: its chunks, then its completion."""
+        chosen = self._rng.choice(self._recorded)
+        assert isinstance(chosen, Chunk | Complete)
+        chunks = [m for m in self._recorded if isinstance(m, Chunk) and m.ticket == chosen.ticket]
+        self._ask([*chunks, Complete(chosen.ticket, chosen.upload)])
+
+    def _forge(self) -> None:
+        task = self._rng.choice(self._cluster.config.tasks)
+        now = self._cluster.engine.now
+        session = f"{self._rng.getrandbits(96):024x}"
+        common = (task.task, session, self._rng.randrange(3), 0, "forged", now + 60.0)
+        sealed = self._forger.seal(SessionTicket(*common))
+        upload_sealed = self._forger.seal(UploadTicket(*common, 0, 1, now + 60.0))
+        data = protocol_update(session, task.model_length)
+        piece = self._cluster.config.server.chunk_bytes
+        parts = [data[start : start + piece] for start in range(0, len(data), piece)]
+        chunks = [
+            Chunk(upload_sealed, "forged", index, crc32(part), part)
+            for index, part in enumerate(parts)
+        ]
+        self._ask(
+            [Heartbeat(sealed), Report(sealed, 1), *chunks, Complete(upload_sealed, "forged")]
+        )
+
+    def _ask(self, messages: Sequence[Message]) -> None:
+        """One after the other, far enough apart to arrive in order."""
+        selector = self._cluster.hosts[self._rng.choice(self._cluster.selectors)]
+        for index, message in enumerate(messages):
+            path = Path(None, 0, selector, message)
+            self._cluster.engine.after(0.3 * index, selector.deliver, message, path)

@@ -1,0 +1,170 @@
+"""One picture of one or more reports: active clients, staleness, versions.
+
+The upper panel is the paper's figure on client utilization: "The number of active clients (client
+utilization) increases at the beginning of a round as clients join the cohort, and it falls
+gradually towards the end of the round due to stragglers. In AsyncFL, the number of active clients
+stays relatively constant over time". The file name chooses the format: .png, .svg or .pdf. Nothing
+is shown on a screen and no global state of matplotlib is touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from papaya.config import TaskConfig
+from papaya.errors import ConfigError, OperatorError
+from papaya.sim.report import Report, TaskResult, percent
+
+try:
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+except ImportError as error:
+    raise OperatorError(
+        "plots need matplotlib, which is not installed", hint="pip install 'papaya[sim]'"
+    ) from error
+
+FORMATS = (".png", ".svg", ".pdf")
+_COLORS = ("#e4572e", "#2e6f95", "#8a8d91", "#4f9d69", "#8e5ea2", "#c9a227", "#17a2b8", "#7a4b2a")
+_MAX_INNER_LEGEND = 4
+_INK, _FAINT = "#222222", "#dddddd"
+# The same report gives the same bytes: no random ids.
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.edgecolor": "#999999",
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "svg.hashsalt": "papaya",
+}
+
+
+class _Line(NamedTuple):
+    label: str
+    color: str
+    config: TaskConfig
+    result: TaskResult
+
+
+def draw(reports: Mapping[str, Report], path: Path, title: str = "") -> Path:
+    """Write one figure of all reports; the keys become the legend."""
+    if path.suffix not in FORMATS:
+        remedy = f"end the file name in {', '.join(FORMATS)}"
+        raise ConfigError.of("plot", str(path), f"{path.suffix!r} is no format for plots", remedy)
+    with mpl.rc_context(_STYLE):
+        figure = _figure(_lines(reports), title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
+        figure.savefig(path, dpi=150, metadata=metadata)
+    return path
+
+
+def _lines(reports: Mapping[str, Report]) -> list[_Line]:
+    found: list[_Line] = []
+    for name, report in reports.items():
+        for result in report.tasks:
+            label = name if len(report.tasks) == 1 else f"{name} {result.task}".strip()
+            color = _COLORS[len(found) % len(_COLORS)]
+            found.append(_Line(label, color, report.config_of(result.task), result))
+    return found
+
+
+def _figure(lines: list[_Line], title: str) -> Figure:
+    figure = Figure(figsize=(10, 6.6), layout="constrained", facecolor="white")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1), hspace=0.06)
+    _draw_active(figure.add_subplot(grid[0, :]), lines)
+    _draw_staleness(figure.add_subplot(grid[1, 0]), lines)
+    _draw_versions(figure.add_subplot(grid[1, 1]), lines)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
+    return figure
+
+
+def _draw_active(axes: Axes, lines: list[_Line]) -> None:
+    _prepare(axes, "Active clients over time", "virtual time (minutes)", "active clients")
+    for line in reversed(lines):  # the first report on top
+        minutes = [time_s / 60 for time_s in line.result.series.time_s]
+        label = f"{line.label}: {percent(line.result.utilization)} utilized"
+        axes.plot(minutes, line.result.series.active, color=line.color, lw=1.5, label=label)
+    limits = sorted({line.config.concurrency for line in lines})
+    for limit in limits:
+        axes.axhline(limit, color=_INK, lw=0.8, ls=(0, (4, 3)), zorder=1)
+        axes.annotate(
+            f"C = {limit:,}",
+            (1, limit),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8.5,
+        )
+    axes.set_ylim(0, 1.13 * limits[-1])
+    axes.margins(x=0.01)
+    columns = 3 if len(lines) < 4 else 4
+    axes.set_title(axes.get_title("left"), pad=8 + 14 * math.ceil(len(lines) / columns))
+    _legend(axes, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.1)
+
+
+def _draw_staleness(axes: Axes, lines: list[_Line]) -> None:
+    _prepare(axes, "Staleness", "staleness (server updates)", "share of updates (%)")
+    stale = [line for line in lines if line.result.max_staleness > 0]
+    if not stale:
+        axes.text(
+            0.5, 0.5, "no update was stale", transform=axes.transAxes, ha="center", color="#777777"
+        )
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    for line in reversed(stale):
+        result = line.result
+        levels = range(result.max_staleness + 1)
+        shares = [100 * result.staleness.get(level, 0) / result.counted for level in levels]
+        is_only = len(stale) == 1
+        axes.stairs(
+            shares,
+            [level - 0.5 for level in range(len(shares) + 1)],
+            color=line.color,
+            fill=is_only,
+            alpha=0.85 if is_only else 1.0,
+            lw=1.3,
+            label=f"{line.label}: mean {result.mean_staleness:.1f}, at most {result.max_staleness}",
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(stale) <= _MAX_INNER_LEGEND:
+        _legend(axes, loc="upper right")
+
+
+def _draw_versions(axes: Axes, lines: list[_Line]) -> None:
+    _prepare(axes, "Server updates", "virtual time (minutes)", "version of the server model")
+    for line in reversed(lines):
+        minutes = [time_s / 60 for time_s in line.result.series.time_s]
+        label = f"{line.label}: {line.result.versions_per_hour:,.0f} per hour"
+        axes.step(
+            minutes, line.result.series.version, color=line.color, lw=1.5, where="post", label=label
+        )
+    axes.margins(x=0.02)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(lines) <= _MAX_INNER_LEGEND:
+        _legend(axes, loc="upper left")
+
+
+def _prepare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+    axes.set_title(title)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(axis="y", color=_FAINT, lw=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(axes: Axes, **placement: Any) -> None:
+    """In the order of the reports: lines are drawn last to first."""
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8.5, **placement)

@@ -1,0 +1,212 @@
+"""The swarm: random clusters under random faults, first for safety, then healed for liveness.
+
+One seed picks everything: the cluster's shape, its tasks, the fleet, the faults and their times. A
+failure is a seed; the same seed gives the same trace hash in any process. `plant` breaks one rule on
+purpose, to show that the swarm would notice.
+"""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import nullcontext
+from pathlib import PurePath
+from random import Random
+
+from msgspec import Struct
+
+from papaya.config import (
+    AsyncFL,
+    DeviceConfig,
+    OptimizerConfig,
+    Requirements,
+    ServerConfig,
+    SyncFL,
+    TaskConfig,
+)
+from papaya.errors import PapayaError
+from papaya.messages.base import Message
+from papaya.messages.selection import Capabilities
+from papaya.sim.bugs import planted
+from papaya.sim.checkers import CheckedCluster
+from papaya.sim.cluster import ClusterConfig, DeviceKind
+from papaya.sim.faults import Faults, Hostile
+from papaya.sim.network import NetworkConfig
+from papaya.sim.population import PopulationConfig
+from papaya.sim.storage import StorageConfig
+
+_LABELS = ("red", "green", "blue")
+_NEW_VERSIONS = 2
+
+
+class SwarmResult(Struct, frozen=True):
+    """`failure` is None for a seed that kept every promise."""
+
+    seed: int
+    trace_hash: str
+    events: int
+    virtual_s: float
+    versions: int
+    failure: str | None
+    configuration: str
+
+
+class SwarmCluster(CheckedCluster):
+    """A checked cluster that hostile devices overhear."""
+
+    hostile: Hostile | None = None
+
+    def observe_request(self, message: Message) -> None:
+        if self.hostile is not None:
+            self.hostile.record(message)
+
+
+def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
+    """Run one seed to its end or to the first broken promise. Raises nothing."""
+    rng = Random(f"swarm/{seed}")
+    config = random_cluster(rng)
+    cluster = SwarmCluster(config, seed)
+    failure = None
+    with planted(plant) if plant is not None else nullcontext():
+        try:
+            _run(cluster, rng)
+        except (PapayaError, AssertionError, ArithmeticError, LookupError, TypeError) as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            failure = (
+                f"{type(error).__name__} at {cluster.engine.now:.3f} s: {error} "
+                f"({PurePath(where.filename).name}:{where.lineno})"
+            )
+    return SwarmResult(
+        seed=seed,
+        trace_hash=cluster.trace_hash,
+        events=cluster.engine.events,
+        virtual_s=cluster.engine.now,
+        versions=sum(books.version for books in cluster.books.values()),
+        failure=failure,
+        configuration=_describe(config),
+    )
+
+
+def _run(cluster: SwarmCluster, rng: Random) -> None:
+    heartbeat_s = cluster.config.server.heartbeat_s
+    faults_until = 60 * heartbeat_s
+    Faults(cluster, rng, faults_until, mean_gap_s=rng.choice((1, 3, 8)) * heartbeat_s)
+    cluster.hostile = Hostile(cluster, rng, faults_until)
+    cluster.run(faults_until)
+    _check_liveness(cluster)
+    cluster.check_acknowledged()
+
+
+def _check_liveness(cluster: SwarmCluster) -> None:
+    """After faults stop, every task reaches new versions within a bounded virtual time."""
+    healed_at = cluster.engine.now
+    goals = {task: books.version + _NEW_VERSIONS for task, books in cluster.books.items()}
+
+    def all_live() -> bool:
+        return all(cluster.books[task].version >= goal for task, goal in goals.items())
+
+    cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
+    for task, goal in goals.items():
+        if cluster.books[task].version < goal:
+            raise PapayaError(
+                f"task {task} made {_NEW_VERSIONS - goal + cluster.books[task].version} of "
+                f"{_NEW_VERSIONS} new versions in {cluster.engine.now - healed_at:.0f} s after "
+                "the faults stopped"
+            )
+
+
+def liveness_bound_s(config: ClusterConfig) -> float:
+    """Election, recovery and failure detection, then the slowest way to fill the buffers."""
+    server = config.server
+    settle_s = 3 * server.leader_lease_s + server.recovery_s + 4 * server.dead_after_s
+    per_version_s = max(
+        (task.training_timeout_s + server.dead_after_s + 30.0)
+        * (1 + task.aggregation_goal / task.concurrency)
+        for task in config.tasks
+    )
+    return settle_s + (_NEW_VERSIONS + 1) * per_version_s
+
+
+def random_cluster(rng: Random) -> ClusterConfig:
+    heartbeat_s = rng.choice((1.0, 2.0))
+    return ClusterConfig(
+        tasks=tuple(_random_task(rng, f"task-{i}") for i in range(rng.randint(1, 3))),
+        server=ServerConfig(
+            heartbeat_s=heartbeat_s,
+            hold_s=rng.choice((2.0, 5.0)),
+            upload_slots=rng.choice((3, 16)),
+            chunk_bytes=rng.choice((8, 1 << 20)),
+            min_retry_s=1.0,
+            max_retry_s=30.0,
+        ),
+        device=DeviceConfig(
+            request_timeout_s=heartbeat_s,
+            check_in_timeout_s=10.0,
+            backoff_s=heartbeat_s / 8,
+            max_backoff_s=heartbeat_s / 2,
+            give_up_s=20.0,
+            participation_floor_s=0.0,
+        ),
+        population=PopulationConfig(
+            size=rng.choice((300, 3000)),
+            examples_median=rng.choice((5, 20)),
+            execution_per_example_s=0.2,
+            latency_mean_s=rng.choice((0.5, 4.0)),
+            dropout=rng.choice((0.0, 0.1, 0.3)),
+            availability=1.0,
+        ),
+        kinds=_random_kinds(rng),
+        supply=rng.choice((1.5, 4.0)),
+        coordinators=rng.randint(1, 3),
+        selectors=rng.randint(1, 3),
+        aggregators=rng.randint(1, 4),
+        network=NetworkConfig(
+            delay_s=rng.choice((0.005, 0.05)),
+            jitter=0.9,
+            loss=rng.choice((0.0, 0.01)),
+            duplication=rng.choice((0.0, 0.02)),
+        ),
+        storage=StorageConfig(
+            transaction_s=rng.choice((0.002, 0.05)),
+            blob_s=rng.choice((0.002, 0.1)),
+            unknown=rng.choice((0.0, 0.01)),
+        ),
+    )
+
+
+def _random_task(rng: Random, task: str) -> TaskConfig:
+    concurrency = rng.choice((3, 8, 20))
+    is_async = rng.random() < 0.6
+    goal = rng.choice((1, 2, 5, concurrency + 3))
+    labels = (rng.choice(_LABELS),) if rng.random() < 0.5 else ()
+    return TaskConfig(
+        task=task,
+        concurrency=concurrency,
+        model_length=rng.choice((1, 6)),
+        regime=AsyncFL(goal, max_staleness=rng.choice((0, 2, 50)))
+        if is_async
+        else SyncFL(over_selection=rng.choice((0.0, 0.3))),
+        optimizer=OptimizerConfig(kind=rng.choice(("fedavg", "fedadam", "fedyogi"))),
+        requirements=Requirements(labels=labels),
+        training_timeout_s=rng.choice((15.0, 30.0)),
+        upload_timeout_s=rng.choice((8.0, 20.0)),
+        participation_gap_s=rng.choice((0.0, 0.0, 5.0)),
+        keep_versions=rng.choice((1, 3)),
+        commit_interval_s=rng.choice((0.05, 0.25, 2.0)),
+        durability=rng.choice(("commit", "commit", "commit", "step")),
+    )
+
+
+def _random_kinds(rng: Random) -> tuple[DeviceKind, ...]:
+    everything = DeviceKind(0.4, Capabilities(labels=_LABELS))
+    return (everything, *(DeviceKind(0.2, Capabilities(labels=(label,))) for label in _LABELS))
+
+
+def _describe(config: ClusterConfig) -> str:
+    tasks = ", ".join(
+        f"{type(task.regime).__name__}(C={task.concurrency}, K={task.aggregation_goal})"
+        for task in config.tasks
+    )
+    return (
+        f"{config.coordinators} coordinators, {config.selectors} selectors, "
+        f"{config.aggregators} aggregators; {tasks}"
+    )
