@@ -13,7 +13,7 @@ from itertools import count
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.task import HeldTask, Phase
 from papaya.aggregator.upload import Slots
-from papaya.aggregator.work import Folded, Restored, Snapshotted, Stepped
+from papaya.aggregator.work import Folded, Restored, Snapshotted, StepFailed, Stepped
 from papaya.config import ServerConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Reply, Send
@@ -67,7 +67,7 @@ class Aggregator:
         match message:
             case Join() | Heartbeat() | Report() | Chunk() | Complete() | Leave():
                 effects = self._on_request(now, message, reply_to)
-            case Folded() | Snapshotted() | Stepped() | Restored():
+            case Folded() | Snapshotted() | Stepped() | StepFailed() | Restored():
                 effects = self._on_work(now, message)
             case Transacted() | Rows():
                 effects = self._on_stored(now, message)
@@ -82,8 +82,7 @@ class Aggregator:
         effects: Effects = []
         for held in self.tasks.values():
             if held.phase is Phase.SERVING and held.next_wake() <= now:
-                effects += held.expire(now)
-                effects += held.pump(now)
+                effects += held.wake(now)
         if now >= self._next_beat:
             effects += self._beat(now)
         return self._finish(now, effects)
@@ -113,7 +112,9 @@ class Aggregator:
             return [Reply(reply_to, Retry("this aggregator does not serve the task", after_s))]
         return self._participation.answer(now, held, request, claim, reply_to)
 
-    def _on_work(self, now: float, message: Folded | Snapshotted | Stepped | Restored) -> Effects:
+    def _on_work(
+        self, now: float, message: Folded | Snapshotted | Stepped | StepFailed | Restored
+    ) -> Effects:
         held = self.tasks.get(message.task)
         if held is None or held.fence.seq != message.seq:
             return []
@@ -124,12 +125,14 @@ class Aggregator:
                 return held.on_snapshotted(message)
             case Stepped():
                 return held.on_stepped(now, message)
+            case StepFailed():
+                return held.on_step_failed(message)
             case Restored():
                 return held.on_restored(now)
 
     def _on_stored(self, now: float, message: Transacted | Rows) -> Effects:
         for held in self.tasks.values():
-            if held.token == message.token:
+            if held.awaits(message.token):
                 if isinstance(message, Rows):
                     return held.on_rows(message)
                 return held.on_transacted(now, message)

@@ -182,7 +182,7 @@ class Participation:
     def _admit(self, now: float, held: HeldTask, assignment: AssignmentTicket) -> Session:
         if now > assignment.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
-        if not regime.admits_joins(held.ledger.config, held.is_closing):
+        if not regime.admits_joins(held.ledger.config, held.pipeline.current.is_full):
             raise Ended(Retry("the round is closing", _BUSY_RETRY_S))
         if held.config_demand < 1:
             raise Ended(Aborted("full"))

@@ -23,11 +23,12 @@ from papaya.aggregator.work import (
     Snapshot,
     Snapshotted,
     Step,
+    StepFailed,
     Stepped,
     Sum,
 )
 from papaya.config import TaskConfig
-from papaya.errors import UpdateRefused
+from papaya.errors import OperatorError, UpdateRefused
 from papaya.learning import parameters
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import WeightedSum, admit
@@ -115,13 +116,16 @@ class Shards:
             buffer.shards[0] = WeightedSum.decode(read(record.sum), config.model_length)
             buffer.sessions = [member.session for member in record.members]
 
-    def step(self, work: Step, read: ReadBlob) -> tuple[Stepped, Blobs]:
+    def step(self, work: Step, read: ReadBlob) -> tuple[Stepped | StepFailed, Blobs]:
         config, task = work.config, work.config.task
         optimizer = server_optimizer(config.optimizer)
         before = parameters.decode(read(work.base.parameters), config.model_length)
         state = optimizer.decode_state(read(work.optimizer), config.model_length)
         total = WeightedSum.decode(read(work.record.sum), config.model_length)
-        after, new_state = optimizer.step(before, total.mean(), state)
+        try:
+            after, new_state = optimizer.step(before, total.mean(), state)
+        except OperatorError as error:
+            return StepFailed(task, work.seq, str(error)), []
         version = work.record.target
         encoded = parameters.encode(after, {"task": task, "version": str(version)})
         encoded_state = optimizer.encode_state(new_state)

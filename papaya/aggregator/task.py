@@ -4,12 +4,10 @@ Paper, "Aggregator": it "aggregates client model updates to produce new versions
 model [...] drives participating clients to run the client execution protocol [...] tracks whether
 or not a task needs more clients".
 
-    requests ─▶ sessions ─▶ Fold ─▶ buffer ─▶ Snapshot ─▶ record ─▶ acknowledge
-                                        full ─▶ Step ─▶ version ─▶ abort the stale
+    requests ─▶ sessions ─▶ Fold ─▶ pipeline ─▶ acknowledged sessions, new versions
 
-One storage operation is on its way at a time. Whenever its outcome is not `committed`, the rows
-are read again and decide: a deposed holder stops, any other starts again from what is durable.
-Which regime the task is in is `regime.py`'s concern alone.
+`participation.py` answers requests, `pipeline.py` makes things durable; this file connects them
+and keeps count. A holder whose fence is gone stops; one that lost track of a write loads again.
 """
 
 from __future__ import annotations
@@ -19,47 +17,28 @@ from collections.abc import Iterator
 from enum import Enum
 
 from papaya.aggregator import regime
-from papaya.aggregator.buffer import Buffer
 from papaya.aggregator.ledger import Ledger
+from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session, Sessions
 from papaya.aggregator.upload import Slots
-from papaya.aggregator.work import (
-    DeleteBlobs,
-    Drop,
-    Fold,
-    Folded,
-    Restore,
-    Snapshot,
-    Snapshotted,
-    Step,
-    Stepped,
-)
+from papaya.aggregator.work import Drop, Folded, Snapshotted, StepFailed, Stepped
 from papaya.config import ServerConfig
-from papaya.errors import InvariantError
-from papaya.machine import Effects, Read, Reply, Transact
+from papaya.machine import Effects, Read, Reply
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.control import TaskReport
 from papaya.messages.participation import Aborted, AbortReason, Completed, Incomplete, Retry
-from papaya.messages.storage import (
-    FenceRow,
-    Member,
-    RecordRow,
-    Rows,
-    Transacted,
-    Transaction,
-    VersionRow,
-    holder_prefixes,
-)
+from papaya.messages.storage import FenceRow, Member, Rows, Transacted, holder_prefixes
 
 
 class Phase(Enum):
     LOADING = "reading what is durable"
     SERVING = "serving clients"
+    HALTED = "its next version cannot be made"
     STOPPED = "held by another aggregator"
 
 
 class HeldTask:
-    """Invariants: active <= C; folded updates are in exactly one buffer; versions only grow."""
+    """Invariants: active + promised <= C in AsyncFL; versions only grow."""
 
     def __init__(
         self,
@@ -76,44 +55,43 @@ class HeldTask:
         self.counters: dict[str, int] = {}
         self.staleness: dict[int, int] = {}
         self.sessions = Sessions(server.dead_after_s)
-        self.ledger: Ledger  # there from the first load on; nothing is served before
+        self.pipeline: Pipeline  # there from the first load on; nothing is served before
         self.promised = leases
         self.turned_away = 0
         self.may_want_more = False
-        self.token = 0
         self.adopts_until = float("inf")
+        self.halted_because = ""
         self._server = server
         self._slots = slots
-        self._buffers: dict[int, Buffer] = {}
+        self._tokens = tokens
+        self._read_token = 0
         self._overflow: deque[SessionId] = deque()
         self._joined: dict[SessionId, int | None] = {}
-        self._tokens = tokens
-        self._transaction: Transaction | None = None
-        self._is_busy = False
-        self._commit_due = float("inf")
-        self._last_commit = -float("inf")
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.pipeline.ledger
 
     # -- taking over ------------------------------------------------------------------------
 
     def load(self) -> Effects:
         """Read all that is durable, in one snapshot."""
         self.phase = Phase.LOADING
-        self._is_busy = True
-        self._transaction = None
-        self.token = next(self._tokens)
-        return [Read(self.token, holder_prefixes(self.task))]
+        self._read_token = next(self._tokens)
+        return [Read(self._read_token, holder_prefixes(self.task))]
+
+    def awaits(self, token: int) -> bool:
+        if self.phase is Phase.LOADING:
+            return token == self._read_token
+        return token == self.pipeline.token
 
     def on_rows(self, rows: Rows) -> Effects:
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
-        self.ledger = ledger
-        goal = ledger.config.aggregation_goal
-        self._buffers = {t: Buffer.of_record(r, goal) for t, r in ledger.records.items()}
+        self.pipeline = Pipeline(ledger, self._tokens)
         self._overflow.clear()
-        effects = self._settle_sessions()
-        records = tuple(ledger.records.values())
-        return [*effects, Restore(ledger.config, self.fence.seq, records, ledger.blobs())]
+        return [*self._settle_sessions(), self.pipeline.restore()]
 
     def _settle_sessions(self) -> Effects:
         """Counted is counted; what was folded but not durable has to be sent again."""
@@ -124,7 +102,7 @@ class HeldTask:
                 effects += self._acknowledge(session)
             elif member.session not in self.sessions.ended:
                 self.sessions.remember(member.session, Completed(), member.keep_until)
-        for session in list(self.sessions.active.values()):
+        for session in self.sessions.active.values():
             if session.upload is not None:
                 effects += self._send_again(session)
         return effects
@@ -132,19 +110,17 @@ class HeldTask:
     def _send_again(self, session: Session) -> Effects:
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
-        effects = self._answer(session, missing)
         session.upload, session.in_buffer = None, False
         self._slots.release((self.task, session.id))
         self.sessions.refile(session)
-        return effects
+        return [*self._answer(session, missing), Drop(self.task, self.fence.seq, session.id)]
 
     def on_restored(self, now: float) -> Effects:
         self.phase = Phase.SERVING
         self.may_want_more = True
-        self._is_busy = False
         if self.adopts_until == float("inf"):
             self.adopts_until = now + self._server.heartbeat_s
-        return self.pump(now)
+        return self.pipeline.restored(now)
 
     def stop(self) -> Effects:
         """Deposed: clients find the new holder through any selector."""
@@ -160,33 +136,15 @@ class HeldTask:
     @property
     def config_demand(self) -> int:
         """Client demand by the regime's rule, whether or not it is reported yet."""
+        pipeline, active = self.pipeline, len(self.sessions.active)
         return regime.client_demand(
-            self.ledger.config, len(self.sessions.active), self._completed, self.is_closing
+            pipeline.config, active, pipeline.completed, pipeline.current.is_full
         )
 
     @property
     def room(self) -> int:
         """Slots that no lease can be on its way to: what an adopted client may take."""
         return self.config_demand - self.promised
-
-    @property
-    def is_closing(self) -> bool:
-        """The current buffer has all its updates; the version is being made."""
-        buffer = self._buffers.get(self.ledger.version + 1)
-        return buffer is not None and buffer.is_full
-
-    @property
-    def _completed(self) -> int:
-        """Acknowledged updates of the version to come: their clients are no longer active."""
-        buffer = self._buffers.get(self.ledger.version + 1)
-        if buffer is None:
-            return 0
-        return len(buffer.folded) if self._acknowledges_folded else buffer.durable
-
-    @property
-    def _acknowledges_folded(self) -> bool:
-        """`durability: step` is the paper's behaviour: an open buffer dies with its aggregator."""
-        return self.ledger.config.durability == "step"
 
     def demand(self, now: float) -> int:
         """None is reported while running clients may still come to be adopted."""
@@ -267,7 +225,7 @@ class HeldTask:
     def _count(self, counter: str) -> None:
         self.counters[counter] = self.counters.get(counter, 0) + 1
 
-    # -- folding ----------------------------------------------------------------------------
+    # -- updates ----------------------------------------------------------------------------
 
     def complete(self, session: Session) -> Effects:
         """A complete upload is here: a trip, counted or discarded."""
@@ -279,57 +237,43 @@ class HeldTask:
     def _place(self, session: Session) -> Effects:
         ticket = session.upload_ticket
         assert ticket is not None
-        config, version = self.ledger.config, self.ledger.version
-        for target in range(version + 1, version + 1 + regime.open_buffers(config)):
-            if not regime.accepts(config, session.version, target):
-                break
-            buffer = self._buffers.setdefault(target, Buffer(target, config.aggregation_goal))
-            if buffer.has_room:
-                buffer.folding[session.id] = Member(
-                    session.id,
-                    session.version,
-                    ticket.staleness,
-                    ticket.examples,
-                    self.keep_until(session),
-                )
-                return [
-                    Fold(
-                        config,
-                        self.fence.seq,
-                        target,
-                        session.id,
-                        ticket.examples,
-                        ticket.staleness,
-                    )
-                ]
-        if not regime.accepts(config, session.version, version + 1):
+        if not regime.accepts(self.pipeline.config, session.version, self.ledger.version + 1):
             return self._discard_late(session)
-        self._overflow.append(session.id)
-        return []
+        member = Member(
+            session.id,
+            session.version,
+            ticket.staleness,
+            ticket.examples,
+            self.keep_until(session),
+        )
+        fold = self.pipeline.place(member)
+        if fold is None:
+            self._overflow.append(session.id)
+            return []
+        return [fold]
 
     def on_folded(self, now: float, message: Folded) -> Effects:
         session = self.sessions.active.get(message.session)
-        buffer = self._buffers.get(message.target)
-        if session is None or buffer is None or not buffer.has(message.session):
-            return []  # the buffer was loaded again meanwhile, without it
+        if session is None or not self.pipeline.knows(message):
+            return []
         self._slots.release((self.task, session.id))
         if message.refused is not None:
-            del buffer.folding[session.id]
-            session.upload = None
-            answer = Completed(message.refused)
-            return [
-                *self._end(session, answer, f"discarded_{message.refused}"),
-                *self._place_overflow(),
-            ]
-        buffer.fold(session.id)
+            return self._on_refused(session, message)
+        buffer = self.pipeline.fold(now, message)
         session.in_buffer = True
         effects: Effects = []
-        if self._acknowledges_folded:
+        if self.pipeline.acknowledges_folded:
             effects += self._acknowledge(session)
-        if buffer.is_full and regime.ends_round_when_full(self.ledger.config):
+        if buffer.is_full and regime.ends_round_when_full(self.pipeline.config):
             effects += self._end_round()
-        self._commit_due = min(self._commit_due, self._next_commit(now, buffer))
-        return effects + self.pump(now)
+        return effects + self.pipeline.pump(now)
+
+    def _on_refused(self, session: Session, message: Folded) -> Effects:
+        self.pipeline.refuse(message)
+        session.upload = None
+        answer = Completed(message.refused)
+        effects = self._end(session, answer, f"discarded_{message.refused}")
+        return effects + self._place_overflow()
 
     def _place_overflow(self) -> Effects:
         effects: Effects = []
@@ -344,92 +288,46 @@ class HeldTask:
         """SyncFL: "users that are still training are aborted"."""
         effects: Effects = []
         for session in list(self.sessions.active.values()):
-            if not session.in_buffer:
-                late = session.upload is not None and session.upload.is_folding
-                effects += self._discard_late(session) if late else self.end(session, "round_over")
+            if session.is_complete and not session.in_buffer:
+                effects += self._discard_late(session)
+            elif not session.in_buffer:
+                effects += self.end(session, "round_over")
         return effects
 
     def _discard_late(self, session: Session) -> Effects:
         return self._end(session, Completed("round_over"), "discarded_round_over")
 
-    # -- committing -------------------------------------------------------------------------
-
-    def _next_commit(self, now: float, buffer: Buffer) -> float:
-        if buffer.is_full:
-            return now
-        if self._acknowledges_folded:
-            return float("inf")
-        return max(now, self._last_commit + self.ledger.config.commit_interval_s)
-
-    def pump(self, now: float) -> Effects:
-        """Start the next storage operation, if one is due and none is on its way."""
-        if self._is_busy or self.phase is not Phase.SERVING:
-            return []
-        closed = self._buffers.get(self.ledger.version + 1)
-        if closed is not None and closed.is_closed:
-            self._is_busy = True
-            ledger = self.ledger
-            record = ledger.records[closed.target]
-            return [
-                Step(ledger.config, self.fence.seq, ledger.newest, ledger.optimizer.state, record)
-            ]
-        if now < self._commit_due:
-            return []
-        self._commit_due = float("inf")
-        dirty = tuple(target for target, buffer in self._buffers.items() if buffer.is_dirty)
-        if not dirty:
-            return []
-        self._is_busy = True
-        self._last_commit = now
-        return [Snapshot(self.task, self.fence.seq, dirty)]
+    # -- storage ----------------------------------------------------------------------------
 
     def on_snapshotted(self, message: Snapshotted) -> Effects:
-        records = []
-        for found in message.sums:
-            buffer = self._buffers[found.target]
-            members = tuple(buffer.fold(session) for session in found.sessions)
-            records.append(RecordRow(found.target, found.blob, members, found.weight))
-        return self._transact(self.ledger.record(records))
+        return self.pipeline.on_snapshotted(message)
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
-        return self._transact(self.ledger.advance(now, message, self._ticket_life_s))
+        config = self.pipeline.config
+        life_s = config.training_timeout_s + self._server.heartbeat_s + config.upload_timeout_s
+        return self.pipeline.on_stepped(now, message, life_s)
 
-    @property
-    def _ticket_life_s(self) -> float:
-        config = self.ledger.config
-        return config.training_timeout_s + self._server.heartbeat_s + config.upload_timeout_s
-
-    def _transact(self, transaction: Transaction) -> Effects:
-        self.token = next(self._tokens)
-        self._transaction = transaction
-        return [Transact(self.token, transaction)]
+    def on_step_failed(self, message: StepFailed) -> Effects:
+        """Nothing is published and nothing is lost: the record waits for the task's owner."""
+        self.phase = Phase.HALTED
+        self.halted_because = message.reason
+        self._count("steps_failed")
+        effects: Effects = []
+        for session in self.sessions.active.values():
+            effects += self._answer(session, Retry("the task is halted", self._server.heartbeat_s))
+        return effects
 
     def on_transacted(self, now: float, message: Transacted) -> Effects:
-        transaction = self._transaction
-        assert transaction is not None
         if message.outcome != "committed":
             return self.load()
-        self._transaction = None
-        self._is_busy = False
-        if isinstance(transaction.put[0][1], VersionRow):
-            return self._on_version(now, transaction)
-        return self._on_record(now, transaction)
-
-    def _on_record(self, now: float, transaction: Transaction) -> Effects:
-        effects: Effects = []
-        for _, row in transaction.put:
-            assert isinstance(row, RecordRow)
-            buffer = self._buffers[row.target]
-            newly = row.members[buffer.durable :]
-            buffer.durable = len(row.members)
-            for member in newly:
-                session = self.sessions.active.get(member.session)
-                if session is not None:
-                    effects += self._acknowledge(session)
-            if buffer.is_dirty:
-                self._commit_due = min(self._commit_due, self._next_commit(now, buffer))
-        effects.append(DeleteBlobs(self.ledger.recorded(transaction)))
-        return effects + self.pump(now)
+        durable, has_advanced, effects = self.pipeline.on_committed(now)
+        for session_id in durable:
+            session = self.sessions.active.get(session_id)
+            if session is not None:
+                effects += self._acknowledge(session)
+        if has_advanced:
+            effects += self._on_version()
+        return effects + self.pipeline.pump(now)
 
     def _acknowledge(self, session: Session) -> Effects:
         assert session.upload_ticket is not None
@@ -437,40 +335,28 @@ class HeldTask:
         self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
         return self._end(session, Completed(), "counted")
 
-    def _on_version(self, now: float, transaction: Transaction) -> Effects:
-        garbage = self.ledger.advanced(transaction)
-        self._buffers.pop(self.ledger.version, None)
+    def _on_version(self) -> Effects:
+        """ "After every server model update, the aggregator aborts clients whose staleness is
+        larger than a configurable parameter, maximum staleness." """
         self._count("versions")
         self.may_want_more = True
-        effects: Effects = [DeleteBlobs(garbage)]
-        effects += self._abort_stale()
-        effects += self._place_overflow()
-        return effects + self.pump(now)
-
-    def _abort_stale(self) -> Effects:
-        """ "After every server model update, the aggregator aborts clients whose staleness is
-        larger than a configurable parameter, maximum staleness."
-        """
-        version, config = self.ledger.version, self.ledger.config
-        oldest_allowed = max(0, version - config.max_staleness)
+        oldest_allowed = max(0, self.ledger.version - self.pipeline.config.max_staleness)
         effects: Effects = []
         for session in self.sessions.training_from(range(oldest_allowed)):
             effects += self.end(session, "stale")
-        return effects
+        return effects + self._place_overflow()
 
     # -- time -------------------------------------------------------------------------------
+
+    def wake(self, now: float) -> Effects:
+        return [*self.expire(now), *self.pipeline.pump(now)]
 
     def next_wake(self) -> float:
         if self.phase is not Phase.SERVING:
             return float("inf")
-        due = self.sessions.next_deadline()
-        return due if self._is_busy else min(due, self._commit_due)
+        return min(self.sessions.next_deadline(), self.pipeline.next_wake())
 
     def check(self) -> None:
-        if self.phase is not Phase.SERVING:
-            return
-        self.sessions.check(self.ledger.config.concurrency)
-        for buffer in self._buffers.values():
-            buffer.check()
-        if len(self._buffers) > regime.open_buffers(self.ledger.config) + 1:
-            raise InvariantError(f"task {self.task} has {len(self._buffers)} buffers open")
+        if self.phase is Phase.SERVING:
+            self.sessions.check(self.pipeline.config.concurrency)
+            self.pipeline.check()

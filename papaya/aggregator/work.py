@@ -4,7 +4,7 @@
     Fold         check a complete upload, add it to the buffer     → Folded
     Snapshot     cut all shards at once, write the sum as a blob    → Snapshotted
     Restore      load the sums of durable records                   → Restored
-    Step         apply the server optimizer, write a version        → Stepped
+    Step         apply the server optimizer, write a version        → Stepped or StepFailed
     Drop         forget an upload's bytes or a task's buffers
     DeleteBlobs  after the row that named them is gone
 
@@ -98,6 +98,14 @@ class Stepped(Message, frozen=True):
     version: int
     parameters: BlobKey
     optimizer: BlobKey
+
+
+class StepFailed(Message, frozen=True):
+    """The step would not give a finite model."""
+
+    task: TaskId
+    seq: int
+    reason: str
 
 
 class Drop(Effect, frozen=True):

@@ -31,7 +31,7 @@ def add_to(commands: Commands) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("--hours", type=float, default=0.5, metavar="H", help="of virtual time")
-    parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="another run")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="one seed, one run")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="for the plot"
     )

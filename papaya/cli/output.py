@@ -111,7 +111,6 @@ def _rich_progress(stream: TextIO) -> RichProgress:
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-        from rich.progress import TimeElapsedColumn as Elapsed
     except ImportError as error:
         raise OperatorError(
             "the progress display needs rich, which is not installed",
@@ -119,9 +118,8 @@ def _rich_progress(stream: TextIO) -> RichProgress:
         ) from error
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         TaskProgressColumn(),
-        Elapsed(),
         TextColumn("[dim]{task.fields[words]}"),
         console=Console(file=stream),
     )

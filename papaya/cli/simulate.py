@@ -30,15 +30,25 @@ def add_to(commands: Commands) -> None:
     )
     parser.set_defaults(run=run)
     task = parser.add_argument_group("the task")
-    task.add_argument("--regime", choices=("async", "sync"), default="async", help="training")
-    task.add_argument("--concurrency", type=whole(1), default=1300, metavar="C", help="per task")
+    task.add_argument("--regime", choices=("async", "sync"), default="async", help="how to train")
     task.add_argument(
-        "--goal", type=whole(1), metavar="K", help="aggregation goal of AsyncFL (None: 10 %% of C)"
+        "--concurrency", type=whole(1), default=1300, metavar="C", help="of each task"
     )
     task.add_argument(
-        "--over-selection", type=float, metavar="O", help="of SyncFL (None: the paper's 0.3)"
+        "--goal",
+        type=whole(1),
+        default=argparse.SUPPRESS,
+        metavar="K",
+        help="aggregation goal of AsyncFL (default: 10 %% of C)",
     )
-    task.add_argument("--tasks", type=whole(1), default=1, metavar="N", help="that many, all alike")
+    task.add_argument(
+        "--over-selection",
+        type=float,
+        default=argparse.SUPPRESS,
+        metavar="O",
+        help="share of SyncFL's clients that may be lost (default: 0.3)",
+    )
+    task.add_argument("--tasks", type=whole(1), default=1, metavar="N", help="how many, alike")
     task.add_argument(
         "--gap", type=float, default=3600.0, metavar="S", help="seconds between participations"
     )
@@ -52,7 +62,7 @@ def add_to(commands: Commands) -> None:
     for role in ("coordinators", "selectors", "aggregators"):
         fleet.add_argument(f"--{role}", type=whole(1), default=1, metavar="N", help="how many")
     parser.add_argument("--hours", type=float, default=0.5, metavar="H", help="of virtual time")
-    parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="another run")
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="one seed, one run")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/simulate"), metavar="DIR", help="for the files"
     )
@@ -86,10 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
 def describe(moment: Moment) -> tuple[float, str]:
     """How much is done, and how things stand, for a progress display."""
-    words = (
-        f"minute {moment.now_s / 60:.0f} of {moment.until_s / 60:g}, "
-        f"{moment.active:,} active, {moment.versions:,} server updates"
-    )
+    words = f"{moment.active:,} active, {moment.versions:,} updates"
     return moment.now_s / moment.until_s, words
 
 
@@ -113,15 +120,17 @@ def _configuration(options: argparse.Namespace) -> ClusterConfig:
 
 
 def _regime(options: argparse.Namespace) -> AsyncFL | SyncFL:
+    goal = getattr(options, "goal", None)
+    over_selection = getattr(options, "over_selection", None)
     if options.regime == "async":
-        if options.over_selection is not None:
+        if over_selection is not None:
             raise OperatorError(
                 "--over-selection is for SyncFL", hint="add --regime sync, or leave it out"
             )
-        return AsyncFL(options.goal)
-    if options.goal is not None:
+        return AsyncFL(goal)
+    if goal is not None:
         raise OperatorError(
             "--goal is for AsyncFL: SyncFL aggregates C ÷ (1 + over-selection) updates",
             hint="leave it out, or set --over-selection",
         )
-    return SyncFL() if options.over_selection is None else SyncFL(options.over_selection)
+    return SyncFL() if over_selection is None else SyncFL(over_selection)

@@ -18,7 +18,6 @@ from papaya.cli.output import Commands, Progress, add_format, note, print_json, 
 from papaya.errors import InvariantError, OperatorError
 from papaya.sim.swarm import SwarmResult, run_seed
 
-
 RunSeed = Callable[[int], SwarmResult]
 
 
@@ -61,7 +60,8 @@ def hunt(run: RunSeed, seeds: Sequence[int], jobs: int) -> list[SwarmResult]:
             if result.failure is not None:
                 failures += 1
                 progress.say(f"seed {result.seed}: {result.failure}")
-            words = f"{len(results)} seeds, {versions:,} server updates, {failures} failures"
+            done = f"{len(results)} of {len(seeds)} seeds"
+            words = f"{done}, {versions:,} server updates, {failures} failures"
             progress.update("swarm", len(results) / len(seeds), words)
     return sorted(results, key=lambda result: result.seed)
 

@@ -16,7 +16,7 @@ from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import Blobs
-from papaya.aggregator.task import HeldTask
+from papaya.aggregator.task import HeldTask, Phase
 from papaya.aggregator.work import Stepped
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError
@@ -59,7 +59,7 @@ def _forget_leases(self: Coordinator, task: TaskId) -> int:
 
 
 def _demand_at_once(self: HeldTask, now: float) -> int:
-    return self.config_demand
+    return self.config_demand if self.phase is Phase.SERVING else 0
 
 
 def _all_room(self: HeldTask) -> int:

@@ -69,7 +69,7 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     with planted(plant) if plant is not None else nullcontext():
         try:
             _run(cluster, rng)
-        except (PapayaError, AssertionError, ArithmeticError, LookupError, TypeError) as error:
+        except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             failure = (
                 f"{type(error).__name__} at {cluster.engine.now:.3f} s: {error} "

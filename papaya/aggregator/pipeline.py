@@ -1,0 +1,186 @@
+"""From folded updates to records, from full records to versions: the storage side of one task.
+
+    folded ─▶ Snapshot ─▶ record (group commit) ─▶ acknowledge
+                full and durable ─▶ Step ─▶ version
+
+One storage operation is on its way at a time. Whenever its outcome is not `committed`, nothing is
+guessed: the task is loaded again and the rows decide. Knows nothing of clients or tickets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from papaya.aggregator import regime
+from papaya.aggregator.buffer import Buffer
+from papaya.aggregator.ledger import Ledger
+from papaya.aggregator.work import (
+    DeleteBlobs,
+    Fold,
+    Folded,
+    Restore,
+    Snapshot,
+    Snapshotted,
+    Step,
+    Stepped,
+)
+from papaya.errors import InvariantError
+from papaya.machine import Effects, Transact
+from papaya.messages.base import SessionId
+from papaya.messages.storage import Member, RecordRow, Transaction, VersionRow
+
+_NEVER = float("inf")
+
+
+class Pipeline:
+    """The buffers of the versions to come. Invariant: at most one operation on its way."""
+
+    def __init__(self, ledger: Ledger, tokens: Iterator[int]) -> None:
+        self.ledger = ledger
+        self.config = ledger.config
+        self.token = 0
+        self._tokens = tokens
+        goal = self.config.aggregation_goal
+        self._buffers = {t: Buffer.of_record(r, goal) for t, r in ledger.records.items()}
+        self._transaction: Transaction | None = None
+        self._is_busy = True  # until the sums are restored
+        self._commit_due = _NEVER
+        self._last_commit = -_NEVER
+
+    def restore(self) -> Restore:
+        records = tuple(self.ledger.records.values())
+        return Restore(self.config, self.ledger.fence.seq, records, self.ledger.blobs())
+
+    def restored(self, now: float) -> Effects:
+        self._is_busy = False
+        return self.pump(now)
+
+    # -- the buffers ------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Buffer:
+        """The buffer that becomes the next version."""
+        return self._buffer(self.ledger.version + 1)
+
+    @property
+    def acknowledges_folded(self) -> bool:
+        """`durability: step` is the paper's behaviour: an open buffer dies with its aggregator."""
+        return self.config.durability == "step"
+
+    @property
+    def completed(self) -> int:
+        """Acknowledged updates of the next version: their clients are no longer active."""
+        return len(self.current.folded) if self.acknowledges_folded else self.current.durable
+
+    def place(self, member: Member) -> Fold | None:
+        """Take a place in the first buffer with room; None when all are full for now."""
+        first = self.ledger.version + 1
+        for target in range(first, first + regime.open_buffers(self.config)):
+            buffer = self._buffer(target)
+            if buffer.has_room and regime.accepts(self.config, member.version, target):
+                buffer.folding[member.session] = member
+                seq = self.ledger.fence.seq
+                return Fold(
+                    self.config, seq, target, member.session, member.examples, member.staleness
+                )
+        return None
+
+    def knows(self, message: Folded) -> bool:
+        """False for work that was begun before the task was loaded again."""
+        buffer = self._buffers.get(message.target)
+        return buffer is not None and buffer.has(message.session)
+
+    def refuse(self, message: Folded) -> None:
+        del self._buffers[message.target].folding[message.session]
+
+    def fold(self, now: float, message: Folded) -> Buffer:
+        buffer = self._buffers[message.target]
+        buffer.fold(message.session)
+        self._schedule_commit(now, buffer)
+        return buffer
+
+    def _buffer(self, target: int) -> Buffer:
+        if target not in self._buffers:
+            self._buffers[target] = Buffer(target, self.config.aggregation_goal)
+        return self._buffers[target]
+
+    # -- one operation at a time ------------------------------------------------------------
+
+    def next_wake(self) -> float:
+        return _NEVER if self._is_busy else self._commit_due
+
+    def pump(self, now: float) -> Effects:
+        """Start the next storage operation, if one is due and none is on its way."""
+        if self._is_busy:
+            return []
+        ledger = self.ledger
+        if self.current.is_closed:
+            self._is_busy = True
+            record = ledger.records[self.current.target]
+            step = Step(
+                self.config, ledger.fence.seq, ledger.newest, ledger.optimizer.state, record
+            )
+            return [step]
+        if now < self._commit_due:
+            return []
+        self._commit_due = _NEVER
+        dirty = tuple(target for target, buffer in self._buffers.items() if buffer.is_dirty)
+        if not dirty:
+            return []
+        self._is_busy = True
+        self._last_commit = now
+        return [Snapshot(ledger.task, ledger.fence.seq, dirty)]
+
+    def on_snapshotted(self, message: Snapshotted) -> Effects:
+        records = []
+        for found in message.sums:
+            buffer = self._buffers[found.target]
+            members = tuple(buffer.fold(session) for session in found.sessions)
+            records.append(RecordRow(found.target, found.blob, members, found.weight))
+        return self._transact(self.ledger.record(records))
+
+    def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
+        return self._transact(self.ledger.advance(now, message, ticket_life_s))
+
+    def on_committed(self, now: float) -> tuple[list[SessionId], bool, Effects]:
+        """Sessions that became durable, whether there is a new version, and what is now garbage."""
+        transaction, self._transaction = self._transaction, None
+        assert transaction is not None
+        self._is_busy = False
+        if isinstance(transaction.put[0][1], VersionRow):
+            garbage = self.ledger.advanced(transaction)
+            del self._buffers[self.ledger.version]
+            return [], True, [DeleteBlobs(garbage)]
+        durable = self._make_durable(now, transaction)
+        return durable, False, [DeleteBlobs(self.ledger.recorded(transaction))]
+
+    def _make_durable(self, now: float, transaction: Transaction) -> list[SessionId]:
+        newly: list[SessionId] = []
+        for _, row in transaction.put:
+            assert isinstance(row, RecordRow)
+            buffer = self._buffers[row.target]
+            newly += [member.session for member in row.members[buffer.durable :]]
+            buffer.durable = len(row.members)
+            if buffer.is_dirty:
+                self._schedule_commit(now, buffer)
+        return newly
+
+    def _schedule_commit(self, now: float, buffer: Buffer) -> None:
+        if buffer.is_full:
+            due = now
+        elif self.acknowledges_folded:
+            return
+        else:
+            due = max(now, self._last_commit + self.config.commit_interval_s)
+        self._commit_due = min(self._commit_due, due)
+
+    def _transact(self, transaction: Transaction) -> Effects:
+        self.token = next(self._tokens)
+        self._transaction = transaction
+        return [Transact(self.token, transaction)]
+
+    def check(self) -> None:
+        for buffer in self._buffers.values():
+            buffer.check()
+        if len(self._buffers) > regime.open_buffers(self.config) + 1:
+            raise InvariantError(f"{self.ledger.task} has {len(self._buffers)} buffers open")
