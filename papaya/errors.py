@@ -1,4 +1,4 @@
-"""Every error Papaya raises on purpose. The class says whose fault it is; any other exception is a bug.
+"""Every error Papaya raises on purpose; the class says whose fault it is. Any other is a bug.
 
     PapayaError
     ├── OperatorError            the person who configured or started us; exit code 2

@@ -52,8 +52,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "papaya/secagg": ("numpy", "cryptography"),
     "papaya/tsa": ("numpy", "cryptography"),
     "papaya/verifiable_log": ("numpy", "cryptography"),
-    "papaya/learning": ("numpy", "safetensors"),
-    "papaya/learning/torch": ("numpy", "safetensors", "torch"),
+    "papaya/learning": ("msgspec", "numpy"),
+    "papaya/learning/torch": ("msgspec", "numpy", "torch"),
 }
 
 # --- Rule 2: machines are pure -----------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The Aggregator: drives clients and turns their updates into versions (paper, "System Components")."""
+"""The Aggregator: drives clients, turns updates into versions (paper, "System Components")."""

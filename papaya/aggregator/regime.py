@@ -1,4 +1,4 @@
-"""All that differs between SyncFL and AsyncFL (paper, appendix "Switching between SyncFL and AsyncFL").
+"""All that differs between the regimes (paper, "Switching between SyncFL and AsyncFL").
 
     "Switching from SyncFL to AsyncFL in our system requires three small changes in behavior: client
     demand computation, handling of stale clients, and model aggregation."
@@ -34,7 +34,7 @@ def outlives(config: TaskConfig, initial_version: int, version: int) -> bool:
 def accepts(config: TaskConfig, initial_version: int, target: int) -> bool:
     """May an update from `initial_version` become part of version `target`?
 
-    SyncFL aggregates updates of exactly one version; AsyncFL any whose frozen staleness is in bounds.
+    SyncFL aggregates updates of exactly one version; AsyncFL any with frozen staleness in bounds.
     """
     return initial_version == target - 1 or not isinstance(config.regime, SyncFL)
 

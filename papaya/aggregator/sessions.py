@@ -1,4 +1,4 @@
-"""Virtual sessions of one task (paper, "Client Independence", appendix "Enforcing Max Concurrency").
+"""Virtual sessions of one task (paper, "Client Independence", "Enforcing Max Concurrency").
 
     "the system enforces an upper bound of concurrently participating clients (C) for every task
     [...] The client may have completed execution, or it may be considered dead due to missed

@@ -336,8 +336,9 @@ class HeldTask:
         return self._end(session, Completed(), "counted")
 
     def _on_version(self) -> Effects:
-        """ "After every server model update, the aggregator aborts clients whose staleness is
-        larger than a configurable parameter, maximum staleness." """
+        """Paper: "After every server model update, the aggregator aborts clients whose staleness
+        is larger than a configurable parameter, maximum staleness."
+        """
         self._count("versions")
         self.may_want_more = True
         oldest_allowed = max(0, self.ledger.version - self.pipeline.config.max_staleness)

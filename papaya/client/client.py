@@ -1,10 +1,10 @@
 """The Client (paper, "Client Independence"): one visit of one device, from check-in to the end.
 
-    CHECKING_IN ─▶ JOINING ─▶ DOWNLOADING ─▶ TRAINING ─▶ REPORTING ─▶ UPLOADING ─▶ COMPLETING ─▶ OVER
+    CHECKING_IN ▶ JOINING ▶ DOWNLOADING ▶ TRAINING ▶ REPORTING ▶ UPLOADING ▶ COMPLETING ▶ OVER
 
 "All stages happen within a virtual session": each request carries its ticket, may be sent again and
 may go through any selector. The client obeys an abort at once, gives up cleanly when a stage takes
-too long, never takes part against its own participation history, and never runs what a server sends.
+too long, never takes part against its own history, and never runs what a server sends.
 """
 
 from __future__ import annotations
@@ -253,13 +253,15 @@ class Client:
         return [Download(joined.parameters)]
 
     def _on_downloaded(self) -> Effects:
-        assert self.joined is not None and self.stage is Stage.DOWNLOADING
+        assert self.joined is not None
+        assert self.stage is Stage.DOWNLOADING
         self.stage = Stage.TRAINING
         joined = self.joined
         return [Train(joined.task, joined.session, joined.parameters, joined.training_timeout_s)]
 
     def _on_trained(self, now: float, trained: Trained) -> Effects:
-        assert self.joined is not None and self.stage is Stage.TRAINING
+        assert self.joined is not None
+        assert self.stage is Stage.TRAINING
         self.stage = Stage.REPORTING
         self._heartbeat_at, self._heartbeat_attempt = _NEVER, 0
         self._stage_ends += self.joined.heartbeat_s

@@ -1,5 +1,5 @@
-"""Participation history on the device (paper: "tracks prior participation history to enable fair and
-unbiased client selection").
+"""Participation history on the device (paper: "tracks prior participation history to enable
+fair and unbiased client selection").
 
 At most one participation per task within its gap, never below the device's own floor, and at most
 the task's maximum. It survives restarts: a threshold or a privacy budget counts devices only

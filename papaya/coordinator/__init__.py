@@ -1,1 +1,1 @@
-"""The Coordinator: assigns tasks to aggregators and clients to tasks (paper, "System Components")."""
+"""The Coordinator: tasks to aggregators, clients to tasks (paper, "System Components")."""

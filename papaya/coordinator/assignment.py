@@ -58,7 +58,7 @@ def assign(
     compatible: Callable[[DeviceClass], tuple[TaskId, ...]],
     rng: Random,
 ) -> dict[tuple[NodeId, DeviceClass, TaskId], int]:
-    """Give each held client one of its eligible tasks, uniformly. `wanted` is used up as it goes."""
+    """Give each held client one of its eligible tasks, uniformly; `wanted` is used up."""
     chosen: dict[tuple[NodeId, DeviceClass, TaskId], int] = {}
     for selector, device_class, count in held:
         eligible = [task for task in compatible(device_class) if wanted.get(task, 0) > 0]

@@ -70,6 +70,7 @@ class Coordinator:
         self._now = boot
         self._next_beat = boot
         self._token = 0
+        self._order = 0
         self._pending: dict[int, tuple[TaskId, FenceRow] | None] = {}
         self._reading = False
         self._loaded = False
@@ -346,7 +347,7 @@ class Coordinator:
 
     def _orders_for_aggregator(self, node: NodeId) -> Send:
         view = self.fleet.aggregators[node]
-        view.orders += 1
+        self._order += 1
         held = tuple(
             Placement(task, fence.seq, self.leases.count(task))
             for task, fence in self.fences.items()
@@ -356,7 +357,7 @@ class Coordinator:
             epoch=self.leadership.epoch,
             leader=self.node,
             boot=view.boot,
-            number=view.orders,
+            number=self._order,
             acked=view.number,
             tasks=held,
         )
@@ -364,14 +365,14 @@ class Coordinator:
 
     def _orders_for_selector(self, node: NodeId, assignments: tuple[Assignment, ...]) -> Send:
         view = self.fleet.selectors[node]
-        view.orders += 1
+        self._order += 1
         for assignment in assignments:
-            view.forward(view.orders, assignment.device_class, len(assignment.sessions))
+            view.forward(self._order, assignment.device_class, len(assignment.sessions))
         orders = SelectorOrders(
             epoch=self.leadership.epoch,
             leader=self.node,
             boot=view.boot,
-            number=view.orders,
+            number=self._order,
             acked=view.number,
             advertised=tuple(
                 Advertised(task, row.config.requirements)
@@ -390,7 +391,7 @@ class Coordinator:
         return Send(node, orders)
 
     def _wants(self, task: TaskId) -> bool:
-        """Demand now, or expected while a check-in is held: a free slot should find a client waiting."""
+        """Demand now, or expected while a check-in is held: a free slot finds a client waiting."""
         expected = self._ended_per_s(task) * self._config.hold_s
         return self.demand(task) > 0 or (expected >= 1 and self.tasks[task].state == "running")
 

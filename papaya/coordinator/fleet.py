@@ -18,7 +18,6 @@ class AggregatorView:
     def __init__(self, boot: float) -> None:
         self.boot = boot
         self.number = -1
-        self.orders = 0
         self.heard_at = 0.0
         self.overloaded_beats = 0
         self.tasks: dict[TaskId, TaskReport] = {}
@@ -52,7 +51,6 @@ class SelectorView:
         self.boot = boot
         self.number = -1
         self.heard_at = 0.0
-        self.orders = 0
         self.held: dict[DeviceClass, int] = {}
         self._in_flight: dict[int, dict[DeviceClass, int]] = {}
 

@@ -1,4 +1,4 @@
-"""What every message has in common: frozen, typed, tagged, bounded. Holds no rule of the protocol."""
+"""What all messages have in common: frozen, typed, tagged, bounded. No rule of the protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control (paper, "High Client Utilization" and appendix "Failure Recovery"): servers among themselves.
+"""Control (paper, "High Client Utilization", "Failure Recovery"): servers among themselves.
 
     AGGREGATOR ── AggregatorReport ──▶ COORDINATOR     demand, active, joined; also the heartbeat
                ◀── AggregatorOrders ──                 the tasks this aggregator holds, by row
@@ -19,7 +19,7 @@ from papaya.messages.selection import DeviceClass
 
 
 class TaskReport(Struct, frozen=True, gc=False):
-    """`joined` are the sessions that joined since the last acknowledged report: they confirm leases.
+    """`joined`: sessions that joined since the last acknowledged report; they confirm leases.
 
     `ended` counts sessions that ended at this holder; its growth paces the check-ins.
     """
@@ -57,7 +57,7 @@ class Placement(Struct, frozen=True, gc=False):
 
 
 class AggregatorOrders(Message, frozen=True):
-    """Every task that the rows give to this boot of the aggregator; what is not listed must stop."""
+    """Every task that the rows give to this boot; what is not listed must stop."""
 
     epoch: int
     leader: NodeId
@@ -108,7 +108,7 @@ class Assignment(Struct, frozen=True, gc=False):
 
 
 class SelectorOrders(Message, frozen=True):
-    """`wanting` are the tasks with demand; `check_ins_per_s` is this selector's share of the pace."""
+    """`wanting`: tasks with demand; `check_ins_per_s`: this selector's share of the pace."""
 
     epoch: int
     leader: NodeId

@@ -42,7 +42,7 @@ class DeviceClass(Struct, frozen=True, gc=False):
     excluded: ShortList = ()
 
     def fits(self, task: TaskId, requirements: Requirements) -> bool:
-        """Is the client "compatible with its requirements (e.g., can train the model of the task)"?"""
+        """Is it "compatible with its requirements (e.g., can train the model of the task)"?"""
         device = self.capabilities
         return (
             task not in self.excluded

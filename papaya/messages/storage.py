@@ -1,6 +1,6 @@
 """Storage: the rows of the state store and the one kind of transaction on them.
 
-    machine ── Transaction ──▶ STATE     all of `require` hold → all of `put` and `delete`, or nothing
+    machine ── Transaction ──▶ STATE     if all of `require` hold: all of `put` and `delete`
             ◀── Outcome ──────           committed | refused | unknown (read back before going on)
 
 The rules live in the machines: a store only compares rows. So a fence is `require fence row ==
@@ -23,7 +23,7 @@ class Row(Struct, frozen=True, gc=False, tag=True):
 
 
 class LeaderRow(Row, frozen=True):
-    """Who leads. It changes with every renewal: a candidate that sees it change sees a live leader."""
+    """Who leads. Every renewal changes it: who sees it change sees a live leader."""
 
     holder: NodeId
     boot: float
@@ -87,7 +87,7 @@ class OptimizerRow(Row, frozen=True):
 
 
 class ConsumedRow(Row, frozen=True):
-    """The members of one version, kept until their tickets expire whatever happens to the version."""
+    """The members of one version, kept until their tickets expire whatever becomes of it."""
 
     version: int
     members: tuple[Member, ...]

@@ -1,4 +1,4 @@
-"""Tickets: what lets the next stage go on at any selector and any aggregator (paper, virtual sessions).
+"""Tickets: with them the next stage goes on at any server (paper, "virtual sessions").
 
     AssignmentTicket   from the Selector   session, task, sequence number, confirm-by
     SessionTicket      from join           + initial version, parameters, expiry
@@ -77,7 +77,7 @@ class Keyring:
 
 
 def claim_of(sealed: bytes) -> AnyTicket:
-    """What a ticket claims. Unverified: good for routing and for finding a session to compare with."""
+    """What a ticket claims. Unverified: good for routing and for finding the session."""
     return _decode(sealed)
 
 

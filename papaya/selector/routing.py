@@ -24,7 +24,7 @@ class AssignmentMap:
         self._routes = {route.task: route for route in routes}
 
     def route(self, ticket: AnyTicket) -> NodeId | None:
-        """Where a request goes; None when the map knows no holder or the ticket is newer than it."""
+        """Where a request goes; None without a known holder, or when the ticket is newer."""
         route = self._routes.get(ticket.task)
         if route is None or ticket.seq > route.seq:
             return None

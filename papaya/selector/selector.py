@@ -225,7 +225,7 @@ class Selector:
         return effects
 
     def _report_within(self, now: float, interval_s: float) -> None:
-        """What the Coordinator may be waiting for goes at once, a change of counts a little later."""
+        """What the Coordinator may wait for goes at once, a change of counts a little later."""
         self._report_due = min(self._report_due, max(now, self._reported_at + interval_s))
 
     def _report_if_due(self, now: float) -> Effects:

@@ -1,1 +1,1 @@
-"""The simulator: the very machines that run in production, under virtual time, a seed and faults."""
+"""The simulator: the very machines of production, under virtual time, a seed and faults."""

@@ -1,8 +1,8 @@
 """What must hold, checked after every event, by watching from outside.
 
-Checkers see what an all-knowing auditor could: every transaction as the store applies it, every blob
-that goes, every answer to a device. They keep books of their own and share no rule with the machines;
-where a machine can see a promise broken by itself, its `check()` is called too.
+Checkers see what an all-knowing auditor could: every transaction as the store applies it, every
+blob that goes, every answer to a device. They keep books of their own and share no rule with the
+machines; where a machine can see a promise broken by itself, its `check()` is called too.
 """
 
 from __future__ import annotations
@@ -323,9 +323,9 @@ class CheckedCluster(Cluster):
             return
         for target in (books.version + 1, books.version + 2):
             record = self.state.rows.get(record_key(task, target))
-            if isinstance(record, RecordRow):
-                if any(member.session == session for member in record.members):
-                    return
+            members = record.members if isinstance(record, RecordRow) else ()
+            if any(member.session == session for member in members):
+                return
         raise InvariantError(f"{session} was acknowledged by {task} but is in no version or record")
 
     def check_acknowledged(self) -> None:

@@ -144,7 +144,7 @@ class Faults:
 
 
 class Hostile:
-    """Devices that replay accepted uploads and forge tickets, through the same door as all others."""
+    """Devices that replay accepted uploads and forge tickets, through the same door as all."""
 
     def __init__(self, cluster: Cluster, rng: Random, until: float) -> None:
         self._cluster = cluster

@@ -180,12 +180,12 @@ class AggregatorHost(Host):
         super().__init__(cluster, node, make)
         self._shards = Shards()
         self._carry_out |= {
-            Keep: lambda work: self._shards.keep(work),
+            Keep: self._keep,
             Fold: self._fold,
             Snapshot: self._snapshot,
             Restore: self._restore,
             Step: self._step,
-            Drop: lambda work: self._shards.drop(work),
+            Drop: self._drop,
             DeleteBlobs: self._delete_blobs,
         }
 
@@ -197,6 +197,12 @@ class AggregatorHost(Host):
         """Write and sync, before any row may name them."""
         for key, data in blobs:
             self.cluster.blobs.put(key, data)
+
+    def _keep(self, work: Keep) -> None:
+        self._shards.keep(work)
+
+    def _drop(self, work: Drop) -> None:
+        self._shards.drop(work)
 
     def _fold(self, work: Fold) -> None:
         folded = self._shards.fold(work)

@@ -1,7 +1,7 @@
 """The network between processes: delay, loss, duplication, reordering, partitions.
 
 Delays are drawn for each message, so messages overtake each other. A partition cuts both directions
-between two groups of servers until it is healed. Nothing is ever corrupted: checksums and seals turn
+between two groups of servers until it is healed. Nothing is corrupted: checksums and seals turn
 that into loss.
 """
 

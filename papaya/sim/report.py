@@ -21,7 +21,7 @@ from msgspec import Struct
 from papaya.aggregator.aggregator import Aggregator
 from papaya.client.work import Finish
 from papaya.config import SyncFL, TaskConfig
-from papaya.messages.base import NodeId, TaskId
+from papaya.messages.base import TaskId
 from papaya.messages.storage import (
     ConsumedRow,
     FenceRow,
@@ -217,7 +217,7 @@ class Watched(Cluster):
             watch.sample(now, self.active(task), at_work[task])
 
     def _on_transaction(
-        self, node: NodeId, transaction: Transaction, before: dict[str, Row]
+        self, writer: object, transaction: Transaction, before: dict[str, Row]
     ) -> None:
         for key, row in transaction.put:
             if isinstance(row, VersionRow) and key not in before:

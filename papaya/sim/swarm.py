@@ -1,8 +1,8 @@
 """The swarm: random clusters under random faults, first for safety, then healed for liveness.
 
 One seed picks everything: the cluster's shape, its tasks, the fleet, the faults and their times. A
-failure is a seed; the same seed gives the same trace hash in any process. `plant` breaks one rule on
-purpose, to show that the swarm would notice.
+failure is a seed; the same seed gives the same trace hash in any process. `plant` breaks one rule
+on purpose, to show that the swarm would notice.
 """
 
 from __future__ import annotations

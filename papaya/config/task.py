@@ -1,4 +1,4 @@
-"""What a person may configure: a task and a server. Refuses every value that cannot work.
+"""A task as its owner configures it. Refuses every value that cannot work.
 
 Paper, "Experimental Setup": "Our system has two configuration parameters. First, for both SyncFL
 and AsyncFL tasks, concurrency [...]. Second, for AsyncFL tasks, K is the aggregation goal".
@@ -16,6 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from papaya.config.checks import require, require_positive_s
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 
@@ -23,21 +24,6 @@ _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
-
-
-def _require(holds: bool, field: str, value: object, problem: str, remedy: str) -> None:
-    if not holds:
-        raise ConfigError.of(field, value, problem, remedy)
-
-
-def _require_positive_s(field: str, value: float) -> None:
-    _require(
-        math.isfinite(value) and value > 0,
-        field,
-        value,
-        "a time must be finite and longer than zero seconds",
-        f"set {field} to a positive number of seconds",
-    )
 
 
 class AsyncFL(Struct, frozen=True, tag="async", forbid_unknown_fields=True):
@@ -65,7 +51,7 @@ class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for field, value in (("rate", self.rate), ("epsilon", self.epsilon)):
-            _require(
+            require(
                 value is None or (math.isfinite(value) and value > 0),
                 f"optimizer.{field}",
                 value,
@@ -77,7 +63,7 @@ class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
             ("beta1", self.beta1),
             ("beta2", self.beta2),
         ):
-            _require(
+            require(
                 0 <= value < 1,
                 f"optimizer.{field}",
                 value,
@@ -182,8 +168,8 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             if self.max_staleness < 4 * concurrency / goal:
                 found.append(
                     f"max_staleness = {self.max_staleness} is below 4 x concurrency / "
-                    f"aggregation_goal = {4 * concurrency / goal:.0f}: slow clients will be aborted "
-                    "and the model biased against them"
+                    f"aggregation_goal = {4 * concurrency / goal:.0f}: slow clients will be "
+                    "aborted and the model biased against them"
                 )
         if self.regime == SyncFL(over_selection=0.0) and concurrency > 100:
             found.append(
@@ -202,7 +188,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return found
 
     def _check_size(self) -> None:
-        _require(
+        require(
             _TASK_ID.fullmatch(self.task) is not None,
             "task",
             self.task,
@@ -215,17 +201,17 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ("max_examples", self.max_examples),
             ("keep_versions", self.keep_versions),
         ):
-            _require(
+            require(
                 value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
             )
-        _require(
+        require(
             self.model_length <= MAX_MODEL_LENGTH,
             "model_length",
             self.model_length,
             f"is above the limit of {MAX_MODEL_LENGTH} parameters (4 GiB)",
             "train a smaller model, or a part of it",
         )
-        _require(
+        require(
             self.clip is None or (math.isfinite(self.clip) and self.clip > 0),
             "clip",
             self.clip,
@@ -236,7 +222,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def _check_regime(self) -> None:
         match self.regime:
             case SyncFL(over_selection=over_selection):
-                _require(
+                require(
                     math.isfinite(over_selection) and over_selection >= 0,
                     "regime.over_selection",
                     over_selection,
@@ -244,14 +230,14 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                     "use 0 for no over-selection, or 0.3 as in the paper",
                 )
             case AsyncFL(aggregation_goal=goal, max_staleness=limit):
-                _require(
+                require(
                     goal is None or goal >= 1,
                     "regime.aggregation_goal",
                     goal,
                     "a server update needs at least one client update",
                     f"leave it out for 10 % of concurrency ({max(1, self.concurrency // 10)})",
                 )
-                _require(
+                require(
                     limit is None or limit >= 0,
                     "regime.max_staleness",
                     limit,
@@ -265,17 +251,17 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ("upload_timeout_s", self.upload_timeout_s),
             ("commit_interval_s", self.commit_interval_s),
         ):
-            _require_positive_s(field, value)
+            require_positive_s(field, value)
 
     def _check_participation(self) -> None:
-        _require(
+        require(
             math.isfinite(self.participation_gap_s) and self.participation_gap_s >= 0,
             "participation_gap_s",
             self.participation_gap_s,
             "must be finite and not negative",
             "use 3600, or 0 in a demonstration",
         )
-        _require(
+        require(
             self.max_participations is None or self.max_participations >= 1,
             "max_participations",
             self.max_participations,
@@ -286,7 +272,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def _check_secure_aggregation(self, secure: SecureAggregation) -> None:
         goal = self.aggregation_goal
         if secure.threshold is not None:
-            _require(
+            require(
                 1 <= secure.threshold <= goal,
                 "secure_aggregation.threshold",
                 secure.threshold,
@@ -305,7 +291,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         # The grid's step must stay below a quarter of the root-mean-square coordinate of an
         # update at the clip, or most coordinates round to nothing.
         needed = 4 * math.sqrt(self.model_length)
-        _require(
+        require(
             fixed_point.levels(goal) >= needed,
             "aggregation_goal",
             goal,
@@ -314,91 +300,10 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             f"lower aggregation_goal (or concurrency) below {int(2**31 / needed)}",
         )
         step = self.clip / fixed_point.levels(goal)
-        _require(
+        require(
             step >= _FLOAT32_TINY and goal * self.clip <= _FLOAT32_MAX,
             "clip",
             self.clip,
             "leaves no fixed-point precision: the sum or one step of the grid is not a float32",
             "choose a clip near the norm of real updates, usually between 0.01 and 100",
-        )
-
-
-class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One heartbeat; the rest follows. The other fields bound what a server will hold."""
-
-    heartbeat_s: float = 10.0
-    hold_s: float = 20.0
-    min_report_interval_s: float = 0.02
-    held_report_interval_s: float = 0.5
-    max_held: int = 10_000
-    upload_slots: int = 32
-    chunk_bytes: int = 1 << 20
-    pace: float = 1.5
-    min_retry_s: float = 5.0
-    max_retry_s: float = 7 * 86400.0
-
-    def __post_init__(self) -> None:
-        for field in (
-            "heartbeat_s",
-            "hold_s",
-            "min_report_interval_s",
-            "held_report_interval_s",
-            "pace",
-            "min_retry_s",
-            "max_retry_s",
-        ):
-            _require_positive_s(field, getattr(self, field))
-        for field in ("max_held", "upload_slots", "chunk_bytes"):
-            value = getattr(self, field)
-            _require(
-                value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
-            )
-        _require(
-            self.min_retry_s <= self.max_retry_s,
-            "min_retry_s",
-            self.min_retry_s,
-            f"is above max_retry_s = {self.max_retry_s:g}",
-            "lower min_retry_s",
-        )
-
-    @property
-    def dead_after_s(self) -> float:
-        """Silence after which a client or an aggregator counts as dead."""
-        return 3 * self.heartbeat_s
-
-    @property
-    def confirm_by_s(self) -> float:
-        """How long an accepted client may take to join."""
-        return 3 * self.heartbeat_s
-
-    @property
-    def leader_lease_s(self) -> float:
-        """How long a candidate watches an unchanged lease before it takes over."""
-        return 3 * self.heartbeat_s
-
-    @property
-    def recovery_s(self) -> float:
-        """A new leader outwaits every assignment of the old one ("typically 30s")."""
-        return 3 * self.heartbeat_s
-
-
-class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a device talks to selectors. `participation_floor_s` is the device's own, not a task's."""
-
-    request_timeout_s: float = 10.0
-    check_in_timeout_s: float = 30.0
-    backoff_s: float = 0.5
-    max_backoff_s: float = 5.0
-    give_up_s: float = 60.0
-    participation_floor_s: float = 3600.0
-
-    def __post_init__(self) -> None:
-        for field in self.__struct_fields__[:-1]:
-            _require_positive_s(field, getattr(self, field))
-        _require(
-            math.isfinite(self.participation_floor_s) and self.participation_floor_s >= 0,
-            "participation_floor_s",
-            self.participation_floor_s,
-            "must be finite and not negative",
-            "use 3600, or 0 in a demonstration",
         )

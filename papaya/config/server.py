@@ -1,0 +1,95 @@
+"""What operators of servers and owners of devices may configure.
+
+Paper, appendix "Failure Recovery": failures are detected "after several missed heartbeats", and the
+recovery period is "typically 30s". One heartbeat is configured; every other time follows from it,
+so that no two of them can contradict each other.
+"""
+
+from __future__ import annotations
+
+import math
+
+from msgspec import Struct
+
+from papaya.config.checks import require, require_positive_s
+
+
+class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One heartbeat; the rest follows. The other fields bound what a server will hold."""
+
+    heartbeat_s: float = 10.0
+    hold_s: float = 20.0
+    min_report_interval_s: float = 0.02
+    held_report_interval_s: float = 0.5
+    max_held: int = 10_000
+    upload_slots: int = 32
+    chunk_bytes: int = 1 << 20
+    pace: float = 1.5
+    min_retry_s: float = 5.0
+    max_retry_s: float = 7 * 86400.0
+
+    def __post_init__(self) -> None:
+        for field in (
+            "heartbeat_s",
+            "hold_s",
+            "min_report_interval_s",
+            "held_report_interval_s",
+            "pace",
+            "min_retry_s",
+            "max_retry_s",
+        ):
+            require_positive_s(field, getattr(self, field))
+        for field in ("max_held", "upload_slots", "chunk_bytes"):
+            value = getattr(self, field)
+            require(
+                value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
+            )
+        require(
+            self.min_retry_s <= self.max_retry_s,
+            "min_retry_s",
+            self.min_retry_s,
+            f"is above max_retry_s = {self.max_retry_s:g}",
+            "lower min_retry_s",
+        )
+
+    @property
+    def dead_after_s(self) -> float:
+        """Silence after which a client or an aggregator counts as dead."""
+        return 3 * self.heartbeat_s
+
+    @property
+    def confirm_by_s(self) -> float:
+        """How long an accepted client may take to join."""
+        return 3 * self.heartbeat_s
+
+    @property
+    def leader_lease_s(self) -> float:
+        """How long a candidate watches an unchanged lease before it takes over."""
+        return 3 * self.heartbeat_s
+
+    @property
+    def recovery_s(self) -> float:
+        """A new leader outwaits every assignment of the old one ("typically 30s")."""
+        return 3 * self.heartbeat_s
+
+
+class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a device talks to selectors; `participation_floor_s` is its own, not a task's."""
+
+    request_timeout_s: float = 10.0
+    check_in_timeout_s: float = 30.0
+    backoff_s: float = 0.5
+    max_backoff_s: float = 5.0
+    give_up_s: float = 60.0
+    participation_floor_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for field in self.__struct_fields__[:-1]:
+            require_positive_s(field, getattr(self, field))
+        require(
+            math.isfinite(self.participation_floor_s) and self.participation_floor_s >= 0,
+            "participation_floor_s",
+            self.participation_floor_s,
+            "must be finite and not negative",
+            "use 3600, or 0 in a demonstration",
+        )
