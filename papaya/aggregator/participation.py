@@ -205,7 +205,7 @@ class Participation:
     ) -> Effects:
         if session.upload_ticket is None:
             staleness = self._staleness(held, session)
-            if staleness > held.ledger.config.max_staleness:
+            if staleness > held.pipeline.max_staleness:
                 return [*held.end(session, "stale"), Reply(reply_to, Aborted("stale"))]
             self._grant(now, held, session, staleness, request.examples)
         ticket = session.upload_ticket

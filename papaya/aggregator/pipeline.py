@@ -40,8 +40,9 @@ class Pipeline:
         self.config = ledger.config
         self.token = 0
         self._tokens = tokens
-        goal = self.config.aggregation_goal
-        self._buffers = {t: Buffer.of_record(r, goal) for t, r in ledger.records.items()}
+        self.max_staleness = self.config.max_staleness
+        self._goal = self.config.aggregation_goal
+        self._buffers = {t: Buffer.of_record(r, self._goal) for t, r in ledger.records.items()}
         self._transaction: Transaction | None = None
         self._is_busy = True  # until the sums are restored
         self._commit_due = _NEVER
@@ -101,7 +102,7 @@ class Pipeline:
 
     def _buffer(self, target: int) -> Buffer:
         if target not in self._buffers:
-            self._buffers[target] = Buffer(target, self.config.aggregation_goal)
+            self._buffers[target] = Buffer(target, self._goal)
         return self._buffers[target]
 
     # -- one operation at a time ------------------------------------------------------------

@@ -65,6 +65,8 @@ class HeldTask:
         self._slots = slots
         self._tokens = tokens
         self._read_token = 0
+        self._swept_at = 0.0
+        self._sweep_s = server.heartbeat_s / 20
         self._overflow: deque[SessionId] = deque()
         self._joined: dict[SessionId, int | None] = {}
 
@@ -341,7 +343,7 @@ class HeldTask:
         """
         self._count("versions")
         self.may_want_more = True
-        oldest_allowed = max(0, self.ledger.version - self.pipeline.config.max_staleness)
+        oldest_allowed = max(0, self.ledger.version - self.pipeline.max_staleness)
         effects: Effects = []
         for session in self.sessions.training_from(range(oldest_allowed)):
             effects += self.end(session, "stale")
@@ -350,12 +352,15 @@ class HeldTask:
     # -- time -------------------------------------------------------------------------------
 
     def wake(self, now: float) -> Effects:
+        self._swept_at = now
         return [*self.expire(now), *self.pipeline.pump(now)]
 
     def next_wake(self) -> float:
         if self.phase is not Phase.SERVING:
             return float("inf")
-        return min(self.sessions.next_deadline(), self.pipeline.next_wake())
+        # Deadlines are swept together: most have moved or become pointless when they come.
+        sweep = max(self.sessions.next_deadline(), self._swept_at + self._sweep_s)
+        return min(sweep, self.pipeline.next_wake())
 
     def check(self) -> None:
         if self.phase is Phase.SERVING:

@@ -10,7 +10,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from papaya.cli.output import Commands, Progress, add_format, note, print_json, table, whole
+from papaya.cli.output import (
+    Commands,
+    Progress,
+    add_format,
+    make_folder,
+    note,
+    positive,
+    print_json,
+    table,
+    whole,
+)
 from papaya.cli.simulate import describe
 from papaya.config import AsyncFL
 from papaya.sim.cluster import ClusterConfig
@@ -30,7 +40,7 @@ def add_to(commands: Commands) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--hours", type=float, default=0.5, metavar="H", help="of virtual time")
+    parser.add_argument("--hours", type=positive, default=0.5, metavar="H", help="of virtual time")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="one seed, one run")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="for the plot"
@@ -43,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
     tasks = protocol_tasks(regime=AsyncFL(GOAL), concurrency=CONCURRENCY)
     config = ClusterConfig(tasks=tasks)
+    folder = make_folder(options.output)
     note(
         f"Simulating {options.hours:g} h with {CONCURRENCY:,} clients at a time, "
         f"of a fleet of {config.population.size:,} phones, three times."
@@ -54,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
             options.hours,
             progress=lambda name, moment: progress.update(name, *describe(moment)),
         )
-    plot = plots.draw(reports, options.output / "utilization.png", _TITLE)
+    plot = plots.draw(reports, folder / "utilization.png", _TITLE)
     if options.format == "json":
         print_json(reports)
     else:

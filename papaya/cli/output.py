@@ -7,9 +7,11 @@ stays readable. `rich` is loaded only for the live display.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 import msgspec
@@ -36,12 +38,9 @@ def whole(at_least: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         try:
-            number = float(text)
-            value = int(text) if text.lstrip("-").isdecimal() else int(number)
+            value = _short(text) if "e" in text else int(text)
         except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value != number and not text.lstrip("-").isdecimal():
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
         if value < at_least:
             raise argparse.ArgumentTypeError(f"{text} is below {at_least}")
         return value
@@ -49,8 +48,36 @@ def whole(at_least: int) -> Callable[[str], int]:
     return parse
 
 
+def positive(text: str) -> float:
+    """An argparse type: a finite number above zero."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _short(text: str) -> int:
+    number = float(text)
+    if number != int(number):
+        raise ValueError(text)
+    return int(number)
+
+
 def print_json(value: object) -> None:
     print(msgspec.json.encode(value).decode())
+
+
+def make_folder(path: Path) -> Path:
+    """Before a long run, so that its results find a place."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "choose another folder with --output"
+        raise OperatorError(f"{path} cannot be made: {error.strerror}", hint=hint) from error
+    return path
 
 
 def note(text: str) -> None:
@@ -102,7 +129,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _print(self, name: str, done: float, words: str) -> None:
-        if done >= min(1.0, self._printed.get(name, 0.0) + _PLAIN_STEP):
+        if name not in self._printed or done >= min(1.0, self._printed[name] + _PLAIN_STEP):
             self._printed[name] = done
             print(f"{name}: {100 * done:.0f} %, {words}", file=self._stream, flush=True)
 

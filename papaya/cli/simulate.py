@@ -12,7 +12,16 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from papaya.cli.output import Commands, Progress, add_format, note, print_json, whole
+from papaya.cli.output import (
+    Commands,
+    Progress,
+    add_format,
+    make_folder,
+    note,
+    positive,
+    print_json,
+    whole,
+)
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import OperatorError
 from papaya.sim.cluster import ClusterConfig
@@ -57,11 +66,15 @@ def add_to(commands: Commands) -> None:
         "--population", type=whole(1), default=DEFAULT.size, metavar="N", help="devices"
     )
     fleet.add_argument(
-        "--supply", type=float, default=1.5, metavar="X", help="check-ins per expected completion"
+        "--supply",
+        type=positive,
+        default=1.5,
+        metavar="X",
+        help="check-ins per expected completion",
     )
     for role in ("coordinators", "selectors", "aggregators"):
         fleet.add_argument(f"--{role}", type=whole(1), default=1, metavar="N", help="how many")
-    parser.add_argument("--hours", type=float, default=0.5, metavar="H", help="of virtual time")
+    parser.add_argument("--hours", type=positive, default=0.5, metavar="H", help="of virtual time")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="one seed, one run")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/simulate"), metavar="DIR", help="for the files"
@@ -73,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
     from papaya.sim import plots  # before the run: a missing matplotlib should not cost one
 
     config = _configuration(options)
+    folder = make_folder(options.output)
     for warning in config.tasks[0].warnings():
         note(f"warning: {warning}")
     name = regime_name(config.tasks[0])
@@ -83,14 +97,13 @@ def run(options: argparse.Namespace) -> int:
             options.hours,
             progress=lambda moment: progress.update(name, *describe(moment)),
         )
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "report.json").write_bytes(msgspec.json.encode(report))
-    plot = plots.draw({name: report}, options.output / "plot.png", "A simulated fleet")
+    (folder / "report.json").write_bytes(msgspec.json.encode(report))
+    plot = plots.draw({name: report}, folder / "plot.png", "A simulated fleet")
     if options.format == "json":
         print_json(report)
     else:
         print(report.summary())
-    note(f"\nreport: {options.output / 'report.json'}\nplot:   {plot}")
+    note(f"\nreport: {folder / 'report.json'}\nplot:   {plot}")
     return 0
 
 
@@ -101,8 +114,6 @@ def describe(moment: Moment) -> tuple[float, str]:
 
 
 def _configuration(options: argparse.Namespace) -> ClusterConfig:
-    if options.supply <= 0:
-        raise OperatorError(f"--supply {options.supply:g}: no device would come", hint="use 1.5")
     tasks = protocol_tasks(
         options.tasks,
         regime=_regime(options),

@@ -44,6 +44,8 @@ class History:
 
     def excluded(self, now: float) -> tuple[TaskId, ...]:
         """Tasks to name at check-in, newest first; `allows` is asked again after joining."""
+        if not self._entries:
+            return ()
         barred = [
             (-entry.last_at, task)
             for task, entry in self._entries.items()

@@ -50,7 +50,7 @@ class Waiting:
 
 
 class Selector:
-    """Invariants: held <= max_held; a held device is answered within hold_s, once."""
+    """Invariants: held <= max_held; a held device is answered once, soon after hold_s at most."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class Selector:
         self._number = 0
         self._reported_at = -float("inf")
         self._report_due = boot
+        self._expired_at = boot
         self._next_beat = boot + config.heartbeat_s
 
     # -- the machine contract ---------------------------------------------------------------
@@ -94,6 +95,7 @@ class Selector:
         raise ProtocolError(f"a selector does not take {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
+        self._expired_at = now
         effects = self._expire(now)
         if now >= self._next_beat:
             self._next_beat = now + self._config.heartbeat_s
@@ -103,7 +105,10 @@ class Selector:
 
     def next_wake(self) -> float:
         due = min(self._next_beat, self._report_due)
-        return min(due, self._in_order[0].deadline) if self._in_order else due
+        if not self._in_order:
+            return due
+        sweep = self._expired_at + self._config.held_report_interval_s
+        return min(due, max(self._in_order[0].deadline, sweep))
 
     def check(self) -> None:
         waiting = sum(entry.handle is not None for entry in self._in_order)

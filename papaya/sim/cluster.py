@@ -32,7 +32,7 @@ from papaya.messages.storage import submission
 from papaya.messages.tickets import Keyring
 from papaya.selector.selector import Selector
 from papaya.sim.devices import Device
-from papaya.sim.engine import Engine
+from papaya.sim.engine import Engine, TimerWheel
 from papaya.sim.hosts import AggregatorHost, Host
 from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
@@ -74,6 +74,7 @@ class Cluster:
         self.config = config
         self.seed = seed
         self.engine = Engine()
+        self.wheel = TimerWheel(self.engine, config.server.heartbeat_s / 20)
         self.network = Network(self.engine, self._rng("network"), config.network)
         self.state = StateTwin(self.engine, self._rng("state"), config.storage)
         self.blobs = BlobTwin(self._rng("blobs"))

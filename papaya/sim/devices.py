@@ -101,16 +101,16 @@ class Device:
             self._arm()
 
     def _arm(self) -> None:
+        """Only an earlier timer is news: a later one re-arms itself when the armed one fires."""
         due = self.machine.next_wake()
         if due < self._armed_for:
             self._armed_for = due
-            self._engine.at(max(due, self._engine.now), self._on_timer, due)
+            self.cluster.wheel.at(due, self._on_timer)
 
-    def _on_timer(self, due: float) -> None:
-        if not self.is_present or due != self._armed_for:
+    def _on_timer(self, now: float) -> None:
+        if not self.is_present or now < self._armed_for:
             return
         self._armed_for = float("inf")
-        now = self._engine.now
         if self.machine.next_wake() <= now:
             self.perform(self.machine.wake(now))
         else:
