@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from papaya/config.py, so that the page cannot drift from the code.
+"""Writes docs/configuration.md from papaya/config, so that the page cannot drift from the code.
 
 Types, defaults, derived values, warnings and refusals are asked of the code: each refusal on the
 page is an error that was raised while the page was made. Only the meaning of a field is written
@@ -150,12 +150,13 @@ UNWISE: list[dict[str, Any]] = [
 
 
 TEMPLATE = """\
-<!-- Written by tools/configuration_reference.py: change papaya/config.py or the script instead. -->
+<!-- Written by tools/configuration_reference.py: change papaya/config or the script instead. -->
 
 # Configuration
 
-Three structs in [`papaya/config.py`](../papaya/config.py) hold all that a person sets: one for a
-task, one for the servers, one for a device. Times are in seconds (`_s`), sizes in bytes (`_bytes`).
+Three structs hold all that a person sets: one for a task (`papaya/config/task.py`), one for the
+servers and one for a device (`papaya/config/server.py`). Times are in seconds (`_s`), sizes in
+bytes (`_bytes`).
 
 - A value that cannot work is refused, with its remedy. The tables of refusals below are what the
   code answered when this page was made.

@@ -110,7 +110,8 @@ class Aggregator:
         if held is None or held.phase is not Phase.SERVING:
             after_s = self._config.heartbeat_s / 4
             return [Reply(reply_to, Retry("this aggregator does not serve the task", after_s))]
-        return self._participation.answer(now, held, request, claim, reply_to)
+        overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
+        return overdue + self._participation.answer(now, held, request, claim, reply_to)
 
     def _on_work(
         self, now: float, message: Folded | Snapshotted | Stepped | StepFailed | Restored

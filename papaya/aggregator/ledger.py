@@ -112,6 +112,8 @@ class Ledger:
                 self._fenced(),
                 self._at_head(),
                 (record_key(self.task, target), record),
+                # The owner may have marked one meanwhile: then it is not ours to delete.
+                *((version_key(self.task, v), self.versions[v]) for v in old),
             ),
             put=(
                 (version_key(self.task, target), version),
@@ -166,12 +168,12 @@ class Ledger:
         last = self.version + 1 - self.config.keep_versions
         outlived = []
         for version, row in self.versions.items():
-            if row.marked:
-                continue
-            successor = self.versions.get(version + 1)
-            if version > last or successor is None or successor.created + ticket_life_s > now:
+            # Until version v + 1 was seen to be committed clients joined v; v + 2 came after that.
+            later = [r.created for v, r in self.versions.items() if v >= version + 2]
+            if version > last or not later or later[0] + ticket_life_s > now:
                 break
-            outlived.append(version)
+            if not row.marked:
+                outlived.append(version)
         return outlived
 
     def _settled_consumed(self, now: float) -> list[int]:

@@ -8,6 +8,7 @@ while there is room; an ended session is told how it ended.
 
 from __future__ import annotations
 
+from hmac import compare_digest
 from zlib import crc32
 
 from papaya.aggregator import regime
@@ -94,7 +95,8 @@ class Participation:
                     session = self._participant(now, held, request.ticket, claim)
                     return self._leave(held, session, reply_to)
         except Ended as ended:
-            return [Reply(reply_to, ended.answer)]
+            has_left = isinstance(request, Leave) and ended.answer == Aborted("left")
+            return [Reply(reply_to, Left() if has_left else ended.answer)]
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
 
@@ -103,29 +105,31 @@ class Participation:
     def _participant(self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave; these carry either kind of later ticket."""
         session = held.sessions.active.get(claim.session)
-        if session is not None and sealed in (session.sealed, session.upload_sealed):
+        if session is not None and _is_known(sealed, session):
             session.seen_at = now
             return session
         if isinstance(claim, UploadTicket):
             return self._uploader(now, held, sealed, claim)
         ticket = self._keyring.open(sealed, SessionTicket)
         self._tell_if_ended(held, ticket)
+        if now >= ticket.expires:
+            raise TicketError("the session has expired")
         if session is None:
-            if now > ticket.expires:
-                raise TicketError("the session has expired")
             if regime.outlives(held.ledger.config, ticket.version, held.ledger.version):
                 raise Ended(Aborted("stale"))
             session = self._adopt(now, held, ticket, sealed)
+        elif session.is_training:
+            held.sessions.rebase(session, ticket, sealed)
         session.seen_at = now
         return session
 
     def _uploader(self, now: float, held: HeldTask, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a chunk or a completion."""
         session = held.sessions.active.get(claim.session)
-        if session is None or session.upload_sealed != sealed:
+        if session is None or not compare_digest(sealed, session.upload_sealed):
             ticket = self._keyring.open(sealed, UploadTicket)
             self._tell_if_ended(held, ticket)
-            if now > ticket.upload_by:
+            if now >= ticket.upload_by:
                 raise TicketError("the upload came too late")
             if not regime.accepts(held.ledger.config, ticket.version, held.ledger.version + 1):
                 raise Ended(Aborted("round_over"))
@@ -277,6 +281,11 @@ class Participation:
             session.answer_to.append(reply_to)  # too late to take it back: tell how it ends
             return []
         return [*held.end(session, "left"), Reply(reply_to, Left())]
+
+
+def _is_known(sealed: bytes, session: Session) -> bool:
+    """The very ticket that was sealed before: no need to open it again."""
+    return compare_digest(sealed, session.sealed) or compare_digest(sealed, session.upload_sealed)
 
 
 def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:

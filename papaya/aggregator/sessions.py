@@ -92,8 +92,18 @@ class Sessions:
         session.upload_ticket, session.upload_sealed = ticket, sealed
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
 
+    def rebase(self, session: Session, ticket: SessionTicket, sealed: bytes) -> None:
+        """The ticket that the client shows tells what it trains from.
+
+        A doubled join at a successor may have opened the session under a newer version.
+        """
+        self._forget_training(session)
+        session.ticket, session.sealed = ticket, sealed
+        self._training.setdefault(session.version, {})[session.id] = session
+        self.refile(session)
+
     def refile(self, session: Session) -> None:
-        """Its deadline counts again: it is no longer in a buffer."""
+        """Its deadline has changed to one that may be earlier."""
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
 
     def end(self, session: Session, answer: Completed | Aborted, keep_until: float) -> None:

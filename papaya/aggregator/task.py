@@ -20,20 +20,27 @@ from papaya.aggregator import regime
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session, Sessions
-from papaya.aggregator.upload import Slots
+from papaya.aggregator.upload import Slots, chunk_count
 from papaya.aggregator.work import Drop, Folded, Snapshotted, StepFailed, Stepped
-from papaya.config import ServerConfig
+from papaya.config import ServerConfig, TaskConfig
 from papaya.machine import Effects, Read, Reply
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.control import TaskReport
-from papaya.messages.participation import Aborted, AbortReason, Completed, Incomplete, Retry
+from papaya.messages.participation import (
+    MAX_CHUNKS,
+    Aborted,
+    AbortReason,
+    Completed,
+    Incomplete,
+    Retry,
+)
 from papaya.messages.storage import FenceRow, Member, Rows, Transacted, holder_prefixes
 
 
 class Phase(Enum):
     LOADING = "reading what is durable"
     SERVING = "serving clients"
-    HALTED = "its next version cannot be made"
+    HALTED = "waiting for its owner"
     STOPPED = "held by another aggregator"
 
 
@@ -65,6 +72,7 @@ class HeldTask:
         self._slots = slots
         self._tokens = tokens
         self._read_token = 0
+        self._margin_s = server.heartbeat_s
         self._swept_at = 0.0
         self._sweep_s = server.heartbeat_s / 20
         self._overflow: deque[SessionId] = deque()
@@ -85,15 +93,27 @@ class HeldTask:
     def awaits(self, token: int) -> bool:
         if self.phase is Phase.LOADING:
             return token == self._read_token
-        return token == self.pipeline.token
+        return self.phase is Phase.SERVING and token == self.pipeline.token
 
     def on_rows(self, rows: Rows) -> Effects:
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
+        problem = self._problem(ledger.config)
+        if problem:
+            return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
         self._overflow.clear()
         return [*self._settle_sessions(), self.pipeline.restore()]
+
+    def _problem(self, config: TaskConfig) -> str:
+        """Why this aggregator must not serve the task, if it must not."""
+        if config.secure_aggregation is not None:
+            return "secure aggregation is not available here, and in the clear it must not run"
+        chunks = chunk_count(config.model_bytes, self._server.chunk_bytes)
+        if chunks > MAX_CHUNKS:
+            return f"an update would take {chunks} chunks, the limit is {MAX_CHUNKS}"
+        return ""
 
     def _settle_sessions(self) -> Effects:
         """Counted is counted; what was folded but not durable has to be sent again."""
@@ -122,7 +142,7 @@ class HeldTask:
         self.may_want_more = True
         if self.adopts_until == float("inf"):
             self.adopts_until = now + self._server.heartbeat_s
-        return self.pipeline.restored(now)
+        return [*self._abort_stale(), *self.pipeline.restored(now)]
 
     def stop(self) -> Effects:
         """Deposed: clients find the new holder through any selector."""
@@ -191,8 +211,8 @@ class HeldTask:
         return self._end(session, Aborted(reason), f"aborted_{reason}")
 
     def keep_until(self, session: Session) -> float:
-        """After this no ticket of the session is valid."""
-        return session.ticket.expires + self.ledger.config.upload_timeout_s
+        """After this no ticket of the session is valid, by any server's clock."""
+        return session.ticket.expires + self.ledger.config.upload_timeout_s + self._margin_s
 
     def expire(self, now: float) -> Effects:
         effects: Effects = []
@@ -302,7 +322,15 @@ class HeldTask:
     # -- storage ----------------------------------------------------------------------------
 
     def on_snapshotted(self, message: Snapshotted) -> Effects:
-        return self.pipeline.on_snapshotted(message)
+        """A cut may hold updates whose `Folded` is still on its way here."""
+        effects = self.pipeline.on_snapshotted(message)
+        for session_id in (session for found in message.sums for session in found.sessions):
+            session = self.sessions.active.get(session_id)
+            if session is not None:
+                session.in_buffer = True
+        if self.pipeline.current.is_full and regime.ends_round_when_full(self.pipeline.config):
+            effects += self._end_round()
+        return effects
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
         config = self.pipeline.config
@@ -311,9 +339,12 @@ class HeldTask:
 
     def on_step_failed(self, message: StepFailed) -> Effects:
         """Nothing is published and nothing is lost: the record waits for the task's owner."""
-        self.phase = Phase.HALTED
-        self.halted_because = message.reason
         self._count("steps_failed")
+        return self._halt(message.reason)
+
+    def _halt(self, reason: str) -> Effects:
+        self.phase = Phase.HALTED
+        self.halted_because = reason
         effects: Effects = []
         for session in self.sessions.active.values():
             effects += self._answer(session, Retry("the task is halted", self._server.heartbeat_s))
@@ -338,16 +369,19 @@ class HeldTask:
         return self._end(session, Completed(), "counted")
 
     def _on_version(self) -> Effects:
+        self._count("versions")
+        self.may_want_more = True
+        return [*self._abort_stale(), *self._place_overflow()]
+
+    def _abort_stale(self) -> Effects:
         """Paper: "After every server model update, the aggregator aborts clients whose staleness
         is larger than a configurable parameter, maximum staleness."
         """
-        self._count("versions")
-        self.may_want_more = True
         oldest_allowed = max(0, self.ledger.version - self.pipeline.max_staleness)
         effects: Effects = []
         for session in self.sessions.training_from(range(oldest_allowed)):
             effects += self.end(session, "stale")
-        return effects + self._place_overflow()
+        return effects
 
     # -- time -------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from papaya.errors import ProtocolError
 from papaya.machine import Effects
 from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId
 from papaya.messages.participation import (
+    MAX_CHUNKS,
     Aborted,
     Alive,
     Chunk,
@@ -66,6 +67,7 @@ class Stage(Enum):
 
 _WORKING = (Stage.DOWNLOADING, Stage.TRAINING)
 _NEVER = float("inf")
+_MIN_HEARTBEAT_S = 0.2
 
 
 class Client:
@@ -97,7 +99,6 @@ class Client:
         self._stage_ends = _NEVER
         self._ticket = b""
         self._update = memoryview(b"")
-        self._examples = 0
         self._upload_id = ""
         self._chunk_bytes = 1
         self._to_send: list[int] = []
@@ -177,7 +178,7 @@ class Client:
         assert self.joined is not None
         self._attempt += 1
         self._heartbeat_attempt = self._attempt
-        self._heartbeat_at = now + self.joined.heartbeat_s
+        self._heartbeat_at = now + max(_MIN_HEARTBEAT_S, self.joined.heartbeat_s)
         heartbeat = Heartbeat(self._ticket)
         return [Request(self._selectors[self._selector], self._attempt, heartbeat)]
 
@@ -200,7 +201,7 @@ class Client:
                 return self._finish("aborted", answer.reason)
             case Refused():
                 return self._finish("refused", answer.reason)
-            case Completed():
+            case Completed() if self.stage in (Stage.UPLOADING, Stage.COMPLETING):
                 ending: Ending = "counted" if answer.discarded is None else "discarded"
                 return self._finish(ending, answer.discarded or "")
             case Retry() if is_heartbeat:
@@ -209,7 +210,7 @@ class Client:
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
                 return []
-            case Rejected():
+            case Rejected() if self.stage is Stage.CHECKING_IN:
                 window = (answer.retry_from_s, answer.retry_until_s)
                 return self._finish("rejected", answer.reason, *window)
         return self._on_progress(now, answer)
@@ -265,17 +266,21 @@ class Client:
         self.stage = Stage.REPORTING
         self._heartbeat_at, self._heartbeat_attempt = _NEVER, 0
         self._stage_ends += self.joined.heartbeat_s
-        self._update, self._examples = memoryview(trained.update), trained.examples
+        self._update = memoryview(trained.update)
+        if not trained.update or trained.examples < 1:
+            return self._leave("failed", "training gave nothing to send")
         return self._ask(now, Report(self._ticket, trained.examples))
 
     def _on_granted(self, now: float, granted: UploadGranted) -> Effects:
-        """The last moment at which nothing has left the device: remember, then send."""
+        """The last moment at which nothing of the update has left the device: remember, then send."""
         assert self.joined is not None
         self._answered()
+        self._chunk_bytes = granted.chunk_bytes
+        if self._chunks > MAX_CHUNKS:
+            return self._leave("failed", f"{self._chunks} chunks are more than {MAX_CHUNKS}")
         self.stage = Stage.UPLOADING
         self._stage_ends = now + granted.upload_timeout_s
         self._ticket = granted.ticket
-        self._chunk_bytes = granted.chunk_bytes
         self._upload_id = f"{self._rng.getrandbits(64):016x}"
         self._to_send = list(range(self._chunks))
         joined = self.joined

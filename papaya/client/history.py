@@ -12,9 +12,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from papaya.messages.base import TaskId
-
-_MAX_DECLARED = 256
+from papaya.messages.base import MAX_EXCLUDED, TaskId
 
 
 class Participated(Struct, frozen=True, gc=False):
@@ -51,7 +49,7 @@ class History:
             for task, entry in self._entries.items()
             if not self.allows(now, task, entry.gap_s, entry.limit)
         ]
-        return tuple(task for _, task in sorted(barred)[:_MAX_DECLARED])
+        return tuple(task for _, task in sorted(barred)[:MAX_EXCLUDED])
 
     def record(self, now: float, task: TaskId, gap_s: float, limit: int | None) -> Participated:
         before = self._entries.get(task)

@@ -7,9 +7,22 @@ import math
 from papaya.errors import ConfigError
 
 
+MAX_COUNT = 2**31
+
+
 def require(holds: bool, field: str, value: object, problem: str, remedy: str) -> None:
     if not holds:
         raise ConfigError.of(field, value, problem, remedy)
+
+
+def require_count(field: str, value: int) -> None:
+    require(
+        1 <= value <= MAX_COUNT,
+        field,
+        value,
+        f"must be at least 1 and at most {MAX_COUNT}",
+        f"set {field} to a positive integer",
+    )
 
 
 def require_positive_s(field: str, value: float) -> None:

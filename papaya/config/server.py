@@ -11,7 +11,10 @@ import math
 
 from msgspec import Struct
 
-from papaya.config.checks import require, require_positive_s
+from papaya.config.checks import require, require_count, require_positive_s
+
+
+MAX_CHUNK_BYTES = 2 << 20
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,16 +37,26 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             "hold_s",
             "min_report_interval_s",
             "held_report_interval_s",
-            "pace",
             "min_retry_s",
             "max_retry_s",
         ):
             require_positive_s(field, getattr(self, field))
         for field in ("max_held", "upload_slots", "chunk_bytes"):
-            value = getattr(self, field)
-            require(
-                value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
-            )
+            require_count(field, getattr(self, field))
+        require(
+            self.chunk_bytes <= MAX_CHUNK_BYTES,
+            "chunk_bytes",
+            self.chunk_bytes,
+            f"is above the limit of {MAX_CHUNK_BYTES}",
+            "use 1048576",
+        )
+        require(
+            math.isfinite(self.pace) and self.pace > 0,
+            "pace",
+            self.pace,
+            "check-ins per expected completion must be finite and above zero",
+            "use 1.5",
+        )
         require(
             self.min_retry_s <= self.max_retry_s,
             "min_retry_s",

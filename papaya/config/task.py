@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from papaya.config.checks import require, require_positive_s
+from papaya.config.checks import MAX_COUNT, require, require_count, require_positive_s
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 
@@ -201,9 +201,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             ("max_examples", self.max_examples),
             ("keep_versions", self.keep_versions),
         ):
-            require(
-                value >= 1, field, value, "must be at least 1", f"set {field} to a positive integer"
-            )
+            require_count(field, value)
         require(
             self.model_length <= MAX_MODEL_LENGTH,
             "model_length",
@@ -231,17 +229,17 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 )
             case AsyncFL(aggregation_goal=goal, max_staleness=limit):
                 require(
-                    goal is None or goal >= 1,
+                    goal is None or 1 <= goal <= MAX_COUNT,
                     "regime.aggregation_goal",
                     goal,
-                    "a server update needs at least one client update",
+                    f"a server update takes 1 to {MAX_COUNT} client updates",
                     f"leave it out for 10 % of concurrency ({max(1, self.concurrency // 10)})",
                 )
                 require(
-                    limit is None or limit >= 0,
+                    limit is None or 0 <= limit <= MAX_COUNT,
                     "regime.max_staleness",
                     limit,
-                    "staleness counts server updates and is never negative",
+                    f"staleness counts server updates, from 0 to {MAX_COUNT}",
                     "leave it out, or set at least 4 x concurrency / aggregation_goal",
                 )
 
@@ -297,7 +295,8 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             goal,
             f"leaves {max(0, fixed_point.levels(goal))} fixed-point levels for a model of "
             f"{self.model_length} parameters, which needs {needed:.0f}",
-            f"lower aggregation_goal (or concurrency) below {int(2**31 / needed)}",
+            "lower aggregation_goal (or concurrency) below "
+            f"{fixed_point.largest_goal(math.ceil(needed)) + 1}",
         )
         step = self.clip / fixed_point.levels(goal)
         require(

@@ -14,8 +14,11 @@ SessionId: TypeAlias = str
 BlobKey: TypeAlias = str
 
 # Bounds on what an untrusted peer may make us hold.
+MAX_EXCLUDED = 64
 ShortText = Annotated[str, Meta(max_length=128)]
-ShortList = Annotated[tuple[ShortText, ...], Meta(max_length=256)]
+Name = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._:/+=@ -]*$")]
+Names = Annotated[tuple[Name, ...], Meta(max_length=32)]
+Excluded = Annotated[tuple[Name, ...], Meta(max_length=MAX_EXCLUDED)]
 SealedTicket = Annotated[bytes, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Crc32 = Annotated[int, Meta(ge=0, lt=2**32)]

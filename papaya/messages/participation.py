@@ -36,7 +36,7 @@ from papaya.messages.base import (
 
 MAX_CHUNKS = 4096
 
-AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
+AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full"]
 DiscardReason = Literal["round_over", "wrong_size", "not_finite", "over_norm"]
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 

@@ -1,7 +1,7 @@
 """Selection (paper, "Client Independence"): a device looks for a task with positive client demand.
 
     device                      SELECTOR
-      │ CheckIn ────────────────▶ │   held while a task that fits has demand
+      │ CheckIn ────────────────▶ │   held while a task that fits wants clients, or soon will
       │ ◀──────────── Accepted ── │   an assignment ticket for one task
       │ ◀──────────── Rejected ── │   come back within a window (pace steering)
 
@@ -16,11 +16,13 @@ from msgspec import Struct
 from papaya.config import Requirements
 from papaya.messages.base import (
     Count,
+    Excluded,
     Message,
+    Name,
+    Names,
     SealedTicket,
     Seconds,
     SessionId,
-    ShortList,
     ShortText,
     TaskId,
 )
@@ -29,17 +31,17 @@ from papaya.messages.base import (
 class Capabilities(Struct, frozen=True, gc=False):
     """What a device declares of itself. Coarse on purpose: equal devices are counted together."""
 
-    engine: ShortText = "torch"
-    modules: ShortList = ()
+    engine: Name = "torch"
+    modules: Names = ()
     memory_mb: Count = 0
-    labels: ShortList = ()
+    labels: Names = ()
 
 
 class DeviceClass(Struct, frozen=True, gc=False):
     """Devices the Coordinator need not tell apart."""
 
     capabilities: Capabilities
-    excluded: ShortList = ()
+    excluded: Excluded = ()
 
     def fits(self, task: TaskId, requirements: Requirements) -> bool:
         """Is it "compatible with its requirements (e.g., can train the model of the task)"?"""
@@ -56,9 +58,9 @@ class DeviceClass(Struct, frozen=True, gc=False):
 class CheckIn(Message, frozen=True):
     """`excluded` are the tasks that the device's participation history rules out for now."""
 
-    protocol: int
+    protocol: Count
     capabilities: Capabilities
-    excluded: ShortList = ()
+    excluded: Excluded = ()
 
 
 class Accepted(Message, frozen=True):

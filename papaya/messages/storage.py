@@ -15,6 +15,7 @@ from typing import Literal
 from msgspec import Struct
 
 from papaya.config import TaskConfig
+from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
 
 
@@ -160,6 +161,11 @@ def submission(
     config: TaskConfig, parameters: BlobKey, optimizer: BlobKey, now: float
 ) -> Transaction:
     """A new task at version 0, held by nobody yet. Refused when the task exists."""
+    if config.secure_aggregation is not None:
+        raise OperatorError(
+            f"task {config.task} asks for secure aggregation, which is not available yet",
+            hint="leave secure_aggregation out to train in the clear",
+        )
     task = config.task
     return Transaction(
         require=((task_key(task), None),),

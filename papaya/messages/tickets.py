@@ -4,7 +4,7 @@
     SessionTicket      from join           + initial version, parameters, expiry
     UploadTicket       from report         + frozen staleness, examples, upload-by
 
-Sealed with HMAC-SHA256 under keys whose ids are in the state store. Opening raises TicketError for
+Sealed with HMAC-SHA256 under keys that have ids, so that they can be changed. Opening raises TicketError for
 anything that was not sealed here as this kind; expiry is the caller's rule, it knows the time.
 """
 
@@ -85,5 +85,5 @@ def _decode(sealed: bytes) -> AnyTicket:
     try:
         ticket: AnyTicket = _decoder.decode(memoryview(sealed)[_HEADER_BYTES:])
         return ticket
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TicketError("the ticket cannot be read") from error

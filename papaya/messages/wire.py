@@ -10,11 +10,12 @@ from typing import get_args
 
 import msgspec
 
-from papaya.errors import ProtocolError
+from papaya.errors import ConfigError, ProtocolError
 from papaya.messages import control, participation, selection, storage
 from papaya.messages.base import Message
 
 MAX_MESSAGE_BYTES = 4 << 20
+_QUOTED = 200
 
 FromDevice = selection.CheckIn | participation.Request
 ToDevice = selection.Accepted | selection.Rejected | participation.Answer
@@ -51,7 +52,7 @@ class Parser:
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"this is not {self._what}: {error}") from error
+            raise ProtocolError(f"this is not {self._what}: {str(error)[:_QUOTED]}") from error
 
 
 from_device = Parser(FromDevice, "a device's request")
@@ -77,5 +78,6 @@ def decode_row(data: bytes) -> storage.Row:
     try:
         row: storage.Row = _rows.decode(data)
         return row
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"the state store returned a damaged row: {error}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+        problem = str(error)[:_QUOTED]
+        raise ProtocolError(f"the state store returned a damaged row: {problem}") from error

@@ -18,6 +18,11 @@ def levels(aggregation_goal: int) -> int:
     return _HALF_GROUP // aggregation_goal - 1
 
 
+def largest_goal(wanted_levels: int) -> int:
+    """The largest aggregation goal that leaves so many levels."""
+    return _HALF_GROUP // (wanted_levels + 1)
+
+
 def scale(aggregation_goal: int, clip: float) -> float:
     """The paper's c: fixed point = round(c x value), for values within ±clip."""
     return levels(aggregation_goal) / clip

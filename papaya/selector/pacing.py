@@ -10,6 +10,10 @@ from __future__ import annotations
 from papaya.config import ServerConfig
 
 
+# So many check-ins cost a selector nothing; a small fleet stays within reach of the next task.
+_ALWAYS_WELCOME_PER_S = 1.0
+
+
 class Pacing:
     """Measures check-ins and gives out retry windows."""
 
@@ -28,7 +32,7 @@ class Pacing:
             return
         measured = self._arrivals / (now - self._since)
         self._since, self._arrivals = now, 0
-        ratio = measured / wanted_per_s if wanted_per_s > 0 else 2.0
+        ratio = measured / max(wanted_per_s, _ALWAYS_WELCOME_PER_S)
         mean_s = self.mean_s * min(2.0, max(0.5, ratio))
         self.mean_s = min(self._config.max_retry_s, max(self._config.min_retry_s, mean_s))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from random import Random
 
 from papaya.config import ServerConfig
@@ -35,7 +36,7 @@ from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
 from papaya.selector.pacing import Pacing
 from papaya.selector.routing import AssignmentMap
 
-_REMEMBERED_ORDERS = 1024
+_MAX_REPORTED_CLASSES = 256
 
 
 class Waiting:
@@ -69,7 +70,7 @@ class Selector:
         self._rng = rng
         self._coordinators = tuple(coordinators)
         self._orders: SelectorOrders | None = None
-        self._seen: dict[int, None] = {}
+        self._seen: dict[int, float] = {}
         self._map = AssignmentMap()
         self._pacing = Pacing(boot, config)
         self._held: dict[DeviceClass, deque[Waiting]] = {}
@@ -99,7 +100,9 @@ class Selector:
         effects = self._expire(now)
         if now >= self._next_beat:
             self._next_beat = now + self._config.heartbeat_s
-            self._pacing.adjust(now, 0.0 if self._orders is None else self._orders.check_ins_per_s)
+            if self._orders is not None:
+                self._pacing.adjust(now, self._orders.check_ins_per_s)
+            self._forget_orders(now)
             self._report_due = now
         return effects + self._report_if_due(now)
 
@@ -151,6 +154,8 @@ class Selector:
                 offer.task in orders.wanting and device_class.fits(offer.task, offer.requirements)
                 for offer in orders.advertised
             )
+            if len(self._welcome) >= self._config.max_held:
+                self._welcome.clear()  # a cache, not a record of everyone who knocked
             self._welcome[device_class] = welcome
         return welcome
 
@@ -189,7 +194,7 @@ class Selector:
             self._seen.clear()
         if orders.number in self._seen:
             return []  # the network doubled it
-        self._remember(orders.number)
+        self._seen[orders.number] = now
         if last is None or orders.epoch > epoch or orders.number > last.number:
             self._take_map(last, orders)
         effects: Effects = []
@@ -197,21 +202,16 @@ class Selector:
             effects += self._forward_clients(now, assignment)
         return effects + self._report_if_due(now)
 
-    def _remember(self, number: int) -> None:
-        self._seen[number] = None
-        if len(self._seen) > _REMEMBERED_ORDERS:
-            del self._seen[next(iter(self._seen))]
+    def _forget_orders(self, now: float) -> None:
+        """An assignment doubled later than this is confirmed by nobody."""
+        limit = now - self._config.confirm_by_s
+        self._seen = {number: at for number, at in self._seen.items() if at > limit}
 
     def _take_map(self, last: SelectorOrders | None, orders: SelectorOrders) -> None:
         self._orders = orders
         self._map.replace(orders.routes)
         self._unfilled = [entry for entry in self._unfilled if entry[0] > orders.acked]
-        if (
-            last is None
-            or last.wanting != orders.wanting
-            or last.advertised != orders.advertised
-            or len(self._welcome) > self._config.max_held
-        ):
+        if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
 
     def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
@@ -246,7 +246,10 @@ class Selector:
             number=self._number,
             epoch=0 if orders is None else orders.epoch,
             acked=0 if orders is None else orders.number,
-            held=tuple(Held(kind, len(queue)) for kind, queue in self._held.items()),
+            held=tuple(
+                Held(device_class, len(queue))
+                for device_class, queue in islice(self._held.items(), _MAX_REPORTED_CLASSES)
+            ),
             unfilled=tuple(session for _, session in self._unfilled),
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
