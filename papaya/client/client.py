@@ -86,7 +86,7 @@ class Client:
         self._selectors = selectors
         self._selector = int(rng.random() * len(selectors))
         self._capabilities = capabilities
-        self._history = history
+        self.history = history
         self._config = config
         self._rng = rng
         self._attempt = 0
@@ -107,7 +107,7 @@ class Client:
 
     def start(self, now: float) -> Effects:
         self._stage_ends = now + self._config.give_up_s
-        excluded = self._history.excluded(now)
+        excluded = self.history.excluded(now)
         return self._ask(now, CheckIn(PROTOCOL_VERSION, self._capabilities, excluded))
 
     def receive(self, now: float, message: Message) -> Effects:
@@ -246,7 +246,7 @@ class Client:
         self.joined = joined
         self._ticket = joined.ticket
         gap_s, limit = joined.participation_gap_s, joined.max_participations
-        if not self._history.allows(now, joined.task, gap_s, limit):
+        if not self.history.allows(now, joined.task, gap_s, limit):
             return self._leave("gave_up", "this device has taken part too recently or too often")
         self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
@@ -284,7 +284,7 @@ class Client:
         self._upload_id = f"{self._rng.getrandbits(64):016x}"
         self._to_send = list(range(self._chunks))
         joined = self.joined
-        participated = self._history.record(
+        participated = self.history.record(
             now, joined.task, joined.participation_gap_s, joined.max_participations
         )
         return [Remember(joined.task, participated), *self._send_next(now)]

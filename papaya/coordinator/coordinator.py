@@ -11,24 +11,22 @@ sees an update, and while it recovers it assigns no client.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from random import Random
 
 from papaya.config import ServerConfig
 from papaya.coordinator.assignment import Leases, assign
 from papaya.coordinator.fleet import AggregatorView, Fleet
-from papaya.coordinator.placement import least_loaded, relieve
+from papaya.coordinator.orders import advertised, assignment_map, placements
+from papaya.coordinator.placement import is_orphan, least_loaded, relieve, workloads
 from papaya.coordinator.recovery import Leadership
 from papaya.errors import InvariantError, ProtocolError
 from papaya.machine import Effects, Handle, Read, Send, Transact
 from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import (
-    Advertised,
     AggregatorOrders,
     AggregatorReport,
     Assignment,
-    Placement,
-    Route,
     SelectorOrders,
     SelectorReport,
     TaskReport,
@@ -275,25 +273,22 @@ class Coordinator:
             return []
         effects: Effects = []
         live = self.fleet.live_aggregators(now)
+        recovers = self.leadership.recovers(now)
         placing = [pending[0] for pending in self._pending.values() if pending is not None]
         for task in self.tasks:
-            if task not in placing and self._is_orphan(now, task, live):
+            fence = self.fences[task]
+            holder = live.get(fence.aggregator)
+            boot = None if holder is None else holder.boot
+            if task not in placing and is_orphan(fence, boot, recovers):
                 to = least_loaded(self._workloads(live))
                 if to is not None:
                     effects.append(self._move(task, to))
-        if not effects and not placing and not self.leadership.recovers(now):
+        if not effects and not placing and not recovers:
             effects += self._relieve(live)
         return effects
 
-    def _is_orphan(self, now: float, task: TaskId, live: dict[NodeId, AggregatorView]) -> bool:
-        fence = self.fences[task]
-        view = live.get(fence.aggregator)
-        if view is not None:
-            return view.boot > fence.boot  # restarted: the boot that held the task is gone for sure
-        return not self.leadership.recovers(now)  # silence proves nothing until recovery is over
-
     def _relieve(self, live: dict[NodeId, AggregatorView]) -> Effects:
-        workloads = self._workloads(live)
+        work = self._workloads(live)
         for node, view in live.items():
             if view.overloaded_beats >= _OVERLOADED_BEATS:
                 own = {
@@ -301,23 +296,20 @@ class Coordinator:
                     for task, row in self.tasks.items()
                     if self.fences[task].aggregator == node
                 }
-                move = relieve(node, own, workloads)
+                move = relieve(node, own, work)
                 if move is not None:
                     view.overloaded_beats = 0
                     return [self._move(*move)]
         return []
 
-    def _workloads(self, live: dict[NodeId, AggregatorView]) -> dict[NodeId, float]:
+    def _workloads(self, live: Iterable[NodeId]) -> dict[NodeId, float]:
         """Estimated work per live aggregator, with moves that are on their way."""
-        workloads = dict.fromkeys(live, 0.0)
         holders = {task: fence.aggregator for task, fence in self.fences.items()}
         for pending in self._pending.values():
             if pending is not None:
                 holders[pending[0]] = pending[1].aggregator
-        for task, row in self.tasks.items():
-            if holders[task] in workloads:
-                workloads[holders[task]] += row.config.workload
-        return workloads
+        work = {task: row.config.workload for task, row in self.tasks.items()}
+        return workloads(live, holders, work)
 
     def _move(self, task: TaskId, to: NodeId) -> Transact:
         """Fence first: nobody is told before the row names the new holder."""
@@ -348,18 +340,13 @@ class Coordinator:
     def _orders_for_aggregator(self, node: NodeId) -> Send:
         view = self.fleet.aggregators[node]
         self._order += 1
-        held = tuple(
-            Placement(task, fence.seq, self.leases.count(task))
-            for task, fence in self.fences.items()
-            if task in self.tasks and fence.aggregator == node and fence.boot == view.boot
-        )
         orders = AggregatorOrders(
             epoch=self.leadership.epoch,
             leader=self.node,
             boot=view.boot,
             number=self._order,
             acked=view.number,
-            tasks=held,
+            tasks=placements(node, view.boot, self.tasks, self.fences, self.leases),
         )
         return Send(node, orders)
 
@@ -374,17 +361,9 @@ class Coordinator:
             boot=view.boot,
             number=self._order,
             acked=view.number,
-            advertised=tuple(
-                Advertised(task, row.config.requirements)
-                for task, row in self.tasks.items()
-                if row.state == "running"
-            ),
+            advertised=advertised(self.tasks),
             wanting=tuple(task for task in self.tasks if self._wants(task)),
-            routes=tuple(
-                Route(task, fence.aggregator, fence.seq)
-                for task, fence in self.fences.items()
-                if task in self.tasks and fence.aggregator
-            ),
+            routes=assignment_map(self.tasks, self.fences),
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
             assignments=assignments,
         )

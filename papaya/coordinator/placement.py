@@ -9,9 +9,28 @@ Pure functions. They never move a task for balance alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from papaya.messages.base import NodeId, TaskId
+from papaya.messages.storage import FenceRow
+
+
+def is_orphan(fence: FenceRow, live_boot: float | None, recovers: bool) -> bool:
+    """Is the boot that holds the task gone? `live_boot` is the one that its node reports from."""
+    if live_boot is not None:
+        return live_boot > fence.boot  # restarted: what held the task is gone for sure
+    return not recovers  # silence proves nothing until the recovery period is over
+
+
+def workloads(
+    live: Iterable[NodeId], holders: Mapping[TaskId, NodeId], work: Mapping[TaskId, float]
+) -> dict[NodeId, float]:
+    """Estimated work of each live aggregator."""
+    total = dict.fromkeys(live, 0.0)
+    for task, amount in work.items():
+        if holders[task] in total:
+            total[holders[task]] += amount
+    return total
 
 
 def least_loaded(workloads: Mapping[NodeId, float]) -> NodeId | None:

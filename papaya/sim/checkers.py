@@ -27,7 +27,7 @@ from papaya.messages.control import (
     SelectorOrders,
     SelectorReport,
 )
-from papaya.messages.participation import Completed, Joined, UploadGranted
+from papaya.messages.participation import Completed, Report, UploadGranted
 from papaya.messages.selection import Accepted
 from papaya.messages.storage import (
     ConsumedRow,
@@ -82,8 +82,8 @@ class TaskBooks:
         self.version = 0
         self.counted: dict[SessionId, int] = {}
         self.assigned: dict[SessionId, None] = {}
-        self.base: dict[SessionId, int] = {}
-        self.frozen: dict[SessionId, list[int]] = {}
+        self.trained_from: dict[SessionId, int] = {}
+        self.granted_at: dict[SessionId, list[int]] = {}
         self.acknowledged: dict[SessionId, None] = {}
 
 
@@ -128,12 +128,15 @@ class CheckedCluster(Cluster):
     def missed_download(self, blob: BlobKey) -> None:
         raise InvariantError(f"a live ticket names parameters {blob} that were deleted")
 
+    def observe_request(self, device: Device, message: Message) -> None:
+        joined = device.machine.joined
+        if joined is not None and isinstance(message, Report):
+            self.books[joined.task].trained_from[joined.session] = joined.version
+
     def observe_reply(self, host: Host, reply: Reply) -> None:
         match reply.message:
             case Accepted(task=task, session=session):
                 self.books[task].assigned[session] = None
-            case Joined(task=task, session=session, version=version):
-                self.books[task].base[session] = version
             case UploadGranted():
                 self._on_granted(host, reply.message)
             case Completed(discarded=None):
@@ -219,13 +222,12 @@ class CheckedCluster(Cluster):
             session not in books.counted,
             f"{session} is counted by version {books.counted.get(session)} and again by {target}",
         )
+        base = books.trained_from.get(session)
+        _demand(member.version == base, f"{session} started from {base}, not {member.version}")
+        granted_at = books.granted_at.get(session, ())
         _demand(
-            member.version == books.base.get(session),
-            f"{session} started from {books.base.get(session)}, not from {member.version}",
-        )
-        _demand(
-            member.staleness in books.frozen.get(session, ()),
-            f"{session} has staleness {member.staleness}, frozen was {books.frozen.get(session)}",
+            member.version + member.staleness in granted_at,
+            f"{session} has staleness {member.staleness} from {base}, reported at {granted_at}",
         )
         _demand(
             0 <= member.staleness <= books.config.max_staleness,
@@ -306,9 +308,7 @@ class CheckedCluster(Cluster):
         books = self.books[ticket.task]
         assert isinstance(host.machine, Aggregator)
         version = host.machine.tasks[ticket.task].ledger.version
-        base = books.base.get(ticket.session)
-        if base is not None:
-            books.frozen.setdefault(ticket.session, []).append(version - base)
+        books.granted_at.setdefault(ticket.session, []).append(version)
 
     def _on_acknowledged(self, reply: Reply) -> None:
         ticket = claim_of(reply.to.request.ticket)

@@ -183,12 +183,13 @@ class Cluster:
         return kind.capabilities
 
     def _history_of(self, device: int) -> History:
-        floor_s = self.config.device.participation_floor_s
-        if not self._keeps_history:
-            return History(floor_s)
-        if device not in self._histories:
-            self._histories[device] = History(floor_s)
-        return self._histories[device]
+        found = self._histories.get(device)
+        return History(self.config.device.participation_floor_s) if found is None else found
+
+    def keep_history(self, device: int, history: History) -> None:
+        """Only of devices that took part, and only when a task asks for it."""
+        if self._keeps_history:
+            self._histories[device] = history
 
     def departed(self, device: Device, finish: Finish | None) -> None:
         """The device is gone; `finish` is None when it dropped out without a word."""
@@ -206,7 +207,7 @@ class Cluster:
     def after_event(self, host: Host) -> None:
         """Called after every event at a server."""
 
-    def observe_request(self, message: Message) -> None:
+    def observe_request(self, device: Device, message: Message) -> None:
         """Called for every request of a device."""
 
     def observe_reply(self, host: Host, reply: Reply) -> None:

@@ -122,7 +122,7 @@ class Device:
         cluster = self.cluster
         selector = cluster.hosts[effect.selector]
         message = cluster.wire(effect.message)
-        cluster.observe_request(message)
+        cluster.observe_request(self, message)
         path = Path(self, effect.attempt, selector, message)
         cluster.network.carry("device", effect.selector, 1, selector.deliver, message, path)
         if type(effect.message) is Join and effect.attempt == 2:
@@ -152,7 +152,8 @@ class Device:
             self.deliver(Trained(update, self.visit.examples))
 
     def _remember(self, effect: Remember) -> None:
-        """The machine has it; the cluster keeps the machine's history across visits."""
+        """Durable: the device keeps its history across visits."""
+        self.cluster.keep_history(self.visit.device, self.machine.history)
 
     def _finish(self, effect: Finish) -> None:
         self.is_present = False

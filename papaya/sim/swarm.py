@@ -29,6 +29,7 @@ from papaya.messages.selection import Capabilities
 from papaya.sim.bugs import planted
 from papaya.sim.checkers import CheckedCluster
 from papaya.sim.cluster import ClusterConfig, DeviceKind
+from papaya.sim.devices import Device
 from papaya.sim.faults import Faults, Hostile
 from papaya.sim.network import NetworkConfig
 from papaya.sim.population import PopulationConfig
@@ -36,6 +37,7 @@ from papaya.sim.storage import StorageConfig
 
 _LABELS = ("red", "green", "blue")
 _NEW_VERSIONS = 2
+_MAX_EVENTS = 3_000_000
 
 
 class SwarmResult(Struct, frozen=True):
@@ -55,7 +57,8 @@ class SwarmCluster(CheckedCluster):
 
     hostile: Hostile | None = None
 
-    def observe_request(self, message: Message) -> None:
+    def observe_request(self, device: Device, message: Message) -> None:
+        super().observe_request(device, message)
         if self.hostile is not None:
             self.hostile.record(message)
 
@@ -102,6 +105,8 @@ def _check_liveness(cluster: SwarmCluster) -> None:
     goals = {task: books.version + _NEW_VERSIONS for task, books in cluster.books.items()}
 
     def all_live() -> bool:
+        if cluster.engine.events > _MAX_EVENTS:
+            raise PapayaError(f"{_MAX_EVENTS} events and no end: something goes in circles")
         return all(cluster.books[task].version >= goal for task, goal in goals.items())
 
     cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)

@@ -1,0 +1,46 @@
+"""What orders say: the task list, the assignment map, and what each aggregator holds.
+
+Paper, appendix "Failure Recovery": "assignment maps (model training task to corresponding
+aggregator identity) refreshed from coordinator on every report". Read off the rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from papaya.coordinator.assignment import Leases
+from papaya.messages.base import NodeId, TaskId
+from papaya.messages.control import Advertised, Placement, Route
+from papaya.messages.storage import FenceRow, TaskRow
+
+Tasks = Mapping[TaskId, TaskRow]
+Fences = Mapping[TaskId, FenceRow]
+
+
+def advertised(tasks: Tasks) -> tuple[Advertised, ...]:
+    """The tasks that selectors may offer to devices."""
+    return tuple(
+        Advertised(task, row.config.requirements)
+        for task, row in tasks.items()
+        if row.state == "running"
+    )
+
+
+def assignment_map(tasks: Tasks, fences: Fences) -> tuple[Route, ...]:
+    """A paused task keeps its route: its clients finish what they began."""
+    return tuple(
+        Route(task, fence.aggregator, fence.seq)
+        for task, fence in fences.items()
+        if task in tasks and fence.aggregator
+    )
+
+
+def placements(
+    node: NodeId, boot: float, tasks: Tasks, fences: Fences, leases: Leases
+) -> tuple[Placement, ...]:
+    """All that the rows give to this boot of an aggregator."""
+    return tuple(
+        Placement(task, fence.seq, leases.count(task))
+        for task, fence in fences.items()
+        if task in tasks and fence.aggregator == node and fence.boot == boot
+    )
