@@ -146,7 +146,7 @@ class Aggregator:
             return []
         self.epoch, self._orders = orders.epoch, orders.number
         for held in self.tasks.values():
-            held.acknowledge_report(orders.acked)
+            held.confirmations.acknowledge(orders.acked)
         given = {placement.task: placement for placement in orders.tasks}
         effects: Effects = []
         for task in [task for task in self.tasks if task not in given]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from papaya.aggregator import regime
+from papaya.aggregator.confirmations import Confirmations
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session, Sessions
@@ -76,7 +77,7 @@ class HeldTask:
         self._swept_at = 0.0
         self._sweep_s = server.heartbeat_s / 20
         self._overflow: deque[SessionId] = deque()
-        self._joined: dict[SessionId, int | None] = {}
+        self.confirmations = Confirmations()
 
     @property
     def ledger(self) -> Ledger:
@@ -177,32 +178,21 @@ class HeldTask:
     def report(self, now: float, number: int) -> TaskReport:
         demand = self.demand(now)
         self.promised = max(self.promised, demand)
-        for session, first_reported in self._joined.items():
-            if first_reported is None:
-                self._joined[session] = number
         return TaskReport(
             task=self.task,
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
             ended=self.sessions.ended_count,
-            joined=tuple(self._joined),
+            joined=self.confirmations.name_in(number),
         )
-
-    def acknowledge_report(self, number: int) -> None:
-        """Joins are repeated until a report that names them is known to have arrived."""
-        self._joined = {
-            session: first_reported
-            for session, first_reported in self._joined.items()
-            if first_reported is None or first_reported > number
-        }
 
     # -- sessions ---------------------------------------------------------------------------
 
     def admit(self, session: Session, *, is_leased: bool) -> None:
         """A joined client takes a promised slot; an adopted one a slot that was not promised."""
         self.sessions.admit(session)
-        self._joined[session.id] = None
+        self.confirmations.add(session.id)
         if is_leased:
             self.promised = max(0, self.promised - 1)
         self._count("joined" if is_leased else "adopted")

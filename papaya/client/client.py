@@ -272,7 +272,7 @@ class Client:
         return self._ask(now, Report(self._ticket, trained.examples))
 
     def _on_granted(self, now: float, granted: UploadGranted) -> Effects:
-        """The last moment at which nothing of the update has left the device: remember, then send."""
+        """Nothing of the update has left the device yet: remember first, then send."""
         assert self.joined is not None
         self._answered()
         self._chunk_bytes = granted.chunk_bytes

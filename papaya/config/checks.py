@@ -6,7 +6,6 @@ import math
 
 from papaya.errors import ConfigError
 
-
 MAX_COUNT = 2**31
 
 

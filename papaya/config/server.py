@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from papaya.config.checks import require, require_count, require_positive_s
 
-
 MAX_CHUNK_BYTES = 2 << 20
 
 

@@ -4,8 +4,9 @@
     SessionTicket      from join           + initial version, parameters, expiry
     UploadTicket       from report         + frozen staleness, examples, upload-by
 
-Sealed with HMAC-SHA256 under keys that have ids, so that they can be changed. Opening raises TicketError for
-anything that was not sealed here as this kind; expiry is the caller's rule, it knows the time.
+Sealed with HMAC-SHA256 under keys that have ids, so that they can be changed. Opening raises
+TicketError for anything that was not sealed here as this kind; expiry is the caller's rule, it
+knows the time.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from papaya.config import ServerConfig
 
-
 # So many check-ins cost a selector nothing; a small fleet stays within reach of the next task.
 _ALWAYS_WELCOME_PER_S = 1.0
 
