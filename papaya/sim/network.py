@@ -29,6 +29,7 @@ class Network:
 
     def __init__(self, engine: Engine, rng: Random, config: NetworkConfig) -> None:
         self._engine = engine
+        self._after = engine.after
         self._random = rng.random
         self.config = config
         self._cut: list[tuple[frozenset[NodeId], frozenset[NodeId]]] = []
@@ -62,7 +63,7 @@ class Network:
     ) -> None:
         delay_s = hops * (self._least_s + self._spread_s * self._random())
         if self._is_clean and not self._cut:
-            self._engine.after(delay_s, handler, *arguments)
+            self._after(delay_s, handler, *arguments)
             return
         if not self.reaches(source, target) or self._random() < hops * self.config.loss:
             return
