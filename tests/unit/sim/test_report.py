@@ -1,0 +1,275 @@
+"""The report of a run against counts taken another way: other hooks, rows and libraries."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+from scipy import stats
+
+from papaya.aggregator.aggregator import Aggregator
+from papaya.client.client import Stage
+from papaya.config import AsyncFL, SyncFL
+from papaya.errors import ConfigError
+from papaya.machine import Reply
+from papaya.messages.participation import Completed, Joined
+from papaya.messages.storage import Member, RecordRow, Row, Transaction, VersionRow
+from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.hosts import Host
+from papaya.sim.plots import draw
+from papaya.sim.population import PopulationConfig
+from papaya.sim.report import Report, Watched, ks_statistic
+from papaya.sim.simulate import Moment, compare, protocol_tasks, simulate
+
+ROOT = Path(__file__).parents[3]
+POPULATION = PopulationConfig(size=100_000, latency_mean_s=10.0, dropout=0.1)
+GOAL, CONCURRENCY = 7, 40
+
+
+def a_cluster(regime: AsyncFL | SyncFL = AsyncFL(GOAL), tasks: int = 1) -> ClusterConfig:  # noqa: B008
+    return ClusterConfig(
+        tasks=protocol_tasks(tasks, regime=regime, concurrency=CONCURRENCY), population=POPULATION
+    )
+
+
+class Recounted(Watched):
+    """Counts again through hooks and rows that the report does not use."""
+
+    def __init__(self, config: ClusterConfig, seed: int) -> None:
+        self.answers: dict[str | None, int] = {}
+        self.joined = 0
+        self.members: dict[str, tuple[int, Member]] = {}
+        self.active_s = self._last = 0.0
+        super().__init__(config, seed)
+        self.state.observers.append(self._records)
+
+    def observe_reply(self, host: Host, reply: Reply) -> None:
+        match reply.message:
+            case Completed(discarded=discarded):
+                self.answers[discarded] = self.answers.get(discarded, 0) + 1
+            case Joined():
+                self.joined += 1
+
+    def after_event(self, host: Host) -> None:
+        """The exact integral of active over time, instead of samples."""
+        if isinstance(host.machine, Aggregator):
+            self.active_s += self._active_before * (self.engine.now - self._last)
+            self._last = self.engine.now
+            self._active_before = sum(
+                len(held.sessions.active) for held in host.machine.tasks.values()
+            )
+
+    _active_before = 0
+
+    def _records(self, writer: object, transaction: Transaction, before: dict[str, Row]) -> None:
+        for _, row in transaction.put:
+            if isinstance(row, RecordRow):
+                self.members |= {member.session: (row.target, member) for member in row.members}
+
+    @property
+    def completing(self) -> int:
+        """Devices that wait for the answer to a complete upload."""
+        return sum(device.machine.stage is Stage.COMPLETING for device in self.devices.values())
+
+    @property
+    def newest(self) -> int:
+        return max(row.version for row in self.state.rows.values() if isinstance(row, VersionRow))
+
+
+@pytest.mark.parametrize("regime", [AsyncFL(GOAL), SyncFL(0.3)])
+def test_a_report_agrees_with_counts_taken_another_way(regime: AsyncFL | SyncFL) -> None:
+    cluster = Recounted(a_cluster(regime), seed=3)
+    cluster.run(900)
+    result = cluster.report().tasks[0]
+    goal = cluster.config.tasks[0].aggregation_goal
+
+    assert result.versions == cluster.newest > 5
+    assert result.counted == goal * result.versions
+    in_versions = [m for target, m in cluster.members.values() if target <= result.versions]
+    levels = np.bincount([member.staleness for member in in_versions])
+    assert result.staleness == {i: n for i, n in enumerate(levels.tolist()) if n}
+    assert result.max_staleness == len(levels) - 1
+    assert result.mean_staleness == pytest.approx(
+        sum(member.staleness for member in in_versions) / len(in_versions)
+    )
+
+    # An answer is counted when the device has it: some are on their way.
+    assert 0 <= sum(cluster.answers.values()) - result.trips <= cluster.completing
+    assert sum(result.discarded.values()) <= cluster.answers.get("round_over", 0)
+    at_work = sum(device.machine.joined is not None for device in cluster.devices.values())
+    ended = (*result.aborted.values(), *result.failed.values(), result.dropped, result.trips)
+    assert abs(cluster.joined - at_work - sum(ended)) <= 3  # joins answered but not yet heard
+
+    exact = cluster.active_s / 900 / CONCURRENCY
+    assert result.utilization == pytest.approx(exact, abs=0.005)
+    assert 0 < result.at_work < 1
+    assert result.versions_per_hour == pytest.approx(4 * result.versions)
+
+
+def test_who_took_part_is_compared_with_all_who_could() -> None:
+    """ "two-sample Kolmogorov-Smirnov test [...] to measure the goodness of fit between AsyncFL,
+    SyncFL with over-selection, and the ground truth distribution": over-selection drops the slow.
+    """
+    config = ClusterConfig(tasks=protocol_tasks(concurrency=130))
+    reports = compare(config, seed=1, hours=0.6)
+    asynchronous, over_selected, full = (report.tasks[0] for report in reports.values())
+    assert asynchronous.execution_s.ks < 0.04
+    assert over_selected.execution_s.ks > 0.07
+    assert over_selected.examples.ks > 0.07
+    assert over_selected.execution_s.counted[95] < over_selected.execution_s.everyone[95]
+    assert full.examples.ks < over_selected.examples.ks
+    assert over_selected.aborted["round_over"] > 0.15 * over_selected.trips
+    assert over_selected.max_staleness == full.max_staleness == 0 < asynchronous.max_staleness
+
+
+@given(
+    sample=st.lists(st.integers(-5, 5), min_size=1, max_size=30),
+    reference=st.lists(st.floats(-6, 6), min_size=1, max_size=30),
+)
+def test_the_statistic_is_scipys(sample: list[int], reference: list[float]) -> None:
+    ours = ks_statistic(np.array(sample, np.float64), np.array(reference))
+    assert ours == pytest.approx(stats.ks_2samp(sample, reference, method="exact").statistic)
+
+
+def test_the_window_begins_after_the_warm_up() -> None:
+    config = a_cluster()
+    whole, late = Watched(config, 3), Watched(config, 3, warm_up_s=300)
+    whole.run(900)
+    late.run(300)
+    before = late.report().tasks[0]
+    assert (before.counted, before.trips, before.dropped) == (0, 0, 0)
+    assert math.isnan(before.utilization)
+    late.run(900)
+    everything, window = whole.report().tasks[0], late.report().tasks[0]
+    early = sum(time_s < 300 for time_s in everything.series.time_s)
+    assert window.series == everything.series
+    assert window.versions == everything.versions - everything.series.version[early - 1]
+    active = everything.series.active[early:]
+    assert window.utilization == pytest.approx(sum(active) / len(active) / CONCURRENCY)
+    assert window.lowest_active == min(active) > 0 == everything.lowest_active
+
+
+def test_samples_do_not_depend_on_how_a_run_is_cut() -> None:
+    once, often = Watched(a_cluster(), 3), Watched(a_cluster(), 3)
+    once.run(200)
+    for step in range(1, 100):
+        often.run(1.97 * step)
+    often.run(200)
+    assert once.report().tasks[0].series.time_s == tuple(i + 0.5 for i in range(200))
+    assert once.report().tasks == often.report().tasks
+
+
+def test_watching_does_not_change_a_run() -> None:
+    plain, watched = Cluster(a_cluster(), 3), Watched(a_cluster(), 3)
+    plain.run(300)
+    watched.run(300)
+    assert watched.engine.events == plain.engine.events
+    assert watched.state.rows == plain.state.rows
+
+
+def test_a_stopped_run_takes_no_samples_of_the_future() -> None:
+    cluster = Watched(a_cluster(), 3)
+    cluster.run(900, stop=lambda: cluster.engine.now > 100)
+    assert 100 < cluster.report().until_s < 101
+    assert cluster.report().tasks[0].series.time_s[-1] < 101
+
+
+def test_the_same_run_gives_the_same_report_in_another_process() -> None:
+    program = (
+        "import sys, msgspec; from papaya.sim.cluster import ClusterConfig; "
+        "from papaya.sim.simulate import simulate; "
+        "config = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterConfig); "
+        "sys.stdout.buffer.write(msgspec.json.encode(simulate(config, 7, 0.1)))"
+    )
+    config = a_cluster(tasks=2)
+    there = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            input=msgspec.json.encode(config),
+            capture_output=True,
+            check=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    here = msgspec.json.encode(simulate(config, 7, 0.1))
+    assert {hashlib.sha256(report).hexdigest() for report in (*there, here)} == {
+        hashlib.sha256(here).hexdigest()
+    }
+    assert msgspec.json.encode(simulate(config, 8, 0.1)) != here
+
+
+def test_a_report_survives_json() -> None:
+    report = simulate(a_cluster(SyncFL(0.3), tasks=2), 3, 0.1)
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+def test_the_summary_names_what_the_paper_names() -> None:
+    report = simulate(a_cluster(SyncFL(0.3)), 3, 0.2)
+    result, summary = report.tasks[0], report.summary()
+    assert "task-1: SyncFL, 30 % over-selection, C = 40, K = 31" in summary
+    assert f"{100 * result.utilization:.1f} %" in summary
+    assert f"round_over {result.aborted['round_over']:,}" in summary
+    assert f"{result.trips:,}" in summary
+
+
+def test_progress_is_told_until_the_end() -> None:
+    seen: list[Moment] = []
+    simulate(a_cluster(), 3, 0.1, progress=seen.append)
+    assert len(seen) >= 100
+    assert [moment.now_s for moment in seen] == sorted(moment.now_s for moment in seen)
+    assert seen[-1].now_s == seen[-1].until_s == 360
+    assert seen[-1].active > 30
+    assert seen[-1].versions > 5
+
+
+@pytest.mark.parametrize("hours", [0, -1, math.nan, math.inf])
+def test_an_impossible_duration_is_refused(hours: float) -> None:
+    with pytest.raises(ConfigError, match="hours"):
+        simulate(a_cluster(), 3, hours)
+
+
+def test_a_warm_up_without_a_window_is_refused() -> None:
+    with pytest.raises(ConfigError, match="warm_up_s"):
+        simulate(a_cluster(), 3, 0.1, warm_up_s=360)
+
+
+# -- the picture ------------------------------------------------------------------------------
+
+
+def test_a_plot_is_a_picture_of_every_report(tmp_path: Path) -> None:
+    reports = compare(a_cluster(), 3, 0.1)
+    path = draw(reports, tmp_path / "new" / "plot.png", "A title")
+    pixels = imread(path)
+    assert pixels.shape[0] > 500
+    assert pixels.shape[1] > 800
+    assert len(np.unique(pixels.reshape(-1, pixels.shape[2]), axis=0)) > 50
+
+
+def test_a_vector_plot_has_text_and_the_same_bytes_again(tmp_path: Path) -> None:
+    reports = {"one": simulate(a_cluster(tasks=2), 3, 0.1)}
+    first = draw(reports, tmp_path / "1.svg").read_bytes()
+    assert draw(reports, tmp_path / "2.svg").read_bytes() == first
+    assert ElementTree.fromstring(first).tag.endswith("svg")
+
+
+def test_a_plot_without_one_stale_update_says_so(tmp_path: Path) -> None:
+    report = simulate(a_cluster(SyncFL(0.3)), 3, 0.1)
+    assert imread(draw({"SyncFL": report}, tmp_path / "plot.png")).any()
+
+
+def test_an_unknown_format_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\.txt"):
+        draw({}, tmp_path / "plot.txt")
