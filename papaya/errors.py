@@ -6,6 +6,7 @@
     ├── ProtocolError            the peer; the peer is answered, the server lives on; exit code 3
     │   ├── TicketError          missing, foreign, expired or forged ticket
     │   └── UpdateRefused        wrong size, not finite, over norm: refused and counted
+    ├── MissingBlob              the blob store, or a successor that deleted what it superseded
     └── InvariantError           us; a checker or `check()` found a broken promise; exit code 70
 
 `hint` is the next thing to do, ready to be pasted where that is possible. Nothing here carries a
@@ -62,6 +63,12 @@ class UpdateRefused(ProtocolError):
     ) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+class MissingBlob(PapayaError):
+    """A blob that a row named is not there."""
+
+    default_hint = "restore the blob store from its backup, or roll the task back"
 
 
 class InvariantError(PapayaError):

@@ -13,7 +13,7 @@ from itertools import count
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.task import HeldTask, Phase
 from papaya.aggregator.upload import Slots
-from papaya.aggregator.work import Folded, Restored, Snapshotted, StepFailed, Stepped
+from papaya.aggregator.work import Folded, Lost, Restored, Snapshotted, StepFailed, Stepped
 from papaya.config import ServerConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Reply, Send
@@ -67,7 +67,7 @@ class Aggregator:
         match message:
             case Join() | Heartbeat() | Report() | Chunk() | Complete() | Leave():
                 effects = self._on_request(now, message, reply_to)
-            case Folded() | Snapshotted() | Stepped() | StepFailed() | Restored():
+            case Folded() | Snapshotted() | Stepped() | StepFailed() | Restored() | Lost():
                 effects = self._on_work(now, message)
             case Transacted() | Rows():
                 effects = self._on_stored(now, message)
@@ -114,7 +114,7 @@ class Aggregator:
         return overdue + self._participation.answer(now, held, request, claim, reply_to)
 
     def _on_work(
-        self, now: float, message: Folded | Snapshotted | Stepped | StepFailed | Restored
+        self, now: float, message: Folded | Snapshotted | Stepped | StepFailed | Restored | Lost
     ) -> Effects:
         held = self.tasks.get(message.task)
         if held is None or held.fence.seq != message.seq:
@@ -128,6 +128,8 @@ class Aggregator:
                 return held.on_stepped(now, message)
             case StepFailed():
                 return held.on_step_failed(message)
+            case Lost():
+                return held.on_lost(message)
             case Restored():
                 return held.on_restored(now)
 

@@ -188,7 +188,8 @@ class Participation:
             raise TicketError("the assignment was not confirmed in time")
         if not regime.admits_joins(held.ledger.config, held.pipeline.current.is_full):
             raise Ended(Retry("the round is closing", _BUSY_RETRY_S))
-        if held.config_demand < 1:
+        is_leased = held.is_leased(assignment)
+        if (held.config_demand if is_leased else held.room) < 1:
             raise Ended(Aborted("full"))
         newest = held.ledger.newest
         life_s = held.ledger.config.training_timeout_s + self._config.heartbeat_s
@@ -201,7 +202,7 @@ class Participation:
             expires=now + life_s,
         )
         session = Session(ticket, self._keyring.seal(ticket), now)
-        held.admit(session, is_leased=True)
+        held.admit(session, is_leased=is_leased)
         return session
 
     def _report(

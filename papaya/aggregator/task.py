@@ -13,7 +13,7 @@ and keeps count. A holder whose fence is gone stops; one that lost track of a wr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from papaya.aggregator import regime
@@ -21,14 +21,13 @@ from papaya.aggregator.confirmations import Confirmations
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session, Sessions
-from papaya.aggregator.upload import Slots, chunk_count
-from papaya.aggregator.work import Drop, Folded, Snapshotted, StepFailed, Stepped
-from papaya.config import ServerConfig, TaskConfig
+from papaya.aggregator.upload import Slots, why_not_served
+from papaya.aggregator.work import Drop, Folded, Lost, Snapshotted, StepFailed, Stepped
+from papaya.config import ServerConfig
 from papaya.machine import Effects, Read, Reply
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.control import TaskReport
 from papaya.messages.participation import (
-    MAX_CHUNKS,
     Aborted,
     AbortReason,
     Completed,
@@ -36,6 +35,7 @@ from papaya.messages.participation import (
     Retry,
 )
 from papaya.messages.storage import FenceRow, Member, Rows, Transacted, holder_prefixes
+from papaya.messages.tickets import AssignmentTicket
 
 
 class Phase(Enum):
@@ -52,7 +52,7 @@ class HeldTask:
         self,
         task: TaskId,
         fence: FenceRow,
-        leases: int,
+        leases: Sequence[SessionId],
         server: ServerConfig,
         slots: Slots,
         tokens: Iterator[int],
@@ -64,7 +64,8 @@ class HeldTask:
         self.staleness: dict[int, int] = {}
         self.sessions = Sessions(server.dead_after_s)
         self.pipeline: Pipeline  # there from the first load on; nothing is served before
-        self.promised = leases
+        self.promised = len(leases)
+        self._expected = dict.fromkeys(leases)
         self.turned_away = 0
         self.may_want_more = False
         self.adopts_until = float("inf")
@@ -100,21 +101,12 @@ class HeldTask:
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
-        problem = self._problem(ledger.config)
+        problem = why_not_served(ledger.config, self._server.chunk_bytes)
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
         self._overflow.clear()
         return [*self._settle_sessions(), self.pipeline.restore()]
-
-    def _problem(self, config: TaskConfig) -> str:
-        """Why this aggregator must not serve the task, if it must not."""
-        if config.secure_aggregation is not None:
-            return "secure aggregation is not available here, and in the clear it must not run"
-        chunks = chunk_count(config.model_bytes, self._server.chunk_bytes)
-        if chunks > MAX_CHUNKS:
-            return f"an update would take {chunks} chunks, the limit is {MAX_CHUNKS}"
-        return ""
 
     def _settle_sessions(self) -> Effects:
         """Counted is counted; what was folded but not durable has to be sent again."""
@@ -189,11 +181,16 @@ class HeldTask:
 
     # -- sessions ---------------------------------------------------------------------------
 
+    def is_leased(self, assignment: AssignmentTicket) -> bool:
+        """Is a slot promised to it? One that a predecessor gave may have been used up there."""
+        return assignment.seq == self.fence.seq or assignment.session in self._expected
+
     def admit(self, session: Session, *, is_leased: bool) -> None:
         """A joined client takes a promised slot; an adopted one a slot that was not promised."""
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
+            self._expected.pop(session.id, None)
             self.promised = max(0, self.promised - 1)
         self._count("joined" if is_leased else "adopted")
 
@@ -331,6 +328,10 @@ class HeldTask:
         """Nothing is published and nothing is lost: the record waits for the task's owner."""
         self._count("steps_failed")
         return self._halt(message.reason)
+
+    def on_lost(self, message: Lost) -> Effects:
+        """The rows decide whether we are deposed; a blob missing from fresh rows is a disaster."""
+        return self._halt(message.reason) if self.phase is Phase.LOADING else self.load()
 
     def _halt(self, reason: str) -> Effects:
         self.phase = Phase.HALTED

@@ -6,6 +6,7 @@
     Restore      load the sums of durable records                   → Restored
     Step         apply the server optimizer, write a version        → Stepped or StepFailed
     Drop         forget an upload's bytes or a task's buffers
+    (any of them                                                    → Lost: a blob is missing)
     DeleteBlobs  after the row that named them is gone
 
 The driver runs them on threads (`net`) or in virtual time (`sim`); both use `shards.py` for the
@@ -102,6 +103,14 @@ class Stepped(Message, frozen=True):
 
 class StepFailed(Message, frozen=True):
     """The step would not give a finite model."""
+
+    task: TaskId
+    seq: int
+    reason: str
+
+
+class Lost(Message, frozen=True):
+    """A blob that the rows named when they were read is gone: perhaps a successor deleted it."""
 
     task: TaskId
     seq: int

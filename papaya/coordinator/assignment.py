@@ -48,6 +48,9 @@ class Leases:
                 return
             self.end(session)
 
+    def sessions(self, task: TaskId) -> tuple[SessionId, ...]:
+        return tuple(self._deadlines.get(task, ()))
+
     def count(self, task: TaskId) -> int:
         return len(self._deadlines.get(task, ()))
 

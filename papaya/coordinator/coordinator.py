@@ -346,7 +346,7 @@ class Coordinator:
             boot=view.boot,
             number=self._order,
             acked=view.number,
-            tasks=placements(node, view.boot, self.tasks, self.fences, self.leases),
+            tasks=placements(node, view, self.tasks, self.fences, self.leases),
         )
         return Send(node, orders)
 

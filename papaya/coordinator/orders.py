@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from papaya.coordinator.assignment import Leases
+from papaya.coordinator.fleet import AggregatorView
 from papaya.messages.base import NodeId, TaskId
 from papaya.messages.control import Advertised, Placement, Route
 from papaya.messages.storage import FenceRow, TaskRow
@@ -36,11 +37,17 @@ def assignment_map(tasks: Tasks, fences: Fences) -> tuple[Route, ...]:
 
 
 def placements(
-    node: NodeId, boot: float, tasks: Tasks, fences: Fences, leases: Leases
+    node: NodeId, view: AggregatorView, tasks: Tasks, fences: Fences, leases: Leases
 ) -> tuple[Placement, ...]:
-    """All that the rows give to this boot of an aggregator."""
-    return tuple(
-        Placement(task, fence.seq, leases.count(task))
-        for task, fence in fences.items()
-        if task in tasks and fence.aggregator == node and fence.boot == boot
-    )
+    """All that the rows give to this boot of an aggregator.
+
+    Leases are named until the aggregator reports on the task: from then on it knows of them.
+    """
+    given = []
+    for task, fence in fences.items():
+        if task in tasks and fence.aggregator == node and fence.boot == view.boot:
+            report = view.tasks.get(task)
+            is_known = report is not None and report.seq == fence.seq
+            expected = () if is_known else leases.sessions(task)
+            given.append(Placement(task, fence.seq, expected))
+    return tuple(given)

@@ -49,11 +49,11 @@ class AggregatorReport(Message, frozen=True):
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """`leases` tells a successor how many clients are on their way to it already."""
+    """`leases` tells a successor which clients are on their way to it already."""
 
     task: TaskId
     seq: int
-    leases: int
+    leases: tuple[SessionId, ...] = ()
 
 
 class AggregatorOrders(Message, frozen=True):

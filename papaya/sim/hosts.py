@@ -16,12 +16,13 @@ from papaya.aggregator.work import (
     Drop,
     Fold,
     Keep,
+    Lost,
     Restore,
     Restored,
     Snapshot,
     Step,
 )
-from papaya.errors import InvariantError, ProtocolError
+from papaya.errors import InvariantError, MissingBlob, ProtocolError
 from papaya.machine import Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import Outcome, Row, Rows, Transacted
@@ -213,14 +214,22 @@ class AggregatorHost(Host):
         self._finish(blobs, snapshotted)
 
     def _step(self, work: Step) -> None:
-        stepped, blobs = self._shards.step(work, self.cluster.blobs.get)
-        self._finish(blobs, stepped)
+        try:
+            stepped, blobs = self._shards.step(work, self.cluster.blobs.get)
+        except MissingBlob as error:
+            self._finish([], Lost(work.config.task, work.seq, str(error)))
+        else:
+            self._finish(blobs, stepped)
 
     def _restore(self, work: Restore) -> None:
         keep = frozenset(work.garbage_except)
         self.cluster.blobs.sweep(work.config.task, work.seq, keep)
-        self._shards.restore(work, self.cluster.blobs.get)
-        self._finish([], Restored(work.config.task, work.seq))
+        try:
+            self._shards.restore(work, self.cluster.blobs.get)
+        except MissingBlob as error:
+            self._finish([], Lost(work.config.task, work.seq, str(error)))
+        else:
+            self._finish([], Restored(work.config.task, work.seq))
 
     def _finish(self, blobs: Blobs, result: Message) -> None:
         """The process may die between any two of: write, sync, tell."""

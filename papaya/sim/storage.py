@@ -12,7 +12,7 @@ from random import Random
 
 from msgspec import Struct
 
-from papaya.errors import InvariantError
+from papaya.errors import MissingBlob
 from papaya.messages.base import BlobKey, NodeId
 from papaya.messages.storage import Outcome, Row, Transaction
 from papaya.sim.engine import Engine
@@ -113,7 +113,7 @@ class BlobTwin:
 
     def get(self, key: BlobKey) -> bytes:
         if key not in self.blobs:
-            raise InvariantError(f"blob {key} is missing")
+            raise MissingBlob(f"blob {key} is missing")
         return self.blobs[key].data
 
     def delete(self, key: BlobKey) -> None:
