@@ -2,11 +2,11 @@
 
     PapayaError
     ├── OperatorError            the person who configured or started us; exit code 2
-    │   └── ConfigError          an impossible value: names the field, the value and the remedy
+    │   ├── ConfigError          an impossible value: names the field, the value and the remedy
+    │   └── MissingBlob          the blob store lost something, or a successor deleted it
     ├── ProtocolError            the peer; the peer is answered, the server lives on; exit code 3
     │   ├── TicketError          missing, foreign, expired or forged ticket
     │   └── UpdateRefused        wrong size, not finite, over norm: refused and counted
-    ├── MissingBlob              the blob store, or a successor that deleted what it superseded
     └── InvariantError           us; a checker or `check()` found a broken promise; exit code 70
 
 `hint` is the next thing to do, ready to be pasted where that is possible. Nothing here carries a
@@ -65,7 +65,7 @@ class UpdateRefused(ProtocolError):
         self.reason = reason
 
 
-class MissingBlob(PapayaError):
+class MissingBlob(OperatorError):
     """A blob that a row named is not there."""
 
     default_hint = "restore the blob store from its backup, or roll the task back"

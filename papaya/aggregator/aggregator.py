@@ -188,9 +188,10 @@ class Aggregator:
     def _report(self, now: float, *, heartbeat: bool) -> Effects:
         self._number += 1
         self._reported_at = now
-        self._report_due = self._next_beat
-        serving = [held for held in self.tasks.values() if held.phase is Phase.SERVING]
-        reports = tuple(held.report(now, self._number) for held in serving)
+        self._report_due = float("inf")
+        reports = tuple(
+            held.report(now, self._number) for held in self.tasks.values() if held.has_served
+        )
         report = AggregatorReport(
             node=self.node,
             boot=self.boot,

@@ -253,16 +253,18 @@ class Participation:
             return [Reply(reply_to, Refused(reason))]
         if crc32(chunk.data) != chunk.crc32:
             return [Reply(reply_to, Retry("the chunk was damaged on its way", 0.0))]
+        upload = session.upload
+        if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
+            return [received]  # known already: no progress, so no claim on the slot
         if not self._slots.touch(now, (held.task, session.id)):
             held.turned_away += 1
             return [Reply(reply_to, Retry("all upload slots are taken", _BUSY_RETRY_S))]
         effects: Effects = []
-        if session.upload is None or session.upload.id != chunk.upload:
+        if upload is None or upload.id != chunk.upload:
             effects.append(Drop(held.task, held.fence.seq, session.id))
-            session.upload = Upload(chunk.upload, count)
-        if not session.upload.has(chunk.index):
-            del session.upload.missing[chunk.index]
-            effects.append(Keep(held.task, session.id, chunk.index * piece, chunk.data, size))
+            upload = session.upload = Upload(chunk.upload, count)
+        del upload.missing[chunk.index]
+        effects.append(Keep(held.task, session.id, chunk.index * piece, chunk.data, size))
         return [*effects, received]
 
     def _complete(

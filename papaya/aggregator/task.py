@@ -133,7 +133,7 @@ class HeldTask:
     def on_restored(self, now: float) -> Effects:
         self.phase = Phase.SERVING
         self.may_want_more = True
-        if self.adopts_until == float("inf"):
+        if not self.has_served:
             self.adopts_until = now + self._server.heartbeat_s
         return [*self._abort_stale(), *self.pipeline.restored(now)]
 
@@ -160,6 +160,11 @@ class HeldTask:
     def room(self) -> int:
         """Slots that no lease can be on its way to: what an adopted client may take."""
         return self.config_demand - self.promised
+
+    @property
+    def has_served(self) -> bool:
+        """From then on every report names the task: one that did not would lose confirmations."""
+        return self.adopts_until != float("inf")
 
     def demand(self, now: float) -> int:
         """None is reported while running clients may still come to be adopted."""
@@ -315,6 +320,7 @@ class HeldTask:
             session = self.sessions.active.get(session_id)
             if session is not None:
                 session.in_buffer = True
+                self._slots.release((self.task, session_id))
         if self.pipeline.current.is_full and regime.ends_round_when_full(self.pipeline.config):
             effects += self._end_round()
         return effects

@@ -11,7 +11,7 @@ sees an update, and while it recovers it assigns no client.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from random import Random
 
 from papaya.config import ServerConfig
@@ -77,7 +77,7 @@ class Coordinator:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
-        self._now = now
+        self._listen(now)
         match message:
             case AggregatorReport():
                 return self._on_aggregator_report(now, message)
@@ -90,7 +90,7 @@ class Coordinator:
         raise ProtocolError(f"a coordinator does not take {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
-        self._now = now
+        self._listen(now)
         if now < self._next_beat:
             return []
         self._next_beat = now + self._config.heartbeat_s
@@ -119,6 +119,12 @@ class Coordinator:
 
     def _acts(self, now: float) -> bool:
         return self._loaded and self.leadership.leads(now)
+
+    def _listen(self, now: float) -> None:
+        """Reports are heard only while this candidate acts as leader."""
+        if not self._acts(self._now) or not self._acts(now):
+            self.fleet.listens_since = now
+        self._now = now
 
     def _read(self) -> Effects:
         """Every heartbeat re-reads the rows: new tasks are found and unknown outcomes settled."""
@@ -231,7 +237,7 @@ class Coordinator:
         wanted = {task: demand for task in self.tasks if (demand := self.demand(task)) > 0}
         if not wanted:
             return []
-        chosen = assign(self._held(), wanted, self._compatible_tasks, self._rng)
+        chosen = assign(self.fleet.held(self._rng), wanted, self._compatible_tasks, self._rng)
         by_selector: dict[NodeId, list[Assignment]] = {}
         for (selector, device_class, task), count in chosen.items():
             assignment = self._lease(now, device_class, task, count)
@@ -240,14 +246,6 @@ class Coordinator:
             self._orders_for_selector(selector, tuple(assignments))
             for selector, assignments in by_selector.items()
         ]
-
-    def _held(self) -> Iterator[tuple[NodeId, DeviceClass, int]]:
-        selectors = self.fleet.selectors
-        names = list(selectors)
-        start = int(self._rng.random() * len(names)) if len(names) > 1 else 0
-        for name in names[start:] + names[:start]:
-            for device_class, count in selectors[name].held.items():
-                yield name, device_class, count
 
     def _lease(self, now: float, device_class: DeviceClass, task: TaskId, count: int) -> Assignment:
         confirm_by = now + self._config.confirm_by_s

@@ -7,6 +7,9 @@ by the fence rows, never here.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from random import Random
+
 from papaya.messages.base import NodeId, TaskId
 from papaya.messages.control import AggregatorReport, SelectorReport, TaskReport
 from papaya.messages.selection import DeviceClass
@@ -77,6 +80,7 @@ class Fleet:
 
     def __init__(self, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
+        self.listens_since = 0.0
         self.aggregators: dict[NodeId, AggregatorView] = {}
         self.selectors: dict[NodeId, SelectorView] = {}
 
@@ -99,7 +103,18 @@ class Fleet:
         view.update(now, report)
         return True
 
+    def held(self, rng: Random) -> Iterator[tuple[NodeId, DeviceClass, int]]:
+        """Held check-ins, beginning with a random selector so that none is always served first."""
+        names = list(self.selectors)
+        start = int(rng.random() * len(names)) if len(names) > 1 else 0
+        for name in names[start:] + names[:start]:
+            for device_class, count in self.selectors[name].held.items():
+                yield name, device_class, count
+
     def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
+        """Those heard of lately. Silence while nobody listened proves nothing."""
+        if self.listens_since > now - self._dead_after_s:
+            return dict(self.aggregators)
         limit = now - self._dead_after_s
         return {node: view for node, view in self.aggregators.items() if view.heard_at > limit}
 

@@ -33,6 +33,7 @@ class Leadership:
         self._row_seen_at: float | None = None
         self._attempt: LeaderRow | None = None
         self._attempted_at = 0.0
+        self._attempts = 0
         self._leads_until = 0.0
         self.epoch = 0
         self.recovers_until = 0.0
@@ -85,15 +86,15 @@ class Leadership:
 
     def _claim(self, now: float) -> Transaction:
         epoch = 1 if self._row is None else self._row.epoch + 1
-        return self._attempt_row(now, LeaderRow(self._node, self._boot, epoch, renewal=0))
+        return self._attempt_row(now, epoch)
 
     def _renewal(self, now: float) -> Transaction:
-        assert self._row is not None
-        return self._attempt_row(
-            now, LeaderRow(self._node, self._boot, self.epoch, self._row.renewal + 1)
-        )
+        return self._attempt_row(now, self.epoch)
 
-    def _attempt_row(self, now: float, row: LeaderRow) -> Transaction:
+    def _attempt_row(self, now: float, epoch: int) -> Transaction:
+        """No two attempts write the same row: one applied late must not pass for a later one."""
+        self._attempts += 1
+        row = LeaderRow(self._node, self._boot, epoch, self._attempts)
         self._attempt, self._attempted_at = row, now
         return Transaction(
             require=((LEADER_KEY, self._row),),

@@ -16,7 +16,7 @@ BlobKey: TypeAlias = str
 # Bounds on what an untrusted peer may make us hold.
 MAX_EXCLUDED = 64
 ShortText = Annotated[str, Meta(max_length=128)]
-Name = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9._:/+=@ -]*$")]
+Name = Annotated[str, Meta(max_length=64, pattern=r"\A[A-Za-z0-9._:/+=@ -]*\Z")]
 Names = Annotated[tuple[Name, ...], Meta(max_length=32)]
 Excluded = Annotated[tuple[Name, ...], Meta(max_length=MAX_EXCLUDED)]
 SealedTicket = Annotated[bytes, Meta(max_length=1024)]

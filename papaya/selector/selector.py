@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import islice
+from heapq import nlargest
 from random import Random
 
 from papaya.config import ServerConfig
@@ -238,7 +238,7 @@ class Selector:
             return []
         self._number += 1
         self._reported_at = now
-        self._report_due = self._next_beat
+        self._report_due = float("inf")
         orders = self._orders
         report = SelectorReport(
             node=self.node,
@@ -246,13 +246,17 @@ class Selector:
             number=self._number,
             epoch=0 if orders is None else orders.epoch,
             acked=0 if orders is None else orders.number,
-            held=tuple(
-                Held(device_class, len(queue))
-                for device_class, queue in islice(self._held.items(), _MAX_REPORTED_CLASSES)
-            ),
+            held=self._summary(),
             unfilled=tuple(session for _, session in self._unfilled),
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
+
+    def _summary(self) -> tuple[Held, ...]:
+        """Held check-ins by class; the most common classes when there are too many to report."""
+        held = [Held(kind, len(queue)) for kind, queue in self._held.items()]
+        if len(held) > _MAX_REPORTED_CLASSES:
+            held = nlargest(_MAX_REPORTED_CLASSES, held, key=lambda entry: entry.count)
+        return tuple(held)
 
     # -- participation ----------------------------------------------------------------------
 

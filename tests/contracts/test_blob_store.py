@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from papaya.errors import InvariantError
+from papaya.errors import MissingBlob
 from papaya.sim.storage import BlobTwin
 
 
@@ -25,7 +25,7 @@ def test_what_is_missing_is_an_error_with_its_name(blobs: BlobTwin) -> None:
     blobs.put("task/1/x", b"first")
     blobs.delete("task/1/x")
     blobs.delete("task/1/x")
-    with pytest.raises(InvariantError, match="task/1/x"):
+    with pytest.raises(MissingBlob, match="task/1/x"):
         blobs.get("task/1/x")
 
 

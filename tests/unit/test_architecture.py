@@ -150,7 +150,7 @@ def test_measured_and_learning_code_names_its_dependencies(
     [
         ("papaya/secagg/mask.py", "cryptography.hazmat"),
         ("papaya/secagg/mask.py", "hashlib"),
-        ("papaya/learning/parameters.py", "safetensors.numpy"),
+        ("papaya/learning/parameters.py", "msgspec"),
         ("papaya/learning/torch/engine.py", "torch"),
         ("papaya/cli/main.py", "rich"),
     ],

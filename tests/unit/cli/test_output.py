@@ -1,0 +1,76 @@
+"""What commands share: tables that line up, progress on a terminal and in a log."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from papaya.cli.output import Progress, table, whole
+from papaya.errors import OperatorError
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_numbers_line_up_to_the_right() -> None:
+    assert table(("", "trips"), [("AsyncFL", "12,345"), ("x", "7")]) == (
+        "          trips\n"
+        "-------  ------\n"
+        "AsyncFL  12,345\n"
+        "x             7"
+    )  # fmt: skip
+
+
+def test_a_log_gets_a_line_now_and_then_and_the_last_one() -> None:
+    log = io.StringIO()
+    with Progress(log) as progress:
+        for step in range(1, 1001):
+            progress.update("run", step / 1000, f"step {step}")
+        progress.say("done")
+    lines = log.getvalue().splitlines()
+    assert lines[0] == "run: 0 %, step 1"
+    assert lines[-2:] == ["run: 100 %, step 1000", "done"]
+    assert len(lines) == 6
+
+
+def test_a_terminal_gets_a_live_display() -> None:
+    terminal = Terminal()
+    with Progress(terminal) as progress:
+        progress.update("AsyncFL", 0.5, "1,300 active [not markup]")
+        progress.say("seed 3: [a] broke")
+        progress.update("AsyncFL", 1.0, "1,299 active")
+    shown = terminal.getvalue()
+    assert "AsyncFL" in shown
+    assert "100%" in shown
+    assert "1,299 active" in shown
+    assert "seed 3: [a] broke" in shown
+
+
+def test_a_terminal_without_rich_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with pytest.raises(OperatorError) as missing:
+        Progress(Terminal())
+    assert missing.value.hint == "pip install 'papaya[sim]'"
+    Progress(io.StringIO())  # a log needs no rich
+
+
+@given(number=st.integers(0, 10**30))
+def test_whole_numbers_are_exact(number: int) -> None:
+    assert whole(0)(str(number)) == number
+
+
+def test_whole_numbers_may_be_written_short() -> None:
+    assert (whole(0)("1e8"), whole(0)("10_000")) == (100_000_000, 10_000)
+
+
+@pytest.mark.parametrize("text", ["", "1.5", "1e-3", "nan", "inf", "-1", "--1", "²", "x"])
+def test_anything_else_is_no_whole_number(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        whole(0)(text)

@@ -1,0 +1,197 @@
+"""Participation history: the gap, the device's own floor, the maximum; it survives a restart."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from papaya.client.client import Stage
+from papaya.client.history import History, Participated
+from papaya.client.work import Finish, Remember, Request
+from papaya.messages.base import MAX_EXCLUDED
+from papaya.messages.participation import Leave
+from papaya.messages.selection import CheckIn
+from tests.unit.client.builders import ASSIGNED, START, Phone, joined
+
+FLOOR_S = 100.0
+
+
+def after_one(gap_s: float, limit: int | None = None, floor_s: float = FLOOR_S) -> History:
+    history = History(floor_s)
+    history.record(1000.0, "a", gap_s, limit)
+    return history
+
+
+# --- The rule
+
+
+def test_a_device_that_never_took_part_may() -> None:
+    assert History(FLOOR_S).allows(0.0, "a", 1e9, 1)
+    assert after_one(1e9).allows(1001.0, "another", 1e9, 1)
+
+
+@pytest.mark.parametrize(("gap_s", "free_again"), [(500.0, 1500.0), (10.0, 1100.0), (0.0, 1100.0)])
+def test_the_gap_is_the_tasks_and_never_below_the_floor(gap_s: float, free_again: float) -> None:
+    history = after_one(gap_s)
+    assert not history.allows(1000.0, "a", gap_s, None)
+    assert not history.allows(free_again - 0.001, "a", gap_s, None)
+    assert history.allows(free_again, "a", gap_s, None)
+
+
+def test_no_gap_at_all_only_when_device_and_task_both_say_so() -> None:
+    assert after_one(0.0, floor_s=0.0).allows(1000.0, "a", 0.0, None)
+    assert not after_one(0.0, floor_s=0.0).allows(1000.0, "a", 1.0, None)
+    assert not after_one(0.0, floor_s=1.0).allows(1000.0, "a", 0.0, None)
+
+
+def test_a_clock_that_went_back_allows_nothing() -> None:
+    assert not after_one(0.0).allows(0.0, "a", 0.0, None)
+
+
+def test_the_maximum_counts_for_ever() -> None:
+    history = History(FLOOR_S)
+    for time in range(3):
+        assert history.allows(1e6 * time, "a", 10.0, 3)
+        assert history.record(1e6 * time, "a", 10.0, 3) == Participated(
+            time + 1, 1e6 * time, 10.0, 3
+        )
+    assert not history.allows(1e12, "a", 10.0, 3)
+    assert history.allows(1e12, "a", 10.0, 4)
+    assert history.allows(1e12, "a", 10.0, None)
+    assert history.allows(1e12, "b", 10.0, 1)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 1000)), max_size=40),
+    st.floats(0, 200),
+    st.floats(0, 200),
+    st.none() | st.integers(1, 4),
+)
+def test_whoever_asks_first_never_breaks_the_rule(
+    tries: list[tuple[str, float]], gap_s: float, floor_s: float, limit: int | None
+) -> None:
+    history = History(floor_s)
+    times: dict[str, list[float]] = {"a": [], "b": [], "c": []}
+    now = 0.0
+    for task, waited in tries:
+        now += waited
+        if history.allows(now, task, gap_s, limit):
+            history.record(now, task, gap_s, limit)
+            times[task].append(now)
+        else:
+            is_soon = bool(times[task]) and now < times[task][-1] + max(gap_s, floor_s)
+            assert is_soon or (limit is not None and len(times[task]) >= limit)
+    for visits in times.values():
+        assert limit is None or len(visits) <= limit
+        for before, later in pairwise(visits):
+            assert later >= before + max(gap_s, floor_s)
+
+
+# --- Across restarts
+
+
+def test_it_survives_being_reloaded_from_its_entries() -> None:
+    history = History(FLOOR_S)
+    entries = {"a": history.record(1000.0, "a", 500.0, 2), "b": history.record(0.0, "b", 10.0, 1)}
+    again = History(FLOOR_S, entries)
+    assert not again.allows(1499.0, "a", 500.0, 2)
+    assert again.allows(1500.0, "a", 500.0, 2)
+    assert not again.allows(1500.0, "b", 10.0, 1)
+    assert again.excluded(1499.0) == ("a", "b")
+    assert again.record(1500.0, "a", 500.0, 2).count == 2
+    assert not again.allows(1e9, "a", 500.0, 2)
+
+
+def test_a_history_does_not_change_the_entries_it_was_made_from() -> None:
+    entries = {"a": Participated(1, 0.0, 0.0, None)}
+    History(FLOOR_S, entries).record(500.0, "a", 0.0, None)
+    assert entries == {"a": Participated(1, 0.0, 0.0, None)}
+
+
+# --- What is said at check-in
+
+
+def test_tasks_that_are_ruled_out_are_named_newest_first() -> None:
+    history = History(FLOOR_S)
+    history.record(900.0, "older", 500.0, None)
+    history.record(1000.0, "newer", 500.0, None)
+    history.record(100.0, "long ago", 500.0, None)
+    history.record(50.0, "never again", 500.0, 1)
+    assert history.excluded(1000.0) == ("newer", "older", "never again")
+    assert history.excluded(1400.0) == ("newer", "never again")
+    assert history.excluded(1500.0) == ("never again",)
+
+
+def test_no_more_tasks_are_named_than_a_check_in_may_carry() -> None:
+    history = History(FLOOR_S)
+    for number in range(300):
+        history.record(float(number), f"t{number}", 1e6, None)
+    named = history.excluded(300.0)
+    assert len(named) == MAX_EXCLUDED
+    assert named == tuple(f"t{number}" for number in range(299, 299 - MAX_EXCLUDED, -1))
+
+
+# --- In a session
+
+
+def test_a_check_in_names_the_tasks_that_the_history_rules_out() -> None:
+    history = History(FLOOR_S)
+    history.record(START - 10, "next-word", 3600.0, None)
+    phone = Phone(history=history)
+    phone.start()
+    assert isinstance(phone.asked.message, CheckIn)
+    assert phone.asked.message.excluded == ("next-word",)
+
+
+@pytest.mark.parametrize(
+    ("entry", "changes"),
+    [
+        (Participated(1, START - 99, 0.0, None), {"participation_gap_s": 0.0}),
+        (Participated(1, START - 200, 0.0, None), {"participation_gap_s": 201.0}),
+        (Participated(5, 0.0, 0.0, None), {"participation_gap_s": 0.0, "max_participations": 5}),
+    ],
+)
+def test_a_client_that_joined_against_the_rule_leaves_at_once(
+    entry: Participated, changes: dict[str, float]
+) -> None:
+    """The task's rules are known only after joining, and the server may have them changed."""
+    phone = Phone(history=History(FLOOR_S, {"next-word": entry}))
+    phone.start()
+    phone.answer(ASSIGNED)
+    leave, finish = phone.answer(joined(**changes))
+    assert isinstance(leave, Request)
+    assert isinstance(leave.message, Leave)
+    assert leave.message.ticket == b"session"
+    assert isinstance(finish, Finish)
+    assert finish.ending == "gave_up"
+    assert "taken part" in finish.reason
+    assert phone.stage is Stage.OVER
+
+
+def test_a_client_whose_time_has_come_again_takes_part() -> None:
+    entry = Participated(4, START - 100, 0.0, None)
+    phone = Phone(history=History(FLOOR_S, {"next-word": entry}))
+    phone.start()
+    phone.answer(ASSIGNED)
+    phone.answer(joined(participation_gap_s=0.0, max_participations=5))
+    assert phone.stage is Stage.DOWNLOADING
+    phone.until(Stage.UPLOADING)
+    assert Remember("next-word", Participated(5, START, 0.0, 5)) in phone.effects
+
+
+def test_a_client_that_sent_nothing_has_not_taken_part() -> None:
+    """Aborted before its upload was granted: it may try again at once."""
+    phone = Phone().until(Stage.REPORTING)
+    phone.wait(1000.0)
+    assert [finish.ending for finish in phone.endings] == ["gave_up"]
+    assert phone.history.excluded(phone.now) == ()
+
+
+def test_a_client_that_sent_something_has_taken_part_however_it_ended() -> None:
+    phone = Phone().until(Stage.UPLOADING)
+    phone.wait(1000.0)
+    assert [finish.ending for finish in phone.endings] == ["gave_up"]
+    assert phone.history.excluded(phone.now) == ("next-word",)

@@ -1,0 +1,87 @@
+"""Rows and their keys: what is written comes back, and a successor reads all of its own task."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from papaya.config import SecureAggregation, TaskConfig
+from papaya.errors import OperatorError
+from papaya.messages import storage, wire
+from papaya.messages.storage import FenceRow, OptimizerRow, TaskRow, VersionRow
+from tests.unit.messages.strategies import ROWS, a_row
+
+CONFIG = TaskConfig(task="next-word", concurrency=100, model_length=10)
+NUMBERED = [storage.record_key, storage.version_key, storage.consumed_key]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_every_row_comes_back_as_it_was_written(
+    kind: type[storage.Row], data: st.DataObject
+) -> None:
+    row = data.draw(a_row(kind))
+    read = wire.decode_row(wire.encode_row(row))
+    assert type(read) is kind
+    assert read == row
+
+
+def test_every_row_is_frozen() -> None:
+    assert [kind for kind in ROWS if not kind.__struct_config__.frozen] == []
+
+
+@given(st.integers(0, 10**11), st.integers(0, 10**11))
+def test_keys_are_ordered_as_their_versions(first: int, second: int) -> None:
+    """Rows are read back ordered by key: version 10 comes after version 9."""
+    for key in NUMBERED:
+        assert (key("a", first) < key("a", second)) is (first < second)
+
+
+def test_a_successor_reads_all_of_its_task_and_no_version_of_its_neighbours() -> None:
+    """Single rows are looked up by their whole key; numbered ones are taken as they come."""
+
+    def read(task: str, key: str) -> bool:
+        return key.startswith(storage.holder_prefixes(task))
+
+    for single in (storage.task_key, storage.fence_key, storage.optimizer_key):
+        assert read("next", single("next"))
+    for numbered in NUMBERED:
+        assert read("next", numbered("next", 12))
+        for neighbour in ("next-word", "nex", "n", "next1"):
+            assert not read("next", numbered(neighbour, 12))
+    assert not read("next", storage.LEADER_KEY)
+    assert not read("next", storage.EPOCH_KEY)
+
+
+def test_keys_of_two_tasks_never_meet() -> None:
+    tasks = ["a", "a-1", "a_1", "1", "a1"]
+    keys = [key(task, number) for task in tasks for number in (0, 1, 11) for key in NUMBERED]
+    assert len(keys) == len(set(keys))
+
+
+def test_tasks_and_fences_are_found_under_their_prefix() -> None:
+    assert storage.task_key("a").startswith(storage.TASKS)
+    assert storage.fence_key("a").startswith(storage.FENCES)
+
+
+def test_a_task_whose_privacy_cannot_be_kept_is_not_submitted() -> None:
+    """Better refused than trained in the clear without a word."""
+    private = structs.replace(CONFIG, secure_aggregation=SecureAggregation(), clip=1.0)
+    with pytest.raises(OperatorError, match="secure aggregation, which is not available") as caught:
+        storage.submission(private, "parameters", "optimizer", now=5.0)
+    assert "in the clear" in caught.value.hint
+
+
+def test_a_submission_begins_at_version_0_with_nobody_holding_it() -> None:
+    transaction = storage.submission(CONFIG, "parameters", "optimizer", now=5.0)
+    assert transaction.require == ((storage.task_key("next-word"), None),)
+    assert transaction.delete == ()
+    assert dict(transaction.put) == {
+        storage.task_key("next-word"): TaskRow(CONFIG, "running"),
+        storage.fence_key("next-word"): FenceRow(seq=0, aggregator="", boot=0.0),
+        storage.version_key("next-word", 0): VersionRow(0, "parameters", seq=0, created=5.0),
+        storage.optimizer_key("next-word"): OptimizerRow(0, "optimizer"),
+    }

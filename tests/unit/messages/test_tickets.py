@@ -1,0 +1,135 @@
+"""Tickets: what was sealed opens as what it is, under every key that is still known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from papaya.errors import TicketError
+from papaya.messages import tickets, wire
+from papaya.messages.participation import Heartbeat
+from papaya.messages.tickets import (
+    AnyTicket,
+    AssignmentTicket,
+    Keyring,
+    SessionTicket,
+    UploadTicket,
+    claim_of,
+)
+
+KEY = bytes(range(32))
+KEYRING = Keyring({7: KEY})
+
+# Key 7 is the bytes 0 to 31. A seal is HMAC-SHA256 over the key's id (4 bytes, big-endian) and the
+# MessagePack of the ticket; then the id, then the ticket. Checked by hand with hmac and struct.
+VECTORS: list[tuple[AnyTicket, str]] = [
+    (
+        AssignmentTicket("next-word", "s-1", 3, confirm_by=1030.0),
+        (
+            "944f31337dcb50a2a998fc1079e2f9fd9fdd24d1e99eebd57b12c73168f96113"
+            "00000007"
+            "95b041737369676e6d656e745469636b6574a96e6578742d776f7264a3732d3103cb4090180000000000"
+        ),
+    ),
+    (
+        SessionTicket("next-word", "s-1", 3, 12, "sha256-ab", expires=1250.5),
+        (
+            "b38a9afe4f9ee29544983f40950c1ae9b443e4c325575db38fd3b3152d82ad0b"
+            "00000007"
+            "97ad53657373696f6e5469636b6574a96e6578742d776f7264a3732d31030ca97368613235362d6162"
+            "cb40938a0000000000"
+        ),
+    ),
+    (
+        UploadTicket("next-word", "s-1", 3, 12, "sha256-ab", 1250.5, 2, 20, upload_by=1370.5),
+        (
+            "a511f500fdc810707681cf72a50b3f06c36d0bf6fbc23ec6bdabc348f3a82397"
+            "00000007"
+            "9aac55706c6f61645469636b6574a96e6578742d776f7264a3732d31030ca97368613235362d6162"
+            "cb40938a00000000000214cb40956a0000000000"
+        ),
+    ),
+]
+TICKETS = [ticket for ticket, _ in VECTORS]
+
+
+@pytest.mark.parametrize(("ticket", "sealed"), VECTORS)
+def test_a_published_vector_seals_and_opens(ticket: AnyTicket, sealed: str) -> None:
+    assert KEYRING.seal(ticket).hex() == sealed
+    kind: Any = type(ticket)
+    assert KEYRING.open(bytes.fromhex(sealed), kind) == ticket
+
+
+def test_there_are_vectors_for_every_kind_of_ticket() -> None:
+    kinds = [
+        kind
+        for kind in vars(tickets).values()
+        if isinstance(kind, type) and issubclass(kind, tickets.Ticket)
+    ]
+    assert [kind for kind in kinds if kind is not tickets.Ticket] == [type(t) for t in TICKETS]
+
+
+TEXT = st.text(max_size=20)
+NUMBER = st.integers(0, 2**53)
+TIME = st.floats(0, 1e12)
+
+
+@settings(max_examples=50)
+@given(
+    st.builds(AssignmentTicket, TEXT, TEXT, NUMBER, TIME)
+    | st.builds(SessionTicket, TEXT, TEXT, NUMBER, NUMBER, TEXT, TIME)
+    | st.builds(UploadTicket, TEXT, TEXT, NUMBER, NUMBER, TEXT, TIME, NUMBER, NUMBER, TIME)
+)
+def test_a_ticket_opens_as_it_was_sealed(ticket: AnyTicket) -> None:
+    sealed = KEYRING.seal(ticket)
+    kind: Any = type(ticket)
+    assert KEYRING.open(sealed, kind) == ticket
+    assert claim_of(sealed) == ticket
+    assert KEYRING.seal(ticket) == sealed
+
+
+@pytest.mark.parametrize("ticket", TICKETS)
+def test_the_newest_key_seals_and_the_older_ones_still_open(ticket: AnyTicket) -> None:
+    """A key is rotated while sessions sealed under the old one are still training."""
+    kind: Any = type(ticket)
+    before = Keyring({7: KEY})
+    during = Keyring({7: KEY, 8: bytes(32)})
+    after = Keyring({8: bytes(32)})
+    old, new = before.seal(ticket), during.seal(ticket)
+    assert new == after.seal(ticket) != old
+    assert during.open(old, kind) == during.open(new, kind) == after.open(new, kind) == ticket
+    with pytest.raises(TicketError, match="not sealed by this system"):
+        after.open(old, kind)
+    with pytest.raises(TicketError, match="not sealed by this system"):
+        before.open(new, kind)
+
+
+def test_the_newest_key_is_that_of_the_highest_id_in_whatever_order() -> None:
+    keys = {9: b"nine" * 8, 300: b"last" * 8, 12: b"twelve"}
+    assert Keyring(keys).seal(TICKETS[0])[32:36] == (300).to_bytes(4, "big")
+
+
+def test_a_keyring_does_not_change_under_the_hands_of_its_maker() -> None:
+    keys = {7: KEY}
+    keyring = Keyring(keys)
+    keys[7] = bytes(32)
+    assert keyring.seal(TICKETS[0]) == KEYRING.seal(TICKETS[0])
+
+
+def test_claims_are_read_without_any_key() -> None:
+    """Routing needs no secret: whether it is true is for the aggregator to judge."""
+    unsealed = bytes(32) + KEYRING.seal(TICKETS[1])[32:]
+    assert claim_of(unsealed) == TICKETS[1]
+    with pytest.raises(TicketError):
+        KEYRING.open(unsealed, SessionTicket)
+
+
+def test_the_largest_ticket_that_we_make_fits_the_wire() -> None:
+    largest = UploadTicket(
+        64 * "t", 64 * "s", 2**53, 2**53, 80 * "b", 1e12, 2**31, 2**31, upload_by=1e12
+    )
+    message = Heartbeat(KEYRING.seal(largest))
+    assert wire.from_device.parse(wire.encode(message)) == message

@@ -1,0 +1,251 @@
+"""The documentation says what is so: links resolve, names exist, commands parse, examples run.
+
+Each check reads the pages as they are; what it means by a file, a name or a command is in the
+patterns below. A page that is generated must be what its generator makes of the code today.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from papaya import __version__
+from papaya.cli import main as cli
+from tools import configuration_reference
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+FOLDERS = ("papaya", "tests", "tools", "docs", "bench", "examples", "experiments")
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})(?:/[\w.-]+)+|[A-Z]+\.md|Makefile|[\w-]+\.(?:toml|txt)")
+NAME_IN_FILE = re.compile(r"((?:`[\w.]+`(?:, | and ))*`[\w.]+`) in `(papaya/[\w/]+\.py)`")
+GLOSSARY_ENTRY = re.compile(r"`(papaya/[\w/.]+\.py)`((?:,? `[\w.]+`)*)")
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: Path
+    language: str
+    text: str
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def prose_of(page: Path) -> str:
+    """A page without its fenced blocks, with wrapped lines joined so that code spans are whole."""
+    return re.sub(r"\n(?!\n|[-|#])", " ", FENCE.sub("", text_of(page)))
+
+
+def blocks(*languages: str) -> list[Block]:
+    found = [
+        Block(page, *match.groups()) for page in PAGES for match in FENCE.finditer(text_of(page))
+    ]
+    return [block for block in found if block.language in languages]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def anchors_of(page: Path) -> list[str]:
+    """As they are made from headings: lower case, no punctuation, dashes for spaces."""
+    titles = HEADING.findall(FENCE.sub("", text_of(page)))
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def commands() -> Iterator[tuple[Path, str]]:
+    """Every `papaya …` and `make …` that a page tells its reader to type."""
+    for page in PAGES:
+        lines = [line for b in blocks("console") if b.page == page for line in b.text.splitlines()]
+        for line in [*lines, *CODE.findall(prose_of(page))]:
+            words = shlex.split(line, comments=True)
+            if words and words[0] in ("papaya", "make") and len(words) > 1:
+                yield page, shlex.join(words)
+
+
+# --- Pages against files
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_resolves(page: Path) -> None:
+    for link in LINK.findall(text_of(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors_of(target), f"{link}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = [code for code in CODE.findall(prose_of(page)) if FILE.fullmatch(code)]
+    assert [code for code in named if not (ROOT / code).exists()] == []
+
+
+def test_the_pattern_for_files_finds_files() -> None:
+    """The check above would pass on any page if it did not."""
+    for code in ("papaya/machine.py", "tests/paper", "docs/adr", "README.md", "pyproject.toml"):
+        assert FILE.fullmatch(code), code
+    for code in ("papaya swarm", "papaya", "task/…", "fence/next-word", "TaskConfig.warnings()"):
+        assert not FILE.fullmatch(code), code
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    reached, todo = {ROOT / "README.md"}, [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        for link in LINK.findall(text_of(page)):
+            target = (page.parent / link.partition("#")[0]).resolve()
+            if target.suffix == ".md" and target in PAGES and target not in reached:
+                reached.add(target)
+                todo.append(target)
+    assert [name_of(page) for page in PAGES if page not in reached] == []
+
+
+# --- Pages against code
+
+
+def test_the_configuration_page_is_what_the_code_says() -> None:
+    hint = "run python -m tools.configuration_reference"
+    assert text_of(configuration_reference.PAGE) == configuration_reference.page(), hint
+
+
+def names_in(file: str) -> set[str]:
+    """Top-level names of a module; attributes, fields and methods as Class.name, also inherited."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    members: dict[str, set[str]] = {}
+    names: set[str] = set()
+    for node in tree.body:
+        names |= bound_by(node)
+        if isinstance(node, ast.ClassDef):
+            own = {name for child in node.body for name in bound_by(child)}
+            own |= {
+                target.attr
+                for child in ast.walk(node)
+                for target in assigned_by(child)
+                if isinstance(target, ast.Attribute)
+            }
+            for base in node.bases:
+                own |= members.get(getattr(base, "id", ""), set())
+            members[node.name] = own
+            names |= {f"{node.name}.{name}" for name in own}
+    return names
+
+
+def assigned_by(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.Assign(targets=targets):
+            return targets
+        case ast.AnnAssign(target=target):
+            return [target]
+    return []
+
+
+def bound_by(node: ast.AST) -> set[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            return {name}
+        case ast.Assign() | ast.AnnAssign():
+            return {target.id for target in assigned_by(node) if isinstance(target, ast.Name)}
+    return set()
+
+
+def test_every_name_in_the_glossary_is_in_the_file_it_names() -> None:
+    page = text_of(ROOT / "docs" / "glossary.md")
+    entries = GLOSSARY_ENTRY.findall(page)
+    assert len(entries) > 50, "the pattern no longer finds the entries"
+    for file, names in entries:
+        for name in CODE.findall(names):
+            assert name in names_in(file), f"{file} has no {name}"
+
+
+def test_every_name_that_is_said_to_be_in_a_file_is_there() -> None:
+    """As in: `load` in `papaya/aggregator/task.py`. A method may stand without its class."""
+    found = [match for page in PAGES for match in NAME_IN_FILE.findall(prose_of(page))]
+    assert len(found) > 5, "the pattern no longer finds any"
+    for names, file in found:
+        known = names_in(file)
+        known |= {name.rpartition(".")[2] for name in known}
+        assert [name for name in CODE.findall(names) if name not in known] == [], file
+
+
+@pytest.mark.parametrize(
+    "noun",
+    """Coordinator, Selector, Aggregator, Client Runtime, FL task, client demand, concurrency,
+    aggregation goal, staleness, maximum staleness, over-selection, virtual session, selection,
+    participation, report, upload in chunks, assignment map, sequence number, recovery period,
+    leader election, persistent aggregator, estimated workload, intermediate aggregate,
+    model version, server optimizer, participation history, trip, utilization, round, heartbeat,
+    acceptance, rejection, active client, Trusted Secure Aggregator, remote attestation,
+    verifiable log, fixed point conversion, Example Store, Executor, differential privacy"""
+    .replace("\n    ", " ").split(", "),
+)  # fmt: skip
+def test_the_glossary_has_the_papers_noun(noun: str) -> None:
+    first_cells = re.findall(
+        r"^\| ([^|]+) \|", text_of(ROOT / "docs" / "glossary.md"), re.MULTILINE
+    )
+    assert any(noun in cell for cell in first_cells)
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"## [{__version__}]" in text_of(ROOT / "CHANGELOG.md")
+
+
+def test_the_readme_is_the_packages_description() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["readme"] == "README.md"
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=name_of)
+def test_a_decision_has_its_three_parts_and_is_listed(page: Path) -> None:
+    title, *parts = HEADING.findall(text_of(page))
+    assert title.startswith(f"{page.name[:4]}: ")
+    assert parts == ["Context", "Decision", "Consequences"]
+    assert f"({page.name})" in text_of(page.parent / "README.md")
+
+
+# --- Commands and examples
+
+
+def test_every_command_can_be_typed() -> None:
+    targets = re.findall(r"^([a-z]+):.*## ", text_of(ROOT / "Makefile"), re.MULTILINE)
+    found = list(commands())
+    assert len(found) > 20, "the pattern no longer finds the commands"
+    for page, command in found:
+        program, *arguments = shlex.split(command)
+        if program == "make":
+            assert arguments[0] in targets, f"{name_of(page)}: {command}"
+        else:
+            cli._parser().parse_args(arguments)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: name_of(block.page))
+def test_every_example_runs(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block.text, name_of(block.page), "exec"), {"__name__": "__example__"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_readme_has_one_example_of_twenty_lines() -> None:
+    [example] = [block for block in blocks("python") if block.page == ROOT / "README.md"]
+    assert len(example.text.splitlines()) <= 22
+
+
+def test_every_block_says_its_language_or_is_a_picture() -> None:
+    languages = {match.group(1) for page in PAGES for match in FENCE.finditer(text_of(page))}
+    assert languages <= {"", "console", "json", "python"}
