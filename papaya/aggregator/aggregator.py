@@ -19,17 +19,7 @@ from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Reply, Send
 from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
-from papaya.messages.participation import (
-    Chunk,
-    Complete,
-    Heartbeat,
-    Join,
-    Leave,
-    Refused,
-    Report,
-    Request,
-    Retry,
-)
+from papaya.messages.participation import Refused, Request, Retry
 from papaya.messages.storage import FenceRow, Rows, Transacted
 from papaya.messages.tickets import Keyring, claim_of
 
@@ -64,9 +54,9 @@ class Aggregator:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
+        if isinstance(message, Request):
+            return self._finish(now, self._on_request(now, message, reply_to))
         match message:
-            case Join() | Heartbeat() | Report() | Chunk() | Complete() | Leave():
-                effects = self._on_request(now, message, reply_to)
             case Folded() | Snapshotted() | Stepped() | StepFailed() | Restored() | Lost():
                 effects = self._on_work(now, message)
             case Transacted() | Rows():

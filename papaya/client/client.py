@@ -9,9 +9,10 @@ too long, never takes part against its own history, and never runs what a server
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from random import Random
+from typing import Any
 from zlib import crc32
 
 from papaya.client.history import History
@@ -45,7 +46,6 @@ from papaya.messages.participation import (
     Join,
     Joined,
     Leave,
-    Left,
     Refused,
     Report,
     Retry,
@@ -141,7 +141,8 @@ class Client:
         return []
 
     def next_wake(self) -> float:
-        return min(self._stage_ends, self._resend_at, self._heartbeat_at)
+        due = self._resend_at if self._resend_at < self._heartbeat_at else self._heartbeat_at
+        return due if due < self._stage_ends else self._stage_ends
 
     # -- asking -----------------------------------------------------------------------------
 
@@ -196,6 +197,8 @@ class Client:
         is_heartbeat = answered.attempt == self._heartbeat_attempt
         if answered.attempt != self._pending_attempt and not is_heartbeat:
             return []  # an answer to a request that was given up
+        if type(answer) in _PROGRESS and not is_heartbeat:
+            return self._on_progress(now, answer)
         match answer:
             case Aborted():
                 return self._finish("aborted", answer.reason)
@@ -213,26 +216,15 @@ class Client:
             case Rejected() if self.stage is Stage.CHECKING_IN:
                 window = (answer.retry_from_s, answer.retry_until_s)
                 return self._finish("rejected", answer.reason, *window)
-        return self._on_progress(now, answer)
+        return self._unexpected(answer)
 
     def _on_progress(self, now: float, answer: Message) -> Effects:
-        match self.stage, answer:
-            case Stage.CHECKING_IN, Accepted():
-                return self._on_accepted(now, answer)
-            case Stage.JOINING, Joined():
-                return self._on_joined(now, answer)
-            case Stage.REPORTING, UploadGranted():
-                return self._on_granted(now, answer)
-            case Stage.UPLOADING, ChunkReceived():
-                return self._send_next(now)
-            case Stage.COMPLETING, Incomplete():
-                self._to_send = [index for index in answer.missing if index < self._chunks]
-                return self._send_next(now)
-            case _, Left():
-                return self._finish("gave_up", "left")
-        return self._leave(
-            "failed", f"{type(answer).__name__} is no answer while {self.stage.value}"
-        )
+        stage, go_on = _PROGRESS[type(answer)]
+        return go_on(self, now, answer) if stage is self.stage else self._unexpected(answer)
+
+    def _unexpected(self, answer: Message) -> Effects:
+        reason = f"{type(answer).__name__} is no answer while {self.stage.value}"
+        return self._leave("failed", reason)
 
     def _on_accepted(self, now: float, accepted: Accepted) -> Effects:
         self._answered()
@@ -293,6 +285,13 @@ class Client:
     def _chunks(self) -> int:
         return -(-len(self._update) // self._chunk_bytes)
 
+    def _on_chunk_received(self, now: float, received: ChunkReceived) -> Effects:
+        return self._send_next(now)
+
+    def _on_incomplete(self, now: float, incomplete: Incomplete) -> Effects:
+        self._to_send = [index for index in incomplete.missing if index < self._chunks]
+        return self._send_next(now)
+
     def _send_next(self, now: float) -> Effects:
         self._answered()
         if not self._to_send:
@@ -322,3 +321,13 @@ class Client:
         self._pending, self._pending_attempt = None, 0
         self._stage_ends = self._resend_at = self._heartbeat_at = _NEVER
         return [Finish(ending, reason, retry_from_s, retry_until_s)]
+
+
+# The one answer that takes each stage further.
+_PROGRESS: dict[type, tuple[Stage, Callable[[Client, float, Any], Effects]]] = {
+    Accepted: (Stage.CHECKING_IN, Client._on_accepted),
+    Joined: (Stage.JOINING, Client._on_joined),
+    UploadGranted: (Stage.REPORTING, Client._on_granted),
+    ChunkReceived: (Stage.UPLOADING, Client._on_chunk_received),
+    Incomplete: (Stage.COMPLETING, Client._on_incomplete),
+}

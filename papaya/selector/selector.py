@@ -13,24 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from heapq import nlargest
-from random import Random
 
 from papaya.config import ServerConfig
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
 from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId
 from papaya.messages.control import Assignment, Held, SelectorOrders, SelectorReport
-from papaya.messages.participation import (
-    Chunk,
-    Complete,
-    Heartbeat,
-    Join,
-    Leave,
-    Refused,
-    Report,
-    Request,
-    Retry,
-)
+from papaya.messages.participation import Refused, Request, Retry
 from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Rejected
 from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
 from papaya.selector.pacing import Pacing
@@ -59,7 +48,6 @@ class Selector:
         boot: float,
         config: ServerConfig,
         keyring: Keyring,
-        rng: Random,
         coordinators: Sequence[NodeId],
     ) -> None:
         self.node = node
@@ -67,7 +55,6 @@ class Selector:
         self.held_count = 0
         self._config = config
         self._keyring = keyring
-        self._rng = rng
         self._coordinators = tuple(coordinators)
         self._orders: SelectorOrders | None = None
         self._seen: dict[int, float] = {}
@@ -86,9 +73,9 @@ class Selector:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
+        if isinstance(message, Request):
+            return self._on_request(message, reply_to)
         match message:
-            case Join() | Heartbeat() | Report() | Chunk() | Complete() | Leave():
-                return self._on_request(message, reply_to)
             case CheckIn():
                 return self._on_check_in(now, message, reply_to)
             case SelectorOrders():
@@ -218,7 +205,7 @@ class Selector:
         effects: Effects = []
         for session in assignment.sessions:
             queue = self._held.get(assignment.device_class)
-            if not queue:
+            if not queue or now > assignment.confirm_by:
                 self._unfilled.append((self._number + 1, session))
                 self._report_within(now, self._config.min_report_interval_s)
                 continue

@@ -121,8 +121,7 @@ class Cluster:
             return Coordinator(node, now, server, self._rng(f"{node}@{now}"))
 
         def selector(node: NodeId, now: float) -> Selector:
-            rng = self._rng(f"{node}@{now}")
-            return Selector(node, now, server, self.keyring, rng, coordinators)
+            return Selector(node, now, server, self.keyring, coordinators)
 
         def aggregator(node: NodeId, now: float) -> Aggregator:
             return Aggregator(node, now, server, self.keyring, coordinators)

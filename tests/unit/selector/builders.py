@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 from papaya.config import Requirements, ServerConfig
@@ -23,7 +22,7 @@ CONFIRM_BY = BOOT + 1000.0
 
 
 def a_selector(**config: Any) -> Selector:
-    return Selector(NODE, BOOT, ServerConfig(**config), KEYRING, Random(1), COORDINATORS)
+    return Selector(NODE, BOOT, ServerConfig(**config), KEYRING, COORDINATORS)
 
 
 def an_open_selector(**config: Any) -> Selector:
