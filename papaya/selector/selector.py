@@ -63,7 +63,7 @@ class Selector:
         self._held: dict[DeviceClass, deque[Waiting]] = {}
         self._in_order: deque[Waiting] = deque()
         self._welcome: dict[DeviceClass, bool] = {}
-        self._unfilled: list[tuple[int, SessionId]] = []
+        self._unfilled: dict[SessionId, tuple[int, float]] = {}
         self._number = 0
         self._reported_at = -float("inf")
         self._report_due = boot
@@ -190,23 +190,30 @@ class Selector:
         return effects + self._report_if_due(now)
 
     def _forget_orders(self, now: float) -> None:
-        """An assignment doubled later than this is confirmed by nobody."""
+        """What can no longer be confirmed need not be remembered: not who was told, nor what for."""
         limit = now - self._config.confirm_by_s
         self._seen = {number: at for number, at in self._seen.items() if at > limit}
+        self._unfilled = {
+            session: entry for session, entry in self._unfilled.items() if entry[1] > now
+        }
 
     def _take_map(self, last: SelectorOrders | None, orders: SelectorOrders) -> None:
         self._orders = orders
         self._map.replace(orders.routes)
-        self._unfilled = [entry for entry in self._unfilled if entry[0] > orders.acked]
+        self._unfilled = {
+            session: entry for session, entry in self._unfilled.items() if entry[0] > orders.acked
+        }
         if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
 
     def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
         effects: Effects = []
+        if now > assignment.confirm_by:
+            return effects  # nobody could confirm it any more
         for session in assignment.sessions:
             queue = self._held.get(assignment.device_class)
-            if not queue or now > assignment.confirm_by:
-                self._unfilled.append((self._number + 1, session))
+            if not queue:
+                self._unfilled[session] = (self._number + 1, assignment.confirm_by)
                 self._report_within(now, self._config.min_report_interval_s)
                 continue
             ticket = AssignmentTicket(
@@ -234,7 +241,7 @@ class Selector:
             epoch=0 if orders is None else orders.epoch,
             acked=0 if orders is None else orders.number,
             held=self._summary(),
-            unfilled=tuple(session for _, session in self._unfilled),
+            unfilled=tuple(self._unfilled),
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
