@@ -190,7 +190,7 @@ class Selector:
         return effects + self._report_if_due(now)
 
     def _forget_orders(self, now: float) -> None:
-        """What can no longer be confirmed need not be remembered: not who was told, nor what for."""
+        """What can no longer be confirmed need not be remembered."""
         limit = now - self._config.confirm_by_s
         self._seen = {number: at for number, at in self._seen.items() if at > limit}
         self._unfilled = {

@@ -195,6 +195,8 @@ def test_a_task_that_does_not_run_gets_no_clients(state: str) -> None:
     [orders] = orders_in(sends, SelectorOrders)
     assert orders.advertised == ()
     assert orders.wanting == ()
+    routes = [route.task for route in orders.routes]
+    assert routes == (["words"] if state == "paused" else []), "running clients finish"
 
 
 # -- held clients -----------------------------------------------------------------------------

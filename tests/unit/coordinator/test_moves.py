@@ -92,7 +92,10 @@ def test_leases_on_their_way_are_told_to_the_successor_until_it_reports() -> Non
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")[-1:]
     assert orders.boot == 0.5
     assert orders.tasks == (Placement("words", 2, tuple(sessions)),)
-    sends = office.aggregator("agg-1", on("words", 2, demand=0), boot=0.5, number=2)
+    sends = office.aggregator("agg-1", on("words", 1, demand=0), boot=0.5, number=2)
+    [orders] = orders_in(sends, AggregatorOrders, "agg-1")
+    assert orders.tasks == (Placement("words", 2, tuple(sessions)),), "not under this number yet"
+    sends = office.aggregator("agg-1", on("words", 2, demand=0), boot=0.5, number=3)
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")
     assert orders.tasks == (Placement("words", 2),), "it knows of them by now"
 

@@ -193,6 +193,8 @@ def test_an_overloaded_aggregator_gives_one_task_away() -> None:
         assert set(holders(office).values()) == {"agg-1"}, "overload has to last"
     beat(office, "agg-2", "agg-1", agg_1=1.5)
     assert sorted(holders(office).values()) == ["agg-1", "agg-1", "agg-1", "agg-2"]
+    beat(office, "agg-2", "agg-1", agg_1=1.5)
+    assert sorted(holders(office).values()).count("agg-2") == 1, "and waits what that brings"
 
 
 def test_overload_has_to_last_without_a_break() -> None:
