@@ -267,16 +267,15 @@ class Coordinator:
     # -- tasks to aggregators ---------------------------------------------------------------
 
     def _place(self, now: float) -> Effects:
-        if not self._acts(now):
-            return []
+        if not self._acts(now) or now < self.fleet.listens_since + self._config.heartbeat_s:
+            return []  # by then every aggregator had its turn to report
         effects: Effects = []
         live = self.fleet.live_aggregators(now)
         recovers = self.leadership.recovers(now)
         placing = [pending[0] for pending in self._pending.values() if pending is not None]
         for task in self.tasks:
             fence = self.fences[task]
-            holder = live.get(fence.aggregator)
-            boot = None if holder is None else holder.boot
+            boot = self.fleet.boot_of(now, fence.aggregator)
             if task not in placing and is_orphan(fence, boot, recovers):
                 to = least_loaded(self._workloads(live))
                 if to is not None:

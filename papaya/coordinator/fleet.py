@@ -112,11 +112,16 @@ class Fleet:
                 yield name, device_class, count
 
     def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
-        """Those heard of lately. Silence while nobody listened proves nothing."""
-        if self.listens_since > now - self._dead_after_s:
-            return dict(self.aggregators)
+        """Those heard of lately: the ones that may be given a task."""
         limit = now - self._dead_after_s
         return {node: view for node, view in self.aggregators.items() if view.heard_at > limit}
+
+    def boot_of(self, now: float, node: NodeId) -> float | None:
+        """The boot that a node runs, None when it is dead. Silence unlistened to proves nothing."""
+        view = self.aggregators.get(node)
+        if view is None or max(view.heard_at, self.listens_since) <= now - self._dead_after_s:
+            return None
+        return view.boot
 
     def drop_silent_selectors(self, now: float) -> None:
         limit = now - self._dead_after_s

@@ -246,6 +246,20 @@ def test_silence_that_the_leader_did_not_listen_to_is_no_reason_to_move_a_task()
     assert office.fence() == FenceRow(1, "agg-1", 0.0)
 
 
+# Fails: for dead_after_s after a lapse every aggregator ever heard of counts as live.
+def test_a_leader_that_leads_again_gives_no_task_to_an_aggregator_not_heard_since() -> None:
+    """Its silence proves nothing against it, but nothing for it either."""
+    office = a_served_office(a_task())
+    office.aggregator("agg-0")
+    office.hold(Transact)
+    office.pass_s(2 * LEASE_S)
+    office.release()
+    office.pass_s(H)
+    assert office.leads
+    office.aggregator("agg-1", boot=office.now)
+    assert office.fence().aggregator == "agg-1"
+
+
 def test_who_was_deposed_says_nothing_more() -> None:
     first = a_served_office(a_task())
     second = Office(node="c-2", store=first.store)
