@@ -253,9 +253,10 @@ def sessions_in(sends: list[Send]) -> list[SessionId]:
 
 
 def an_office(*tasks: TaskConfig, seed: int = 1) -> Office:
-    """The first leader there ever was: it acts at once."""
+    """The first leader there ever was: it needs no recovery, only a heartbeat to hear everyone."""
     office = Office(*tasks, seed=seed)
     office.wake()
+    office.pass_s(H)
     assert office.leads
     return office
 

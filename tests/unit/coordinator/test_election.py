@@ -173,11 +173,12 @@ def test_a_leader_stops_when_the_store_does_not_answer(held: type[Read] | type[T
 
 def test_renewals_that_fail_do_not_count() -> None:
     office = a_served_office(a_task())
+    last_sent_at = office.now
     office.hold(Transact)
     for _ in range(3):
         office.pass_s(H)
         office.settle("lost")
-    office.now = LEASE_S
+    office.now = last_sent_at + LEASE_S
     assert not acting(office)
 
 
@@ -185,11 +186,12 @@ def test_a_renewal_that_was_applied_unseen_counts_from_its_sending() -> None:
     office = a_served_office(a_task())
     office.hold(Transact)
     office.pass_s(H)
+    sent_at = office.now
     office.now += H / 2
     office.settle("applied")  # read back at once, and found
-    office.now = H + LEASE_S - A_MOMENT_S
+    office.now = sent_at + LEASE_S - A_MOMENT_S
     assert acting(office)
-    office.now = H + LEASE_S
+    office.now = sent_at + LEASE_S
     assert not acting(office)
 
 
@@ -287,6 +289,7 @@ def test_a_claim_with_unknown_outcome_is_settled_by_reading_back(fate: str) -> N
     office.release()
     assert office.leads
     assert the_leader(office.store).epoch == 1
+    office.pass_s(H)
     office.aggregator("agg-1")
     assert office.fence().aggregator == "agg-1"
 
@@ -362,6 +365,7 @@ def test_an_aggregator_that_reports_during_recovery_keeps_its_task() -> None:
 
 def test_a_restarted_aggregator_is_known_to_be_gone_even_during_recovery() -> None:
     office = a_second_leader()
+    office.pass_s(H)
     office.aggregator("agg-1", boot=1.0)
     assert office.fence() == FenceRow(2, "agg-1", 1.0)
 

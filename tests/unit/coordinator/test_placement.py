@@ -42,6 +42,18 @@ def several(count: int, concurrency: int = 4) -> list[TaskConfig]:
 # -- where a new task goes --------------------------------------------------------------------
 
 
+def test_on_a_cold_start_everyone_has_a_turn_to_report_before_a_task_is_placed() -> None:
+    """ "evenly distributes tasks among available Aggregators": not all to the first who speaks."""
+    office = Office(*several(4))
+    office.wake()
+    office.aggregator("agg-1")
+    office.now += H / 2
+    office.aggregator("agg-2")
+    assert set(holders(office).values()) == {""}
+    beat(office, "agg-1", "agg-2")
+    assert sorted(holders(office).values()) == ["agg-1", "agg-1", "agg-2", "agg-2"]
+
+
 def test_the_workload_of_a_task_is_concurrency_times_model_size() -> None:
     assert a_task(concurrency=100, model_length=50).workload == 100 * 50 * 4
 
