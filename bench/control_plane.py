@@ -22,7 +22,7 @@ from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.population import PopulationConfig
 
 SEED = 1
-HEARTBEAT_S = 40.0
+HEARTBEAT_S = 45.0
 FILLED_S = 300.0  # the ramp-up, then two or three generations of sessions
 STRETCHES = 6
 UPDATES_PER_STRETCH = 2_000
