@@ -3,7 +3,7 @@
     "Switching from SyncFL to AsyncFL in our system requires three small changes in behavior: client
     demand computation, handling of stale clients, and model aggregation."
 
-Nothing outside this file asks which regime a task is in.
+No machine outside this file asks which regime a task is in.
 """
 
 from __future__ import annotations

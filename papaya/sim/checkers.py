@@ -193,7 +193,8 @@ class CheckedCluster(Cluster):
         assert isinstance(fence, FenceRow)
         _demand(
             writer == (fence.aggregator, fence.boot),
-            f"{writer} wrote to task {task}, which {fence.aggregator}@{fence.boot} holds",
+            f"{writer[0]}@{writer[1]} wrote to task {task}, which "
+            f"{fence.aggregator}@{fence.boot} holds",
         )
 
     def _check_record(self, task: TaskId, row: RecordRow, old: Row | None) -> None:

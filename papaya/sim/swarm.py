@@ -73,7 +73,8 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
         try:
             _run(cluster, rng)
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)
+            where = next(frame for frame in reversed(frames) if frame.name != "_demand")
             failure = (
                 f"{type(error).__name__} at {cluster.engine.now:.3f} s: {error} "
                 f"({PurePath(where.filename).name}:{where.lineno})"
