@@ -40,7 +40,8 @@ class Faults:
             self._crash,
             self._crash_soon_after,
             self._pause,
-            self._pause,
+            self._freeze_holder,
+            self._freeze_holder,
             self._partition,
             self._partition,
             self._bad_network,
@@ -71,6 +72,9 @@ class Faults:
     def _node(self) -> NodeId:
         return self._rng.choice(list(self._cluster.hosts))
 
+    def _aggregator(self) -> NodeId:
+        return self._rng.choice([n for n in self._cluster.hosts if n.startswith("aggregator")])
+
     def _crash(self) -> None:
         self._crash_node(self._node())
 
@@ -86,14 +90,20 @@ class Faults:
 
     def _crash_soon_after(self) -> None:
         """A crash within milliseconds of something: between a write and the news of it."""
-        node = self._rng.choice([n for n in self._cluster.hosts if n.startswith("aggregator")])
         delay_s = self._rng.random() * 0.1
-        self._cluster.engine.after(delay_s, self._crash_node, node)
+        self._cluster.engine.after(delay_s, self._crash_node, self._aggregator())
 
     def _pause(self) -> None:
         host = self._cluster.hosts[self._node()]
         host.pause()
         self._cluster.engine.after(self._a_while(), host.resume)
+
+    def _freeze_holder(self) -> None:
+        """Long enough to be given up, in the middle of its work: a zombie when it wakes."""
+        host = self._cluster.hosts[self._aggregator()]
+        host.pause()
+        frozen_s = self._heartbeat_s * self._rng.choice((4.0, 5.0, 8.0))
+        self._cluster.engine.after(frozen_s, host.resume)
 
     def _partition(self) -> None:
         nodes = list(self._cluster.hosts)

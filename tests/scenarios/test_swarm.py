@@ -11,7 +11,7 @@ from papaya.sim.bugs import BUGS, planted
 from papaya.sim.swarm import run_seed
 
 CLEAN_SEEDS = range(24)
-SEARCHED_SEEDS = range(60)
+SEARCHED_SEEDS = range(120)
 
 
 @pytest.mark.parametrize("seed", CLEAN_SEEDS)
