@@ -33,7 +33,7 @@ format: $(DEV) ## Format the code and mend what the linter can mend
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-demo: $(DEMO) ## Show a simulated fleet learn (installs no torch)
+demo: $(DEMO) ## Compare AsyncFL and SyncFL on a simulated fleet
 	@$(BIN)/papaya demo
 
 soak: $(DEV) ## The tests and simulation seeds that take many minutes

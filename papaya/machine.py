@@ -55,7 +55,10 @@ class Transact(Effect, frozen=True):
 
 
 class Read(Effect, frozen=True):
-    """Read all rows under the prefixes in one snapshot; answered with Rows(token, ...)."""
+    """Read all rows under the prefixes in one snapshot; answered with Rows(token, ...).
+
+    A read changes nothing, so the driver repeats one that fails until it succeeds.
+    """
 
     token: int
     prefixes: tuple[str, ...]

@@ -41,8 +41,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "regime": "AsyncFL or SyncFL. Switching is this one line.",
         "optimizer": "The server optimizer, which turns a full buffer into the next version.",
         "requirements": "What a device must declare to be compatible.",
-        "secure_aggregation": "Checked, but **not yet available**: a task that sets it is refused: see "
-        "[limitations](limitations.md#secure-aggregation).",
+        "secure_aggregation": "Checked, but **not yet available**: a task that sets it is refused: "
+        "see [limitations](limitations.md#secure-aggregation).",
         "training_timeout_s": "How long a client may take to download and to train.",
         "upload_timeout_s": "How long a client may take from reporting to its last chunk.",
         "max_examples": "The most examples that count for one client's weight.",

@@ -173,6 +173,8 @@ class Aggregator:
                 effects += held.reclaim_slot(session)
         for held in self.tasks.values():
             held.sessions.forget(now)
+            if held.phase is Phase.HALTED:
+                effects += held.load()  # its owner may have changed the rows
         return effects + self._report(now, heartbeat=True)
 
     def _report(self, now: float, *, heartbeat: bool) -> Effects:
@@ -180,7 +182,9 @@ class Aggregator:
         self._reported_at = now
         self._report_due = float("inf")
         reports = tuple(
-            held.report(now, self._number) for held in self.tasks.values() if held.has_served
+            held.report(now, self._number)
+            for held in self.tasks.values()
+            if held.has_served or held.halted_because
         )
         report = AggregatorReport(
             node=self.node,
@@ -206,7 +210,7 @@ class Aggregator:
         for held in list(self.tasks.values()):
             if held.phase is Phase.STOPPED:
                 del self.tasks[held.task]
-            elif held.may_want_more and held.demand(now) > held.promised:
+            elif held.may_want_more and held.demand(now) > held.promises.count:
                 due = max(now, self._reported_at + self._config.min_report_interval_s)
                 self._report_due = min(self._report_due, due)
             held.may_want_more = now < held.adopts_until

@@ -79,12 +79,15 @@ class Ledger:
     # -- a group commit ---------------------------------------------------------------------
 
     def record(self, records: Iterable[RecordRow]) -> Transaction:
-        records = tuple(records)
+        """Requires both open records, written or not: a session that moved from one buffer to the
+        other must not be written into the first by a transaction that comes late.
+        """
+        open_targets = (self.version + 1, self.version + 2)
         return Transaction(
             require=(
                 self._fenced(),
                 self._at_head(),
-                *((record_key(self.task, r.target), self.records.get(r.target)) for r in records),
+                *((record_key(self.task, t), self.records.get(t)) for t in open_targets),
             ),
             put=tuple((record_key(self.task, r.target), r) for r in records),
         )

@@ -12,12 +12,13 @@ from hmac import compare_digest
 from zlib import crc32
 
 from papaya.aggregator import regime
-from papaya.aggregator.sessions import Session
+from papaya.aggregator.sessions import Session, session_life_s
 from papaya.aggregator.task import HeldTask
 from papaya.aggregator.upload import Slots, Upload, chunk_count, chunk_length
 from papaya.aggregator.work import Drop, Keep
 from papaya.config import ServerConfig
 from papaya.errors import TicketError
+from papaya.learning.weighting import capped
 from papaya.machine import Effects, Handle, Reply
 from papaya.messages.base import Message
 from papaya.messages.participation import (
@@ -115,7 +116,7 @@ class Participation:
         if now >= ticket.expires:
             raise TicketError("the session has expired")
         if session is None:
-            if regime.outlives(held.ledger.config, ticket.version, held.ledger.version):
+            if regime.outlives(held.pipeline.max_staleness, ticket.version, held.ledger.version):
                 raise Ended(Aborted("stale"))
             session = self._adopt(now, held, ticket, sealed)
         elif session.is_training:
@@ -136,6 +137,7 @@ class Participation:
             if session is None:
                 session = self._adopt(now, held, ticket, b"")
             if session.upload_ticket is None:
+                held.sessions.rebase(session, ticket, b"")
                 held.sessions.reported(session, ticket, sealed)
         session.seen_at = now
         return session
@@ -188,11 +190,11 @@ class Participation:
             raise TicketError("the assignment was not confirmed in time")
         if not regime.admits_joins(held.ledger.config, held.pipeline.current.is_full):
             raise Ended(Retry("the round is closing", _BUSY_RETRY_S))
-        is_leased = held.is_leased(assignment)
+        is_leased = held.promises.cover(assignment)
         if (held.config_demand if is_leased else held.room) < 1:
             raise Ended(Aborted("full"))
         newest = held.ledger.newest
-        life_s = held.ledger.config.training_timeout_s + self._config.heartbeat_s
+        life_s = session_life_s(held.ledger.config, self._config)
         ticket = SessionTicket(
             held.task,
             assignment.session,
@@ -210,7 +212,7 @@ class Participation:
     ) -> Effects:
         if session.upload_ticket is None:
             staleness = self._staleness(held, session)
-            if staleness > held.pipeline.max_staleness:
+            if regime.outlives(held.pipeline.max_staleness, session.version, held.ledger.version):
                 return [*held.end(session, "stale"), Reply(reply_to, Aborted("stale"))]
             self._grant(now, held, session, staleness, request.examples)
         ticket = session.upload_ticket
@@ -234,7 +236,7 @@ class Participation:
         ticket = UploadTicket(
             *_session_fields(session),
             staleness=staleness,
-            examples=min(examples, config.max_examples),
+            examples=capped(examples, config.max_examples),
             upload_by=now + config.upload_timeout_s,
         )
         held.sessions.reported(session, ticket, self._keyring.seal(ticket))
@@ -256,6 +258,8 @@ class Participation:
         upload = session.upload
         if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
             return [received]  # known already: no progress, so no claim on the slot
+        if upload is not None and upload.id != chunk.upload and chunk.index > 0:
+            return [Reply(reply_to, Refused("another upload begins with chunk 0"))]
         if not self._slots.touch(now, (held.task, session.id)):
             held.turned_away += 1
             return [Reply(reply_to, Retry("all upload slots are taken", _BUSY_RETRY_S))]
@@ -276,13 +280,12 @@ class Participation:
             return [Reply(reply_to, Incomplete(tuple(range(count))))]
         if upload.missing:
             return [Reply(reply_to, Incomplete(tuple(upload.missing)))]
-        session.answer_to.append(reply_to)
-        return [] if upload.is_folding else held.complete(session)
+        effects = session.await_answer(reply_to)
+        return effects if upload.is_folding else [*effects, *held.complete(session)]
 
     def _leave(self, held: HeldTask, session: Session, reply_to: Handle) -> Effects:
         if session.is_complete:
-            session.answer_to.append(reply_to)  # too late to take it back: tell how it ends
-            return []
+            return session.await_answer(reply_to)  # too late to take it back: tell how it ends
         return [*held.end(session, "left"), Reply(reply_to, Left())]
 
 

@@ -21,14 +21,19 @@ def client_demand(config: TaskConfig, active: int, completed: int, closing: bool
     return config.concurrency - active
 
 
-def outlives(config: TaskConfig, initial_version: int, version: int) -> bool:
-    """Is a client that started from `initial_version` too stale to contribute at `version`?
+def oldest_allowed(max_staleness: int, version: int) -> int:
+    """The oldest initial version that is not too stale at `version`.
 
     SyncFL: "When a server model update is performed in SyncFL, users that are still training are
     aborted". AsyncFL: "users that are still training continue normally, unless their staleness
     would exceed maximum staleness".
     """
-    return version - initial_version > config.max_staleness
+    return max(0, version - max_staleness)
+
+
+def outlives(max_staleness: int, initial_version: int, version: int) -> bool:
+    """Is a client that started from `initial_version` too stale to contribute at `version`?"""
+    return initial_version < oldest_allowed(max_staleness, version)
 
 
 def accepts(config: TaskConfig, initial_version: int, target: int) -> bool:

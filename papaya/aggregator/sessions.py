@@ -15,11 +15,25 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from papaya.aggregator.upload import Upload
+from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import InvariantError
-from papaya.machine import Handle
+from papaya.machine import Effects, Handle, Reply
 from papaya.messages.base import SessionId
-from papaya.messages.participation import Aborted, Completed
+from papaya.messages.participation import Aborted, Completed, Retry
+from papaya.messages.storage import Member
 from papaya.messages.tickets import SessionTicket, UploadTicket
+
+_MAX_WAITING = 4
+
+
+def session_life_s(config: TaskConfig, server: ServerConfig) -> float:
+    """How long a session ticket is valid: the training timeout, and a heartbeat to report in."""
+    return config.training_timeout_s + server.heartbeat_s
+
+
+def ticket_life_s(config: TaskConfig, server: ServerConfig) -> float:
+    """After so long no ticket of a session is valid by any server's clock."""
+    return session_life_s(config, server) + config.upload_timeout_s + server.heartbeat_s
 
 
 class Session:
@@ -61,6 +75,18 @@ class Session:
         """The whole update is here; it is being folded, or waits for its turn."""
         return self.upload is not None and self.upload.is_folding
 
+    def as_member(self, keep_until: float) -> Member:
+        assert self.upload_ticket is not None
+        ticket = self.upload_ticket
+        return Member(self.id, self.version, ticket.staleness, ticket.examples, keep_until)
+
+    def await_answer(self, reply_to: Handle) -> Effects:
+        """Wait for the commit. A client that asks again and again keeps only its last requests."""
+        self.answer_to.append(reply_to)
+        if len(self.answer_to) <= _MAX_WAITING:
+            return []
+        return [Reply(self.answer_to.pop(0), Retry("you asked again meanwhile", 0.0))]
+
     def deadline(self, dead_after_s: float) -> float:
         """When it is given up. A complete update is not: only its acknowledgement is missing."""
         if self.is_complete:
@@ -92,7 +118,7 @@ class Sessions:
         session.upload_ticket, session.upload_sealed = ticket, sealed
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
 
-    def rebase(self, session: Session, ticket: SessionTicket, sealed: bytes) -> None:
+    def rebase(self, session: Session, ticket: SessionTicket | UploadTicket, sealed: bytes) -> None:
         """The ticket that the client shows tells what it trains from.
 
         A doubled join at a successor may have opened the session under a newer version.

@@ -20,7 +20,8 @@ from papaya.aggregator import regime
 from papaya.aggregator.confirmations import Confirmations
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.pipeline import Pipeline
-from papaya.aggregator.sessions import Session, Sessions
+from papaya.aggregator.promises import Promises
+from papaya.aggregator.sessions import Session, Sessions, session_life_s, ticket_life_s
 from papaya.aggregator.upload import Slots, why_not_served
 from papaya.aggregator.work import Drop, Folded, Lost, Snapshotted, StepFailed, Stepped
 from papaya.config import ServerConfig
@@ -34,8 +35,7 @@ from papaya.messages.participation import (
     Incomplete,
     Retry,
 )
-from papaya.messages.storage import FenceRow, Member, Rows, Transacted, holder_prefixes
-from papaya.messages.tickets import AssignmentTicket
+from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
 
 
 class Phase(Enum):
@@ -64,8 +64,7 @@ class HeldTask:
         self.staleness: dict[int, int] = {}
         self.sessions = Sessions(server.dead_after_s)
         self.pipeline: Pipeline  # there from the first load on; nothing is served before
-        self.promised = len(leases)
-        self._expected = dict.fromkeys(leases)
+        self.promises = Promises(fence.seq, leases)
         self.turned_away = 0
         self.may_want_more = False
         self.adopts_until = float("inf")
@@ -74,8 +73,8 @@ class HeldTask:
         self._slots = slots
         self._tokens = tokens
         self._read_token = 0
-        self._margin_s = server.heartbeat_s
         self._swept_at = 0.0
+        self._lost_at: int | None = None
         self._sweep_s = server.heartbeat_s / 20
         self._overflow: deque[SessionId] = deque()
         self.confirmations = Confirmations()
@@ -132,7 +131,11 @@ class HeldTask:
 
     def on_restored(self, now: float) -> Effects:
         self.phase = Phase.SERVING
+        self.halted_because = ""
         self.may_want_more = True
+        for session in self.sessions.active.values():
+            session.seen_at = now  # while rows were read it was we who were silent
+            self.sessions.refile(session)
         if not self.has_served:
             self.adopts_until = now + self._server.heartbeat_s
         return [*self._abort_stale(), *self.pipeline.restored(now)]
@@ -159,7 +162,7 @@ class HeldTask:
     @property
     def room(self) -> int:
         """Slots that no lease can be on its way to: what an adopted client may take."""
-        return self.config_demand - self.promised
+        return self.config_demand - self.promises.count
 
     @property
     def has_served(self) -> bool:
@@ -174,29 +177,25 @@ class HeldTask:
 
     def report(self, now: float, number: int) -> TaskReport:
         demand = self.demand(now)
-        self.promised = max(self.promised, demand)
+        self.promises.offer(demand)
         return TaskReport(
             task=self.task,
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
+            halted=self.halted_because,
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
         )
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def is_leased(self, assignment: AssignmentTicket) -> bool:
-        """Is a slot promised to it? One that a predecessor gave may have been used up there."""
-        return assignment.seq == self.fence.seq or assignment.session in self._expected
-
     def admit(self, session: Session, *, is_leased: bool) -> None:
         """A joined client takes a promised slot; an adopted one a slot that was not promised."""
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
-            self._expected.pop(session.id, None)
-            self.promised = max(0, self.promised - 1)
+            self.promises.keep(session.id)
         self._count("joined" if is_leased else "adopted")
 
     def end(self, session: Session, reason: AbortReason) -> Effects:
@@ -204,7 +203,9 @@ class HeldTask:
 
     def keep_until(self, session: Session) -> float:
         """After this no ticket of the session is valid, by any server's clock."""
-        return session.ticket.expires + self.ledger.config.upload_timeout_s + self._margin_s
+        config, server = self.pipeline.config, self._server
+        joined_at = session.ticket.expires - session_life_s(config, server)
+        return joined_at + ticket_life_s(config, server)
 
     def expire(self, now: float) -> Effects:
         effects: Effects = []
@@ -249,18 +250,9 @@ class HeldTask:
         return self._place(session)
 
     def _place(self, session: Session) -> Effects:
-        ticket = session.upload_ticket
-        assert ticket is not None
         if not regime.accepts(self.pipeline.config, session.version, self.ledger.version + 1):
             return self._discard_late(session)
-        member = Member(
-            session.id,
-            session.version,
-            ticket.staleness,
-            ticket.examples,
-            self.keep_until(session),
-        )
-        fold = self.pipeline.place(member)
+        fold = self.pipeline.place(session.as_member(self.keep_until(session)))
         if fold is None:
             self._overflow.append(session.id)
             return []
@@ -326,8 +318,7 @@ class HeldTask:
         return effects
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
-        config = self.pipeline.config
-        life_s = config.training_timeout_s + self._server.heartbeat_s + config.upload_timeout_s
+        life_s = ticket_life_s(self.pipeline.config, self._server)
         return self.pipeline.on_stepped(now, message, life_s)
 
     def on_step_failed(self, message: StepFailed) -> Effects:
@@ -336,15 +327,21 @@ class HeldTask:
         return self._halt(message.reason)
 
     def on_lost(self, message: Lost) -> Effects:
-        """The rows decide whether we are deposed; a blob missing from fresh rows is a disaster."""
-        return self._halt(message.reason) if self.phase is Phase.LOADING else self.load()
+        """The rows decide whether we are deposed; what is missing from fresh rows stays missing."""
+        head = None if self.phase is Phase.LOADING else self.ledger.version
+        if head is None or head == self._lost_at:
+            return self._halt(message.reason)
+        self._lost_at = head
+        return self.load()
 
     def _halt(self, reason: str) -> Effects:
+        """Until its rows change. Its clients keep their sessions, not their places in memory."""
         self.phase = Phase.HALTED
         self.halted_because = reason
         effects: Effects = []
         for session in self.sessions.active.values():
-            effects += self._answer(session, Retry("the task is halted", self._server.heartbeat_s))
+            if session.upload is not None:
+                effects += self._send_again(session)
         return effects
 
     def on_transacted(self, now: float, message: Transacted) -> Effects:
@@ -374,9 +371,9 @@ class HeldTask:
         """Paper: "After every server model update, the aggregator aborts clients whose staleness
         is larger than a configurable parameter, maximum staleness."
         """
-        oldest_allowed = max(0, self.ledger.version - self.pipeline.max_staleness)
+        oldest = regime.oldest_allowed(self.pipeline.max_staleness, self.ledger.version)
         effects: Effects = []
-        for session in self.sessions.training_from(range(oldest_allowed)):
+        for session in self.sessions.training_from(range(oldest)):
             effects += self.end(session, "stale")
         return effects
 

@@ -8,13 +8,13 @@ Ctrl-C exits with 130.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from papaya import __version__
 from papaya.cli import demo, simulate, swarm
+from papaya.cli.output import silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
 _INTERRUPTED = 130
@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         run = options.run
-        code = int(run(options))
-        sys.stdout.flush()
-        return code
+        return int(run(options))
     except PapayaError as error:
         print(f"error: {error}", file=sys.stderr)
         if error.hint:
@@ -44,14 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:  # `papaya … | head`: whoever read has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence_stdout()
         return _BROKEN_PIPE
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="papaya",
-        description="Federated learning, asynchronous and synchronous, for fleets of any size.",
+        description="Federated learning, asynchronous and synchronous, on simulated fleets.",
     )
     parser.add_argument("--version", action="version", version=f"papaya {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,16 +1,19 @@
 """What commands share: options, tables and JSON on stdout, progress and notes on stderr.
 
 Progress is a live display on a terminal and a plain line now and then anywhere else, so that a log
-stays readable. `rich` is loaded only for the live display.
+stays readable. `rich` is loaded only for the live display. What cannot be written is the operator's
+to mend: an error with a hint, never a traceback.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
@@ -67,17 +70,48 @@ def _short(text: str) -> int:
 
 
 def print_json(value: object) -> None:
-    print(msgspec.json.encode(value).decode())
+    print_data(msgspec.json.encode(value).decode())
+
+
+def print_data(text: str) -> None:
+    """On stdout, at once: a full disk behind it is told here, not when Python exits."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence_stdout()
+        hint = "send the output somewhere else, or make room there"
+        raise OperatorError(f"stdout cannot be written: {error.strerror}", hint=hint) from error
+
+
+def silence_stdout() -> None:
+    """What is left in its buffer goes nowhere, so that Python does not fail on it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around whatever writes `path`."""
+    try:
+        yield
+    except OSError as error:
+        hint = "choose another folder with --output"
+        problem = error.strerror or str(error)
+        raise OperatorError(f"{path} cannot be written: {problem}", hint=hint) from error
 
 
 def make_folder(path: Path) -> Path:
-    """Before a long run, so that its results find a place."""
-    try:
+    """Before a long run, so that its results find a place: a file is written, and gone again."""
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        hint = "choose another folder with --output"
-        raise OperatorError(f"{path} cannot be made: {error.strerror}", hint=hint) from error
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"probe")
     return path
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def note(text: str) -> None:
@@ -141,7 +175,7 @@ def _rich_progress(stream: TextIO) -> RichProgress:
     except ImportError as error:
         raise OperatorError(
             "the progress display needs rich, which is not installed",
-            hint="pip install 'papaya[sim]'",
+            hint="pip install rich matplotlib",
         ) from error
     return Progress(
         TextColumn("{task.description}"),

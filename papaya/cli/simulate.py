@@ -19,8 +19,10 @@ from papaya.cli.output import (
     make_folder,
     note,
     positive,
+    print_data,
     print_json,
     whole,
+    writing,
 )
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import OperatorError
@@ -55,7 +57,8 @@ def add_to(commands: Commands) -> None:
         type=float,
         default=argparse.SUPPRESS,
         metavar="O",
-        help="share of SyncFL's clients that may be lost (default: 0.3)",
+        help="how many more clients than a round needs, as a share (0.3: 1300 for 1000) "
+        "(default: 0.3)",
     )
     task.add_argument("--tasks", type=whole(1), default=1, metavar="N", help="how many, alike")
     task.add_argument(
@@ -97,13 +100,16 @@ def run(options: argparse.Namespace) -> int:
             options.hours,
             progress=lambda moment: progress.update(name, *describe(moment)),
         )
-    (folder / "report.json").write_bytes(msgspec.json.encode(report))
-    plot = plots.draw({name: report}, folder / "plot.png", "A simulated fleet")
+    data, plot = folder / "report.json", folder / "plot.png"
+    with writing(data):
+        data.write_bytes(msgspec.json.encode(report))
     if options.format == "json":
         print_json(report)
     else:
-        print(report.summary())
-    note(f"\nreport: {folder / 'report.json'}\nplot:   {plot}")
+        print_data(report.summary())
+    with writing(plot):
+        plots.draw({name: report}, plot, "A simulated fleet")
+    note(f"\nreport: {data}\nplot:   {plot}")
     return 0
 
 

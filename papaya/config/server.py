@@ -28,7 +28,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     chunk_bytes: int = 1 << 20
     pace: float = 1.5
     min_retry_s: float = 5.0
-    max_retry_s: float = 7 * 86400.0
+    max_retry_s: float = 86400.0
 
     def __post_init__(self) -> None:
         for field in (

@@ -183,7 +183,8 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             )
         if self.durability == "step":
             found.append(
-                "durability = 'step': acknowledged updates of an open buffer are lost in a crash"
+                "durability = 'step': acknowledged updates of an open buffer are lost in a crash, "
+                "or when the outcome of its commit is unknown"
             )
         return found
 

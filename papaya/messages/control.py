@@ -30,6 +30,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     demand: int
     ended: int
     joined: tuple[SessionId, ...] = ()
+    halted: str = ""
 
 
 class AggregatorReport(Message, frozen=True):

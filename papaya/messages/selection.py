@@ -63,6 +63,10 @@ class CheckIn(Message, frozen=True):
     excluded: Excluded = ()
 
 
+class Gone(Message, frozen=True):
+    """From the driver, for the same handle: the device hung up and waits no more."""
+
+
 class Accepted(Message, frozen=True):
     ticket: SealedTicket
     task: TaskId

@@ -20,7 +20,7 @@ from papaya.machine import Effects, Forward, Handle, Reply, Send
 from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId
 from papaya.messages.control import Assignment, Held, SelectorOrders, SelectorReport
 from papaya.messages.participation import Refused, Request, Retry
-from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Rejected
+from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Gone, Rejected
 from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
 from papaya.selector.pacing import Pacing
 from papaya.selector.routing import AssignmentMap
@@ -80,6 +80,8 @@ class Selector:
                 return self._on_check_in(now, message, reply_to)
             case SelectorOrders():
                 return self._on_orders(now, message)
+            case Gone():
+                return self._on_gone(now, reply_to)
         raise ProtocolError(f"a selector does not take {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
@@ -131,6 +133,15 @@ class Selector:
             queue.append(waiting)
             self._report_within(now, self._config.held_report_interval_s)
         return self._report_if_due(now)
+
+    def _on_gone(self, now: float, handle: Handle) -> Effects:
+        for waiting in self._in_order:
+            if waiting.handle is handle:
+                self._held[waiting.device_class].remove(waiting)
+                self._answer(waiting, None)
+                self._report_within(now, self._config.held_report_interval_s)
+                break
+        return []
 
     def _is_welcome(self, device_class: DeviceClass) -> bool:
         """Does any advertised task with demand fit?"""

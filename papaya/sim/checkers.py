@@ -1,8 +1,9 @@
 """What must hold, checked after every event, by watching from outside.
 
 Checkers see what an all-knowing auditor could: every transaction as the store applies it, every
-blob that goes, every answer to a device. They keep books of their own and share no rule with the
-machines; where a machine can see a promise broken by itself, its `check()` is called too.
+blob that goes, every answer to a device. They keep books of their own; of the machines' code they
+use the server optimizer alone. Where a machine can see a promise broken by itself, its `check()`
+is called too.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class TaskBooks:
         self.counted: dict[SessionId, int] = {}
         self.assigned: dict[SessionId, None] = {}
         self.trained_from: dict[SessionId, int] = {}
+        self.tickets: dict[bytes, None] = {}
         self.granted_at: dict[SessionId, list[int]] = {}
         self.acknowledged: dict[SessionId, None] = {}
 
@@ -246,7 +248,11 @@ class CheckedCluster(Cluster):
             vector = np.array(protocol_vector(member.session, config.model_length))
             expected += member.examples / np.sqrt(1.0 + member.staleness) * vector
             weight += member.examples
-        same = np.allclose(found.vector, expected, rtol=1e-4, atol=1e-2) and found.weight == weight
+        same = (
+            np.allclose(found.vector, expected, rtol=1e-4, atol=1e-2)
+            and np.allclose(found.mean(), expected / weight, rtol=1e-4, atol=1e-4)
+            and found.weight == weight
+        )
         _demand(same, f"the sum of record {row.target} of {config.task} is not that of its members")
 
     def _check_version(self, task: TaskId, row: VersionRow, before: dict[str, Row]) -> None:
@@ -309,7 +315,9 @@ class CheckedCluster(Cluster):
         books = self.books[ticket.task]
         assert isinstance(host.machine, Aggregator)
         version = host.machine.tasks[ticket.task].ledger.version
-        books.granted_at.setdefault(ticket.session, []).append(version)
+        if granted.ticket not in books.tickets:
+            books.tickets[granted.ticket] = None
+            books.granted_at.setdefault(ticket.session, []).append(version)
 
     def _on_acknowledged(self, reply: Reply) -> None:
         ticket = claim_of(reply.to.request.ticket)

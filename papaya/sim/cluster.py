@@ -8,6 +8,7 @@ here, never with N. A run is a function of (configuration, seed).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -23,10 +24,11 @@ from papaya.client.client import Client
 from papaya.client.history import History
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig, ServerConfig, TaskConfig
+from papaya.config.checks import require
 from papaya.coordinator.coordinator import Coordinator
 from papaya.learning.parameters import FLOAT32
 from papaya.machine import Reply
-from papaya.messages.base import BlobKey, Message, NodeId
+from papaya.messages.base import BlobKey, Message, NodeId, SessionId
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import submission
 from papaya.messages.tickets import Keyring
@@ -37,9 +39,12 @@ from papaya.sim.hosts import AggregatorHost, Host
 from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
+from papaya.sim.trainers import protocol_update
 
 # When nearly the whole fleet is here already, an arrival may find nobody.
 _MAX_DRAWS = 64
+_MAX_SERVERS = 1000
+_MAX_SUPPLY = 1000.0
 
 
 class DeviceKind(Struct, frozen=True):
@@ -65,6 +70,34 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     aggregators: int = 1
     network: NetworkConfig = NetworkConfig()
     storage: StorageConfig = StorageConfig()
+
+    def __post_init__(self) -> None:
+        self._check_tasks()
+        self._check_fleet()
+        for role in ("coordinators", "selectors", "aggregators"):
+            count = getattr(self, role)
+            problem = f"must be at least 1 and at most {_MAX_SERVERS}"
+            require(1 <= count <= _MAX_SERVERS, role, count, problem, f"set {role} to 1")
+
+    def _check_tasks(self) -> None:
+        problem, remedy = "must be a tuple of at least one task", "write tasks=(task,)"
+        require(
+            type(self.tasks) is tuple and bool(self.tasks), "tasks", self.tasks, problem, remedy
+        )
+        names = [task.task for task in self.tasks]
+        problem, remedy = "two tasks have the same name", "give every task a name of its own"
+        require(len(set(names)) == len(names), "tasks", names, problem, remedy)
+
+    def _check_fleet(self) -> None:
+        problem = f"must be above 0 and at most {_MAX_SUPPLY:g}"
+        remedy = "use a number like 1.5"
+        require(0 < self.supply <= _MAX_SUPPLY, "supply", self.supply, problem, remedy)
+        shares = [kind.share for kind in self.kinds]
+        is_whole = all(share >= 0 for share in shares) and math.isclose(
+            sum(shares), 1, abs_tol=1e-6
+        )
+        remedy = "one DeviceKind per kind, with shares like 0.7 and 0.3"
+        require(is_whole, "kinds", shares, "the shares must add up to 1", remedy)
 
 
 class Cluster:
@@ -196,6 +229,10 @@ class Cluster:
         if finish is not None and finish.ending == "rejected":
             told_s = (finish.retry_from_s + finish.retry_until_s) / 2
             self._mean_return_s += (told_s - self._mean_return_s) / self.config.population.size
+
+    def train(self, session: SessionId, length: int) -> bytes:
+        """What a device's training gives."""
+        return protocol_update(session, length)
 
     # -- for those who watch ----------------------------------------------------------------
 

@@ -26,7 +26,6 @@ from papaya.messages.base import Message
 from papaya.messages.participation import Join
 from papaya.sim.hosts import Host
 from papaya.sim.population import Visit
-from papaya.sim.trainers import protocol_update
 
 if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
@@ -148,7 +147,7 @@ class Device:
 
     def _trained(self, effect: Train) -> None:
         if self.is_present and self.machine.joined is not None:
-            update = protocol_update(effect.session, self.machine.joined.model_length)
+            update = self.cluster.train(effect.session, self.machine.joined.model_length)
             self.deliver(Trained(update, self.visit.examples))
 
     def _remember(self, effect: Remember) -> None:

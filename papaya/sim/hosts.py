@@ -206,8 +206,12 @@ class AggregatorHost(Host):
         self._shards.drop(work)
 
     def _fold(self, work: Fold) -> None:
+        """The sum has it at once; the machine hears of it when the thread has told."""
         folded = self._shards.fold(work)
-        self.perform(self.machine.receive(self._engine.now, folded))
+        if self.cluster.config.storage.fold_s > 0:
+            self.local(self.cluster.config.storage.fold_s, self.deliver, folded)
+        else:
+            self.perform(self.machine.receive(self._engine.now, folded))
 
     def _snapshot(self, work: Snapshot) -> None:
         snapshotted, blobs = self._shards.snapshot(work)

@@ -3,16 +3,25 @@
 The upper panel is the paper's figure on client utilization: "The number of active clients (client
 utilization) increases at the beginning of a round as clients join the cohort, and it falls
 gradually towards the end of the round due to stragglers. In AsyncFL, the number of active clients
-stays relatively constant over time". The file name chooses the format: .png, .svg or .pdf. Nothing
-is shown on a screen and no global state of matplotlib is touched.
+stays relatively constant over time".
+
+Between two rounds of SyncFL the number is zero for a moment. Whether a sample falls into it is
+chance, and looks like a crash: dips of one or two samples are not drawn. Everything else is drawn
+as sampled, and utilization is of all samples.
+
+The file name chooses the format: .png, .svg or .pdf. Nothing is shown on a screen and no global
+state of matplotlib is touched.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from papaya.config import TaskConfig
 from papaya.errors import ConfigError, OperatorError
@@ -25,12 +34,13 @@ try:
     from matplotlib.ticker import MaxNLocator
 except ImportError as error:
     raise OperatorError(
-        "plots need matplotlib, which is not installed", hint="pip install 'papaya[sim]'"
+        "plots need matplotlib, which is not installed", hint="pip install rich matplotlib"
     ) from error
 
 FORMATS = (".png", ".svg", ".pdf")
 _COLORS = ("#e4572e", "#2e6f95", "#8a8d91", "#4f9d69", "#8e5ea2", "#c9a227", "#17a2b8", "#7a4b2a")
 _MAX_INNER_LEGEND = 4
+_LEGEND_COLUMNS = 2
 _INK, _FAINT = "#222222", "#dddddd"
 # The same report gives the same bytes: no random ids.
 _STYLE: dict[Any, Any] = {
@@ -90,8 +100,10 @@ def _draw_active(axes: Axes, lines: list[_Line]) -> None:
     _prepare(axes, "Active clients over time", "virtual time (minutes)", "active clients")
     for line in reversed(lines):  # the first report on top
         minutes = [time_s / 60 for time_s in line.result.series.time_s]
-        label = f"{line.label}: {percent(line.result.utilization)} utilized"
-        axes.plot(minutes, line.result.series.active, color=line.color, lw=1.5, label=label)
+        goal = f"K = {line.config.aggregation_goal:,}"
+        label = f"{line.label}, {goal}: {percent(line.result.utilization)} utilized"
+        active = without_short_dips(line.result.series.active)
+        axes.plot(minutes, active, color=line.color, lw=1.5, label=label)
     limits = sorted({line.config.concurrency for line in lines})
     for limit in limits:
         axes.axhline(limit, color=_INK, lw=0.8, ls=(0, (4, 3)), zorder=1)
@@ -106,9 +118,22 @@ def _draw_active(axes: Axes, lines: list[_Line]) -> None:
         )
     axes.set_ylim(0, 1.13 * limits[-1])
     axes.margins(x=0.01)
-    columns = 3 if len(lines) < 4 else 4
-    axes.set_title(axes.get_title("left"), pad=8 + 14 * math.ceil(len(lines) / columns))
-    _legend(axes, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.1)
+    rows = math.ceil(len(lines) / _LEGEND_COLUMNS)
+    axes.set_title(axes.get_title("left"), pad=8 + 14 * rows)
+    _legend(
+        axes, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=_LEGEND_COLUMNS, borderaxespad=0.1
+    )
+
+
+def without_short_dips(samples: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Dips of one or two samples filled to the lower of their edges; all else as it is."""
+    values = np.asarray(samples, np.int64)
+    if len(values) < 3:
+        return values
+    padded = np.pad(values, 2, "edge")
+    highest = np.maximum.reduce([padded[:-2], padded[1:-1], padded[2:]])
+    lowest: npt.NDArray[np.int64] = np.minimum.reduce([highest[:-2], highest[1:-1], highest[2:]])
+    return lowest
 
 
 def _draw_staleness(axes: Axes, lines: list[_Line]) -> None:

@@ -37,6 +37,7 @@ from papaya.sim.population import Population, Visit
 Floats = npt.NDArray[np.float64]
 
 _REFERENCE_VISITS = 1 << 16
+_MIN_TRIPS_FOR_KS = 30
 
 
 class Series(Struct, frozen=True):
@@ -104,11 +105,21 @@ class Report(Struct, frozen=True, kw_only=True):
     def config_of(self, task: TaskId) -> TaskConfig:
         return next(config for config in self.configuration.tasks if config.task == task)
 
+    @property
+    def window(self) -> str:
+        """What was measured, in words."""
+        minutes = f"minutes {self.from_s / 60:g} to {self.until_s / 60:g} of virtual time"
+        heading = f"{minutes}, seed {self.seed}"
+        if any(math.isnan(task.utilization) for task in self.tasks):
+            heading += (
+                "\nthe run is shorter than its warm-up, or than a second: nothing was sampled"
+            )
+        return heading
+
     def summary(self) -> str:
         """For people; the fields are for programs."""
-        window = f"minutes {self.from_s / 60:g} to {self.until_s / 60:g} of virtual time"
-        heading = f"{window}, seed {self.seed}"
-        return "\n\n".join([heading, *(_describe(self.config_of(t.task), t) for t in self.tasks)])
+        described = (_describe(self.config_of(t.task), t) for t in self.tasks)
+        return "\n\n".join([self.window, *described])
 
 
 class TaskWatch:
@@ -302,11 +313,10 @@ def regime_name(config: TaskConfig) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+    return "–" if math.isnan(share) else f"{100 * share:.1f} %"
 
 
 def _describe(config: TaskConfig, result: TaskResult) -> str:
-    bias = (result.execution_s.ks, result.examples.ks)
     rows = [
         ("utilization", f"{percent(result.utilization)}, at work {percent(result.at_work)}"),
         ("server updates", f"{result.versions_per_hour:,.0f} per hour"),
@@ -315,12 +325,20 @@ def _describe(config: TaskConfig, result: TaskResult) -> str:
         ("aborted", f"{sum(result.aborted.values()):,}{_reasons('', result.aborted)}"),
         ("failed", f"{sum(result.failed.values()):,}{_reasons('', result.failed)}"),
         ("dropped out", f"{result.dropped:,}"),
-        ("sampling bias", "K-S {:.3f} by execution time, {:.3f} by examples".format(*bias)),
+        ("sampling bias", _bias(result)),
     ]
     head = f"{config.task}: {regime_name(config)}, C = {config.concurrency}, "
     return "\n".join(
         [f"{head}K = {config.aggregation_goal}", *(f"  {name:<15} {text}" for name, text in rows)]
     )
+
+
+def _bias(result: TaskResult) -> str:
+    """Of a few trips the statistic is mostly chance."""
+    if result.trips - sum(result.discarded.values()) < _MIN_TRIPS_FOR_KS:
+        return f"– (fewer than {_MIN_TRIPS_FOR_KS} trips were counted)"
+    by_time, by_examples = result.execution_s.ks, result.examples.ks
+    return f"K-S {by_time:.3f} by execution time, {by_examples:.3f} by examples"
 
 
 def _reasons(title: str, counts: dict[str, int]) -> str:

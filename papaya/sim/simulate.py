@@ -14,10 +14,12 @@ from typing import NamedTuple
 from msgspec import structs
 
 from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.config.checks import require
 from papaya.errors import ConfigError
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.report import Report, Watched, regime_name
 
+_MAX_HOURS = 10_000
 _MAX_SAMPLES = 3600
 _MAX_WARM_UP_S = 600.0
 _PROTOCOL_MODEL_LENGTH = 4
@@ -43,8 +45,8 @@ def simulate(
     """Run `hours` of virtual time; report on what comes after the warm-up (a quarter, at most
     ten minutes).
     """
-    if not (math.isfinite(hours) and hours > 0):
-        raise ConfigError.of("hours", hours, "nothing would run", "use a positive number, like 0.5")
+    problem = f"must be above 0 and at most {_MAX_HOURS}"
+    require(0 < hours <= _MAX_HOURS, "hours", hours, problem, "use a positive number, like 0.5")
     until_s = 3600 * hours
     if warm_up_s is None:
         warm_up_s = min(_MAX_WARM_UP_S, until_s / 4)

@@ -21,6 +21,7 @@ from papaya.sim.engine import Engine
 class StorageConfig(Struct, frozen=True, kw_only=True):
     transaction_s: float = 0.004
     blob_s: float = 0.02
+    fold_s: float = 0.0
     unknown: float = 0.0
     late_s: float = 30.0
     """How long after an unknown outcome the transaction may still be applied."""

@@ -8,7 +8,9 @@ on purpose, to show that the swarm would notice.
 from __future__ import annotations
 
 import traceback
+from array import array
 from contextlib import nullcontext
+from math import nan
 from pathlib import PurePath
 from random import Random
 
@@ -24,7 +26,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import PapayaError
-from papaya.messages.base import Message
+from papaya.messages.base import Message, SessionId
 from papaya.messages.selection import Capabilities
 from papaya.sim.bugs import planted
 from papaya.sim.checkers import CheckedCluster
@@ -56,6 +58,12 @@ class SwarmCluster(CheckedCluster):
     """A checked cluster that hostile devices overhear."""
 
     hostile: Hostile | None = None
+
+    def train(self, session: SessionId, length: int) -> bytes:
+        """One device in sixteen has diverged: its update must be refused."""
+        if session[0] == "0":
+            return array("f", [nan] * length).tobytes()
+        return super().train(session, length)
 
     def observe_request(self, device: Device, message: Message) -> None:
         super().observe_request(device, message)
@@ -103,6 +111,7 @@ def _run(cluster: SwarmCluster, rng: Random) -> None:
 def _check_liveness(cluster: SwarmCluster) -> None:
     """After faults stop, every task reaches new versions within a bounded virtual time."""
     healed_at = cluster.engine.now
+    counted = cluster.endings.get("counted", 0)
     goals = {task: books.version + _NEW_VERSIONS for task, books in cluster.books.items()}
 
     def all_live() -> bool:
@@ -111,6 +120,8 @@ def _check_liveness(cluster: SwarmCluster) -> None:
         return all(cluster.books[task].version >= goal for task, goal in goals.items())
 
     cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
+    if cluster.endings.get("counted", 0) == counted:
+        raise PapayaError("no client heard that it was counted after the faults stopped")
     for task, goal in goals.items():
         if cluster.books[task].version < goal:
             raise PapayaError(
@@ -174,6 +185,7 @@ def random_cluster(rng: Random) -> ClusterConfig:
         storage=StorageConfig(
             transaction_s=rng.choice((0.002, 0.05)),
             blob_s=rng.choice((0.002, 0.1)),
+            fold_s=rng.choice((0.0, 0.01, 0.3)),
             unknown=rng.choice((0.0, 0.01)),
         ),
     )

@@ -36,9 +36,11 @@ def test_a_planted_bug_is_caught(bug: str) -> None:
 
 
 def test_a_planted_bug_is_gone_afterwards() -> None:
-    for patches in BUGS.values():
-        for owner, method, broken in patches:
-            assert owner.__dict__[method] is not broken
+    for bug, patches in BUGS.items():
+        sound = [owner.__dict__[method] for owner, method, _ in patches]
+        with planted(bug):
+            assert [owner.__dict__[method] for owner, method, _ in patches] != sound
+        assert [owner.__dict__[method] for owner, method, _ in patches] == sound
     with pytest.raises(Exception, match="no bug named 'typo'"), planted("typo"):
         pass
 

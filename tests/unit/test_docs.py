@@ -73,7 +73,7 @@ def commands() -> Iterator[tuple[Path, str]]:
     for page in PAGES:
         lines = [line for b in blocks("console") if b.page == page for line in b.text.splitlines()]
         for line in [*lines, *CODE.findall(prose_of(page))]:
-            words = shlex.split(line, comments=True)
+            words = shlex.split(line.removeprefix(".venv/bin/"), comments=True)
             if words and words[0] in ("papaya", "make") and len(words) > 1:
                 yield page, shlex.join(words)
 

@@ -50,6 +50,10 @@ def test_the_version_is_data(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--over-selection", "0.3"], "SyncFL", "--regime sync"),
         (["simulate", "--regime", "sync", "--over-selection", "-1"], "over_selection", "0.3"),
         (["simulate", "--population", "1e12"], "size", "10000000000"),
+        (["simulate", "--supply", "1e4"], "supply = 10000", "1.5"),
+        (["simulate", "--selectors", "1001"], "selectors = 1001", "selectors"),
+        (["swarm", "--seed", "1", "--seeds", "5"], "--seeds", "leave --seeds out"),
+        (["swarm", "--seed", "1", "--start", "0"], "--start", "leave --start out"),
         (["demo", "--hours", "x"], "'x' is not a number", "papaya demo --help"),
         (["swarm", "--jobs", "0"], "0 is below 1", "papaya swarm --help"),
         (["swarm", "--seed", "1", "--plant", "no-bug"], "no-bug", "fence"),
@@ -131,6 +135,28 @@ def test_a_reader_who_has_enough_is_no_error(tmp_path: Path) -> None:
     assert "Exception" not in err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+@pytest.mark.parametrize("output_format", ["text", "json"])
+def test_a_full_disk_behind_stdout_is_the_operators_to_mend(
+    output_format: str, tmp_path: Path
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PAPAYA, *SMALL, "--output", str(tmp_path), "--format", output_format],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert "\nerror: stdout cannot be written: " in done.stderr
+    assert "\n\nhint: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert (tmp_path / "report.json").exists()
+
+
 @pytest.mark.parametrize("command", [["simulate"], ["demo"]])
 def test_a_missing_extra_says_how_to_install_it(command: list[str], tmp_path: Path) -> None:
     program = (
@@ -147,6 +173,6 @@ def test_a_missing_extra_says_how_to_install_it(command: list[str], tmp_path: Pa
     assert done.returncode == 2
     assert done.stderr == (
         "error: plots need matplotlib, which is not installed\n\n"
-        "hint: pip install 'papaya[sim]'\n"
+        "hint: pip install rich matplotlib\n"
     )  # fmt: skip
     assert not (tmp_path / "new").exists()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.cli.output import Progress, table, whole
+from papaya.cli.output import Progress, make_folder, plural, table, whole, writing
 from papaya.errors import OperatorError
 
 
@@ -57,8 +58,28 @@ def test_a_terminal_without_rich_says_how_to_install_it(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with pytest.raises(OperatorError) as missing:
         Progress(Terminal())
-    assert missing.value.hint == "pip install 'papaya[sim]'"
+    assert missing.value.hint == "pip install rich matplotlib"
     Progress(io.StringIO())  # a log needs no rich
+
+
+def test_a_folder_is_tried_before_a_run_and_left_as_it_was(tmp_path: Path) -> None:
+    assert list(make_folder(tmp_path / "new" / "run").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder nobody can write to")
+def test_a_folder_that_takes_no_file_is_refused() -> None:
+    with pytest.raises(OperatorError, match="/proc cannot be written") as refused:
+        make_folder(Path("/proc"))
+    assert "--output" in refused.value.hint
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="cannot be written: Is a directory"), writing(tmp_path):
+        tmp_path.write_bytes(b"")
+
+
+def test_one_is_not_many() -> None:
+    assert [plural(n, "seed") for n in (0, 1, 2000)] == ["0 seeds", "1 seed", "2,000 seeds"]
 
 
 @given(number=st.integers(0, 10**30))

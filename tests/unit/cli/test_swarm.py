@@ -9,7 +9,8 @@ import pytest
 
 from papaya.cli.main import main
 from papaya.cli.swarm import hunt, judge
-from papaya.errors import InvariantError, OperatorError
+from papaya.errors import InvariantError, PapayaError
+from papaya.sim.bugs import BUGS
 from papaya.sim.swarm import SwarmResult, run_seed
 
 PLANT = "record-kept-with-its-version"
@@ -36,20 +37,27 @@ def test_a_failure_is_told_at_once_and_does_not_stop_the_others(
 
 
 def test_the_first_failure_is_the_one_to_replay() -> None:
-    with pytest.raises(
-        InvariantError, match=r"seed 3: promise 3 is broken \(2 seeds failed\)"
-    ) as e:
+    with pytest.raises(InvariantError, match="2 of 7 seeds broke a promise") as e:
         judge(hunt(fragile, range(1, 8), 1), None)
     assert e.value.hint == "papaya swarm --seed 3"
     assert e.value.exit_code == 70
 
 
-def test_a_planted_bug_belongs_to_the_replay_and_must_be_found() -> None:
-    with pytest.raises(InvariantError) as found:
-        judge([fragile(3)], "a-bug")
-    assert found.value.hint == "papaya swarm --seed 3 --plant a-bug"
-    with pytest.raises(OperatorError, match="did not find the planted bug 'a-bug'"):
+def test_a_planted_bug_must_be_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert judge([fragile(3)], "a-bug") == 0
+    assert "the planted bug was found, as it should be, by 1 of 1 seed" in capsys.readouterr().err
+    with pytest.raises(PapayaError, match="1 seed did not find the planted bug 'a-bug'") as missed:
         judge([fragile(4)], "a-bug")
+    assert missed.value.exit_code == 1
+    assert missed.value.hint == "try more seeds: papaya swarm --seeds 100 --plant a-bug"
+
+
+def test_the_bugs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["swarm", "--help"])
+    shown = capsys.readouterr().out
+    assert [bug for bug in BUGS if f"\n  {bug}\n" not in shown] == []
+    assert "None" not in shown
 
 
 def test_seeds_that_keep_every_promise(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,12 +75,15 @@ def test_one_seed_is_shown_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert expected.configuration in out
 
 
-def test_a_broken_promise_exits_70_and_replays(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["swarm", "--seeds", "4", "--jobs", "1", "--plant", PLANT]) == 70
+def test_a_planted_bug_is_told_once_and_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["swarm", "--seeds", "4", "--jobs", "1", "--plant", PLANT]) == 0
     err = capsys.readouterr().err
-    replay = re.search(r"hint: papaya (swarm --seed \d+ --plant [\w-]+)\n", err)
+    assert "error: " not in err
+    replay = re.search(r"replay: papaya (swarm --seed (\d+) --plant [\w-]+)\n", err)
     assert replay is not None
-    assert main(replay[1].split()) == 70
-    error = re.search(r"error: .*", capsys.readouterr().err)
-    assert error is not None
-    assert re.sub(r" \(\d+ seeds failed\)", "", error[0]) in err
+    failure = re.search(rf"^seed {replay[2]}: (.+)$", err, re.MULTILINE)
+    assert failure is not None
+    assert err.count(failure[0]) == 1
+    assert main(replay[1].split()) == 0
+    out, err = capsys.readouterr()
+    assert (out.count(failure[1]), err.count(failure[1])) == (1, 0)

@@ -11,7 +11,7 @@ from papaya.machine import Reply
 from papaya.messages.base import PROTOCOL_VERSION
 from papaya.messages.control import Held
 from papaya.messages.participation import Alive, Refused
-from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Rejected
+from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Gone, Rejected
 from tests.unit.selector.builders import (
     BOOT,
     EPOCH,
@@ -308,3 +308,16 @@ def test_a_device_of_any_description_is_told_apart() -> None:
     found = report(selector.wake(BOOT + 10))
     assert found is not None
     assert [held.count for held in found.held] == [2, 1, 1]
+
+
+def test_a_device_that_hung_up_is_not_given_a_session() -> None:
+    selector = an_open_selector()
+    gone, stays = object(), object()
+    selector.receive(BOOT + 1, check_in(), gone)
+    selector.receive(BOOT + 1, check_in(), stays)
+    assert answers(selector.receive(BOOT + 2, Gone(), gone)) == {}
+    assert selector.held_count == 1
+    effects = selector.receive(BOOT + 3, orders(2, assignments=(assign("s1", "s2"),)))
+    assert accepted(effects) == {stays: "s1"}
+    selector.receive(BOOT + 4, Gone(), gone)
+    selector.check()

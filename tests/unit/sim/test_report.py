@@ -24,10 +24,11 @@ from papaya.config import AsyncFL, SyncFL
 from papaya.errors import ConfigError
 from papaya.machine import Reply
 from papaya.messages.participation import Completed, Joined
+from papaya.messages.selection import Capabilities
 from papaya.messages.storage import Member, RecordRow, Row, Transaction, VersionRow
-from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.hosts import Host
-from papaya.sim.plots import draw
+from papaya.sim.plots import draw, without_short_dips
 from papaya.sim.population import PopulationConfig
 from papaya.sim.report import Report, Watched, ks_statistic
 from papaya.sim.simulate import Moment, compare, protocol_tasks, simulate
@@ -235,10 +236,52 @@ def test_progress_is_told_until_the_end() -> None:
     assert seen[-1].versions > 5
 
 
-@pytest.mark.parametrize("hours", [0, -1, math.nan, math.inf])
+@pytest.mark.parametrize("hours", [0, -1, math.nan, math.inf, 10_001])
 def test_an_impossible_duration_is_refused(hours: float) -> None:
     with pytest.raises(ConfigError, match="hours"):
         simulate(a_cluster(), 3, hours)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tasks", ()),
+        ("tasks", list(protocol_tasks())),
+        ("tasks", protocol_tasks() * 2),
+        *(
+            (role, count)
+            for role in ("coordinators", "selectors", "aggregators")
+            for count in (0, 1001)
+        ),
+        *(("supply", supply) for supply in (0.0, -1.0, 1001.0, math.nan, math.inf)),
+        ("kinds", ()),
+        ("kinds", (DeviceKind(0.5, Capabilities()),)),
+        ("kinds", (DeviceKind(1.5, Capabilities()), DeviceKind(-0.5, Capabilities()))),
+        ("kinds", (DeviceKind(math.nan, Capabilities()),)),
+    ],
+)
+def test_an_impossible_cluster_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} = ") as refused:
+        msgspec.structs.replace(a_cluster(), **{field: value})
+    assert refused.value.hint
+
+
+def test_shares_may_be_rounded() -> None:
+    kinds = tuple(DeviceKind(0.1, Capabilities()) for _ in range(10))
+    assert msgspec.structs.replace(a_cluster(), kinds=kinds).kinds == kinds
+
+
+def test_what_a_short_run_cannot_tell_is_not_told() -> None:
+    short = Watched(a_cluster(), 3, warm_up_s=300)
+    short.run(300)
+    summary = short.report().summary()
+    assert "nan" not in summary
+    assert "utilization     –, at work –" in summary
+    assert "shorter than its warm-up" in summary
+    assert "sampling bias   –" in summary
+    long = simulate(a_cluster(), 3, 0.2)
+    assert "sampling bias   K-S " in long.summary()
+    assert "–" not in long.summary()
 
 
 def test_a_warm_up_without_a_window_is_refused() -> None:
@@ -268,6 +311,20 @@ def test_a_vector_plot_has_text_and_the_same_bytes_again(tmp_path: Path) -> None
 def test_a_plot_without_one_stale_update_says_so(tmp_path: Path) -> None:
     report = simulate(a_cluster(SyncFL(0.3)), 3, 0.1)
     assert imread(draw({"SyncFL": report}, tmp_path / "plot.png")).any()
+
+
+@pytest.mark.parametrize(
+    ("samples", "drawn"),
+    [
+        ([9, 0, 9, 0, 0, 8, 7], [9, 9, 9, 8, 8, 8, 7]),
+        ([9, 0, 0, 0, 9], [9, 0, 0, 0, 9]),
+        ([0, 0, 5, 0, 0, 0], [0, 0, 5, 0, 0, 0]),
+        ([4, 1], [4, 1]),
+        ([], []),
+    ],
+)
+def test_only_short_dips_are_left_out(samples: list[int], drawn: list[int]) -> None:
+    assert without_short_dips(samples).tolist() == drawn
 
 
 def test_an_unknown_format_is_refused_before_anything_is_drawn(tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""Orders of events that hardly ever happen, each of which once broke a promise."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from papaya.aggregator.task import Phase
+from papaya.aggregator.work import Fold, Step, StepFailed
+from papaya.machine import Read, Transact
+from papaya.messages.participation import Alive, ChunkReceived, Completed, Join, Joined
+from papaya.messages.storage import RecordRow, VersionRow
+from tests.unit.aggregator.builders import (
+    World,
+    a_world,
+    an_async_task,
+    make_version,
+)
+
+
+def test_a_late_record_cannot_take_back_a_session_that_moved_to_the_next_buffer() -> None:
+    """It was acknowledged as a member of record 2; the late transaction only writes record 1."""
+    world, node = a_world(an_async_task(2, concurrency=4))
+    first, moved, spoilt, _ = world.joined(node, 4)
+    assert first.upload_for_good(1) == Completed()
+    node.hold(Transact)
+    moved.upload(2)
+    world.pass_s(1.0)
+    late = node.settle("lost")
+    node.hold(Fold)
+    spoilt.report()
+    spoilt.send(float("nan"))
+    spoilt.complete()
+    moved.send(2)
+    answer = moved.complete()
+    node.release()
+    world.pass_s(1.0)
+    assert world.answers[answer] == Completed()
+    assert world.store.apply(late) == "refused"
+    assert world.recorded().count(moved.session) == 1
+
+
+def test_a_halted_task_leaves_the_upload_slots_to_the_others() -> None:
+    words, other = an_async_task(1, concurrency=8, max_staleness=50), an_async_task(1)
+    world = World(words, replace(other, task="other"))
+    node = world.start()
+    world.place(node)
+    world.place(node, "other")
+    world.pass_s(10)
+    node.hold(Step)
+    for phone in world.joined(node, 6):
+        phone.upload(1)
+    world.pass_s(1)
+    node.held_back.clear()
+    node.receive(StepFailed("words", 1, "diverged"))
+    assert node.held().phase is Phase.HALTED
+    assert node.machine._slots.used == 0
+    node.hold()
+    [phone] = world.joined(node, 1, "other")
+    phone.report()
+    assert isinstance(phone.chunk(0, bytes(8)), ChunkReceived)
+
+
+def test_a_halted_task_goes_on_when_its_rows_let_it() -> None:
+    world, node = a_world(an_async_task(1, concurrency=2))
+    [phone] = world.joined(node, 1)
+    node.hold(Step)
+    phone.upload(1)
+    world.pass_s(1)
+    node.held_back.clear()
+    node.hold()
+    node.receive(StepFailed("words", 1, "diverged"))
+    assert node.held().phase is Phase.HALTED
+    world.pass_s(10)
+    assert world.version == 1, "this time the step succeeds"
+    assert node.held().phase is Phase.SERVING
+
+
+def test_a_blob_that_stays_missing_halts_the_task_and_does_not_spin() -> None:
+    world, node = a_world(an_async_task(1))
+    [row] = [row for row in world.store.all(VersionRow)]
+    lost = world.blobs.pop(row.parameters)
+    [phone] = world.joined(node, 1)
+    phone.upload(1)
+    assert node.held().phase is Phase.HALTED
+    assert row.parameters in node.held().halted_because
+    world.pass_s(10)
+    assert row.parameters in node.reports[-1].tasks[0].halted
+    world.blobs[row.parameters] = lost
+    world.pass_s(20)
+    assert world.version == 1
+
+
+def test_a_doubled_join_does_not_change_what_an_upload_ticket_says() -> None:
+    """The successor opened the session anew at version 1; the client had trained from 0."""
+    world, node = a_world(an_async_task(1, concurrency=8))
+    [phone] = world.joined(node, 1)
+    phone.report()
+    successor = world.start("agg-2")
+    world.place(successor, leases=(phone.session,))
+    world.pass_s(10)
+    make_version(world, successor)
+    phone.node = successor
+    doubled = world.answers[world.ask(successor, Join(phone.assignment))]
+    assert isinstance(doubled, Joined)
+    assert doubled.version == 1
+    successor.hold(Transact)
+    phone.send(1)
+    phone.complete()
+    world.pass_s(1)
+    [waiting] = successor.held_back
+    assert isinstance(waiting, Transact)
+    [(_, row)] = waiting.transaction.put
+    assert isinstance(row, RecordRow)
+    assert [(m.version, m.staleness) for m in row.members] == [(0, 0)]
+
+
+def test_clients_are_not_blamed_for_a_silence_that_was_ours() -> None:
+    """Reading back took longer than three heartbeats; they sent theirs all the time."""
+    world, node = a_world(an_async_task(2, concurrency=4))
+    uploading, waiting, other = world.joined(node, 3)
+    node.hold(Transact)
+    uploading.upload(1)
+    world.pass_s(1)
+    node.hold(Transact, Read)
+    node.settle("lost")
+    for _ in range(8):
+        world.pass_s(4)
+        waiting.heartbeat()
+        other.heartbeat()
+    node.release()
+    assert waiting.heartbeat() == Alive()
+    assert other.heartbeat() == Alive()
