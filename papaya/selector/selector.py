@@ -22,6 +22,7 @@ from papaya.messages.control import Assignment, Held, SelectorOrders, SelectorRe
 from papaya.messages.participation import Refused, Request, Retry
 from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Gone, Rejected
 from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
+from papaya.selector.classes import Distinctions
 from papaya.selector.pacing import Pacing
 from papaya.selector.routing import AssignmentMap
 
@@ -63,6 +64,7 @@ class Selector:
         self._held: dict[DeviceClass, deque[Waiting]] = {}
         self._in_order: deque[Waiting] = deque()
         self._welcome: dict[DeviceClass, bool] = {}
+        self._distinctions = Distinctions()
         self._unfilled: dict[SessionId, tuple[int, float]] = {}
         self._number = 0
         self._reported_at = -float("inf")
@@ -117,7 +119,7 @@ class Selector:
             reason = f"protocol {check_in.protocol} is not spoken here, {PROTOCOL_VERSION} is"
             return [Reply(reply_to, Refused(reason, "update the client"))]
         self._pacing.arrived()
-        device_class = DeviceClass(check_in.capabilities, check_in.excluded)
+        device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):
             return [self._reject(reply_to, "no task that fits wants clients now")]
         if self.held_count >= self._config.max_held:
@@ -216,6 +218,7 @@ class Selector:
         }
         if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
+            self._distinctions = Distinctions(orders.advertised)
 
     def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
         effects: Effects = []

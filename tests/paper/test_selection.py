@@ -23,6 +23,7 @@ from tests.unit.selector.builders import (
     COORDINATORS,
     EPOCH,
     KEYRING,
+    OTHERS,
     PHONE,
     SEQ,
     TABLET,
@@ -67,7 +68,8 @@ def test_the_selector_advertises_tasks_and_summarizes_availability() -> None:
     summarizes current client availability for the Coordinator".
     """
     selector = an_open_selector(hold_s=60.0, heartbeat_s=10.0)
-    selector.receive(BOOT, orders(1, advertised=(advertised(min_memory_mb=512),)))
+    tasks = (advertised(min_memory_mb=512), *OTHERS)
+    selector.receive(BOOT, orders(1, advertised=tasks))
     too_small = DeviceClass(Capabilities(memory_mb=511))
     for handle, device in enumerate((PHONE, too_small, TABLET, PHONE)):
         selector.receive(BOOT + 1, check_in(device), handle)

@@ -77,7 +77,7 @@ def test_a_halted_task_goes_on_when_its_rows_let_it() -> None:
 
 def test_a_blob_that_stays_missing_halts_the_task_and_does_not_spin() -> None:
     world, node = a_world(an_async_task(1))
-    [row] = [row for row in world.store.all(VersionRow)]
+    [row] = world.store.all(VersionRow)
     lost = world.blobs.pop(row.parameters)
     [phone] = world.joined(node, 1)
     phone.upload(1)

@@ -37,6 +37,13 @@ def advertised(task: str = TASK, **requirements: Any) -> Advertised:
     return Advertised(task, Requirements(**requirements))
 
 
+# Tasks that want nobody, but by which phones and tablets can be told apart.
+OTHERS = (
+    advertised("for-phones", engine="torch", min_memory_mb=512),
+    advertised("for-tablets", min_memory_mb=4096),
+)
+
+
 def orders(number: int = 1, **changes: Any) -> SelectorOrders:
     whole: dict[str, Any] = {
         "epoch": EPOCH,
@@ -44,7 +51,7 @@ def orders(number: int = 1, **changes: Any) -> SelectorOrders:
         "boot": BOOT,
         "number": number,
         "acked": 0,
-        "advertised": (advertised(),),
+        "advertised": (advertised(), *OTHERS),
         "wanting": (TASK,),
         "routes": (Route(TASK, "aggregator-1", SEQ),),
         "check_ins_per_s": 1.0,

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from papaya.config import Requirements
 from papaya.errors import InvariantError, ProtocolError
 from papaya.machine import Reply
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.control import Held
+from papaya.messages.control import Advertised, Held
 from papaya.messages.participation import Alive, Refused
 from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Gone, Rejected
+from papaya.selector.classes import Distinctions
 from tests.unit.selector.builders import (
     BOOT,
     EPOCH,
@@ -29,6 +33,13 @@ from tests.unit.selector.builders import (
     orders,
     rejected,
     report,
+)
+
+LABELS = st.lists(st.sampled_from("abc"), max_size=3, unique=True).map(tuple)
+DEVICES = st.builds(
+    DeviceClass,
+    st.builds(Capabilities, memory_mb=st.integers(0, 9), labels=LABELS),
+    st.sampled_from([(), ("t",), ("u",)]),
 )
 
 # --- Who may wait
@@ -300,14 +311,44 @@ def test_a_message_for_somebody_else_is_refused_and_changes_nothing() -> None:
     assert accepted(effects) == {"d": "s1"}
 
 
-def test_a_device_of_any_description_is_told_apart() -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "are_told_apart"),
+    [
+        (Capabilities(memory_mb=100), Capabilities(memory_mb=511), False),
+        (Capabilities(memory_mb=511), Capabilities(memory_mb=512), True),
+        (Capabilities(memory_mb=512), Capabilities(memory_mb=4095), False),
+        (Capabilities(engine="torch"), Capabilities(engine="other"), True),
+        (Capabilities(engine="this"), Capabilities(engine="that"), False),
+        (Capabilities(labels=("eu", "x")), Capabilities(labels=("y", "eu")), False),
+        (Capabilities(labels=("eu",)), Capabilities(labels=("us",)), True),
+        (Capabilities(modules=("m1",)), Capabilities(modules=("m2",)), True),
+        (Capabilities(modules=("m2",)), Capabilities(modules=("m3",)), False),
+    ],
+)
+def test_devices_are_told_apart_by_what_some_task_asks_for_and_by_nothing_else(
+    one: Capabilities, other: Capabilities, are_told_apart: bool
+) -> None:
     selector = an_open_selector(heartbeat_s=10.0)
-    descriptions = [Capabilities(memory_mb=size) for size in (1, 2, 1, 3)]
-    for number, capabilities in enumerate(descriptions):
-        selector.receive(BOOT + 1, check_in(DeviceClass(capabilities)), number)
+    tasks = (*orders(1).advertised, advertised("b", labels=("eu",)), advertised("c", module="m1"))
+    selector.receive(BOOT, orders(1, advertised=tasks))
+    for number, capabilities in enumerate((one, other)):
+        selector.receive(BOOT + 1, check_in(DeviceClass(capabilities, ("unknown",))), number)
     found = report(selector.wake(BOOT + 10))
     assert found is not None
-    assert [held.count for held in found.held] == [2, 1, 1]
+    assert len(found.held) == (2 if are_told_apart else 1)
+
+
+@given(st.builds(Requirements, min_memory_mb=st.integers(0, 9), labels=LABELS), DEVICES, DEVICES)
+def test_devices_of_one_class_fit_the_same_tasks(
+    requirements: Requirements, one: DeviceClass, other: DeviceClass
+) -> None:
+    """What a class leaves out, no task can have asked for."""
+    distinctions = Distinctions((Advertised("t", requirements),))
+    for device in (one, other):
+        kept = distinctions.class_of(check_in(device))
+        assert kept.fits("t", requirements) == device.fits("t", requirements)
+    if distinctions.class_of(check_in(one)) == distinctions.class_of(check_in(other)):
+        assert one.fits("t", requirements) == other.fits("t", requirements)
 
 
 def test_a_device_that_hung_up_is_not_given_a_session() -> None:
