@@ -18,6 +18,7 @@ from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
 from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
 from papaya.sim.cluster import Cluster
 from papaya.sim.devices import Path
+from papaya.sim.hosts import AggregatorHost
 from papaya.sim.network import NetworkConfig
 from papaya.sim.storage import StorageConfig
 from papaya.sim.trainers import protocol_update
@@ -99,11 +100,10 @@ class Faults:
         self._cluster.engine.after(self._a_while(), host.resume)
 
     def _freeze_holder(self) -> None:
-        """Long enough to be given up, in the middle of its work: a zombie when it wakes."""
+        """In the middle of a commit, for long enough to be given up: a zombie when it wakes."""
         host = self._cluster.hosts[self._aggregator()]
-        host.pause()
-        frozen_s = self._heartbeat_s * self._rng.choice((4.0, 5.0, 8.0))
-        self._cluster.engine.after(frozen_s, host.resume)
+        assert isinstance(host, AggregatorHost)
+        host.freezes_at_work_s = self._heartbeat_s * self._rng.choice((4.0, 5.0, 8.0))
 
     def _partition(self) -> None:
         nodes = list(self._cluster.hosts)
@@ -149,6 +149,8 @@ class Faults:
         self._cluster.network.use(self._cluster.config.network)
         self._use_storage(self._cluster.config.storage)
         for node, host in self._cluster.hosts.items():
+            if isinstance(host, AggregatorHost):
+                host.freezes_at_work_s = 0.0
             host.resume()
             self._restart(node)
 

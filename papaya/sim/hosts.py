@@ -179,6 +179,7 @@ class AggregatorHost(Host):
 
     def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
         super().__init__(cluster, node, make)
+        self.freezes_at_work_s = 0.0
         self._shards = Shards()
         self._carry_out |= {
             Keep: self._keep,
@@ -236,8 +237,12 @@ class AggregatorHost(Host):
             self._finish([], Restored(work.config.task, work.seq))
 
     def _finish(self, blobs: Blobs, result: Message) -> None:
-        """The process may die between any two of: write, sync, tell."""
+        """The process may die, or freeze, between any two of: write, sync, tell."""
         self.local(self.cluster.config.storage.blob_s, self._written, blobs, result)
+        if self.freezes_at_work_s > 0:
+            self.pause()
+            self._engine.after(self.freezes_at_work_s, self.resume)
+            self.freezes_at_work_s = 0.0
 
     def _written(self, blobs: Blobs, result: Message) -> None:
         self.write_blobs(blobs)
