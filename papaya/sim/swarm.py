@@ -109,7 +109,9 @@ def _run(cluster: SwarmCluster, rng: Random) -> None:
 
 
 def _check_liveness(cluster: SwarmCluster) -> None:
-    """After faults stop, every task reaches new versions within a bounded virtual time."""
+    """After faults stop, every task reaches new versions within a bounded virtual time, and
+    clients hear that they were counted.
+    """
     healed_at = cluster.engine.now
     counted = cluster.endings.get("counted", 0)
     goals = {task: books.version + _NEW_VERSIONS for task, books in cluster.books.items()}
@@ -117,7 +119,8 @@ def _check_liveness(cluster: SwarmCluster) -> None:
     def all_live() -> bool:
         if cluster.engine.events > _MAX_EVENTS:
             raise PapayaError(f"{_MAX_EVENTS} events and no end: something goes in circles")
-        return all(cluster.books[task].version >= goal for task, goal in goals.items())
+        heard = cluster.endings.get("counted", 0) > counted
+        return heard and all(cluster.books[t].version >= goal for t, goal in goals.items())
 
     cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
     if cluster.endings.get("counted", 0) == counted:
