@@ -24,7 +24,7 @@ from papaya.sim.population import PopulationConfig
 SEED = 1
 HEARTBEAT_S = 45.0
 FILLED_S = 300.0  # the ramp-up, then two or three generations of sessions
-STRETCHES = 6
+STRETCHES = 10
 UPDATES_PER_STRETCH = 2_000
 UPDATES_PER_CPU_S, POPULATION_RATIO, CONCURRENCY_RATIO = 4_000, 1.2, 2.5
 MEMORY_SLACK = 1.25

@@ -126,9 +126,12 @@ class Aggregator:
     def _on_stored(self, now: float, message: Transacted | Rows) -> Effects:
         for held in self.tasks.values():
             if held.awaits(message.token):
-                if isinstance(message, Rows):
-                    return held.on_rows(message)
-                return held.on_transacted(now, message)
+                if isinstance(message, Transacted):
+                    return held.on_transacted(now, message)
+                effects = held.on_rows(message)
+                if held.phase is Phase.STOPPED:
+                    del self.tasks[held.task]
+                return effects
         return []
 
     # -- orders and reports -----------------------------------------------------------------
@@ -206,14 +209,13 @@ class Aggregator:
         return self._slots.used + turned_away / self._config.upload_slots
 
     def _finish(self, now: float, effects: Effects) -> Effects:
-        """After every event: forget what was lost to a successor, report a rise of demand."""
-        for held in list(self.tasks.values()):
-            if held.phase is Phase.STOPPED:
-                del self.tasks[held.task]
-            elif held.may_want_more and held.demand(now) > held.promises.count:
-                due = max(now, self._reported_at + self._config.min_report_interval_s)
-                self._report_due = min(self._report_due, due)
-            held.may_want_more = now < held.adopts_until
+        """After every event: report a rise of demand at once, but not too often."""
+        for held in self.tasks.values():
+            if held.may_want_more:
+                held.may_want_more = now < held.adopts_until
+                if held.demand(now) > held.promises.count:
+                    due = max(now, self._reported_at + self._config.min_report_interval_s)
+                    self._report_due = min(self._report_due, due)
         if now >= self._report_due:
             effects += self._report(now, heartbeat=False)
         return effects

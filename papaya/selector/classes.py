@@ -13,6 +13,8 @@ from bisect import bisect_right
 from papaya.messages.control import Advertised
 from papaya.messages.selection import Capabilities, CheckIn, DeviceClass
 
+_KNOWN_DESCRIPTIONS = 64
+
 
 class Distinctions:
     """The words and thresholds that requirements of advertised tasks use."""
@@ -24,9 +26,19 @@ class Distinctions:
         self._modules = frozenset(need.module for need in wanted)
         self._labels = frozenset(label for need in wanted for label in need.labels)
         self._memory_mb = sorted({0} | {need.min_memory_mb for need in wanted})
+        self._known: dict[tuple[Capabilities, tuple[str, ...]], DeviceClass] = {}
 
     def class_of(self, check_in: CheckIn) -> DeviceClass:
         """Equal for devices that every advertised task treats alike."""
+        description = (check_in.capabilities, check_in.excluded)
+        found = self._known.get(description)
+        if found is None:
+            if len(self._known) >= _KNOWN_DESCRIPTIONS:
+                self._known.clear()  # a cache, not a record of everyone who knocked
+            found = self._known[description] = self._classify(check_in)
+        return found
+
+    def _classify(self, check_in: CheckIn) -> DeviceClass:
         device = check_in.capabilities
         enough = bisect_right(self._memory_mb, device.memory_mb) - 1
         capabilities = Capabilities(
