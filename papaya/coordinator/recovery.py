@@ -79,8 +79,8 @@ class Leadership:
         return elected
 
     def _may_claim(self, now: float) -> bool:
-        if self._row is None or self._row.holder in ("", self._node):
-            return True  # nobody led yet, or the leader was an earlier boot of this very node
+        if self._row is None or self._row.holder == self._node:
+            return True  # nobody led yet, or this very node did: an earlier boot, or a late claim
         assert self._row_seen_at is not None
         return now - self._row_seen_at >= self._config.leader_lease_s
 
