@@ -23,7 +23,7 @@ from papaya.sim.network import NetworkConfig
 from papaya.sim.storage import StorageConfig
 from papaya.sim.trainers import protocol_update
 
-_RECORDED_UPLOADS = 64
+_RECORDED_MESSAGES = 64
 
 
 class Faults:
@@ -167,11 +167,11 @@ class Hostile:
         cluster.engine.after(0.0, self._next)
 
     def record(self, message: Message) -> None:
-        """Overhear an upload, to play it again later."""
-        if isinstance(message, Chunk | Complete) and self._rng.random() < 0.2:
+        """Overhear every message of one upload in four, to play it again later."""
+        if isinstance(message, Chunk | Complete) and message.upload[0] in "0123":
             self._recorded.append(message)
-            if len(self._recorded) > _RECORDED_UPLOADS:
-                del self._recorded[int(self._rng.random() * len(self._recorded))]
+            if len(self._recorded) > _RECORDED_MESSAGES:
+                del self._recorded[0]
 
     def _next(self) -> None:
         if self._cluster.engine.now < self._until:
