@@ -20,11 +20,15 @@ from msgspec import NODEFAULT, Struct, structs
 
 from papaya.config import (
     AsyncFL,
+    Deployment,
     DeviceConfig,
+    Evaluated,
+    EvaluationPlan,
     OptimizerConfig,
     Requirements,
     SecureAggregation,
     ServerConfig,
+    StopRule,
     SyncFL,
     TaskConfig,
 )
@@ -55,6 +59,45 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "commit_interval_s": "An open buffer is made durable at most this often.",
         "durability": "`commit`: an acknowledged update survives a crash. `step`: only versions "
         "do, as in the paper.",
+        "stop": "When the task ends by itself.",
+        "evaluation": "Evaluates versions on devices' held-out data. None never does.",
+        "evaluates": "Set in an evaluation task only: the version that it pins.",
+    },
+    StopRule: {
+        "versions": "After this many versions, exactly.",
+        "hours": "After this many hours since submission.",
+        "target_loss": "When an evaluation's mean loss per example is at or below this.",
+        "patience": "When so many evaluations in a row were no better than the best before.",
+    },
+    EvaluationPlan: {
+        "every_versions": "One evaluation for every so many versions.",
+        "clients": "How many devices an evaluation asks.",
+        "timeout_s": "An evaluation that has not found its clients by then is given up.",
+    },
+    Evaluated: {
+        "task": "The task whose version is evaluated.",
+        "version": "The version.",
+        "parameters": "The key of its parameters.",
+        "model_length": "How many parameters it has.",
+    },
+    Deployment: {
+        "data": "The folder of the state database, the blobs and the tokens.",
+        "devices": "Where selectors listen for devices.",
+        "admin": "Where the admin API, `/metrics` and `/health` are.",
+        "servers": "Where this process listens for other servers, when roles run apart.",
+        "coordinators": "The `servers` addresses of all coordinators, when roles run apart.",
+        "device_tokens": "How devices are verified: `shared` (one token for all), `signed` (one "
+        "token per device, made by `papaya token`), `none` (**insecure**), or "
+        "`package.module:name` of a verifier of your own.",
+        "tls_certificate": "A PEM file with the certificate chain; TLS is on when it is set.",
+        "tls_key": "The PEM file with its key.",
+        "tls_authority": "The PEM file of the authority that signed the other servers' "
+        "certificates. None takes the system's.",
+        "fold_threads": "Worker threads of an aggregator, each with its own intermediate "
+        "aggregate.",
+        "max_connections": "Connections to one listener at a time.",
+        "drain_s": "How long a stopping server waits for uploads on their way.",
+        "server": "The protocol's own settings, see below.",
     },
     AsyncFL: {
         "aggregation_goal": "The paper's K: updates per version. None takes 10 % of C.",
@@ -130,11 +173,19 @@ REFUSED: dict[type[Struct], list[dict[str, Any]]] = {
         SECURE | {"secure_aggregation": SecureAggregation(threshold=131)},
         SECURE | {"concurrency": 1_000_000, "model_length": 100_000_000},
         SECURE | {"clip": 1e-35},
+        {"stop": StopRule(target_loss=1.0)},
+    ],
+    Deployment: [
+        {"devices": "8750"},
+        {"device_tokens": "trust me"},
+        {"tls_certificate": "papaya.pem"},
+        {"fold_threads": 0},
     ],
     OptimizerConfig: [{"rate": 0.0}, {"beta1": 1.0}],
     ServerConfig: [
         {"heartbeat_s": 0.0},
         {"upload_slots": 0},
+        {"chunk_bytes": 1001},
         {"min_retry_s": 60.0, "max_retry_s": 30.0},
     ],
     DeviceConfig: [{"give_up_s": 0.0}, {"participation_floor_s": -1.0}],
@@ -154,8 +205,9 @@ TEMPLATE = """\
 
 # Configuration
 
-Three structs hold all that a person sets: one for a task (`papaya/config/task.py`), one for the
-servers and one for a device (`papaya/config/server.py`). Times are in seconds (`_s`), sizes in
+Four structs hold all that a person sets: one for a task (`papaya/config/task.py`), one for an
+installation (`papaya/config/deployment.py`), and in it one for the servers and one for a device
+(`papaya/config/server.py`). Times are in seconds (`_s`), sizes in
 bytes (`_bytes`).
 
 - A value that cannot work is refused, with its remedy. The tables of refusals below are what the
@@ -181,6 +233,15 @@ bytes (`_bytes`).
 ### `secure_aggregation`: `SecureAggregation`
 
 {SecureAggregation}
+### `stop`: `StopRule`
+
+{StopRule}
+### `evaluation`: `EvaluationPlan`
+
+{EvaluationPlan}
+### `evaluates`: `Evaluated`
+
+{Evaluated}
 ### What follows from a task
 
 For concurrency 1300, a million parameters, and every other field left out:
@@ -206,7 +267,17 @@ This is how a task is stored. Only `task`, `concurrency` and `model_length` have
 {task_json}
 ```
 
+## An installation: `Deployment`
+
+`papaya serve` needs no file; `papaya serve --config papaya.toml` reads these fields from one.
+
+{Deployment}
+### What an installation refuses
+
+{deployment_refused}
 ## The servers: `ServerConfig`
+
+The table `[server]` of the file.
 
 {ServerConfig}
 ### What follows from the heartbeat
@@ -308,6 +379,7 @@ def page() -> str:
         optimizer_refused="".join(refusals_table(OptimizerConfig)),
         task_unwise="".join(warnings_list()),
         task_json=msgspec.json.format(msgspec.json.encode(task), indent=2).decode(),
+        deployment_refused="".join(refusals_table(Deployment)),
         server_derived="".join(derived_table(default=ServerConfig())),
         server_refused="".join(refusals_table(ServerConfig)),
         device_refused="".join(refusals_table(DeviceConfig)),

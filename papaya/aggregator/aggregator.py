@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from itertools import count
 
 from papaya.aggregator.participation import Participation
-from papaya.aggregator.task import HeldTask, Phase
+from papaya.aggregator.phase import Phase
+from papaya.aggregator.task import HeldTask
 from papaya.aggregator.upload import Slots
 from papaya.aggregator.work import Folded, Lost, Restored, Snapshotted, StepFailed, Stepped
 from papaya.config import ServerConfig
@@ -19,7 +20,7 @@ from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Reply, Send
 from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
-from papaya.messages.participation import Refused, Request, Retry
+from papaya.messages.participation import ChunkOffer, Refused, Request, Retry
 from papaya.messages.storage import FenceRow, Rows, Transacted
 from papaya.messages.tickets import Keyring, claim_of
 
@@ -54,7 +55,7 @@ class Aggregator:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
-        if isinstance(message, Request):
+        if isinstance(message, Request | ChunkOffer):
             return self._finish(now, self._on_request(now, message, reply_to))
         match message:
             case Folded() | Snapshotted() | Stepped() | StepFailed() | Restored() | Lost():
@@ -91,7 +92,7 @@ class Aggregator:
 
     # -- clients and work -------------------------------------------------------------------
 
-    def _on_request(self, now: float, request: Request, reply_to: Handle) -> Effects:
+    def _on_request(self, now: float, request: Request | ChunkOffer, reply_to: Handle) -> Effects:
         try:
             claim = claim_of(request.ticket)
         except TicketError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from papaya.aggregator import regime
 from papaya.aggregator.work import Stepped
 from papaya.config import TaskConfig
 from papaya.messages.base import BlobKey
@@ -60,6 +61,15 @@ class Ledger:
     @property
     def newest(self) -> VersionRow:
         return self.versions[self.version]
+
+    @property
+    def restarted_at(self) -> int:
+        """The version at which the owner last rolled back; what was trained before it is void."""
+        return max((v for v, row in self.versions.items() if row.restarts), default=0)
+
+    def oldest_allowed(self, max_staleness: int) -> int:
+        """Initial versions below it are too stale, or of a branch that was given up."""
+        return max(regime.oldest_allowed(max_staleness, self.version), self.restarted_at)
 
     def members(self) -> Iterable[Member]:
         """Everything counted whose tickets may still be valid."""

@@ -9,12 +9,11 @@ while there is room; an ended session is told how it ended.
 from __future__ import annotations
 
 from hmac import compare_digest
-from zlib import crc32
 
 from papaya.aggregator import regime
 from papaya.aggregator.sessions import Session, session_life_s
 from papaya.aggregator.task import HeldTask
-from papaya.aggregator.upload import Slots, Upload, chunk_count, chunk_length
+from papaya.aggregator.upload import Slots, Upload, chunk_count, chunk_length, crc32
 from papaya.aggregator.work import Drop, Keep
 from papaya.config import ServerConfig
 from papaya.errors import TicketError
@@ -25,6 +24,7 @@ from papaya.messages.participation import (
     Aborted,
     Alive,
     Chunk,
+    ChunkOffer,
     ChunkReceived,
     Complete,
     Heartbeat,
@@ -70,7 +70,7 @@ class Participation:
         self,
         now: float,
         held: HeldTask,
-        request: Request,
+        request: Request | ChunkOffer,
         claim: AnyTicket,
         reply_to: Handle,
     ) -> Effects:
@@ -83,6 +83,10 @@ class Participation:
                 case Chunk():
                     session = self._uploader(now, held, request.ticket, claim)
                     return self._chunk(now, held, session, request, reply_to)
+                case ChunkOffer():
+                    session = self._uploader(now, held, request.ticket, claim)
+                    answer = self._why_no_body(now, held, session, request, request.length)
+                    return [] if answer is None else [Reply(reply_to, answer)]
                 case Complete():
                     session = self._uploader(now, held, request.ticket, claim)
                     return self._complete(held, session, request, reply_to)
@@ -116,7 +120,7 @@ class Participation:
         if now >= ticket.expires:
             raise TicketError("the session has expired")
         if session is None:
-            if regime.outlives(held.pipeline.max_staleness, ticket.version, held.ledger.version):
+            if ticket.version < held.ledger.oldest_allowed(held.pipeline.max_staleness):
                 raise Ended(Aborted("stale"))
             session = self._adopt(now, held, ticket, sealed)
         elif session.is_training:
@@ -134,6 +138,8 @@ class Participation:
                 raise TicketError("the upload came too late")
             if not regime.accepts(held.ledger.config, ticket.version, held.ledger.version + 1):
                 raise Ended(Aborted("round_over"))
+            if ticket.version < held.ledger.restarted_at:
+                raise Ended(Aborted("stale"))
             if session is None:
                 session = self._adopt(now, held, ticket, b"")
             if session.upload_ticket is None:
@@ -151,7 +157,7 @@ class Participation:
     ) -> Session:
         """A predecessor's client: its training is not lost while there is room for it."""
         if held.room < 1:
-            raise Ended(Aborted("full"))
+            raise Ended(Aborted("task_over" if held.is_over else "full"))
         session = Session(ticket, sealed, now)
         held.admit(session, is_leased=False)
         return session
@@ -172,13 +178,16 @@ class Participation:
         elif not session.sealed:
             session.sealed = self._keyring.seal(_session_ticket(session))
         config = held.ledger.config
+        pinned = config.evaluates
         return Joined(
             ticket=session.sealed,
             task=held.task,
             session=session.id,
             version=session.version,
             parameters=session.ticket.parameters,
-            model_length=config.model_length,
+            model_length=config.model_length if pinned is None else pinned.model_length,
+            update_length=config.model_length,
+            evaluates=pinned is not None,
             heartbeat_s=self._config.heartbeat_s,
             training_timeout_s=config.training_timeout_s,
             participation_gap_s=config.participation_gap_s,
@@ -188,19 +197,21 @@ class Participation:
     def _admit(self, now: float, held: HeldTask, assignment: AssignmentTicket) -> Session:
         if now > assignment.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
+        if held.is_over:
+            raise Ended(Aborted("task_over"))
         if not regime.admits_joins(held.ledger.config, held.pipeline.current.is_full):
             raise Ended(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = held.promises.cover(assignment)
         if (held.config_demand if is_leased else held.room) < 1:
             raise Ended(Aborted("full"))
-        newest = held.ledger.newest
+        newest, pinned = held.ledger.newest, held.ledger.config.evaluates
         life_s = session_life_s(held.ledger.config, self._config)
         ticket = SessionTicket(
             held.task,
             assignment.session,
             held.fence.seq,
             newest.version,
-            newest.parameters,
+            newest.parameters if pinned is None else pinned.parameters,
             expires=now + life_s,
         )
         session = Session(ticket, self._keyring.seal(ticket), now)
@@ -212,7 +223,7 @@ class Participation:
     ) -> Effects:
         if session.upload_ticket is None:
             staleness = self._staleness(held, session)
-            if regime.outlives(held.pipeline.max_staleness, session.version, held.ledger.version):
+            if session.version < held.ledger.oldest_allowed(held.pipeline.max_staleness):
                 return [*held.end(session, "stale"), Reply(reply_to, Aborted("stale"))]
             self._grant(now, held, session, staleness, request.examples)
         ticket = session.upload_ticket
@@ -244,32 +255,43 @@ class Participation:
     def _chunk(
         self, now: float, held: HeldTask, session: Session, chunk: Chunk, reply_to: Handle
     ) -> Effects:
-        size, piece = held.ledger.config.model_bytes, self._config.chunk_bytes
-        received = Reply(reply_to, ChunkReceived(chunk.upload, chunk.index))
-        if session.is_complete:
-            return [received]
-        count = chunk_count(size, piece)
-        expected = chunk_length(size, piece, chunk.index)
-        if chunk.index >= count or len(chunk.data) != expected:
-            reason = f"chunk {chunk.index} of {count} has {len(chunk.data)} bytes, not {expected}"
-            return [Reply(reply_to, Refused(reason))]
+        answer = self._why_no_body(now, held, session, chunk, len(chunk.data))
+        if answer is not None:
+            return [Reply(reply_to, answer)]
         if crc32(chunk.data) != chunk.crc32:
             return [Reply(reply_to, Retry("the chunk was damaged on its way", 0.0))]
+        self._slots.touch(now, (held.task, session.id))
+        size, piece = held.ledger.config.model_bytes, self._config.chunk_bytes
         upload = session.upload
-        if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
-            return [received]  # known already: no progress, so no claim on the slot
-        if upload is not None and upload.id != chunk.upload and chunk.index > 0:
-            return [Reply(reply_to, Refused("another upload begins with chunk 0"))]
-        if not self._slots.touch(now, (held.task, session.id)):
-            held.turned_away += 1
-            return [Reply(reply_to, Retry("all upload slots are taken", _BUSY_RETRY_S))]
         effects: Effects = []
         if upload is None or upload.id != chunk.upload:
             effects.append(Drop(held.task, held.fence.seq, session.id))
-            upload = session.upload = Upload(chunk.upload, count)
+            upload = session.upload = Upload(chunk.upload, chunk_count(size, piece))
         del upload.missing[chunk.index]
         effects.append(Keep(held.task, session.id, chunk.index * piece, chunk.data, size))
-        return [*effects, received]
+        return [*effects, Reply(reply_to, ChunkReceived(chunk.upload, chunk.index))]
+
+    def _why_no_body(
+        self, now: float, held: HeldTask, session: Session, chunk: Chunk | ChunkOffer, length: int
+    ) -> Message | None:
+        """The answer to a chunk whose bytes are not wanted; None when they are."""
+        received = ChunkReceived(chunk.upload, chunk.index)
+        if session.is_complete:
+            return received
+        size, piece = held.ledger.config.model_bytes, self._config.chunk_bytes
+        count = chunk_count(size, piece)
+        expected = chunk_length(size, piece, chunk.index)
+        if chunk.index >= count or length != expected:
+            return Refused(f"chunk {chunk.index} of {count} has {length} bytes, not {expected}")
+        upload = session.upload
+        if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
+            return received  # known already: no progress, so no claim on the slot
+        if upload is not None and upload.id != chunk.upload and chunk.index > 0:
+            return Refused("another upload begins with chunk 0")
+        if not self._slots.has_room((held.task, session.id)):
+            held.turned_away += 1
+            return Retry("all upload slots are taken", _BUSY_RETRY_S)
+        return None
 
     def _complete(
         self, held: HeldTask, session: Session, request: Complete, reply_to: Handle

@@ -31,11 +31,6 @@ def oldest_allowed(max_staleness: int, version: int) -> int:
     return max(0, version - max_staleness)
 
 
-def outlives(max_staleness: int, initial_version: int, version: int) -> bool:
-    """Is a client that started from `initial_version` too stale to contribute at `version`?"""
-    return initial_version < oldest_allowed(max_staleness, version)
-
-
 def accepts(config: TaskConfig, initial_version: int, target: int) -> bool:
     """May an update from `initial_version` become part of version `target`?
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from enum import Enum
 
 from papaya.aggregator import regime
 from papaya.aggregator.confirmations import Confirmations
 from papaya.aggregator.ledger import Ledger
+from papaya.aggregator.phase import Phase
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.promises import Promises
 from papaya.aggregator.sessions import Session, Sessions, session_life_s, ticket_life_s
@@ -36,13 +36,6 @@ from papaya.messages.participation import (
     Retry,
 )
 from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
-
-
-class Phase(Enum):
-    LOADING = "reading what is durable"
-    SERVING = "serving clients"
-    HALTED = "waiting for its owner"
-    STOPPED = "held by another aggregator"
 
 
 class HeldTask:
@@ -137,8 +130,10 @@ class HeldTask:
             session.seen_at = now  # while rows were read it was we who were silent
             self.sessions.refile(session)
         if not self.has_served:
-            self.adopts_until = now + self._server.heartbeat_s
-        return [*self._abort_stale(), *self.pipeline.restored(now)]
+            # The first holder of a task has no predecessor whose clients could come.
+            is_first = self.fence.seq == 1
+            self.adopts_until = now if is_first else now + self._server.heartbeat_s
+        return [*self._abort_outdated(), *self.pipeline.restored(now)]
 
     def stop(self) -> Effects:
         """Deposed: clients find the new holder through any selector."""
@@ -154,10 +149,17 @@ class HeldTask:
     @property
     def config_demand(self) -> int:
         """Client demand by the regime's rule, whether or not it is reported yet."""
+        if self.is_over:
+            return 0
         pipeline, active = self.pipeline, len(self.sessions.active)
         return regime.client_demand(
             pipeline.config, active, pipeline.completed, pipeline.current.is_full
         )
+
+    @property
+    def is_over(self) -> bool:
+        """The last version that the owner asked for is there."""
+        return self.ledger.version >= (self.pipeline.config.stop.versions or float("inf"))
 
     @property
     def room(self) -> int:
@@ -365,14 +367,16 @@ class HeldTask:
     def _on_version(self) -> Effects:
         self._count("versions")
         self.may_want_more = True
-        return [*self._abort_stale(), *self._place_overflow()]
+        return [*self._abort_outdated(), *self._place_overflow()]
 
-    def _abort_stale(self) -> Effects:
+    def _abort_outdated(self) -> Effects:
         """Paper: "After every server model update, the aggregator aborts clients whose staleness
         is larger than a configurable parameter, maximum staleness."
         """
-        oldest = regime.oldest_allowed(self.pipeline.max_staleness, self.ledger.version)
+        oldest = self.ledger.oldest_allowed(self.pipeline.max_staleness)
         effects: Effects = []
+        for session in list(self.sessions.active.values()) if self.is_over else ():
+            effects += self.end(session, "task_over")
         for session in self.sessions.training_from(range(oldest)):
             effects += self.end(session, "stale")
         return effects

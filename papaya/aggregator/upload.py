@@ -13,6 +13,20 @@ from papaya.config import TaskConfig
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.participation import MAX_CHUNKS
 
+try:
+    from isal.isal_zlib import crc32
+except ImportError:  # the same function, an order of magnitude slower
+    from zlib import crc32
+
+__all__ = [
+    "Slots",
+    "Upload",
+    "chunk_count",
+    "chunk_length",
+    "crc32",
+    "why_not_served",
+]
+
 
 class Upload:
     """Which chunks of one upload id are there."""
@@ -56,13 +70,14 @@ class Slots:
         self._idle_after_s = idle_after_s
         self._last_progress: OrderedDict[tuple[TaskId, SessionId], float] = OrderedDict()
 
-    def touch(self, now: float, owner: tuple[TaskId, SessionId]) -> bool:
-        """Progress: take a slot or keep it. False when all are taken."""
-        if owner not in self._last_progress and len(self._last_progress) >= self._count:
-            return False
+    def has_room(self, owner: tuple[TaskId, SessionId]) -> bool:
+        """Has the owner a slot, or is one free?"""
+        return owner in self._last_progress or len(self._last_progress) < self._count
+
+    def touch(self, now: float, owner: tuple[TaskId, SessionId]) -> None:
+        """Progress: take a slot or keep it."""
         self._last_progress[owner] = now
         self._last_progress.move_to_end(owner)
-        return True
 
     def release(self, owner: tuple[TaskId, SessionId]) -> None:
         self._last_progress.pop(owner, None)

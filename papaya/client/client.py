@@ -243,14 +243,22 @@ class Client:
         self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
         self._heartbeat_at = now + joined.heartbeat_s
-        return [Download(joined.parameters)]
+        return [Download(joined.parameters, joined.model_length)]
 
     def _on_downloaded(self) -> Effects:
         assert self.joined is not None
         assert self.stage is Stage.DOWNLOADING
         self.stage = Stage.TRAINING
         joined = self.joined
-        return [Train(joined.task, joined.session, joined.parameters, joined.training_timeout_s)]
+        return [
+            Train(
+                joined.task,
+                joined.session,
+                joined.parameters,
+                joined.training_timeout_s,
+                joined.evaluates,
+            )
+        ]
 
     def _on_trained(self, now: float, trained: Trained) -> Effects:
         assert self.joined is not None

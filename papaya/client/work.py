@@ -37,6 +37,7 @@ class Unanswered(Message, frozen=True):
 
 class Download(Effect, frozen=True):
     parameters: BlobKey
+    model_length: int
 
 
 class Downloaded(Message, frozen=True):
@@ -48,6 +49,7 @@ class Train(Effect, frozen=True):
     session: SessionId
     parameters: BlobKey
     timeout_s: float
+    evaluates: bool = False
 
 
 class Trained(Message, frozen=True):

@@ -50,6 +50,13 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             "use 1048576",
         )
         require(
+            self.chunk_bytes % 4 == 0,
+            "chunk_bytes",
+            self.chunk_bytes,
+            "a chunk holds whole float32 numbers, so it must be a multiple of 4",
+            "use 1048576",
+        )
+        require(
             math.isfinite(self.pace) and self.pace > 0,
             "pace",
             self.pace,

@@ -17,6 +17,7 @@ from typing import Literal
 from msgspec import Struct
 
 from papaya.config.checks import MAX_COUNT, require, require_count, require_positive_s
+from papaya.config.lifecycle import Evaluated, EvaluationPlan, StopRule
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 
@@ -107,12 +108,16 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     keep_versions: int = 5
     commit_interval_s: float = 0.25
     durability: Literal["commit", "step"] = "commit"
+    stop: StopRule = StopRule()
+    evaluation: EvaluationPlan | None = None
+    evaluates: Evaluated | None = None
 
     def __post_init__(self) -> None:
         self._check_size()
         self._check_regime()
         self._check_times()
         self._check_participation()
+        self._check_lifecycle()
         if self.secure_aggregation is not None:
             self._check_secure_aggregation(self.secure_aggregation)
 
@@ -266,6 +271,23 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.max_participations,
             "no device could ever take part",
             "leave it out for no limit, or set at least 1",
+        )
+
+    def _check_lifecycle(self) -> None:
+        needs_results = self.stop.target_loss is not None or self.stop.patience is not None
+        require(
+            not needs_results or self.evaluation is not None,
+            "stop",
+            self.stop,
+            "a target or a patience needs evaluations to look at",
+            "set evaluation, for example EvaluationPlan(every_versions=10)",
+        )
+        require(
+            self.evaluates is None or self.evaluation is None,
+            "evaluation",
+            self.evaluation,
+            "an evaluation task is not evaluated itself",
+            "leave evaluation out",
         )
 
     def _check_secure_aggregation(self, secure: SecureAggregation) -> None:

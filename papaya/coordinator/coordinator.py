@@ -17,7 +17,7 @@ from random import Random
 from papaya.config import ServerConfig
 from papaya.coordinator.assignment import Leases, assign
 from papaya.coordinator.fleet import AggregatorView, Fleet
-from papaya.coordinator.orders import advertised, assignment_map, placements
+from papaya.coordinator.orders import advertised, assignment_map, over, placements
 from papaya.coordinator.placement import is_orphan, least_loaded, relieve, workloads
 from papaya.coordinator.recovery import Leadership
 from papaya.errors import InvariantError, ProtocolError
@@ -37,6 +37,7 @@ from papaya.messages.storage import (
     FENCES,
     LEADER_KEY,
     TASKS,
+    Changed,
     EpochRow,
     FenceRow,
     LeaderRow,
@@ -60,6 +61,7 @@ class Coordinator:
         self.node = node
         self.boot = boot
         self.tasks: dict[TaskId, TaskRow] = {}
+        self.over: tuple[TaskId, ...] = ()
         self.fences: dict[TaskId, FenceRow] = {}
         self.leases = Leases()
         self.leadership = Leadership(node, boot, config)
@@ -87,6 +89,8 @@ class Coordinator:
                 return self._on_transacted(now, message)
             case Rows():
                 return self._on_rows(now, message)
+            case Changed():
+                return self._read()
         raise ProtocolError(f"a coordinator does not take {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
@@ -153,12 +157,10 @@ class Coordinator:
         return effects
 
     def _load(self, found: Mapping[str, Row]) -> None:
-        tasks: dict[TaskId, TaskRow] = {}
-        for row in found.values():
-            if isinstance(row, TaskRow) and row.state != "cancelled":
-                tasks[row.config.task] = row
-        self.tasks = tasks
-        for task in tasks:
+        rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
+        self.over = over(rows, self._now)
+        self.tasks = {task: row for task, row in rows.items() if not row.is_over}
+        for task in self.tasks:
             fence, known = found.get(fence_key(task)), self.fences.get(task)
             # A placement may have been committed after this snapshot: fences only grow.
             if isinstance(fence, FenceRow) and (known is None or fence.seq >= known.seq):
@@ -362,6 +364,7 @@ class Coordinator:
             wanting=tuple(task for task in self.tasks if self._wants(task)),
             routes=assignment_map(self.tasks, self.fences),
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
+            over=self.over,
             assignments=assignments,
         )
         return Send(node, orders)

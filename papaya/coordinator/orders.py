@@ -14,6 +14,10 @@ from papaya.messages.base import NodeId, TaskId
 from papaya.messages.control import Advertised, Placement, Route
 from papaya.messages.storage import FenceRow, TaskRow
 
+# Longer than clients go on asking; a ticket of a task that nobody remembers is answered Retry.
+_OVER_IS_TOLD_S = 3600.0
+_MAX_OVER = 256
+
 Tasks = Mapping[TaskId, TaskRow]
 Fences = Mapping[TaskId, FenceRow]
 
@@ -34,6 +38,13 @@ def assignment_map(tasks: Tasks, fences: Fences) -> tuple[Route, ...]:
         for task, fence in fences.items()
         if task in tasks and fence.aggregator
     )
+
+
+def over(tasks: Tasks, now: float) -> tuple[TaskId, ...]:
+    """Tasks whose clients may still come: told, so that they stop looking for a holder."""
+    return tuple(
+        task for task, row in tasks.items() if row.is_over and now < row.ended + _OVER_IS_TOLD_S
+    )[-_MAX_OVER:]
 
 
 def placements(

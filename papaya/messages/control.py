@@ -109,7 +109,9 @@ class Assignment(Struct, frozen=True, gc=False):
 
 
 class SelectorOrders(Message, frozen=True):
-    """`wanting`: tasks with demand; `check_ins_per_s`: this selector's share of the pace."""
+    """`wanting`: tasks with demand; `over`: tasks that ended while tickets of theirs may be about;
+    `check_ins_per_s`: this selector's share of the pace.
+    """
 
     epoch: int
     leader: NodeId
@@ -120,6 +122,7 @@ class SelectorOrders(Message, frozen=True):
     wanting: tuple[TaskId, ...]
     routes: tuple[Route, ...]
     check_ins_per_s: float
+    over: tuple[TaskId, ...] = ()
     assignments: tuple[Assignment, ...] = ()
 
 

@@ -36,7 +36,7 @@ from papaya.messages.base import (
 
 MAX_CHUNKS = 4096
 
-AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full"]
+AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
 DiscardReason = Literal["round_over", "wrong_size", "not_finite", "over_norm"]
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
@@ -46,12 +46,16 @@ class Join(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
+    """`evaluates`: do not train, upload what held-out data say of these parameters."""
+
     ticket: SealedTicket
     task: TaskId
     session: SessionId
     version: Count
     parameters: BlobKey
     model_length: Count
+    update_length: Count
+    evaluates: bool
     heartbeat_s: Seconds
     training_timeout_s: Seconds
     participation_gap_s: Seconds
@@ -88,6 +92,16 @@ class Chunk(Message, frozen=True):
     index: ChunkIndex
     crc32: Crc32
     data: bytes
+    """In a running server a view of the pooled buffer that the bytes were received into."""
+
+
+class ChunkOffer(Message, frozen=True):
+    """From the driver, before it reads the body of a chunk. No answer means: read it."""
+
+    ticket: SealedTicket
+    upload: ShortText
+    index: ChunkIndex
+    length: Count
 
 
 class ChunkReceived(Message, frozen=True):

@@ -38,9 +38,21 @@ class EpochRow(Row, frozen=True):
     epoch: int
 
 
+TaskState = Literal["running", "paused", "completed", "cancelled"]
+
+
 class TaskRow(Row, frozen=True):
+    """`why` and `ended` tell of a task that is completed or cancelled, and is over."""
+
     config: TaskConfig
-    state: Literal["running", "paused", "cancelled"] = "running"
+    state: TaskState = "running"
+    submitted: float = 0.0
+    why: str = ""
+    ended: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("completed", "cancelled")
 
 
 class FenceRow(Row, frozen=True):
@@ -71,13 +83,18 @@ class RecordRow(Row, frozen=True):
 
 
 class VersionRow(Row, frozen=True):
-    """One server model. `seq` is the fence under which it was committed."""
+    """One server model. `seq` is the fence under which it was committed.
+
+    `restarts`: the owner rolled the task back to an earlier model here; updates that were trained
+    from versions between belong to a branch that was given up.
+    """
 
     version: int
     parameters: BlobKey
     seq: int
     created: float
     marked: bool = False
+    restarts: bool = False
 
 
 class OptimizerRow(Row, frozen=True):
@@ -92,6 +109,33 @@ class ConsumedRow(Row, frozen=True):
 
     version: int
     members: tuple[Member, ...]
+
+
+class ManifestRow(Row, frozen=True):
+    """Names and shapes of a task's tensors, for whoever exports a version."""
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class TicketKeyRow(Row, frozen=True):
+    """A key that seals tickets. The newest seals; older ones open what they sealed."""
+
+    key: bytes
+    created: float
+
+
+class PointRow(Row, frozen=True):
+    """One version in the history of a task: what stays when the version itself is deleted."""
+
+    version: int
+    created: float
+    members: int
+    examples: int
+    staleness: float
+    loss: float | None = None
+    perplexity: float | None = None
+    evaluated: str = ""
+    """The evaluation's whole result, as JSON."""
 
 
 class Transaction(Struct, frozen=True, gc=False):
@@ -115,10 +159,15 @@ class Rows(Message, frozen=True):
     rows: tuple[tuple[str, Row], ...]
 
 
+class Changed(Message, frozen=True):
+    """From the driver: somebody else changed rows; look at them now rather than later."""
+
+
 LEADER_KEY = "leader"
 EPOCH_KEY = "epoch"
 TASKS = "task/"
 FENCES = "fence/"
+TICKET_KEYS = "ticket-key/"
 
 
 def task_key(task: TaskId) -> str:
@@ -143,6 +192,18 @@ def version_key(task: TaskId, version: int) -> str:
 
 def consumed_key(task: TaskId, version: int) -> str:
     return f"consumed/{task}/{version:012d}"
+
+
+def manifest_key(task: TaskId) -> str:
+    return f"manifest/{task}"
+
+
+def point_key(task: TaskId, version: int) -> str:
+    return f"point/{task}/{version:012d}"
+
+
+def ticket_key_key(key_id: int) -> str:
+    return f"{TICKET_KEYS}{key_id:012d}"
 
 
 def holder_prefixes(task: TaskId) -> tuple[str, ...]:
@@ -170,7 +231,7 @@ def submission(
     return Transaction(
         require=((task_key(task), None),),
         put=(
-            (task_key(task), TaskRow(config)),
+            (task_key(task), TaskRow(config, submitted=now)),
             (fence_key(task), FenceRow(seq=0, aggregator="", boot=0.0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),

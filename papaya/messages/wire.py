@@ -34,6 +34,9 @@ _rows = msgspec.json.Decoder(
     | storage.VersionRow
     | storage.OptimizerRow
     | storage.ConsumedRow
+    | storage.ManifestRow
+    | storage.TicketKeyRow
+    | storage.PointRow
 )
 
 

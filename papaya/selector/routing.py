@@ -19,9 +19,15 @@ class AssignmentMap:
 
     def __init__(self) -> None:
         self._routes: dict[TaskId, Route] = {}
+        self._over: frozenset[TaskId] = frozenset()
 
-    def replace(self, routes: tuple[Route, ...]) -> None:
+    def replace(self, routes: tuple[Route, ...], over: tuple[TaskId, ...]) -> None:
         self._routes = {route.task: route for route in routes}
+        self._over = frozenset(over)
+
+    def is_over(self, task: TaskId) -> bool:
+        """Its clients need not look for a holder any more."""
+        return task in self._over
 
     def route(self, ticket: AnyTicket) -> NodeId | None:
         """Where a request goes; None without a known holder, or when the ticket is newer."""

@@ -19,7 +19,7 @@ from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
 from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId
 from papaya.messages.control import Assignment, Held, SelectorOrders, SelectorReport
-from papaya.messages.participation import Refused, Request, Retry
+from papaya.messages.participation import Aborted, ChunkOffer, Refused, Request, Retry
 from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Gone, Rejected
 from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
 from papaya.selector.classes import Distinctions
@@ -75,7 +75,7 @@ class Selector:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
-        if isinstance(message, Request):
+        if isinstance(message, Request | ChunkOffer):
             return self._on_request(message, reply_to)
         match message:
             case CheckIn():
@@ -212,7 +212,7 @@ class Selector:
 
     def _take_map(self, last: SelectorOrders | None, orders: SelectorOrders) -> None:
         self._orders = orders
-        self._map.replace(orders.routes)
+        self._map.replace(orders.routes, orders.over)
         self._unfilled = {
             session: entry for session, entry in self._unfilled.items() if entry[0] > orders.acked
         }
@@ -268,11 +268,13 @@ class Selector:
 
     # -- participation ----------------------------------------------------------------------
 
-    def _on_request(self, request: Request, reply_to: Handle) -> Effects:
+    def _on_request(self, request: Request | ChunkOffer, reply_to: Handle) -> Effects:
         try:
             ticket = claim_of(request.ticket)
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
+        if self._map.is_over(ticket.task):
+            return [Reply(reply_to, Aborted("task_over"))]
         aggregator = self._map.route(ticket)
         if aggregator is None:
             after_s = self._config.heartbeat_s / 2

@@ -16,7 +16,8 @@ from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import Blobs
-from papaya.aggregator.task import HeldTask, Phase
+from papaya.aggregator.phase import Phase
+from papaya.aggregator.task import HeldTask
 from papaya.aggregator.work import Stepped
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError

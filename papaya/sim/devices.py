@@ -147,7 +147,7 @@ class Device:
 
     def _trained(self, effect: Train) -> None:
         if self.is_present and self.machine.joined is not None:
-            update = self.cluster.train(effect.session, self.machine.joined.model_length)
+            update = self.cluster.train(effect.session, self.machine.joined.update_length)
             self.deliver(Trained(update, self.visit.examples))
 
     def _remember(self, effect: Remember) -> None:

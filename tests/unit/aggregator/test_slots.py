@@ -139,15 +139,18 @@ def test_load_is_slots_in_use_and_uploads_turned_away() -> None:
 def test_idle_slots_are_listed_longest_first() -> None:
     slots = Slots(3, idle_after_s=10.0)
     for moment, session in enumerate(("a", "b", "c")):
-        assert slots.touch(float(moment), (TASK, session))
+        assert slots.has_room((TASK, session))
+        slots.touch(float(moment), (TASK, session))
     slots.touch(5.0, (TASK, "a"))
     assert slots.idle(10.9) == []
     assert slots.idle(12.0) == [(TASK, "b"), (TASK, "c")]
     assert slots.idle(15.0) == [(TASK, "b"), (TASK, "c"), (TASK, "a")]
-    assert not slots.touch(15.0, (TASK, "d"))
+    assert slots.has_room((TASK, "a"))
+    assert not slots.has_room((TASK, "d"))
     slots.release((TASK, "b"))
     slots.release((TASK, "b"))
-    assert slots.touch(15.0, (TASK, "d"))
+    assert slots.has_room((TASK, "d"))
+    slots.touch(15.0, (TASK, "d"))
     assert slots.used == 1
 
 

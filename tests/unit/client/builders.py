@@ -35,6 +35,8 @@ def joined(**changes: Any) -> Joined:
         "version": 6,
         "parameters": "blob-6",
         "model_length": 3,
+        "update_length": 3,
+        "evaluates": False,
         "heartbeat_s": HEARTBEAT_S,
         "training_timeout_s": TRAINING_TIMEOUT_S,
         "participation_gap_s": 3600.0,

@@ -71,7 +71,7 @@ def test_the_whole_way_effect_by_effect() -> None:
 
     assert phone.start() == ask(1, CheckIn(PROTOCOL_VERSION, CAPABILITIES, ()))
     assert phone.answer(ASSIGNED) == ask(2, Join(b"assignment"))
-    assert phone.answer(joined()) == [Download("blob-6")]
+    assert phone.answer(joined()) == [Download("blob-6", 3)]
     assert phone.receive(Downloaded()) == [Train("next-word", "s1", "blob-6", 240.0)]
     assert phone.receive(TRAINED) == ask(3, Report(b"session", 20))
     remember, first = phone.answer(GRANTED)

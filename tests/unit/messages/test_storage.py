@@ -80,7 +80,7 @@ def test_a_submission_begins_at_version_0_with_nobody_holding_it() -> None:
     assert transaction.require == ((storage.task_key("next-word"), None),)
     assert transaction.delete == ()
     assert dict(transaction.put) == {
-        storage.task_key("next-word"): TaskRow(CONFIG, "running"),
+        storage.task_key("next-word"): TaskRow(CONFIG, "running", submitted=5.0),
         storage.fence_key("next-word"): FenceRow(seq=0, aggregator="", boot=0.0),
         storage.version_key("next-word", 0): VersionRow(0, "parameters", seq=0, created=5.0),
         storage.optimizer_key("next-word"): OptimizerRow(0, "optimizer"),

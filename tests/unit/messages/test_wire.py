@@ -134,6 +134,8 @@ JOINED = {
     "version": 0,
     "parameters": "p",
     "model_length": 1,
+    "update_length": 1,
+    "evaluates": False,
     "heartbeat_s": 1,
     "training_timeout_s": 1,
     "participation_gap_s": 0,

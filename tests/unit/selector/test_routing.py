@@ -150,9 +150,9 @@ def test_a_seal_is_for_the_aggregator_to_judge() -> None:
 def test_the_map_routes_every_kind_of_ticket_by_task_and_sequence_number(ticket: AnyTicket) -> None:
     routes = AssignmentMap()
     assert routes.route(ticket) is None
-    routes.replace((Route("emoji", "aggregator-2", SEQ), Route(TASK, "aggregator-1", SEQ)))
+    routes.replace((Route("emoji", "aggregator-2", SEQ), Route(TASK, "aggregator-1", SEQ)), ())
     assert routes.route(ticket) == "aggregator-1"
-    routes.replace((Route(TASK, "aggregator-1", SEQ - 1),))
+    routes.replace((Route(TASK, "aggregator-1", SEQ - 1),), ())
     assert routes.route(ticket) is None
-    routes.replace((Route(TASK, "aggregator-3", SEQ + 1),))
+    routes.replace((Route(TASK, "aggregator-3", SEQ + 1),), ())
     assert routes.route(ticket) == "aggregator-3"

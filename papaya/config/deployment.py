@@ -1,0 +1,105 @@
+"""How one installation runs: addresses, the data folder, tokens, TLS and limits.
+
+`papaya serve` needs none of it: every field has a default that works on one machine. A TOML file
+sets the rest; a field that does not exist is refused, so that a typing error cannot pass as a
+default. What concerns the protocol is in `ServerConfig`, under `[server]`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from papaya.config.checks import require, require_count, require_positive_s
+from papaya.config.server import ServerConfig
+from papaya.errors import ConfigError, OperatorError
+
+_ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+
+Role = Literal["coordinator", "selector", "aggregator"]
+ROLES: tuple[Role, ...] = ("coordinator", "selector", "aggregator")
+
+
+class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Addresses are `host:port`; port 0 takes any free one. Paths are relative to the file."""
+
+    data: str = "papaya-data"
+    devices: str = "127.0.0.1:8750"
+    admin: str = "127.0.0.1:8751"
+    servers: str = "127.0.0.1:8752"
+    coordinators: tuple[str, ...] = ()
+    device_tokens: str = "shared"
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_authority: str | None = None
+    fold_threads: int = 2
+    max_connections: int = 20_000
+    drain_s: float = 10.0
+    server: ServerConfig = ServerConfig()
+
+    def __post_init__(self) -> None:
+        for field in ("devices", "admin", "servers"):
+            address(field, getattr(self, field))
+        for coordinator in self.coordinators:
+            address("coordinators", coordinator)
+        require(
+            self.device_tokens in ("shared", "signed", "none")
+            or re.fullmatch(r"[\w.]+:\w+", self.device_tokens) is not None,
+            "device_tokens",
+            self.device_tokens,
+            "is not a way to verify devices",
+            "use shared, signed, none, or package.module:name of a verifier",
+        )
+        require(
+            (self.tls_certificate is None) == (self.tls_key is None),
+            "tls_key",
+            self.tls_key,
+            "TLS needs a certificate and its key",
+            "set tls_certificate and tls_key, or neither",
+        )
+        for field in ("fold_threads", "max_connections"):
+            require_count(field, getattr(self, field))
+        require_positive_s("drain_s", self.drain_s)
+
+
+def address(field: str, text: str) -> tuple[str, int]:
+    """Host and port of `host:port`."""
+    found = _ADDRESS.fullmatch(text)
+    port = int(found["port"]) if found is not None else 65536
+    require(
+        found is not None and port < 65536,
+        field,
+        text,
+        "is not an address",
+        f'write host:port, for example {field} = "127.0.0.1:8750"',
+    )
+    assert found is not None
+    return found["host"].strip("[]"), port
+
+
+def read_deployment(path: Path) -> Deployment:
+    """The TOML file at `path`; relative paths in it start at its folder."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = msgspec.convert(document, Deployment)
+    except OSError as error:
+        raise OperatorError(
+            f"{path} cannot be read: {error.strerror}", hint="papaya serve needs no file at all"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}", hint="mend the line it names") from error
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"{path}: {error}", hint="docs/configuration.md lists every field"
+        ) from error
+    paths = {
+        field: str(path.parent / value)
+        for field in ("data", "tls_certificate", "tls_key", "tls_authority")
+        if (value := getattr(found, field)) is not None
+    }
+    return msgspec.structs.replace(found, **paths)
