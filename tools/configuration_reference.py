@@ -1,8 +1,9 @@
 """Writes docs/configuration.md from papaya/config, so that the page cannot drift from the code.
 
 Types, defaults, derived values, warnings and refusals are asked of the code: each refusal on the
-page is an error that was raised while the page was made. Only the meaning of a field is written
-here, in `MEANINGS`; a field without one, or a meaning without its field, stops the script.
+page is an error that was raised while the page was made. The meaning of a field is
+written in `tools/configuration_meanings.py`; a field without one, or a meaning without its field,
+stops the script.
 
     python -m tools.configuration_reference            write the page
     python -m tools.configuration_reference --check    exit 1 if the page is not up to date
@@ -22,10 +23,7 @@ from papaya.config import (
     AsyncFL,
     Deployment,
     DeviceConfig,
-    Evaluated,
-    EvaluationPlan,
     OptimizerConfig,
-    Requirements,
     SecureAggregation,
     ServerConfig,
     StopRule,
@@ -33,123 +31,9 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError
+from tools.configuration_meanings import MEANINGS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-
-# struct -> field -> what it means, for the person who sets it.
-MEANINGS: dict[type[Struct], dict[str, str]] = {
-    TaskConfig: {
-        "task": "The name of the task, unique in the system.",
-        "concurrency": "The paper's C: how many clients may take part at once.",
-        "model_length": "How many float32 parameters the model has.",
-        "regime": "AsyncFL or SyncFL. Switching is this one line.",
-        "optimizer": "The server optimizer, which turns a full buffer into the next version.",
-        "requirements": "What a device must declare to be compatible.",
-        "secure_aggregation": "Checked, but **not yet available**: a task that sets it is refused: "
-        "see [limitations](limitations.md#secure-aggregation).",
-        "training_timeout_s": "How long a client may take to download and to train.",
-        "upload_timeout_s": "How long a client may take from reporting to its last chunk.",
-        "max_examples": "The most examples that count for one client's weight.",
-        "clip": "The largest L2 norm of an update. None sets no limit of the task's own.",
-        "over_clip": "What the server does with an update above `clip`: refuse it or scale it.",
-        "participation_gap_s": "A device takes part again only after this time; the device's own "
-        "`participation_floor_s` can only lengthen it.",
-        "max_participations": "How often one device may take part. None sets no limit.",
-        "keep_versions": "How many of the newest versions are kept, at least.",
-        "commit_interval_s": "An open buffer is made durable at most this often.",
-        "durability": "`commit`: an acknowledged update survives a crash. `step`: only versions "
-        "do, as in the paper.",
-        "stop": "When the task ends by itself.",
-        "evaluation": "Evaluates versions on devices' held-out data. None never does.",
-        "evaluates": "Set in an evaluation task only: the version that it pins.",
-    },
-    StopRule: {
-        "versions": "After this many versions, exactly.",
-        "hours": "After this many hours since submission.",
-        "target_loss": "When an evaluation's mean loss per example is at or below this.",
-        "patience": "When so many evaluations in a row were no better than the best before.",
-    },
-    EvaluationPlan: {
-        "every_versions": "One evaluation for every so many versions.",
-        "clients": "How many devices an evaluation asks.",
-        "timeout_s": "An evaluation that has not found its clients by then is given up.",
-    },
-    Evaluated: {
-        "task": "The task whose version is evaluated.",
-        "version": "The version.",
-        "parameters": "The key of its parameters.",
-        "model_length": "How many parameters it has.",
-    },
-    Deployment: {
-        "data": "The folder of the state database, the blobs and the tokens.",
-        "devices": "Where selectors listen for devices.",
-        "admin": "Where the admin API, `/metrics` and `/health` are.",
-        "servers": "Where this process listens for other servers, when roles run apart.",
-        "coordinators": "The `servers` addresses of all coordinators, when roles run apart.",
-        "device_tokens": "How devices are verified: `shared` (one token for all), `signed` (one "
-        "token per device, made by `papaya token`), `none` (**insecure**), or "
-        "`package.module:name` of a verifier of your own.",
-        "tls_certificate": "A PEM file with the certificate chain; TLS is on when it is set.",
-        "tls_key": "The PEM file with its key.",
-        "tls_authority": "The PEM file of the authority that signed the other servers' "
-        "certificates. None takes the system's.",
-        "fold_threads": "Worker threads of an aggregator, each with its own intermediate "
-        "aggregate.",
-        "max_connections": "Connections to one listener at a time.",
-        "drain_s": "How long a stopping server waits for uploads on their way.",
-        "server": "The protocol's own settings, see below.",
-    },
-    AsyncFL: {
-        "aggregation_goal": "The paper's K: updates per version. None takes 10 % of C.",
-        "max_staleness": "Clients further behind are aborted. None takes the larger of 50 and "
-        "16 × C ÷ K.",
-    },
-    SyncFL: {
-        "over_selection": "The paper's o: K is C ÷ (1 + o), the other clients are spare.",
-    },
-    OptimizerConfig: {
-        "kind": "`fedavg` and `fedsgd` are SGD on the server; the others are adaptive.",
-        "rate": "The server's learning rate. None: 1 for SGD, 0.001 for `fedadam`, 0.01 for "
-        "`fedyogi` and `fedadagrad`.",
-        "momentum": "Momentum of `fedavg` and `fedsgd`.",
-        "beta1": "Decay of the first moment.",
-        "beta2": "Decay of the second moment of `fedadam` and `fedyogi`.",
-        "epsilon": "Keeps the divisor from zero. None: 1e-8 for `fedadam`, 0.001 for the others.",
-    },
-    Requirements: {
-        "engine": "The training engine that the device must have. None takes any.",
-        "module": "Hash of the task's module, which the device must already have. None takes any.",
-        "min_memory_mb": "The least memory that the device must declare.",
-        "labels": "Labels that the device must carry, all of them.",
-    },
-    SecureAggregation: {
-        "threshold": "The smallest number of clients whose sum may be revealed. None takes K.",
-    },
-    ServerConfig: {
-        "heartbeat_s": "The one heartbeat: of aggregators, selectors, leader and clients.",
-        "hold_s": "How long a selector holds a check-in before it rejects it.",
-        "min_report_interval_s": "The shortest time between two reports of one server.",
-        "held_report_interval_s": "A mere change in how many check-ins are held is reported at "
-        "most this often.",
-        "max_held": "How many check-ins one selector holds.",
-        "upload_slots": "How many uploads one aggregator receives at once. Each takes the memory "
-        "of a model.",
-        "chunk_bytes": "The size of every chunk of an upload but the last.",
-        "pace": "Check-ins that are asked for, per completion that is expected.",
-        "min_retry_s": "The least mean time after which a rejected device is asked to come back.",
-        "max_retry_s": "The longest mean time after which a rejected device is asked to come back.",
-    },
-    DeviceConfig: {
-        "request_timeout_s": "A request without an answer is sent again after this time.",
-        "check_in_timeout_s": "The same for a check-in, which a selector may hold: make it longer "
-        "than the servers' `hold_s`.",
-        "backoff_s": "The first back-off before a repeated request; it doubles, with jitter.",
-        "max_backoff_s": "The longest back-off.",
-        "give_up_s": "How long a device tries to check in, and then to join, before it gives up.",
-        "participation_floor_s": "The device's own shortest time between two participations in "
-        "one task. No task can shorten it.",
-    },
-}
 
 TASK: dict[str, Any] = {"task": "next-word", "concurrency": 1300, "model_length": 1_000_000}
 SECURE: dict[str, Any] = {"secure_aggregation": SecureAggregation(), "clip": 1.0}

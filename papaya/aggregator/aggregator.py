@@ -90,6 +90,15 @@ class Aggregator:
         for held in self.tasks.values():
             held.check()
 
+    @property
+    def uploads(self) -> int:
+        """Uploads that are on their way, or whole and not acknowledged yet."""
+        return sum(
+            session.upload is not None
+            for held in self.tasks.values()
+            for session in held.sessions.active.values()
+        )
+
     # -- clients and work -------------------------------------------------------------------
 
     def _on_request(self, now: float, request: Request | ChunkOffer, reply_to: Handle) -> Effects:

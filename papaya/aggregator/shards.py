@@ -7,12 +7,25 @@
 Plain numbers and bytes: it reads and writes no storage itself. A blob that has to be written is
 returned, a blob that has to be read is asked for through `read`. Only complete and admitted
 uploads reach a sum.
+
+An upload is a table of the chunks themselves: nothing is copied until it is added. A buffer is the
+sum as of its last cut, and a shard for each thread that has added to it since; a cut adds the
+shards to that sum and starts new ones. So the sum that a snapshot encodes stands still while later
+updates are folded. Memory per model: the uploads, a shard per thread, and a sum for each of the two
+buffers that may be open.
+
+Threads (in `net`): with `lock`, folds may run at once with each other and with everything else; two
+of them wait for each other only if they use the same shard of the same buffer. `keep`, `take` and
+`drop_uploads` belong to one thread. The rest of one task (cut and encode, restore, step, drop_sums)
+is done one at a time. A fold that raises leaves its buffer in doubt: restore the task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from hashlib import sha256
+from typing import Any, NamedTuple
 
 from papaya.aggregator.work import (
     Drop,
@@ -30,12 +43,23 @@ from papaya.aggregator.work import (
 from papaya.config import TaskConfig
 from papaya.errors import OperatorError, UpdateRefused
 from papaya.learning import parameters
+from papaya.learning.kernels import NUMPY, Kernel
 from papaya.learning.server_optimizer import server_optimizer
-from papaya.learning.weighting import WeightedSum, admit
+from papaya.learning.weighting import BytesLike, Contribution, WeightedSum, admit
 from papaya.messages.base import BlobKey, SessionId, TaskId
 
 Blobs = list[tuple[BlobKey, bytes]]
 ReadBlob = Callable[[BlobKey], bytes]
+Lock = Callable[[], AbstractContextManager[Any]]
+Upload = dict[int, BytesLike]
+"""Chunks by their offset."""
+
+
+class Cut(NamedTuple):
+    """What a snapshot will hold: target, sum and sessions."""
+
+    work: Snapshot
+    sums: list[tuple[int, WeightedSum, tuple[SessionId, ...]]]
 
 
 def blob_key(task: TaskId, seq: int, what: str, content: bytes) -> BlobKey:
@@ -54,70 +78,158 @@ def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> Blobs:
     ]
 
 
+def _let_go(data: BytesLike) -> None:
+    """Bytes that belong to no pool need nothing."""
+
+
 class _Buffer:
-    """Intermediate aggregates of one target version."""
+    """The sum for one target version."""
 
-    def __init__(self, length: int, shards: int) -> None:
-        self.shards = [WeightedSum.zero(length) for _ in range(shards)]
+    def __init__(self, shards: int, lock: Lock) -> None:
+        self.total: WeightedSum | None = None
         self.sessions: list[SessionId] = []
+        self._shards: list[WeightedSum | None] = [None] * shards
+        self._locks = [lock() for _ in range(shards)]
 
-    def total(self) -> WeightedSum:
-        total = self.shards[0]
-        for shard in self.shards[1:]:
-            total = total + shard
-        return total
+    def add(
+        self,
+        shard: int,
+        length: int,
+        sessions: list[SessionId],
+        members: list[Contribution],
+        kernel: Kernel,
+    ) -> None:
+        with self._locks[shard]:
+            found = self._shards[shard]
+            if found is None:
+                found = self._shards[shard] = WeightedSum.zero(length)
+            found.add_all(members, kernel)
+            self.sessions.extend(sessions)
+
+    def cut(self) -> tuple[WeightedSum, tuple[SessionId, ...]]:
+        """Everything folded so far, at one instant: no fold is half-way through."""
+        with ExitStack() as stack:
+            for lock in self._locks:
+                stack.enter_context(lock)
+            total, *rest = [part for part in (self.total, *self._shards) if part is not None]
+            for part in rest:
+                total += part
+            self.total = total
+            self._shards = [None] * len(self._shards)
+            return total, tuple(self.sessions)
 
 
 class Shards:
-    """Uploads being received and buffers being summed, for all tasks of one aggregator."""
+    """Uploads being received and buffers being summed, for all tasks of one aggregator.
 
-    def __init__(self, shards: int = 1) -> None:
-        self._shards = shards
-        self._uploads: dict[tuple[TaskId, SessionId], bytearray] = {}
+    Whatever `keep` was given is passed to `release` once, when it is no longer needed.
+    """
+
+    def __init__(
+        self,
+        shards: int = 1,
+        *,
+        kernel: Kernel = NUMPY,
+        lock: Lock = nullcontext,
+        release: Callable[[BytesLike], object] = _let_go,
+    ) -> None:
+        self.count = shards
+        self._kernel = kernel
+        self._lock = lock
+        self._release = release
+        self._uploads: dict[tuple[TaskId, SessionId], Upload] = {}
         self._buffers: dict[tuple[TaskId, int], dict[int, _Buffer]] = {}
+        self._guard = lock()
+
+    # -- uploads ----------------------------------------------------------------------------
 
     def keep(self, work: Keep) -> None:
-        owner = (work.task, work.session)
-        if owner not in self._uploads:
-            self._uploads[owner] = bytearray(work.model_bytes)
-        upload = self._uploads[owner]
-        upload[work.offset : work.offset + len(work.data)] = work.data
+        """Takes the chunk over, as it is."""
+        upload = self._uploads.setdefault((work.task, work.session), {})
+        replaced = upload.get(work.offset)
+        upload[work.offset] = work.data
+        if replaced is not None:
+            self._release(replaced)
+
+    def take(self, work: Fold) -> Upload:
+        """The upload leaves the table, to be folded or released."""
+        return self._uploads.pop((work.config.task, work.session), {})
+
+    def release(self, upload: Upload) -> None:
+        for data in upload.values():
+            self._release(data)
+
+    def drop_uploads(self, task: TaskId, session: SessionId | None = None) -> None:
+        """Of one session, or all of the task."""
+        if session is not None:
+            self.release(self._uploads.pop((task, session), {}))
+            return
+        for owner in [owner for owner in self._uploads if owner[0] == task]:
+            self.release(self._uploads.pop(owner))
+
+    # -- sums -------------------------------------------------------------------------------
 
     def fold(self, work: Fold, shard: int = 0) -> Folded:
-        """Checks first, so that adding cannot fail half-way."""
-        config = work.config
-        upload = self._uploads.pop((config.task, work.session), b"")
+        """The upload that is in the table."""
+        [folded] = self.fold_all([(work, self.take(work))], shard)
+        return folded
+
+    def fold_all(self, given: Sequence[tuple[Fold, Upload]], shard: int) -> list[Folded]:
+        """Uploads for one buffer. Checks all of them first, so that adding cannot fail half-way."""
+        results = []
+        sessions: list[SessionId] = []
+        members: list[Contribution] = []
         try:
-            delta = admit(upload, config.model_length, config.clip, config.over_clip)
-        except UpdateRefused as refused:
-            return Folded(config.task, work.seq, work.target, work.session, refused.reason)
-        buffer = self._buffer(config, work.seq, work.target)
-        buffer.shards[shard].add(delta, work.examples, work.staleness)
-        buffer.sessions.append(work.session)
-        return Folded(config.task, work.seq, work.target, work.session)
+            for work, upload in given:
+                refused = None
+                try:
+                    members.append(_contribution(work, upload))
+                    sessions.append(work.session)
+                except UpdateRefused as error:
+                    refused = error.reason
+                task = work.config.task
+                results.append(Folded(task, work.seq, work.target, work.session, refused))
+            if members:
+                config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
+                buffer = self._buffer(config.task, seq, target)
+                buffer.add(shard, config.model_length, sessions, members, self._kernel)
+        finally:
+            for _, upload in given:
+                self.release(upload)
+        return results
+
+    def cut(self, work: Snapshot) -> Cut:
+        """Each target's sum and sessions as of now. The sums stand still until the next cut."""
+        with self._guard:
+            buffers = {t: self._buffers[work.task, work.seq][t] for t in work.targets}
+        return Cut(work, [(target, *buffer.cut()) for target, buffer in buffers.items()])
+
+    def encode(self, cut: Cut) -> tuple[Snapshotted, Blobs]:
+        task, seq = cut.work.task, cut.work.seq
+        sums, blobs = [], []
+        for target, total, sessions in cut.sums:
+            encoded = total.encode()
+            key = blob_key(task, seq, f"sum-{target}-{len(sessions)}", encoded)
+            sums.append(Sum(target, key, sessions, total.weight))
+            blobs.append((key, encoded))
+        return Snapshotted(task, seq, tuple(sums)), blobs
 
     def snapshot(self, work: Snapshot) -> tuple[Snapshotted, Blobs]:
-        sums, blobs = [], []
-        for target in work.targets:
-            buffer = self._buffers[work.task, work.seq][target]
-            total = buffer.total()
-            encoded = total.encode()
-            what = f"sum-{target}-{len(buffer.sessions)}"
-            key = blob_key(work.task, work.seq, what, encoded)
-            sums.append(Sum(target, key, tuple(buffer.sessions), total.weight))
-            blobs.append((key, encoded))
-        return Snapshotted(work.task, work.seq, tuple(sums)), blobs
+        return self.encode(self.cut(work))
 
     def restore(self, work: Restore, read: ReadBlob) -> None:
         config = work.config
-        self._buffers.pop((config.task, work.seq), None)
+        self.drop_sums(config.task, work.seq)
+        buffers: dict[int, _Buffer] = {}
         for record in work.records:
-            buffer = self._buffer(config, work.seq, record.target)
-            buffer.shards[0] = WeightedSum.decode(read(record.sum), config.model_length)
+            buffer = buffers[record.target] = _Buffer(self.count, self._lock)
+            buffer.total = WeightedSum.decode(read(record.sum), config.model_length)
             buffer.sessions = [member.session for member in record.members]
+        with self._guard:
+            self._buffers[config.task, work.seq] = buffers
 
     def step(self, work: Step, read: ReadBlob) -> tuple[Stepped | StepFailed, Blobs]:
-        config, task = work.config, work.config.task
+        config, task, version = work.config, work.config.task, work.record.target
         optimizer = server_optimizer(config.optimizer)
         before = parameters.decode(read(work.base.parameters), config.model_length)
         state = optimizer.decode_state(read(work.optimizer), config.model_length)
@@ -126,25 +238,43 @@ class Shards:
             after, new_state = optimizer.step(before, total.mean(), state)
         except OperatorError as error:
             return StepFailed(task, work.seq, str(error)), []
-        version = work.record.target
         encoded = parameters.encode(after, {"task": task, "version": str(version)})
         encoded_state = optimizer.encode_state(new_state)
         key = blob_key(task, work.seq, f"version-{version}", encoded)
         state_key = blob_key(task, work.seq, f"optimizer-{version}", encoded_state)
-        self._buffers.get((task, work.seq), {}).pop(version, None)
+        with self._guard:
+            self._buffers.get((task, work.seq), {}).pop(version, None)
         stepped = Stepped(task, work.seq, version, key, state_key)
         return stepped, [(key, encoded), (state_key, encoded_state)]
 
-    def drop(self, work: Drop) -> None:
-        if work.session is not None:
-            self._uploads.pop((work.task, work.session), None)
-            return
-        self._buffers.pop((work.task, work.seq), None)
-        for owner in [owner for owner in self._uploads if owner[0] == work.task]:
-            del self._uploads[owner]
+    def drop_sums(self, task: TaskId, seq: int) -> None:
+        with self._guard:
+            self._buffers.pop((task, seq), None)
 
-    def _buffer(self, config: TaskConfig, seq: int, target: int) -> _Buffer:
-        buffers = self._buffers.setdefault((config.task, seq), {})
-        if target not in buffers:
-            buffers[target] = _Buffer(config.model_length, self._shards)
-        return buffers[target]
+    def drop(self, work: Drop) -> None:
+        self.drop_uploads(work.task, work.session)
+        if work.session is None:
+            self.drop_sums(work.task, work.seq)
+
+    def _buffer(self, task: TaskId, seq: int, target: int) -> _Buffer:
+        with self._guard:
+            buffers = self._buffers.setdefault((task, seq), {})
+            if target not in buffers:
+                buffers[target] = _Buffer(self.count, self._lock)
+            return buffers[target]
+
+
+def _contribution(work: Fold, upload: Upload) -> Contribution:
+    config = work.config
+    update = admit(_in_order(upload), config.model_length, config.clip, config.over_clip)
+    return Contribution(update, work.examples, work.staleness)
+
+
+def _in_order(upload: Upload) -> list[BytesLike]:
+    """The chunks up to the first that is missing; the size tells whether that is all."""
+    found: list[BytesLike] = []
+    end = 0
+    while (chunk := upload.get(end)) is not None and len(chunk) > 0:
+        found.append(chunk)
+        end += len(chunk)
+    return found

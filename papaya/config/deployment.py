@@ -38,6 +38,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tls_key: str | None = None
     tls_authority: str | None = None
     fold_threads: int = 2
+    upload_memory_mb: int = 1024
     max_connections: int = 20_000
     drain_s: float = 10.0
     server: ServerConfig = ServerConfig()
@@ -62,7 +63,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "TLS needs a certificate and its key",
             "set tls_certificate and tls_key, or neither",
         )
-        for field in ("fold_threads", "max_connections"):
+        for field in ("fold_threads", "upload_memory_mb", "max_connections"):
             require_count(field, getattr(self, field))
         require_positive_s("drain_s", self.drain_s)
 

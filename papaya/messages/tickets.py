@@ -12,6 +12,7 @@ knows the time.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
@@ -53,15 +54,19 @@ _decoder = msgspec.msgpack.Decoder(AnyTicket)
 
 
 class Keyring:
-    """Ticket keys by id: the newest seals, all of them open."""
+    """Ticket keys by id: one seals, all of them open. Machines hold it while keys come and go."""
 
-    def __init__(self, keys: dict[int, bytes]) -> None:
+    def __init__(self, keys: Mapping[int, bytes]) -> None:
+        self.replace(keys, sealing=max(keys))
+
+    def replace(self, keys: Mapping[int, bytes], sealing: int) -> None:
+        """From here on these keys open, and the one with the id `sealing` seals."""
         self._macs = {key_id: hmac.new(key, digestmod="sha256") for key_id, key in keys.items()}
-        self._newest = max(keys)
+        self._sealing = sealing
 
     def seal(self, ticket: AnyTicket) -> bytes:
-        signed = self._newest.to_bytes(4, "big") + _encoder.encode(ticket)
-        return _mac(self._macs[self._newest], signed) + signed
+        signed = self._sealing.to_bytes(4, "big") + _encoder.encode(ticket)
+        return _mac(self._macs[self._sealing], signed) + signed
 
     def open(self, sealed: bytes, kind: type[T]) -> T:
         mac = self._macs.get(int.from_bytes(sealed[_MAC_BYTES:_HEADER_BYTES], "big"))

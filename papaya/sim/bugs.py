@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.participation import Participation
+from papaya.aggregator.phase import Phase
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import Blobs
-from papaya.aggregator.phase import Phase
 from papaya.aggregator.task import HeldTask
 from papaya.aggregator.work import Stepped
 from papaya.coordinator.coordinator import Coordinator

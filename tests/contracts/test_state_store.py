@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
+from typing import Protocol
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.messages.storage import EpochRow, Outcome, Row, Transaction
 from papaya.sim.engine import Engine
 from papaya.sim.storage import StateTwin, StorageConfig
+from papaya.store.state import SqliteState
+from tests.unit.messages.strategies import ROWS, a_row
+
+
+class Store(Protocol):
+    def transact(self, transaction: Transaction) -> Outcome: ...
+
+    def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]: ...
 
 
 class Twin:
@@ -28,7 +40,7 @@ class Twin:
         [outcome] = outcomes
         return outcome
 
-    def read(self, *prefixes: str) -> dict[str, Row]:
+    def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]:
         found: list[dict[str, Row]] = []
         self.twin.read(prefixes, found.append)
         self.engine.run(self.engine.now + 1000)
@@ -36,13 +48,30 @@ class Twin:
         return rows
 
 
-STORES: list[Callable[[], Twin]] = [Twin]
+@contextmanager
+def simulated() -> Iterator[Store]:
+    yield Twin()
+
+
+@contextmanager
+def sqlite() -> Iterator[Store]:
+    with TemporaryDirectory() as folder:
+        store = SqliteState(Path(folder) / "state.sqlite")
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+NewStore = Callable[[], AbstractContextManager[Store]]
+STORES: list[NewStore] = [simulated, sqlite]
+on_every_store = pytest.mark.parametrize("new_store", STORES)
 
 
 @pytest.fixture(params=STORES)
-def store(request: pytest.FixtureRequest) -> Twin:
-    made: Twin = request.param()
-    return made
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with request.param() as made:
+        yield made
 
 
 def put(key: str, value: int, before: int | None = None) -> Transaction:
@@ -50,13 +79,13 @@ def put(key: str, value: int, before: int | None = None) -> Transaction:
     return Transaction(require=((key, expected),), put=((key, EpochRow(value)),))
 
 
-def test_a_row_is_put_when_what_it_requires_holds(store: Twin) -> None:
+def test_a_row_is_put_when_what_it_requires_holds(store: Store) -> None:
     assert store.transact(put("a", 1)) == "committed"
     assert store.transact(put("a", 2, before=1)) == "committed"
-    assert store.read("a") == {"a": EpochRow(2)}
+    assert store.read(("a",)) == {"a": EpochRow(2)}
 
 
-def test_a_row_that_is_not_as_required_refuses_everything(store: Twin) -> None:
+def test_a_row_that_is_not_as_required_refuses_everything(store: Store) -> None:
     store.transact(put("a", 1))
     both = Transaction(
         require=(("b", None), ("a", EpochRow(7))),
@@ -64,52 +93,114 @@ def test_a_row_that_is_not_as_required_refuses_everything(store: Twin) -> None:
         delete=("a",),
     )
     assert store.transact(both) == "refused"
-    assert store.read("") == {"a": EpochRow(1)}
+    assert store.read(("",)) == {"a": EpochRow(1)}
 
 
-def test_to_require_absence_refuses_presence(store: Twin) -> None:
+def test_to_require_absence_refuses_presence(store: Store) -> None:
     store.transact(put("a", 1))
     assert store.transact(put("a", 2)) == "refused"
 
 
-def test_the_same_transaction_twice_is_refused_the_second_time(store: Twin) -> None:
+def test_the_same_transaction_twice_is_refused_the_second_time(store: Store) -> None:
     change = put("a", 1)
     assert [store.transact(change), store.transact(change)] == ["committed", "refused"]
 
 
-def test_deletes_and_puts_are_one(store: Twin) -> None:
+def test_deletes_and_puts_are_one(store: Store) -> None:
     store.transact(put("old", 1))
     change = Transaction(
         require=(("old", EpochRow(1)),), put=(("new", EpochRow(2)),), delete=("old",)
     )
     assert store.transact(change) == "committed"
-    assert store.read("") == {"new": EpochRow(2)}
+    assert store.read(("",)) == {"new": EpochRow(2)}
 
 
-def test_to_delete_what_is_not_there_is_no_error(store: Twin) -> None:
+def test_to_delete_what_is_not_there_is_no_error(store: Store) -> None:
     assert store.transact(Transaction(delete=("nothing",))) == "committed"
 
 
-def test_a_read_is_ordered_and_by_prefix(store: Twin) -> None:
+def test_a_read_is_ordered_and_by_prefix(store: Store) -> None:
     for key in ("b/2", "a/1", "b/10", "c"):
         store.transact(put(key, 1))
-    assert list(store.read("b/", "c")) == ["b/10", "b/2", "c"]
+    assert list(store.read(("b/", "c"))) == ["b/10", "b/2", "c"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.integers(0, 2))))
+def test_a_row_that_is_deleted_and_put_is_put(store: Store) -> None:
+    store.transact(put("a", 1))
+    change = Transaction(put=(("a", EpochRow(2)), ("a", EpochRow(3))), delete=("a",))
+    assert store.transact(change) == "committed"
+    assert store.read(("",)) == {"a": EpochRow(3)}
+
+
+def test_a_read_under_no_prefix_finds_nothing(store: Store) -> None:
+    store.transact(put("a", 1))
+    assert store.read(()) == {}
+
+
+def test_prefixes_that_meet_find_each_row_once_and_in_order(store: Store) -> None:
+    for key in ("ab", "a", "b", "abc"):
+        store.transact(put(key, 1))
+    assert list(store.read(("ab", "b", "a", "ab"))) == ["a", "ab", "abc", "b"]
+
+
+@on_every_store
+@settings(max_examples=15)
+@given(
+    changes=st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(0, 2), st.none() | st.integers(0, 2)),
+        max_size=12,
+    )
+)
 def test_it_is_the_store_that_a_dictionary_would_be(
-    changes: list[tuple[str, int, int]],
+    new_store: NewStore, changes: list[tuple[str, int, int | None]]
 ) -> None:
-    store = Twin()
     model: dict[str, int] = {}
-    for key, expected, value in changes:
-        before = expected or None
-        outcome = store.transact(put(key, value, before))
-        holds = model.get(key) == before
-        assert outcome == ("committed" if holds else "refused")
-        if holds:
-            model[key] = value
-    assert store.read("") == {key: EpochRow(value) for key, value in sorted(model.items())}
+    with new_store() as store:
+        for key, expected, value in changes:
+            before = expected or None
+            if value is None:
+                require = ((key, None if before is None else EpochRow(before)),)
+                outcome = store.transact(Transaction(require=require, delete=(key,)))
+            else:
+                outcome = store.transact(put(key, value, before))
+            holds = model.get(key) == before
+            assert outcome == ("committed" if holds else "refused")
+            if holds and value is None:
+                model.pop(key, None)
+            elif holds and value is not None:
+                model[key] = value
+        assert store.read(("",)) == {key: EpochRow(value) for key, value in sorted(model.items())}
+
+
+# Where an order of bytes, of UTF-16 and of code points could differ, and the ends of the alphabet.
+odd_text = st.text(alphabet="a/\x00\x7fé\ud7ff\uffff\U00010000\U0010ffff", max_size=4)
+
+
+@on_every_store
+@settings(max_examples=15)
+@given(keys=st.lists(odd_text, max_size=12), prefixes=st.lists(odd_text, max_size=3))
+def test_a_read_finds_what_begins_with_its_prefixes_in_the_order_of_keys(
+    new_store: NewStore, keys: list[str], prefixes: list[str]
+) -> None:
+    with new_store() as store:
+        store.transact(Transaction(put=tuple((key, EpochRow(1)) for key in keys)))
+        found = store.read(tuple(prefixes))
+    assert list(found) == [key for key in sorted(set(keys)) if key.startswith(tuple(prefixes))]
+
+
+@on_every_store
+@pytest.mark.parametrize("kind", ROWS)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_every_row_comes_back_as_it_was_put_and_can_be_required(
+    new_store: NewStore, kind: type[Row], data: st.DataObject
+) -> None:
+    row = data.draw(a_row(kind))
+    with new_store() as store:
+        store.transact(Transaction(put=(("a", row),)))
+        assert store.read(("a",)) == {"a": row}
+        required = Transaction(require=(("a", row),), put=(("b", row),))
+        assert store.transact(required) == "committed"
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -117,7 +208,7 @@ def test_an_unknown_outcome_is_all_or_nothing(seed: int) -> None:
     store = Twin(unknown=1.0, seed=seed)
     change = Transaction(put=(("a", EpochRow(1)), ("b", EpochRow(2))))
     assert store.transact(change) == "unknown"
-    assert store.read("") in ({}, {"a": EpochRow(1), "b": EpochRow(2)})
+    assert store.read(("",)) in ({}, {"a": EpochRow(1), "b": EpochRow(2)})
 
 
 def test_unknown_outcomes_are_of_all_kinds() -> None:

@@ -234,7 +234,7 @@ LONG = 16 * BLOCK
     "work",
     [
         lambda total, data: total.add(np.frombuffer(data, np.float32), 2, 3),
-        lambda total, data: admit(data, LONG, 1e9),
+        lambda total, data: admit([data], LONG, 1e9),
         lambda total, data: total.__iadd__(total),
     ],
     ids=["add", "admit", "merge"],

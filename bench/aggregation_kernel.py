@@ -1,0 +1,153 @@
+"""Claim: updates are added at 35 % (numpy) and 60 % (numba) of the speed at which memory is read.
+
+Eight updates of 20 MiB, each in chunks of 1 MiB as they are received, are added to one sum in one
+pass; what they are compared with reads the same eight streams and does nothing else with them.
+Cases: each kernel; check and fold of one update and of eight, as an aggregator's thread does it.
+Reading and adding take turns, and the best of several turns counts, because machines are noisy.
+Run as `python bench/aggregation_kernel.py`; prints one JSON line per case with value, target and
+whether it passed. A wrong result exits with 1; a slow one is only reported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from papaya.aggregator.shards import Shards, Upload
+from papaya.aggregator.work import Fold, Snapshot
+from papaya.config import AsyncFL, TaskConfig
+from papaya.learning.kernels import NUMPY, Kernel, compiled
+from papaya.learning.parameters import FLOAT32, Vector
+from papaya.learning.weighting import WeightedSum
+
+MODEL_BYTES = 20 << 20
+CHUNK_BYTES = 1 << 20
+LENGTH = MODEL_BYTES // 4
+STREAMS = 8
+TURNS = 25
+TARGETS = {"numpy": 0.35, "numba": 0.6}
+CONFIG = TaskConfig(
+    task="bench", concurrency=100, model_length=LENGTH, regime=AsyncFL(100), clip=1e6
+)
+
+
+@njit(nogil=True, fastmath=True)
+def read_eight(
+    a: Vector, b: Vector, c: Vector, d: Vector, e: Vector, f: Vector, g: Vector, h: Vector
+) -> Any:
+    """The least that can be done with every coordinate."""
+    total = np.float32(0)
+    for i in range(a.size):
+        total += (a[i] + b[i] + c[i] + d[i]) + (e[i] + f[i] + g[i] + h[i])
+    return total
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        print(f"wrong result: {problem}", file=sys.stderr)
+        sys.exit(1)
+
+
+def report(case: str, value: float, target: float, passed: bool, **more: float) -> None:
+    line = {"bench": "aggregation_kernel", "case": case, "value": round(value, 3), "target": target}
+    rounded = {name: round(number, 3) for name, number in more.items()}
+    print(json.dumps(line | {"passed": passed} | rounded, ensure_ascii=False), flush=True)
+
+
+def best_s(*works: Callable[[], object]) -> list[float]:
+    """The shortest time of each; they take turns."""
+    found = [float("inf")] * len(works)
+    for work in works:
+        work()
+    for _ in range(TURNS):
+        for index, work in enumerate(works):
+            start_s = time.perf_counter()
+            work()
+            found[index] = min(found[index], time.perf_counter() - start_s)
+    return found
+
+
+def integers(seed: int) -> Vector:
+    return np.random.default_rng(seed).integers(-9, 10, LENGTH).astype(FLOAT32)
+
+
+def chunks(update: Vector) -> Upload:
+    data = update.tobytes()
+    return {
+        start: memoryview(bytearray(data[start : start + CHUNK_BYTES]))
+        for start in range(0, len(data), CHUNK_BYTES)
+    }
+
+
+def bench_kernels(updates: list[Vector], uploads: list[Upload]) -> None:
+    pieces = [[np.frombuffer(chunk, FLOAT32) for chunk in upload.values()] for upload in uploads]
+    factors = [float(1 + number) for number in range(STREAMS)]
+    expected = np.zeros(LENGTH, FLOAT32)
+    for update, factor in zip(updates, factors, strict=True):
+        expected += update * np.float32(factor)
+    total = np.zeros(LENGTH, FLOAT32)
+
+    def read() -> None:
+        for together in zip(*pieces, strict=True):
+            read_eight(*together)
+
+    kernels = (NUMPY, compiled())
+    for kernel in kernels:
+        total[:] = 0
+        kernel.add_all(total, pieces, factors)
+        require(np.array_equal(total, expected), f"the sum of {kernel.name}")
+
+    def adding(kernel: Kernel) -> Callable[[], None]:
+        return lambda: kernel.add_all(total, pieces, factors)
+
+    read_s, *added_s = best_s(read, *map(adding, kernels))
+    payload_gb = STREAMS * MODEL_BYTES / 1e9
+    for kernel, each_s in zip(kernels, added_s, strict=True):
+        target = TARGETS[kernel.name]
+        report(
+            f"adding 8 updates ÷ reading them, {kernel.name}",
+            read_s / each_s,
+            target,
+            read_s / each_s >= target,
+            read_gb_per_s=payload_gb / read_s,
+            add_gb_per_s=payload_gb / each_s,
+        )
+
+
+def bench_fold(uploads: list[Upload], updates: list[Vector], kernel: Kernel) -> None:
+    """Time per update of check and fold; a quarter of what an update may cost in all."""
+    works = [Fold(CONFIG, 1, 1, f"s{i}", 1, 0) for i in range(STREAMS)]
+    given = list(zip(works, uploads, strict=True))
+    shards = Shards(kernel=kernel)
+    require(
+        all(folded.refused is None for folded in shards.fold_all(given, 0)),
+        "an update was refused",
+    )
+    snapshotted, [(_, blob)] = shards.snapshot(Snapshot("bench", 1, (1,)))
+    found = WeightedSum.decode(blob, LENGTH)
+    require(np.array_equal(found.vector, sum(updates)), f"the folded sum of {kernel.name}")
+    require(snapshotted.sums[0].weight == STREAMS, "the folded weight")
+    one_s, eight_s = best_s(
+        lambda: shards.fold_all(given[:1], 0), lambda: shards.fold_all(given, 0)
+    )
+    for name, each_s in (("alone", one_s), ("eight together", eight_s / STREAMS)):
+        ms = each_s * 1e3
+        report(f"ms of check and fold per update, {name}, {kernel.name}", ms, 10.0, ms <= 10.0)
+
+
+def main() -> None:
+    updates = [integers(seed) for seed in range(STREAMS)]
+    uploads = [chunks(update) for update in updates]
+    bench_kernels(updates, uploads)
+    for kernel in (NUMPY, compiled()):
+        bench_fold(uploads, updates, kernel)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A next-word model over source code: the task of `make demo`, and a start for your own.
+
+The last three words predict the next one: an embedding, a small perceptron, and the embedding
+again as the output layer. Small enough that a device trains it in a fraction of a second.
+
+The vocabulary is fixed here, so that no device has to tell anyone its words: the most common words
+of the language have a place of their own, all others share 1,792 places by their checksum.
+
+    papaya task submit examples/next_word.py
+    papaya client --task examples/next_word.py --store device.db
+
+`load_examples` turns one text into what goes into the device's collection "text".
+"""
+
+import re
+import zlib
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from papaya.learning.task import (
+    AsyncFL,
+    ClientSGD,
+    EvaluationPlan,
+    Examples,
+    OptimizerConfig,
+    Task,
+)
+
+CONTEXT = 3  # words that are looked at
+WINDOW = 8  # words that one example predicts
+PLACES = 2048
+WIDTH = 32
+
+_COMMON = """
+<start> <line> False None True and as assert async await break class continue def del elif else
+except finally for from global if import in is lambda nonlocal not or pass raise return try while
+with yield self cls super object type int str float bool bytes list dict set tuple len range print
+open isinstance issubclass hasattr getattr setattr repr sorted enumerate zip map filter min max sum
+any all abs iter next format property staticmethod classmethod name value key item args kwargs
+result data line lines text path file files module os sys re io time logging warnings errno
+Exception ValueError TypeError KeyError IndexError AttributeError RuntimeError OSError ImportError
+NotImplementedError StopIteration __init__ __name__ __main__ __all__ __repr__ __eq__ __file__
+append extend join split strip startswith endswith replace encode decode read write close get pop
+update items keys values copy add remove sort index insert i j k n x y s f c a b p e m d t
+the a of to is be that this it an by on are if not or and with from as can has have will when at
+default string number function method return returns called used use one two first last new
+0 1 2 3 4 8 10 16 64 100 test assertEqual assertRaises
+( ) [ ] { } . , : ; = + - * / % @ ! < > & | ^ ~ ' " \\ # _ ` ? $ == != <= >= -> ** // += -= >>
+<< ... \""" '''
+"""
+PLACE = {word: place for place, word in enumerate(dict.fromkeys(_COMMON.split()))}
+SHARED = 256  # the first place that words share
+
+_WORD = re.compile(r"[A-Za-z_]+|\d+|\"\"\"|'''|\.\.\.|[=!<>+-]=|->|\*\*|//|>>|<<|[^\w\s]|\n")
+
+
+def load_examples(text: str) -> list[bytes]:
+    """A text as examples: windows of eight words, each after the three words before it."""
+    words = ["<line>" if word == "\n" else word for word in _WORD.findall(text)]
+    words = ["<start>"] * CONTEXT + words
+    ends = range(CONTEXT + WINDOW, len(words) + 1, WINDOW)
+    return [" ".join(words[end - WINDOW - CONTEXT : end]).encode() for end in ends]
+
+
+def place(word: str) -> int:
+    shared = SHARED + zlib.crc32(word.encode()) % (PLACES - SHARED)
+    return PLACE.get(word, shared)
+
+
+def to_tensors(examples: list[bytes]) -> tuple[Tensor, Tensor]:
+    """Places of the words before, and of the word to predict, for every word of every window."""
+    windows = torch.tensor([[place(word) for word in e.decode().split(" ")] for e in examples])
+    before = windows.unfold(1, CONTEXT, 1)[:, :-1]
+    return before.reshape(-1, CONTEXT), windows[:, CONTEXT:].reshape(-1)
+
+
+class NextWord(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(PLACES, WIDTH)
+        nn.init.normal_(self.embedding.weight, std=0.1)
+        self.hidden = nn.Linear(CONTEXT * WIDTH, 64)
+        self.back = nn.Linear(64, WIDTH)
+        self.bias = nn.Parameter(torch.zeros(PLACES))
+
+    def forward(self, before: Tensor) -> Tensor:
+        seen = self.embedding(before).flatten(1)
+        wanted = self.back(torch.tanh(self.hidden(seen)))
+        return wanted @ self.embedding.weight.T + self.bias
+
+
+def loss(module: nn.Module, before: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(module(before), target)
+
+
+task = Task(
+    name="next-word",
+    model=NextWord,
+    loss=loss,
+    batch=to_tensors,
+    examples=Examples("text"),
+    client=ClientSGD(rate=0.5, epochs=1, batch_size=32, max_examples=500),
+    regime=AsyncFL(aggregation_goal=10),  # or SyncFL(over_selection=0.3)
+    concurrency=24,
+    optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.5, beta2=0.99),
+    evaluation=EvaluationPlan(every_versions=5, clients=20),
+    participation_gap_s=0.0,  # a demonstration: the same devices come back at once
+    sample=load_examples("import os\n\ndef main():\n    print(os.getcwd())\n"),
+)

@@ -1,0 +1,96 @@
+"""`papaya status`: is the system up, who leads, who was heard, how full are the tasks.
+
+Exit code 1 when something needs a person: no leader, no selector or aggregator heard, a task that
+halted.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from papaya.cli.admin_client import add_connection, client_for
+from papaya.cli.output import Commands, add_format, note, print_data, print_json, table
+from papaya.net.admin.views import Status, TaskView
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "status",
+        help="the servers and tasks of a running system",
+        description="Servers, tasks and trouble of a running system. Exit code 1 on trouble.",
+    )
+    parser.set_defaults(run=run)
+    add_connection(parser)
+    add_format(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    status = client_for(options).get("/admin/status", Status)
+    problems = trouble(status)
+    if options.format == "json":
+        print_json(status)
+    else:
+        print_data(describe(status))
+    for problem in problems:
+        note(f"trouble: {problem}")
+    return 1 if problems else 0
+
+
+def trouble(status: Status) -> list[str]:
+    """What a person should look at."""
+    found = [f"task {view.task} halted: {view.halted}" for view in status.tasks if view.halted]
+    if not status.leader:
+        return ["no coordinator leads yet", *found]
+    if not status.leads:
+        return found  # only the leader hears the others
+    if status.recovers:
+        return found
+    if not status.aggregators:
+        found.append("no aggregator was heard: no task can train")
+    if not status.selectors:
+        found.append("no selector was heard: no device can check in")
+    return found
+
+
+def describe(status: Status) -> str:
+    leader = status.leader or "nobody yet"
+    if status.leads:
+        leader += ", this server" + (", recovering" if status.recovers else "")
+    elif status.leader:
+        leader += "; ask that one for live numbers"
+    lines = [f"roles here   {', '.join(status.roles)}", f"leader       {leader}"]
+    lines += [
+        f"aggregator   {server.node}, heard {server.heard_s_ago:.0f} s ago, "
+        f"{server.tasks} tasks{', OVERLOADED' if server.is_overloaded else ''}"
+        for server in status.aggregators
+    ]
+    lines += [
+        f"selector     {server.node}, heard {server.heard_s_ago:.0f} s ago, "
+        f"{server.held} check-ins held"
+        for server in status.selectors
+    ]
+    tasks = [view for view in status.tasks if view.state in ("running", "paused")]
+    over = len(status.tasks) - len(tasks)
+    if tasks:
+        header = ("task", "state", "version", "active", "of", "demand", "held", "holder")
+        lines += ["", table(header, [_line(view) for view in tasks])]
+    if over:
+        lines += ["", f"{over} more tasks are over: papaya task list"]
+    return "\n".join(lines)
+
+
+def _line(view: TaskView) -> tuple[str, ...]:
+    numbers = ["-" if n is None else f"{n:,}" for n in (view.active, view.demand, view.held)]
+    active, demand, held = numbers
+    state = view.state + (" HALTED" if view.halted else "")
+    holder = view.holder or "-"
+    return (
+        view.task,
+        state,
+        f"{view.version:,}",
+        active,
+        f"{view.concurrency:,}",
+        demand,
+        held,
+        holder,
+    )

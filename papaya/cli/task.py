@@ -1,0 +1,209 @@
+"""`papaya task …`: what a model's owner does with a running system.
+
+    submit FILE          start a task            pause, resume, cancel NAME
+    list, show, watch    look at it              rollback NAME VERSION, mark NAME VERSION
+    evaluate NAME        on devices' held-out data
+    export, metrics      the model, its history
+
+Data goes to stdout, everything else to stderr; --format json everywhere. Every change is
+compare-and-set on the server: one that comes too late is refused and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from datetime import UTC, datetime
+
+from papaya.cli import export, submit, watch
+from papaya.cli.admin_client import add_connection, client_for, task_path
+from papaya.cli.output import (
+    Commands,
+    add_format,
+    note,
+    positive,
+    print_data,
+    print_json,
+    table,
+    whole,
+)
+from papaya.net.admin.views import (
+    Evaluate,
+    Mark,
+    Reason,
+    RollBack,
+    Started,
+    TaskDetail,
+    TaskView,
+    VersionView,
+)
+
+_HEADER = ("task", "state", "version", "loss", "perplexity", "active", "of", "utilization")
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "task",
+        help="submit, watch and steer tasks",
+        description="Submit, watch and steer the tasks of a running server.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    submit.add_to(actions)
+    _add(actions, "list", "all tasks", run_list, has_task=False).add_argument(
+        "--evaluations", action="store_true", help="show evaluations too"
+    )
+    _add(actions, "show", "one task: settings, versions, history", run_show)
+    watch.add_to(actions)
+    for action, help_text in (
+        ("pause", "no new clients; those who train may finish"),
+        ("resume", "go on after a pause"),
+        ("cancel", "end it; its versions stay"),
+    ):
+        added = _add(actions, action, help_text, run_change)
+        added.add_argument("--why", default="", metavar="TEXT", help="shown to others")
+        added.set_defaults(action=action)
+    _add_versioned(actions)
+    export.add_to(actions)
+
+
+def _add(
+    actions: Commands,
+    name: str,
+    help_text: str,
+    run: object,
+    *,
+    has_task: bool = True,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=help_text)
+    parser.set_defaults(run=run)
+    if has_task:
+        parser.add_argument("task")
+    add_connection(parser)
+    add_format(parser)
+    return parser
+
+
+def _add_versioned(actions: Commands) -> None:
+    parser = _add(actions, "rollback", "go on from an earlier version", run_rollback)
+    parser.add_argument("version", type=whole(0))
+    parser = _add(actions, "mark", "keep a version, whatever its age", run_mark)
+    parser.add_argument("version", type=whole(0))
+    parser.add_argument("--remove", action="store_true", help="take the mark away")
+    parser = _add(actions, "evaluate", "on devices' held-out data", run_evaluate)
+    parser.add_argument("--version", type=whole(0), metavar="V", help="default: the newest")
+    parser.add_argument("--clients", type=whole(1), metavar="N", help="default: as planned, or 20")
+    parser.add_argument("--timeout", type=positive, metavar="S", help="give up after so long")
+
+
+# -- look ---------------------------------------------------------------------------------------
+
+
+def run_list(options: argparse.Namespace) -> int:
+    tasks = client_for(options).get("/admin/tasks", tuple[TaskView, ...])
+    shown = [view for view in tasks if options.evaluations or not view.evaluates]
+    if options.format == "json":
+        print_json(shown)
+    elif shown:
+        print_data(table(_HEADER, [task_line(view) for view in shown]))
+    else:
+        note("no tasks; start one: papaya task submit my_task.py")
+    return 0
+
+
+def task_line(view: TaskView) -> tuple[str, ...]:
+    return (
+        view.task,
+        view.state + (" HALTED" if view.halted else ""),
+        f"{view.version:,}",
+        _or_dash(view.loss, ".4g"),
+        _or_dash(view.perplexity, ".4g"),
+        _or_dash(view.active, ","),
+        f"{view.concurrency:,}",
+        _or_dash(view.utilization, ".0%"),
+    )
+
+
+def run_show(options: argparse.Namespace) -> int:
+    client = client_for(options)
+    detail = client.get(task_path(options.task), TaskDetail)
+    versions = client.get(task_path(options.task, "versions"), tuple[VersionView, ...])
+    if options.format == "json":
+        print_json({"detail": detail, "versions": versions})
+        return 0
+    print_data("\n".join([*_facts(detail), "", _versions_table(detail, versions)]))
+    for warning in detail.warnings:
+        note(f"warning: {warning}")
+    return 0
+
+
+def _facts(detail: TaskDetail) -> list[str]:
+    task, config = detail.task, detail.config
+    facts = {
+        "task": task.task,
+        "state": task.state + (f": {task.why}" if task.why else ""),
+        "regime": f"{task.regime}, {task.concurrency} clients, K = {task.aggregation_goal}",
+        "model": f"{config.model_length:,} parameters, {config.optimizer.kind}",
+        "submitted": _date(task.submitted),
+        "held by": task.holder,
+        "progress": watch.line(detail),
+        "halted": task.halted,
+        "evaluates": task.evaluates,
+    }
+    return [f"{name:<10} {value}" for name, value in facts.items() if value]
+
+
+def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> str:
+    points = {point.version: point for point in detail.points}
+    rows = []
+    for row in versions:
+        point = points.get(row.version)
+        loss = None if point is None else point.loss
+        flags = (("marked", row.marked), ("rollback", row.restarts))
+        notes = [word for word, holds in flags if holds]
+        rows.append((str(row.version), _date(row.created), _or_dash(loss, ".4g"), " ".join(notes)))
+    return table(("version", "created", "loss", ""), rows)
+
+
+# -- change -------------------------------------------------------------------------------------
+
+
+def run_change(options: argparse.Namespace) -> int:
+    path = task_path(options.task, options.action)
+    view = client_for(options).post(path, Reason(options.why), TaskView)
+    return _tell(options, view, f"{view.task} is {view.state}")
+
+
+def run_rollback(options: argparse.Namespace) -> int:
+    path = task_path(options.task, "rollback")
+    view = client_for(options).post(path, RollBack(options.version), VersionView)
+    text = f"{options.task} goes on at version {view.version}, from version {options.version}"
+    return _tell(options, view, text)
+
+
+def run_mark(options: argparse.Namespace) -> int:
+    path = task_path(options.task, "mark")
+    view = client_for(options).post(path, Mark(options.version, not options.remove), VersionView)
+    is_kept = "is kept" if not options.remove else "is kept no longer than others"
+    return _tell(options, view, f"version {view.version} of {options.task} {is_kept}")
+
+
+def run_evaluate(options: argparse.Namespace) -> int:
+    request = Evaluate(options.version, options.clients, options.timeout)
+    path = task_path(options.task, "evaluate")
+    started = client_for(options).post(path, request, Started)
+    return _tell(options, started, f"{started.task} evaluates version {started.version}")
+
+
+def _tell(options: argparse.Namespace, answer: object, text: str) -> int:
+    if options.format == "json":
+        print_json(answer)
+    else:
+        print_data(text)
+    return 0
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

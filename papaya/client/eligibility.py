@@ -1,0 +1,167 @@
+"""Eligibility (paper, "Client Runtime"): a device takes part when it is idle, charging and on an
+unmetered network.
+
+Three probes for Linux, each replaceable by anything with `condition` and `check()`:
+
+    idle        the one-minute load average is below half of the cores. Linux has no one answer to
+                "does a person use this machine"; load is there on every machine, needs no rights,
+                and sees games and compilers as well as people. Our own training is load too: a
+                device that trains passes what its trainings add as `own_load`.
+    charging    some mains or USB supply is online, or no battery of the system is discharging. A
+                machine without a battery counts as charging. /sys/class/power_supply
+    unmetered   NetworkManager says "no" or "no (guessed)". Where there is no NetworkManager nobody
+                knows: that counts as metered, unless `unknown_is_unmetered`, because a wrong guess
+                would cost the device's owner money.
+
+A probe that cannot tell says so and counts as "not eligible": the owner can overrule it, by name
+(`assume`), and only the owner.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
+
+from papaya.errors import ConfigError
+
+Condition: TypeAlias = Literal["idle", "charging", "unmetered"]
+CONDITIONS: tuple[Condition, ...] = get_args(Condition)
+
+_NMCLI = ("nmcli", "--terse", "--get-values", "GENERAL.METERED", "device", "show")
+_NMCLI_TIMEOUT_S = 5.0
+_MAX_OUTPUT = 1 << 16
+
+
+class Ineligible(NamedTuple):
+    """One reason why not. It stays on the device: no server is told."""
+
+    condition: Condition
+    reason: str
+
+
+class Probe(Protocol):
+    @property
+    def condition(self) -> Condition: ...
+
+    def check(self) -> str | None:
+        """None if the condition holds, else why not. May block for seconds; raises nothing."""
+        ...
+
+
+class IdleProbe:
+    condition: Condition = "idle"
+
+    def __init__(
+        self,
+        root: Path = Path("/"),
+        cores: int | None = None,
+        max_load_per_core: float = 0.5,
+        own_load: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._loadavg = root / "proc/loadavg"
+        self._cores = cores or os.cpu_count() or 1
+        self._limit = max_load_per_core * self._cores
+        self._own_load = own_load
+
+    def check(self) -> str | None:
+        try:
+            load = float(self._loadavg.read_text().split()[0])
+        except (OSError, ValueError, IndexError):
+            return "the load average cannot be read"
+        others = load - self._own_load()
+        if others < self._limit:
+            return None
+        return f"a load of {others:.1f} is not idle on {self._cores} cores"
+
+
+class ChargingProbe:
+    condition: Condition = "charging"
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._supplies = root / "sys/class/power_supply"
+
+    def check(self) -> str | None:
+        batteries: list[str] = []
+        try:
+            supplies = sorted(self._supplies.iterdir())
+        except FileNotFoundError:
+            return None
+        except OSError:
+            return "the power supplies cannot be read"
+        for supply in supplies:
+            kind = _line(supply / "type")
+            if kind == "Battery" and _line(supply / "scope") != "Device":  # a mouse's is another
+                batteries.append(_line(supply / "status"))
+            elif kind not in ("Battery", "") and _line(supply / "online") not in ("0", ""):
+                return None
+        if not batteries or all(status in ("Charging", "Full") for status in batteries):
+            return None
+        return "the battery is " + (", ".join(filter(None, batteries)).lower() or "unreadable")
+
+
+class UnmeteredProbe:
+    condition: Condition = "unmetered"
+
+    def __init__(self, unknown_is_unmetered: bool = False, command: Sequence[str] = _NMCLI) -> None:
+        self._unknown_is_unmetered = unknown_is_unmetered
+        self._command = tuple(command)
+
+    def check(self) -> str | None:
+        answers = self._ask()
+        if any(answer.startswith("yes") for answer in answers):
+            return "a network is metered"
+        known = [answer for answer in answers if answer.startswith("no")]
+        if known or self._unknown_is_unmetered:
+            return None
+        return "nobody here knows whether the network is metered"
+
+    def _ask(self) -> list[str]:
+        """NetworkManager's word on each device: yes, no, "yes (guessed)", "no (guessed)", unknown.
+
+        Devices that carry nothing are "unknown" and do not count.
+        """
+        try:
+            done = subprocess.run(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=_NMCLI_TIMEOUT_S,
+                check=True,
+                env={**os.environ, "LC_ALL": "C"},
+            )
+        except (OSError, subprocess.SubprocessError):
+            return []
+        return done.stdout[:_MAX_OUTPUT].decode(errors="replace").split("\n")
+
+
+class Eligibility:
+    """All probes together. `assume` names conditions that the owner answers for."""
+
+    def __init__(self, probes: Sequence[Probe] | None = None, assume: Collection[str] = ()) -> None:
+        for condition in assume:
+            if condition not in CONDITIONS:
+                raise ConfigError.of(
+                    "assume",
+                    condition,
+                    f"is not one of {', '.join(CONDITIONS)}",
+                    "name what you answer for, for example idle,charging",
+                )
+        if probes is None:
+            probes = (IdleProbe(), ChargingProbe(), UnmeteredProbe())
+        self._probes = [probe for probe in probes if probe.condition not in assume]
+
+    def check(self) -> list[Ineligible]:
+        """Every reason why not; none means eligible."""
+        reasons = [(probe.condition, probe.check()) for probe in self._probes]
+        return [Ineligible(condition, why) for condition, why in reasons if why is not None]
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[:64].strip()
+    except OSError:
+        return ""

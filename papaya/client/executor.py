@@ -1,0 +1,70 @@
+"""What a device asks of whatever trains for it, and what comes back. Knows no engine.
+
+Paper, "Client Runtime": "The Executor [...] executes the training or evaluation job". A device
+names one of its own task files, never a program that came over the network. The parameters are the
+blob as it was downloaded.
+
+Everything that goes wrong inside a job is `JobFailed` with a reason for the log; the device goes
+on with its session, which reports the failure.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from papaya.learning.definition import Examples
+
+FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
+
+
+class TaskFile(Struct, frozen=True):
+    """A task file that this device has, as its executor has found it."""
+
+    path: str
+    task: str
+    module_hash: str
+    model_length: int
+    max_examples: int
+    examples: Examples
+
+
+class Job(Struct, frozen=True):
+    """Train or evaluate by one task file. `volume`: how many examples the device could train on."""
+
+    kind: Literal["train", "evaluate"]
+    task_file: str
+    parameters: bytes
+    examples: tuple[bytes, ...]
+    seed: int = 0
+    volume: int = 0
+
+
+class JobResult(Struct, frozen=True):
+    """Bytes to upload, and the weight: the examples trained on, or 1 for an evaluation."""
+
+    update: bytes
+    examples: int
+
+
+class JobFailed(Exception):
+    """A job that gave no result. `kind` is for counters, the message for people."""
+
+    def __init__(self, kind: FailureKind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+        self.reason = reason
+
+
+class Executor(Protocol):
+    """Runs jobs, possibly many at a time."""
+
+    @property
+    def tasks(self) -> tuple[TaskFile, ...]:
+        """What it can run."""
+        ...
+
+    async def run(self, job: Job, timeout_s: float) -> JobResult:
+        """The result, or JobFailed within the timeout."""
+        ...

@@ -1,0 +1,103 @@
+"""What a device's owner allows: collections of examples, who may use them, how long they stay.
+
+Paper, "Client Runtime": the example store "enforces data use and retention policies". Policies are
+declared on the device, in TOML or by the app, and never by a server:
+
+    [collections.keyboard]
+    tasks = ["next-word", "emoji-*"]   # who may train on it; nobody unless named
+    max_age_s = 2592000                # then an example is deleted
+    max_count = 10000                  # the oldest go first
+    max_bytes = 67108864
+
+Nothing is allowed by default: a collection without `tasks` is kept and used by nobody.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import msgspec
+from msgspec import Struct
+
+from papaya.config.checks import require, require_count, require_positive_s
+from papaya.errors import ConfigError
+
+MAX_COLLECTIONS = 256
+MAX_PATTERNS = 256
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class Policy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Use and retention of one collection. `validation` and `test` are shares held out."""
+
+    tasks: tuple[str, ...] = ()
+    max_age_s: float = 30 * 86400.0
+    max_count: int = 10_000
+    max_bytes: int = 64 << 20
+    validation: float = 0.1
+    test: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_positive_s("max_age_s", self.max_age_s)
+        for field in ("max_count", "max_bytes"):
+            require_count(field, getattr(self, field))
+        held_out = (self.validation, self.test)
+        require(
+            all(0 <= share <= 1 for share in held_out) and sum(held_out) <= 1,
+            "validation and test",
+            held_out,
+            "are shares of the examples and cannot be more than all of them",
+            "use 0.1 for each",
+        )
+        require(
+            len(self.tasks) <= MAX_PATTERNS and all(self.tasks),
+            "tasks",
+            self.tasks,
+            f"names at most {MAX_PATTERNS} tasks or patterns, none of them empty",
+            'name tasks, for example ["next-word", "emoji-*"]',
+        )
+
+    def allows(self, task: str) -> bool:
+        return any(fnmatchcase(task, pattern) for pattern in self.tasks)
+
+
+Policies = Mapping[str, Policy]
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    collections: dict[str, Policy] = {}
+
+
+def check_collections(policies: Policies) -> None:
+    require(
+        len(policies) <= MAX_COLLECTIONS,
+        "collections",
+        len(policies),
+        f"are more than {MAX_COLLECTIONS}",
+        "keep examples of one kind in one collection",
+    )
+    for name in policies:
+        require(
+            _NAME.fullmatch(name) is not None,
+            "collection",
+            name,
+            "a collection's name is 1-64 letters, digits, '-', '_' and '.'",
+            "rename it, for example keyboard",
+        )
+
+
+def parse_policies(toml: bytes, where: str) -> dict[str, Policy]:
+    """The collections that a TOML file declares; `where` names the file in errors."""
+    try:
+        policies = msgspec.toml.decode(toml, type=_File).collections
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}", hint=error.hint) from error
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise ConfigError(
+            f"{where} is no list of collections: {error}",
+            hint='[collections.keyboard] with tasks = ["next-word"], max_age_s and max_count',
+        ) from error
+    check_collections(policies)
+    return policies

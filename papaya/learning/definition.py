@@ -1,0 +1,158 @@
+"""The parts of a task that its owner writes: model, loss, batches, client SGD, example query.
+
+Paper, "Client Runtime": the executor trains on local data by the task's configuration. Everything
+here is the owner's or the device's own; `Task.config` is the part that a server gets to see, and
+it holds no code.
+
+Refused: a value that cannot work, with its field and a remedy, at the owner's own line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct, structs
+
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    OptimizerConfig,
+    Requirements,
+    SecureAggregation,
+    StopRule,
+    SyncFL,
+    TaskConfig,
+)
+from papaya.config.checks import require, require_count
+from papaya.errors import ConfigError
+
+
+class Examples(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which of the device's examples to train on: a collection of its example store."""
+
+    collection: str
+    limit: int | None = None
+    newest_first: bool = True
+
+    def __post_init__(self) -> None:
+        require(
+            0 < len(self.collection) <= 64,
+            "examples.collection",
+            self.collection,
+            "a collection's name has 1 to 64 characters",
+            "name the collection that devices put their examples into",
+        )
+        if self.limit is not None:
+            require_count("examples.limit", self.limit)
+
+
+class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a client trains. It trains on at most `max_examples`, which also caps its weight."""
+
+    rate: float
+    momentum: float = 0.0
+    epochs: int = 1
+    batch_size: int = 32
+    max_examples: int = 1500
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.rate < float("inf"),
+            "client.rate",
+            self.rate,
+            "must be finite and above zero",
+            "try 0.1, then factors of three around it",
+        )
+        require(
+            0 <= self.momentum < 1,
+            "client.momentum",
+            self.momentum,
+            "must be at least 0 and below 1",
+            "leave it out for plain SGD",
+        )
+        for field in ("epochs", "batch_size", "max_examples"):
+            require_count(f"client.{field}", getattr(self, field))
+
+
+class Task(Struct, frozen=True, kw_only=True, eq=False):
+    """What devices train, on what, and how the server combines it.
+
+    `sample`: a few stored examples, if given, are tried whenever the file is loaded, so that a
+    mistake in `batch` or `loss` is found before a device meets it.
+    """
+
+    name: str
+    model: Callable[[], Any]
+    loss: Callable[..., Any]
+    batch: Callable[[list[bytes]], tuple[Any, ...]]
+    examples: Examples
+    client: ClientSGD
+    concurrency: int
+    regime: AsyncFL | SyncFL = AsyncFL()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    requirements: Requirements = Requirements()
+    secure_aggregation: SecureAggregation | None = None
+    training_timeout_s: float = 240.0
+    upload_timeout_s: float = 120.0
+    clip: float | None = None
+    over_clip: Literal["refuse", "clip"] = "refuse"
+    participation_gap_s: float = 3600.0
+    max_participations: int | None = None
+    keep_versions: int = 5
+    commit_interval_s: float = 0.25
+    durability: Literal["commit", "step"] = "commit"
+    stop: StopRule = StopRule()
+    evaluation: EvaluationPlan | None = None
+    sample: Sequence[bytes] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("model", "loss", "batch"):
+            value = getattr(self, field)
+            require(callable(value), field, value, "must be callable", f"give a function: {field}=")
+        for field, kind in (("examples", Examples), ("client", ClientSGD), ("name", str)):
+            value = getattr(self, field)
+            remedy = f"write {field}={kind.__name__}(...)"
+            require(isinstance(value, kind), field, value, f"must be a {kind.__name__}", remedy)
+        if self.requirements.engine or self.requirements.module:
+            raise ConfigError.of(
+                "requirements",
+                self.requirements,
+                "engine and module follow from this file",
+                "give only min_memory_mb and labels",
+            )
+        self._check_types()
+
+    def _check_types(self) -> None:
+        for value in (self.examples, self.client, self.config(model_length=1, module=None)):
+            try:
+                msgspec.convert(msgspec.to_builtins(value), type(value))
+            except msgspec.ValidationError as error:
+                raise ConfigError(
+                    f"{type(value).__name__}: {error}", hint="give a value of that type"
+                ) from error
+
+    def config(self, model_length: int, module: str | None) -> TaskConfig:
+        """The configuration that a server gets: no code, only numbers and names."""
+        return TaskConfig(
+            task=self.name,
+            concurrency=self.concurrency,
+            model_length=model_length,
+            regime=self.regime,
+            optimizer=self.optimizer,
+            requirements=structs.replace(self.requirements, engine="torch", module=module),
+            secure_aggregation=self.secure_aggregation,
+            training_timeout_s=self.training_timeout_s,
+            upload_timeout_s=self.upload_timeout_s,
+            max_examples=self.client.max_examples,
+            clip=self.clip,
+            over_clip=self.over_clip,
+            participation_gap_s=self.participation_gap_s,
+            max_participations=self.max_participations,
+            keep_versions=self.keep_versions,
+            commit_interval_s=self.commit_interval_s,
+            durability=self.durability,
+            stop=self.stop,
+            evaluation=self.evaluation,
+        )

@@ -1,0 +1,98 @@
+"""What an evaluation task counts: loss, examples and clients per bucket of data volume.
+
+Paper, "Sampling bias and fairness": a model is judged for all clients and for those with much
+data, the 75th and the 99th percentile of the number of training examples. Percentile p means
+clients at or above it.
+
+One device fills its own bucket and nothing else, so sums over devices need no list of devices. The
+edges are fixed, the same for every task: a device learns nothing about others from them. The price
+is resolution: a percentile is widened to the whole bucket that it falls into, and `Share.clients`
+says how many that were.
+
+Refused: sums of another length, negative counts, examples without clients, no clients at all.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from papaya.errors import InvariantError, ProtocolError
+from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
+
+# The smallest data volume of each bucket: powers of two, because volumes are heavy-tailed.
+BUCKETS: Final = (0, *(2**power for power in range(1, 16)))
+_COLUMNS: Final = 3  # sum of loss x examples, sum of examples, sum of clients
+EVALUATION_LENGTH: Final = _COLUMNS * len(BUCKETS)
+_MAX_LOSS: Final = 700.0  # exp of more is not a float64
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The clients with at least `from_volume` training examples, and how the model does there."""
+
+    from_volume: int
+    clients: float
+    examples: float
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < _MAX_LOSS else math.inf
+
+
+class EvaluationResult(msgspec.Struct, frozen=True):
+    """The mean loss by examples: over all clients, and over those with much data."""
+
+    all: Share
+    p75: Share
+    p99: Share
+
+
+def bucket(volume: int) -> int:
+    """The index of the bucket for a device with this many training examples."""
+    if volume < 0:
+        raise InvariantError(f"volume = {volume}: a device cannot have fewer than no examples")
+    return max(index for index, edge in enumerate(BUCKETS) if edge <= volume)
+
+
+def evaluation_vector(volume: int, loss_sum: float, examples: int) -> Vector:
+    """What one device uploads: its sums in the bucket of its data volume, zero elsewhere."""
+    table = np.zeros((len(BUCKETS), _COLUMNS), FLOAT32)
+    table[bucket(volume)] = (loss_sum, examples, 1)
+    return table.reshape(-1)
+
+
+def summarize(sums: Tensor) -> EvaluationResult:
+    """The result that these sums over devices say, or ProtocolError."""
+    if sums.shape != (EVALUATION_LENGTH,):
+        raise ProtocolError(f"an evaluation is {EVALUATION_LENGTH} numbers, not {sums.shape}")
+    table = sums.astype(FLOAT64).reshape(-1, _COLUMNS)
+    table[:, 1:] = np.rint(table[:, 1:])  # whole numbers that went through a mean in float32
+    examples, clients = table[:, 1], table[:, 2]
+    if not np.isfinite(table).all() or (table[:, 1:] < 0).any():
+        raise ProtocolError("an evaluation holds a count below zero, NaN or infinity")
+    if (examples[clients == 0] != 0).any():
+        raise ProtocolError("an evaluation holds examples of no client")
+    if not examples.sum() > 0:
+        raise ProtocolError("an evaluation of no examples has no mean loss")
+    return EvaluationResult(
+        all=_from_bucket(table, 0),
+        p75=_from_bucket(table, _percentile(table, 0.75)),
+        p99=_from_bucket(table, _percentile(table, 0.99)),
+    )
+
+
+def _percentile(table: Tensor, share: float) -> int:
+    """The highest bucket such that at least 1 - share of all clients are in it or above."""
+    at_or_above = np.cumsum(table[::-1, 2])[::-1]
+    wanted = (1 - share) * at_or_above[0] * (1 - 1e-9)  # 1 - 0.99 is a little above 0.01
+    counted = np.cumsum(table[::-1, 1])[::-1] > 0
+    return int(np.nonzero((at_or_above >= wanted) & counted)[0].max())
+
+
+def _from_bucket(table: Tensor, first: int) -> Share:
+    loss_sum, examples, clients = (float(total) for total in table[first:].sum(axis=0))
+    return Share(BUCKETS[first], clients, examples, loss_sum / examples)

@@ -1,0 +1,179 @@
+"""A task as a model's owner writes it: one Python file that ends in `task = Task(...)`.
+
+    from papaya.learning.task import AsyncFL, ClientSGD, Examples, Task
+
+    task = Task(
+        name="next-word",
+        model=NextWord,                     # makes the torch module
+        batch=to_tensors,                   # list of stored examples -> tuple of tensors
+        loss=loss,                          # (module, *batch) -> mean loss over the batch
+        examples=Examples("text"),
+        client=ClientSGD(rate=0.5),
+        regime=AsyncFL(aggregation_goal=10),
+        concurrency=24,
+    )
+
+DESIGN: a device never runs code that a server sends. The owner and every device have this file
+already; `module_hash` is how a server names it, and a device whose file differs is not compatible.
+So a task is one file: what it would import from its neighbours is not in the hash, and is not
+found.
+
+Refused (OperatorError with file and line): a file that does not run, no task or two tasks, a model
+that cannot be made or trained as float32, a loss that is not a scalar. Torch is imported only when
+a file is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    OptimizerConfig,
+    Requirements,
+    SecureAggregation,
+    StopRule,
+    SyncFL,
+    TaskConfig,
+)
+from papaya.errors import OperatorError, PapayaError
+from papaya.learning.definition import ClientSGD, Examples, Task
+from papaya.learning.named import read_checkpoint
+from papaya.learning.parameters import Manifest, Vector
+
+__all__ = [
+    "AsyncFL",
+    "ClientSGD",
+    "EvaluationPlan",
+    "Examples",
+    "LoadedTask",
+    "OptimizerConfig",
+    "Requirements",
+    "SecureAggregation",
+    "StopRule",
+    "SyncFL",
+    "Task",
+    "load_task",
+    "module_hash",
+]
+
+_MAX_FILE_BYTES: Final = 1 << 20
+
+
+def module_hash(source: bytes) -> str:
+    """The name under which devices and servers know a task file."""
+    return "sha256:" + hashlib.sha256(source).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task whose file has run and whose model was made and checked."""
+
+    path: Path
+    task: Task
+    module_hash: str
+    manifest: Manifest
+
+    def config(self) -> TaskConfig:
+        """What a server is asked to run."""
+        return self.task.config(self.manifest.length, self.module_hash)
+
+    def initial_parameters(self, *, seed: int = 0, checkpoint: Path | None = None) -> Vector:
+        """Version 0: the checkpoint's tensors, or the module's own initialisation by this seed."""
+        if checkpoint is not None:
+            return read_checkpoint(checkpoint, self.manifest)
+        from papaya.learning.torch.module import initial_parameters  # imports torch
+
+        return initial_parameters(self.task, self.manifest, seed)
+
+
+def load_task(path: Path) -> LoadedTask:
+    """Run the owner's own file, here, and check what it defines, or OperatorError."""
+    source = _read(path)
+    name = module_hash(source)
+    # Its hash in its name: two files of one name do not hide each other.
+    module = ModuleType("papaya_task_" + name.removeprefix("sha256:"))
+    module.__file__ = str(path)
+    _run(source, path, module)
+    task = _the_task(path, module)
+    try:
+        from papaya.learning.torch.module import checked_manifest
+    except ImportError as error:
+        raise OperatorError(
+            f"{path} needs the torch engine: {error}", hint="pip install 'papaya[torch]'"
+        ) from error
+    try:
+        loaded = LoadedTask(path, task, name, checked_manifest(task))
+        loaded.config()
+    except Exception as error:
+        raise _located(path, error) from error
+    return loaded
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            source = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise OperatorError(
+            f"cannot read task file {path}: {error.strerror}", hint="check the path"
+        ) from error
+    if len(source) > _MAX_FILE_BYTES:
+        raise OperatorError(
+            f"task file {path} has more than {_MAX_FILE_BYTES} bytes",
+            hint="a task file holds code; put weights into a checkpoint",
+        )
+    return source
+
+
+def _run(source: bytes, path: Path, module: ModuleType) -> None:
+    try:
+        code = compile(source, str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or 1
+        what = getattr(error, "msg", None) or error
+        raise OperatorError(
+            f"{path}:{line}: not Python: {what}", hint=f"try: python {path}"
+        ) from error
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        exec(code, module.__dict__)
+    except (Exception, SystemExit) as error:
+        sys.modules.pop(module.__name__, None)
+        raise _located(path, error) from error
+
+
+def _the_task(path: Path, module: ModuleType) -> Task:
+    tasks = {name: value for name, value in vars(module).items() if isinstance(value, Task)}
+    if "task" not in tasks:
+        found = f", only {sorted(tasks)}" if tasks else ""
+        raise OperatorError(
+            f"{path} defines no `task`{found}", hint="end the file with: task = Task(...)"
+        )
+    if others := sorted(name for name, value in tasks.items() if value is not tasks["task"]):
+        raise OperatorError(
+            f"{path} defines other tasks beside `task`: {others}",
+            hint="write one file for each task: devices know a task by its file",
+        )
+    return tasks["task"]
+
+
+def _located(path: Path, error: BaseException) -> OperatorError:
+    """The error with the deepest line of the owner's file that was running."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    place = f"{path}:{lines[-1]}" if lines else str(path)
+    if isinstance(error, PapayaError):
+        return OperatorError(f"{place}: {error}", hint=error.hint)
+    if isinstance(error, ImportError):
+        hint = "a task is one file: move what it needs into it, or install the package"
+    else:
+        hint = f"try: python {path}"
+    return OperatorError(f"{place}: {type(error).__name__}: {error}", hint=hint)

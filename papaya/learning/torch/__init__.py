@@ -1,0 +1,1 @@
+"""The torch engine. Importing this package imports torch, which takes seconds."""

@@ -1,0 +1,120 @@
+"""Training and evaluation of one task on one device, with torch.
+
+Paper, "Client Runtime" and appendix "Implementation": a client runs SGD from the model that it was
+given and uploads the difference. The steps are those of `torch.optim.SGD`, written out: that class
+imports torch's compiler at its first use, seconds in each child process.
+
+Deterministic: the same parameters, examples and seed give the same bytes on the same machine, on
+one thread. At most `max_examples` are used, the first ones: which those are is the example
+query's business. The update is clipped here, on the device, to the task's clip.
+
+Refused (OperatorError): no examples, parameters of another model, a loss or a model that is not
+finite, and whatever the owner's `batch` and `loss` raise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from papaya.errors import OperatorError
+from papaya.learning.evaluation import evaluation_vector
+from papaya.learning.parameters import FLOAT32, Vector, is_finite
+from papaya.learning.task import LoadedTask
+from papaya.learning.torch.module import checked_loss, make_module, trainable
+from papaya.learning.weighting import clipped, model_update
+
+
+class TorchEngine:
+    """One module, made once, that is given other parameters for each job."""
+
+    def __init__(self, loaded: LoadedTask) -> None:
+        torch.set_num_threads(1)
+        self.manifest = loaded.manifest
+        self.task = loaded.task
+        self._module = make_module(loaded.task)
+        self._parameters = trainable(self._module)
+
+    def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
+        """The update, little-endian float32 in manifest order, and the number of examples."""
+        client = self.task.client
+        used = self._used(examples)
+        order = np.random.default_rng(seed)
+        self._set(parameters)
+        self._module.train()
+        velocities: list[torch.Tensor | None] = [None] * len(self._parameters)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(seed)
+            for _ in range(client.epochs):
+                for batch in _batches(order.permutation(len(used)), client.batch_size):
+                    loss = checked_loss(self.task, self._module, [used[i] for i in batch])
+                    self._descend(loss, velocities)
+        return self._update(parameters), len(used)
+
+    def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
+        """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
+        used = self._used(examples)
+        self._set(parameters)
+        self._module.eval()
+        loss_sum = 0.0
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            for batch in _batches(np.arange(len(used)), self.task.client.batch_size):
+                chosen = [used[i] for i in batch]
+                loss_sum += len(chosen) * float(checked_loss(self.task, self._module, chosen))
+        vector = evaluation_vector(volume, loss_sum, len(used))
+        if not is_finite(vector):
+            raise OperatorError(
+                "the loss on held-out data is not finite", hint="look at the newest version"
+            )
+        return vector.tobytes()
+
+    def _used(self, examples: Sequence[bytes]) -> Sequence[bytes]:
+        if not examples:
+            raise OperatorError("there are no examples", hint="fill the example store")
+        return examples[: self.task.client.max_examples]
+
+    def _set(self, parameters: Vector) -> None:
+        tensors = self.manifest.unflatten(parameters)
+        with torch.no_grad():
+            for name, value in self._parameters.items():
+                value.copy_(torch.from_numpy(tensors[name].copy()))
+
+    def _descend(self, loss: torch.Tensor, velocities: list[torch.Tensor | None]) -> None:
+        """One step of torch.optim.SGD."""
+        client = self.task.client
+        if not math.isfinite(loss.item()):
+            raise OperatorError("training diverged: the loss is not finite", hint=_LOWER)
+        values = list(self._parameters.values())
+        gradients = torch.autograd.grad(loss, values, allow_unused=True)
+        with torch.no_grad():
+            for i, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
+                if gradient is None:
+                    continue
+                if client.momentum:
+                    velocity = velocities[i]
+                    if velocity is None:
+                        velocity = gradient.clone()
+                    else:
+                        velocity.mul_(client.momentum).add_(gradient)
+                    velocities[i] = gradient = velocity
+                value.add_(gradient, alpha=-client.rate)
+
+    def _update(self, initial: Vector) -> bytes:
+        parts = [value.detach().numpy().ravel() for value in self._parameters.values()]
+        trained: Vector = np.concatenate(parts).astype(FLOAT32, copy=False)
+        delta = model_update(trained, initial)
+        if not is_finite(delta):
+            raise OperatorError("training diverged: the model is not finite", hint=_LOWER)
+        return (delta if self.task.clip is None else clipped(delta, self.task.clip)).tobytes()
+
+
+_LOWER = "lower client.rate, or scale the loss"
+
+
+def _batches(order: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(order), size):
+        yield order[start : start + size].tolist()

@@ -1,0 +1,136 @@
+"""The owner's torch module: made, checked, and read out as named parameters.
+
+What is shared is the vector of trainable parameters, in the order of `named_parameters()`. All
+else in a module has to be the same on every device without being sent: a device makes the module
+from its own file. So a buffer or a frozen parameter that depends on the random seed is refused,
+and so are statistics that training changes and nobody uploads, as BatchNorm keeps them.
+
+Refused: a model that is no module, without trainable parameters, with parameters that are not
+float32 on the CPU; on the owner's sample, a batch that is no tuple or a loss that is no scalar
+with a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from papaya.errors import OperatorError
+from papaya.learning.definition import Task
+from papaya.learning.parameters import Manifest, Vector
+
+_OTHER_NORMALISATION = "use LayerNorm or GroupNorm, or track_running_stats=False"
+
+
+def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
+    """The owner's module, initialised by this seed, and nobody's random generator disturbed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = task.model()
+    if not isinstance(module, torch.nn.Module):
+        raise OperatorError(
+            f"model makes a {type(module).__name__}, not a torch.nn.Module",
+            hint="give the module's class, or a function that returns a module",
+        )
+    return module
+
+
+def trainable(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """What a client trains, by name, in the order of the vector."""
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, object]:
+    """The trainable parameters as arrays that share their memory."""
+    return {name: value.detach().numpy() for name, value in trainable(module).items()}
+
+
+def initial_parameters(task: Task, manifest: Manifest, seed: int) -> Vector:
+    """The module's own initialisation, as a vector."""
+    return manifest.flatten(tensors_of(make_module(task, seed)))  # type: ignore[arg-type]
+
+
+def state_dict(manifest: Manifest, vector: Vector) -> dict[str, torch.Tensor]:
+    """A version by tensor names. Load it with `strict=False` into a module with fixed buffers."""
+    return {
+        name: torch.from_numpy(tensor.copy()) for name, tensor in manifest.unflatten(vector).items()
+    }
+
+
+def checked_manifest(task: Task) -> Manifest:
+    """The manifest of a module that can be trained on devices."""
+    module = make_module(task, seed=0)
+    _check_fixed_parts(module, make_module(task, seed=1))
+    parameters = trainable(module)
+    if not parameters:
+        raise OperatorError(
+            "the model has no trainable parameter", hint="leave requires_grad of some of them on"
+        )
+    for name, value in parameters.items():
+        if value.dtype != torch.float32 or value.device.type != "cpu":
+            raise OperatorError(
+                f"parameter {name!r} is {value.dtype} on {value.device}, not float32 on the CPU",
+                hint="make the module with float32 parameters; devices train on the CPU",
+            )
+    manifest = Manifest(tuple((name, tuple(value.shape)) for name, value in parameters.items()))
+    manifest.flatten(tensors_of(module))  # type: ignore[arg-type]  # finite, too
+    if task.sample:
+        _check_sample(task, module)
+    return manifest
+
+
+def _fixed(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+    return {**frozen, **dict(module.named_buffers())}
+
+
+def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
+    for name, part in module.named_modules():
+        if getattr(part, "running_mean", None) is not None:
+            raise OperatorError(
+                f"{type(part).__name__} {name!r} keeps running statistics, which no client uploads",
+                hint=_OTHER_NORMALISATION,
+            )
+    ours, theirs = _fixed(module), _fixed(other)
+    for name, value in ours.items():
+        if name not in theirs or not torch.equal(value, theirs[name]):
+            raise OperatorError(
+                f"{name!r} is not trained and is random: every device would have another",
+                hint=f"train {name!r}, or set it to values that are the same each time",
+            )
+
+
+def _check_sample(task: Task, module: torch.nn.Module) -> None:
+    before = {name: value.clone() for name, value in _fixed(module).items()}
+    with torch.random.fork_rng(devices=[]):
+        checked_loss(task, module.train(), list(task.sample))
+    for name, value in _fixed(module).items():
+        if not torch.equal(value, before[name]):
+            raise OperatorError(
+                f"the loss changes the buffer {name!r}, which no client uploads",
+                hint=_OTHER_NORMALISATION,
+            )
+
+
+def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes]) -> torch.Tensor:
+    """The loss of one batch, with its graph. No backward here: see papaya/client/fork_server.py."""
+    batch = task.batch(list(examples))
+    if not isinstance(batch, tuple):
+        raise OperatorError(
+            f"batch gives a {type(batch).__name__}, not a tuple of tensors",
+            hint="end it with: return (inputs, targets)",
+        )
+    loss = task.loss(module, *batch)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise OperatorError(
+            f"loss gives {found}, not a scalar tensor",
+            hint="return the mean over the batch, for example cross_entropy(...) or x.mean()",
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise OperatorError(
+            "loss does not depend on the trainable parameters",
+            hint="compute it with the module that it is given, without detach() or no_grad()",
+        )
+    return loss

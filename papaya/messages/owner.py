@@ -1,0 +1,288 @@
+"""What a task's owner may change while it runs: pure transactions, all compare-and-set.
+
+    running ◀──▶ paused          mark      keep a version whatever its age
+       └──┬────────┘             rollback  go on from an earlier version
+    completed, cancelled         evaluate  pin a version by a task of its own (DESIGN, evaluation)
+
+Each requires the very rows that it was made from: one that comes late, or second, is refused and
+changes nothing. Blobs that a transaction names are written by the caller before.
+
+A roll-back counts no update twice. The buffers that were open are given up, their members stay
+consumed, and the fence moves on, so that a holder which has not heard of it can write nothing.
+Refused: what cannot come after the state that a task is in; versions that are gone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from hashlib import sha256
+
+from msgspec import structs
+
+from papaya.config import (
+    AsyncFL,
+    Evaluated,
+    EvaluationPlan,
+    OptimizerConfig,
+    StopRule,
+    TaskConfig,
+)
+from papaya.errors import OperatorError
+from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.storage import (
+    ConsumedRow,
+    FenceRow,
+    OptimizerRow,
+    PointRow,
+    RecordRow,
+    Row,
+    TaskRow,
+    TaskState,
+    Transaction,
+    VersionRow,
+    consumed_key,
+    fence_key,
+    optimizer_key,
+    point_key,
+    record_key,
+    submission,
+    task_key,
+    version_key,
+)
+
+_NEXT: dict[TaskState, tuple[TaskState, ...]] = {
+    "running": ("paused", "cancelled", "completed"),
+    "paused": ("running", "cancelled", "completed"),
+    "completed": (),
+    "cancelled": (),
+}
+_MAX_TASK_ID = 64
+# Ends `why` of an evaluation that marked its version, until it takes the mark away again.
+_KEEPS = "(keeps the version that it evaluates)"
+
+
+class TaskRows:
+    """All rows of one task, from one snapshot of `holder_prefixes`."""
+
+    def __init__(self, task: TaskId, rows: Mapping[str, Row]) -> None:
+        row = rows.get(task_key(task))
+        fence, optimizer = rows.get(fence_key(task)), rows.get(optimizer_key(task))
+        if not isinstance(row, TaskRow):
+            raise OperatorError(f"there is no task {task}", hint="papaya task list")
+        assert isinstance(fence, FenceRow)
+        assert isinstance(optimizer, OptimizerRow)
+        self.task = task
+        self.row = row
+        self.fence = fence
+        self.optimizer = optimizer
+        self.versions = {r.version: r for r in rows.values() if isinstance(r, VersionRow)}
+        self.records = {r.target: r for r in rows.values() if isinstance(r, RecordRow)}
+
+    @property
+    def newest(self) -> VersionRow:
+        return self.versions[max(self.versions)]
+
+    def version(self, number: int) -> VersionRow:
+        found = self.versions.get(number)
+        if found is None:
+            kept = ", ".join(str(version) for version in sorted(self.versions)[-8:])
+            raise OperatorError(
+                f"version {number} of task {self.task} is not there (any more)",
+                hint=f"the newest that are kept: {kept}; mark a version to keep it for longer",
+            )
+        return found
+
+
+def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> Transaction:
+    """Pause, resume, cancel or complete."""
+    task = row.config.task
+    if state not in _NEXT[row.state]:
+        hint = f"papaya task show {task}"
+        if row.is_over:
+            hint = "submit a new task, from a checkpoint of this one: papaya task export --help"
+        raise OperatorError(f"task {task} is {row.state}, it cannot become {state}", hint=hint)
+    ended = now if state in ("completed", "cancelled") else 0.0
+    changed = structs.replace(row, state=state, why=why, ended=ended)
+    return Transaction(
+        require=((task_key(task), row),),
+        put=((task_key(task), changed),),
+    )
+
+
+def mark(
+    task: TaskId, row: VersionRow, marked: bool, evaluation: TaskRow | None = None
+) -> Transaction:
+    """Keep a version, or let it go by age. `evaluation` is the one of this version, if there is
+    one: it must not take the owner's mark away with its own, nor the owner the evaluation's.
+    """
+    key = version_key(task, row.version)
+    if evaluation is None or (not marked and not row.marked):
+        changed = structs.replace(row, marked=marked)
+        return Transaction(require=((key, row),), put=((key, changed),))
+    own = task_key(evaluation.config.task)
+    # What the owner no longer wants stays until no ticket can name it: see `release`.
+    why = _told(evaluation) if marked else _keeping(_told(evaluation))
+    return Transaction(
+        require=((key, row), (own, evaluation)),
+        put=(
+            (key, structs.replace(row, marked=True)),
+            (own, structs.replace(evaluation, why=why)),
+        ),
+    )
+
+
+def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) -> Transaction:
+    """A new head with the parameters of an old version and a fresh optimizer state.
+
+    Every write of a holder requires the fence and the optimizer row; both change here, so whatever
+    is on its way from the branch that is given up is refused.
+    """
+    task, old = rows.task, rows.version(to_version)
+    if rows.row.is_over:
+        raise OperatorError(
+            f"task {task} is {rows.row.state}, it cannot be rolled back",
+            hint="submit a new task, from a checkpoint of this one: papaya task export --help",
+        )
+    head = rows.newest.version + 1
+    seq = rows.fence.seq + 1
+    # Marked: it stays for as long as updates from before it must be told apart.
+    version = VersionRow(head, old.parameters, seq, now, marked=True, restarts=True)
+    given_up = tuple(m for target in sorted(rows.records) for m in rows.records[target].members)
+    consumed = ((consumed_key(task, head), ConsumedRow(head, given_up)),) if given_up else ()
+    # A record that is not there must still not be there, or its members would be forgotten.
+    open_targets = sorted({head, head + 1, *rows.records})
+    return Transaction(
+        require=(
+            (task_key(task), rows.row),
+            (fence_key(task), rows.fence),
+            (optimizer_key(task), rows.optimizer),
+            (version_key(task, to_version), old),
+            *((record_key(task, target), rows.records.get(target)) for target in open_targets),
+        ),
+        put=(
+            (fence_key(task), FenceRow(seq, "", 0.0)),
+            (version_key(task, head), version),
+            (optimizer_key(task), OptimizerRow(head, optimizer)),
+            *consumed,
+        ),
+        delete=tuple(record_key(task, target) for target in rows.records),
+    )
+
+
+# -- evaluation ---------------------------------------------------------------------------------
+
+
+def evaluation_id(task: TaskId, version: int) -> TaskId:
+    """`<task>-eval-<version>`, shortened so that it is a task id and still tells tasks apart."""
+    suffix = f"-eval-{version}"
+    if len(task) + len(suffix) > _MAX_TASK_ID:
+        digest = sha256(task.encode()).hexdigest()[:8]
+        task = f"{task[: _MAX_TASK_ID - len(suffix) - 9]}-{digest}"
+    return task + suffix
+
+
+def evaluation_config(
+    config: TaskConfig, version: VersionRow, plan: EvaluationPlan, length: int
+) -> TaskConfig:
+    """An evaluation is an ordinary task of one step from zero: version 1 is the mean of what its
+    clients upload, each counted as one example. `length` is that of an evaluation's vector.
+    """
+    return TaskConfig(
+        task=evaluation_id(config.task, version.version),
+        concurrency=math.ceil(1.5 * plan.clients),
+        model_length=length,
+        regime=AsyncFL(aggregation_goal=plan.clients),
+        optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+        requirements=config.requirements,
+        training_timeout_s=config.training_timeout_s,
+        upload_timeout_s=config.upload_timeout_s,
+        max_examples=1,
+        participation_gap_s=0.0,
+        commit_interval_s=config.commit_interval_s,
+        stop=StopRule(versions=1, hours=plan.timeout_s / 3600),
+        evaluates=Evaluated(config.task, version.version, version.parameters, config.model_length),
+    )
+
+
+def evaluate(
+    config: TaskConfig, version: VersionRow, parameters: BlobKey, optimizer: BlobKey, now: float
+) -> Transaction:
+    """Submit the evaluation that `config` describes and keep its version for as long as a ticket
+    of it may be valid.
+    """
+    assert config.evaluates is not None
+    submitted = submission(config, parameters, optimizer, now)
+    key = version_key(config.evaluates.task, version.version)
+    if version.marked:
+        return structs.replace(submitted, require=(*submitted.require, (key, version)))
+    put = tuple(
+        (own, structs.replace(row, why=_keeping("")) if isinstance(row, TaskRow) else row)
+        for own, row in submitted.put
+    )
+    return Transaction(
+        require=(*submitted.require, (key, version)),
+        put=(*put, (key, structs.replace(version, marked=True))),
+    )
+
+
+def keeps_version(evaluation: TaskRow) -> bool:
+    """Does it hold the mark of its version?"""
+    return evaluation.why.endswith(_KEEPS)
+
+
+def end_evaluation(
+    row: TaskRow,
+    state: TaskState,
+    now: float,
+    why: str,
+    points: tuple[PointRow | None, PointRow] | None = None,
+) -> Transaction:
+    """It is over. `points`: the point of its version, as it was read and with the result.
+
+    Its clients may still hold tickets that name the version, so the mark stays until `release`.
+    """
+    pinned = row.config.evaluates
+    assert pinned is not None
+    ended = change_state(row, state, now, _keeping(why) if keeps_version(row) else why)
+    if points is None:
+        return ended
+    key = point_key(pinned.task, pinned.version)
+    return Transaction(
+        require=(*ended.require, (key, points[0])), put=(*ended.put, (key, points[1]))
+    )
+
+
+def release(row: TaskRow, version: VersionRow | None) -> Transaction:
+    """No ticket of the evaluation is valid any more: its version may go by age again."""
+    pinned = row.config.evaluates
+    assert pinned is not None
+    own, key = task_key(row.config.task), version_key(pinned.task, pinned.version)
+    released = (own, structs.replace(row, why=_told(row)))
+    if version is None:
+        return Transaction(require=((own, row),), put=(released,))
+    unmarked = (key, structs.replace(version, marked=False))
+    return Transaction(require=((own, row), (key, version)), put=(released, unmarked))
+
+
+def _keeping(why: str) -> str:
+    return f"{why} {_KEEPS}".lstrip()
+
+
+def _told(row: TaskRow) -> str:
+    return row.why.removesuffix(_KEEPS).rstrip()
+
+
+def forget(row: TaskRow, rows: Mapping[str, Row]) -> Transaction:
+    """Remove every row of an evaluation that is over; its result stays as a point."""
+    if not row.is_over or row.config.evaluates is None or keeps_version(row):
+        raise OperatorError(
+            f"task {row.config.task} is {row.state} and must not be forgotten",
+            hint="only evaluations that ended are removed",
+        )
+    task, kinds = row.config.task, ("record", "version", "consumed")
+    exact = (task_key(task), fence_key(task), optimizer_key(task))
+    under = tuple(f"{kind}/{task}/" for kind in kinds)
+    # One task's name may begin another's: a read by prefix finds both.
+    own = tuple(key for key in rows if key in exact or key.startswith(under))
+    return Transaction(require=((task_key(task), row),), delete=own)

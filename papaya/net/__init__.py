@@ -1,0 +1,1 @@
+"""The driver of real systems: the machines over sockets, threads and disks."""

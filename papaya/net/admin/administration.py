@@ -1,0 +1,43 @@
+"""The admin side of one process with a coordinator: the API's routes, and the supervisor beside it.
+
+administration = Administration(state, ThreadedBlobs(blobs), live, clock.now, changed, server)
+routes += guarded(administration.routes(), admin_token, refusal)
+background.append(asyncio.create_task(administration.run()))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from papaya.config import ServerConfig
+from papaya.net.admin.history import History
+from papaya.net.admin.live import Live
+from papaya.net.admin.routes import AdminRoutes
+from papaya.net.admin.service import AdminService
+from papaya.net.admin.stores import Blobs, State
+from papaya.net.admin.supervisor import Supervisor
+from papaya.net.http.routes import Route
+
+
+class Administration:
+    """`changed` tells the coordinator of this process to look at the rows now."""
+
+    def __init__(
+        self,
+        state: State,
+        blobs: Blobs,
+        live: Live,
+        now: Callable[[], float],
+        changed: Callable[[], None],
+        server: ServerConfig = ServerConfig(),  # noqa: B008 - frozen
+    ) -> None:
+        self.history = History(state)
+        self.service = AdminService(state, blobs, self.history, live, now, changed)
+        self.supervisor = Supervisor(state, blobs, self.history, server, now, changed)
+        self._routes = AdminRoutes(self.service)
+
+    def routes(self) -> list[Route]:
+        return self._routes.routes()
+
+    async def run(self) -> None:
+        await self.supervisor.run()

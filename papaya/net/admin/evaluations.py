@@ -1,0 +1,63 @@
+"""Evaluations: when one is due, how it starts, and what its one version says.
+
+DESIGN, "Learning and aggregation": an evaluation is a task that pins a version. Its own version 1
+is the mean over K clients of (Σ loss, Σ examples, 1) per bucket of data volume, so K times that are
+the sums. `papaya/messages/owner.py` has the rows, `papaya/learning/evaluation.py` the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+from msgspec import structs
+
+from papaya.aggregator.shards import initial_blobs
+from papaya.config import EvaluationPlan, TaskConfig
+from papaya.learning import parameters
+from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, summarize
+from papaya.learning.parameters import FLOAT32, FLOAT64
+from papaya.messages import owner
+from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow
+from papaya.net.admin.stores import Blobs, State
+
+
+def is_due(plan: EvaluationPlan, newest: int, tried: Iterable[int], *, is_last: bool) -> bool:
+    """The first version that is seen, as a baseline, then every so many, and the last one."""
+    last = max(tried, default=None)
+    return last is None or newest >= last + (1 if is_last else plan.every_versions)
+
+
+async def start(
+    state: State,
+    blobs: Blobs,
+    config: TaskConfig,
+    version: VersionRow,
+    plan: EvaluationPlan,
+    now: float,
+) -> tuple[TaskConfig, Outcome]:
+    """Submit the evaluation of one version; refused when it has one already."""
+    evaluation = owner.evaluation_config(config, version, plan, EVALUATION_LENGTH)
+    initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
+    for key, data in initial:
+        await blobs.put(key, data)
+    change = owner.evaluate(evaluation, version, initial[0][0], initial[1][0], now)
+    return evaluation, await state.transact(change)
+
+
+async def result(blobs: Blobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:
+    """What the evaluation's version 1 says; ProtocolError when clients uploaded nonsense."""
+    data = await blobs.get(version.parameters)
+    mean = parameters.decode(data, EVALUATION_LENGTH).astype(FLOAT64)
+    return summarize(mean * evaluation.config.aggregation_goal)
+
+
+def with_result(point: PointRow, found: EvaluationResult) -> PointRow:
+    perplexity = found.all.perplexity
+    return structs.replace(
+        point,
+        loss=found.all.loss,
+        perplexity=perplexity if perplexity < float("inf") else None,
+        evaluated=msgspec.json.encode(found).decode(),
+    )

@@ -1,0 +1,136 @@
+"""What the admin API takes and gives, as typed JSON. `papaya task` and `papaya status` read it.
+
+Unknown fields are ignored by readers, so that an older command understands a newer server. No
+field holds a secret.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from papaya.config import TaskConfig
+from papaya.messages.base import BlobKey, NodeId, TaskId
+from papaya.messages.storage import PointRow, TaskState
+
+Why = Annotated[str, Meta(max_length=500)]
+Version = Annotated[int, Meta(ge=0, le=2**53)]
+Tensors = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Problem(Struct, frozen=True):
+    """Every answer that is not a success."""
+
+    error: str
+    hint: str = ""
+
+
+class Stored(Struct, frozen=True):
+    """The key under which parameters were stored; a submission names it."""
+
+    parameters: BlobKey
+
+
+class NewTask(Struct, frozen=True):
+    """A submission. `manifest`: the model's tensors in the order of the vector."""
+
+    config: TaskConfig
+    parameters: BlobKey
+    manifest: Tensors = ()
+
+
+class Reason(Struct, frozen=True):
+    why: Why = ""
+
+
+class RollBack(Struct, frozen=True):
+    version: Version
+
+
+class Mark(Struct, frozen=True):
+    version: Version
+    marked: bool = True
+
+
+class Evaluate(Struct, frozen=True):
+    """None: the newest version, the plan's number of clients."""
+
+    version: Version | None = None
+    clients: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None
+
+
+class TaskView(Struct, frozen=True, kw_only=True):
+    """A task in one line. What only the leading coordinator knows is None anywhere else."""
+
+    task: TaskId
+    state: TaskState
+    why: str
+    regime: str
+    concurrency: int
+    aggregation_goal: int
+    version: int
+    submitted: float
+    ended: float
+    evaluates: str = ""
+    holder: NodeId = ""
+    halted: str = ""
+    active: int | None = None
+    demand: int | None = None
+    utilization: float | None = None
+    held: int | None = None
+    """Held check-ins of devices that fit."""
+    loss: float | None = None
+    perplexity: float | None = None
+
+
+class TaskDetail(Struct, frozen=True, kw_only=True):
+    task: TaskView
+    config: TaskConfig
+    manifest: Tensors
+    points: tuple[PointRow, ...]
+    """The newest, oldest of them first."""
+    versions_per_minute: float
+    warnings: tuple[str, ...]
+
+
+class VersionView(Struct, frozen=True):
+    version: int
+    created: float
+    marked: bool
+    restarts: bool
+    parameters: BlobKey
+
+
+class Started(Struct, frozen=True):
+    """An evaluation that was started."""
+
+    task: TaskId
+    version: int
+
+
+class AggregatorStatus(Struct, frozen=True):
+    node: NodeId
+    heard_s_ago: float
+    tasks: int
+    is_overloaded: bool
+
+
+class SelectorStatus(Struct, frozen=True):
+    node: NodeId
+    heard_s_ago: float
+    held: int
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`."""
+
+    roles: tuple[str, ...]
+    leads: bool
+    recovers: bool
+    leader: NodeId
+    epoch: int
+    aggregators: tuple[AggregatorStatus, ...]
+    selectors: tuple[SelectorStatus, ...]
+    tasks: tuple[TaskView, ...]

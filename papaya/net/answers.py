@@ -1,0 +1,82 @@
+"""The device API's paths, and answers to devices: one JSON message, and a status as a courtesy.
+
+The message decides; a client needs nothing but the body. An answer that asks for patience also
+carries Retry-After, so that everything between understands it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from papaya.messages import wire
+from papaya.messages.base import Message
+from papaya.messages.participation import Complete, Heartbeat, Join, Leave, Refused, Report, Retry
+from papaya.messages.selection import CheckIn
+from papaya.net.http.exchange import Exchange
+from papaya.net.http.link import Response
+
+PATHS: dict[type[Message], str] = {
+    CheckIn: "/v1/check-in",
+    Join: "/v1/join",
+    Heartbeat: "/v1/heartbeat",
+    Report: "/v1/report",
+    Complete: "/v1/complete",
+    Leave: "/v1/leave",
+}
+CHUNK_PATH = "/v1/uploads/{upload}/chunks/{index}"
+PARAMETERS_PATH = "/v1/parameters/{key...}"
+TICKET_HEADER, CRC32_HEADER = "papaya-ticket", "papaya-crc32"
+
+OK, NOT_MODIFIED = 200, 304
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 400, 401, 403, 404, 503
+
+
+class Waiting:
+    """A device that waits for the answer to one request. The handle that machines pass around."""
+
+    __slots__ = ("_exchange", "_observe")
+
+    def __init__(
+        self, exchange: Exchange, observe: Callable[[Message], None] | None = None
+    ) -> None:
+        self._exchange = exchange
+        self._observe = observe
+
+    def answer(self, message: Message) -> None:
+        if self._observe is not None:
+            self._observe(message)
+        answer(self._exchange, message)
+
+    def pass_on(self, response: Response) -> None:
+        pass_on(self._exchange, response)
+
+
+def pass_on(exchange: Exchange, response: Response) -> None:
+    """The answer of another server, as it came."""
+    after = response.headers.get("retry-after")
+    exchange.answer(response.status, response.body, (("Retry-After", after),) if after else ())
+
+
+def answer(exchange: Exchange, message: Message, status: int | None = None) -> None:
+    headers: tuple[tuple[str, str], ...] = ()
+    if isinstance(message, Retry):
+        headers = (("Retry-After", str(math.ceil(message.after_s))),)
+    exchange.answer(status or _status(message), wire.encode(message), headers)
+
+
+def problem(status: int, text: str) -> bytes:
+    """The body of an error of the HTTP layer itself, in the words of the protocol."""
+    reason = text[:128]
+    if status in (429, 500, 503, 504):
+        return wire.encode(Retry(reason, after_s=1.0))
+    return wire.encode(Refused(reason))
+
+
+def _status(message: Message) -> int:
+    match message:
+        case Retry():
+            return BUSY
+        case Refused():
+            return FORBIDDEN
+    return OK

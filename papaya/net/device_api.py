@@ -1,0 +1,162 @@
+"""The door for devices: HTTP requests in, messages to the selector, answers out.
+
+A device shows its token when it checks in; from then on its tickets say what it may do, and no
+server can be talked into more. One device identity is held once: checking in again lets the
+earlier request go. Parameters are public under their hash, immutable, and made to be cached. Sums
+and optimizer state have no address here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+
+from papaya.errors import MissingBlob, ProtocolError
+from papaya.messages import wire
+from papaya.messages.base import Message
+from papaya.messages.participation import Refused, Retry
+from papaya.messages.selection import CheckIn, Gone
+from papaya.net.answers import (
+    BAD_REQUEST,
+    NOT_FOUND,
+    NOT_MODIFIED,
+    PARAMETERS_PATH,
+    PATHS,
+    UNAUTHORIZED,
+    Waiting,
+    answer,
+)
+from papaya.net.auth import UNDECIDED, DeviceAuth
+from papaya.net.host import Host
+from papaya.net.http.exchange import Exchange
+from papaya.net.http.routes import Buffered, Route
+from papaya.store.blobs import FolderBlobs
+
+logger = logging.getLogger("papaya.net")
+
+MAX_REQUEST_BYTES = 64 << 10
+_PARAMETERS = re.compile(
+    r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/version-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
+)
+_TOKEN_HINT = "send the header Authorization: Bearer <device token>"
+_CLOSING_RETRY_S = 1.0
+_MAX_IDENTITIES = 20_000
+_FOREVER = "public, max-age=31536000, immutable"
+
+
+def participation_routes(deliver: Callable[[Message, Waiting], None]) -> list[Route]:
+    """Requests that carry a ticket: at a selector's door and, passed on, at an aggregator's."""
+    return [
+        Buffered("POST", path, partial(_on_request, kind, deliver), MAX_REQUEST_BYTES)
+        for kind, path in PATHS.items()
+        if kind is not CheckIn
+    ]
+
+
+def _on_request(
+    kind: type[Message],
+    deliver: Callable[[Message, Waiting], None],
+    exchange: Exchange,
+    body: bytes,
+) -> None:
+    message = parse(kind, exchange, body)
+    if message is not None:
+        deliver(message, Waiting(exchange))
+
+
+def parse(kind: type[Message], exchange: Exchange, body: bytes) -> Message | None:
+    """The message, or None when the device was told what is wrong with it."""
+    try:
+        message = wire.from_device.parse(body)
+    except ProtocolError as error:
+        answer(exchange, Refused(str(error)[:128], error.hint[:128]), BAD_REQUEST)
+        return None
+    if type(message) is not kind:
+        reason = f"{type(message).__name__} does not belong here, {kind.__name__} does"
+        answer(exchange, Refused(reason), BAD_REQUEST)
+        return None
+    return message
+
+
+class Door:
+    """Check-ins, and parameters for whoever knows their key."""
+
+    def __init__(self, selector: Host, auth: DeviceAuth, blobs: FolderBlobs) -> None:
+        self._selector = selector
+        self._auth = auth
+        self._blobs = blobs
+        self._held: dict[str, tuple[Exchange, Waiting]] = {}
+        self._verifying: set[asyncio.Task[None]] = set()
+        self.is_closing = False
+
+    def routes(self) -> list[Route]:
+        return [
+            Buffered("POST", PATHS[CheckIn], self._on_check_in, MAX_REQUEST_BYTES),
+            Buffered("GET", PARAMETERS_PATH, self._on_parameters),
+            *participation_routes(self._selector.deliver),
+        ]
+
+    # -- check-in ---------------------------------------------------------------------------
+
+    def _on_check_in(self, exchange: Exchange, body: bytes) -> None:
+        identity = self._auth.verify_now(exchange.head.headers.get("authorization"))
+        if identity is UNDECIDED:
+            task = asyncio.get_running_loop().create_task(self._verify(exchange, body))
+            self._verifying.add(task)
+            task.add_done_callback(self._verifying.discard)
+        else:
+            self._admit(exchange, body, identity)
+
+    async def _verify(self, exchange: Exchange, body: bytes) -> None:
+        identity = await self._auth.verify(exchange.head.headers.get("authorization"))
+        self._admit(exchange, body, identity)
+
+    def _admit(self, exchange: Exchange, body: bytes, identity: str | None) -> None:
+        if identity is None:
+            refused = Refused("the device token is missing or not valid", _TOKEN_HINT)
+            answer(exchange, refused, UNAUTHORIZED)
+            return
+        message = parse(CheckIn, exchange, body)
+        if message is None:
+            return
+        if self.is_closing:
+            answer(exchange, Retry("this selector is stopping", _CLOSING_RETRY_S))
+            return
+        waiting = Waiting(exchange)
+        if identity:
+            self._hold_once(identity, exchange, waiting)
+        exchange.on_gone(partial(self._selector.deliver, Gone(), waiting))
+        self._selector.deliver(message, waiting)
+
+    def _hold_once(self, identity: str, exchange: Exchange, waiting: Waiting) -> None:
+        """A device that checks in again has given up its earlier request."""
+        if len(self._held) >= _MAX_IDENTITIES:
+            self._held = {name: held for name, held in self._held.items() if held[0].is_open}
+        earlier = self._held.pop(identity, None)
+        self._held[identity] = (exchange, waiting)
+        if earlier is not None and earlier[0].is_open:
+            self._selector.deliver(Gone(), earlier[1])
+            answer(earlier[0], Retry("you checked in again", 0.0))
+
+    # -- parameters -------------------------------------------------------------------------
+
+    def _on_parameters(self, exchange: Exchange, body: bytes) -> None:
+        key = exchange.captured["key"]
+        found = _PARAMETERS.fullmatch(key)
+        if found is None:
+            answer(exchange, Refused("there are no parameters under this key"), NOT_FOUND)
+            return
+        tag = f'"{found["hash"]}"'
+        headers = (("ETag", tag), ("Cache-Control", _FOREVER))
+        if exchange.head.headers.get("if-none-match") == tag:
+            exchange.answer(NOT_MODIFIED, b"", headers)
+            return
+        try:
+            path = self._blobs.path(key)
+        except MissingBlob:
+            answer(exchange, Refused("these parameters are gone"), NOT_FOUND)
+        else:
+            exchange.answer_file(path, headers)

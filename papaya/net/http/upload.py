@@ -1,0 +1,129 @@
+"""A request whose body is sent while it is still arriving from someone else: the cut-through.
+
+    receiver: upload.write(view)              sends at once, copies what the socket does not take
+              if upload.is_full: pause        until `on_room` is called
+    task:     await upload.response(...)      may come early: a refusal before the body is read
+
+It is not repeated: the bytes are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from papaya.net.http.exchange import Headers
+from papaya.net.http.link import Link, PeerUnavailable, Response
+
+
+class Pool(Protocol):
+    """Where connections come from."""
+
+    address: str
+
+    def kept(self) -> Link | None: ...
+
+    def check_room(self) -> None: ...
+
+    async def lend(self) -> Link: ...
+
+    def give_back(self, link: Link) -> None: ...
+
+
+class Upload:
+    """One body on its way. Until there is a connection it is full."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        method: str,
+        path: str,
+        headers: Headers,
+        length: int,
+        on_room: Callable[[], None],
+    ) -> None:
+        self._pool = pool
+        self._head = (method, path, headers, length)
+        self._on_room = on_room
+        self._early = bytearray()  # written before there was a connection
+        self._link: Link | None = None
+        self._is_over = False
+        self._answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._opening: asyncio.Task[None] | None = None
+        if (link := pool.kept()) is not None:
+            self._use(link)
+        else:
+            pool.check_room()
+            self._opening = asyncio.create_task(self._open())
+
+    @property
+    def is_full(self) -> bool:
+        """Nothing should be written now. Never once the answer is there: writing does nothing."""
+        return not self._is_over and (self._link is None or self._link.is_full)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """The next bytes of the body. `data` may be used again when this returns."""
+        if self._is_over:
+            return
+        if self._link is None:
+            self._early += data
+        else:
+            self._link.send(data)
+
+    async def response(self, timeout_s: float) -> Response:
+        """The answer, as soon as it is there; what is not sent by then never will be."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._answer
+        except TimeoutError as error:
+            message = f"{self._pool.address} did not answer in {timeout_s:g} s"
+            raise PeerUnavailable(message) from error
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends it; a connection that is in the middle of a body is cut."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._early.clear()
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._link is not None:
+            self._pool.give_back(self._link)
+        if not self._answer.done():
+            self._answer.cancel()
+
+    async def _open(self) -> None:
+        try:
+            link = await self._pool.lend()
+        except Exception as error:
+            self._opening = None
+            self._fail(error)
+            self.abort()
+        else:
+            self._opening = None
+            self._use(link)
+            link.send(bytes(self._early))
+            self._early.clear()
+        self._on_room()
+
+    def _use(self, link: Link) -> None:
+        self._link = link
+        link.on_room = self._on_room
+        link.begin(*self._head).add_done_callback(self._answered)
+
+    def _answered(self, answer: asyncio.Future[Response]) -> None:
+        if not answer.cancelled() and not self._answer.done():
+            if (error := answer.exception()) is not None:
+                self._fail(error)
+            else:
+                self._answer.set_result(answer.result())
+        self.abort()
+        self._on_room()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(error)
+            self._answer.exception()  # Nobody has to ask: the upload may have been given up.

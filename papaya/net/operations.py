@@ -1,0 +1,66 @@
+"""What an operator looks at: /health and /metrics on the admin listener of every role.
+
+Both need no token: they tell counts and names of tasks, nothing that a device sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from papaya import __version__
+from papaya.aggregator.aggregator import Aggregator
+from papaya.coordinator.coordinator import Coordinator
+from papaya.net.collectors import (
+    DriverMetrics,
+    aggregator_collector,
+    coordinator_collector,
+    selector_collector,
+)
+from papaya.net.host import AggregatorHost, Host
+from papaya.net.http.exchange import Exchange
+from papaya.net.http.routes import Buffered, Route
+from papaya.net.metrics import CONTENT_TYPE, Registry
+from papaya.selector.selector import Selector
+
+Now = Callable[[], float]
+
+
+class Operations:
+    """The metrics of one process."""
+
+    def __init__(self, now: Now) -> None:
+        self.registry = Registry()
+        self.driver = DriverMetrics(self.registry)
+        self._now = now
+        self._hosts: list[Host] = []
+
+    def watch(self, hosts: Iterable[Host]) -> None:
+        for host in hosts:
+            self._hosts.append(host)
+            match host.machine:
+                case Coordinator() as coordinator:
+                    self.registry.collect(coordinator_collector(coordinator, self._now))
+                case Selector() as selector:
+                    self.registry.collect(selector_collector(selector))
+                case Aggregator() as aggregator:
+                    self.registry.collect(aggregator_collector(aggregator, self._now))
+
+    def routes(self) -> list[Route]:
+        return [
+            Buffered("GET", "/health", self._on_health),
+            Buffered("GET", "/metrics", self._on_metrics),
+        ]
+
+    def _on_health(self, exchange: Exchange, body: bytes) -> None:
+        nodes = [host.machine.node for host in self._hosts]
+        exchange.answer(200, msgspec.json.encode({"papaya": __version__, "nodes": nodes}))
+
+    def _on_metrics(self, exchange: Exchange, body: bytes) -> None:
+        for host in self._hosts:
+            if isinstance(host, AggregatorHost):
+                self.driver.queue.set(host.workers.queue_length)
+                self.driver.free_buffers.set(host.pool.free)
+        text = self.registry.text()
+        exchange.answer(200, text.encode(), content_type=CONTENT_TYPE)

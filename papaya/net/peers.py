@@ -1,0 +1,120 @@
+"""Messages between servers: within the process by a call, to others by HTTP.
+
+    Send      one-way; may be lost; in order to each peer, bounded, the oldest are dropped
+    Forward   a device's request to the task's aggregator; the answer goes back as it came
+
+A node's id carries its address (`aggregator@10.0.0.7:8752`), so a route or a report is all that it
+takes to reach it. Every request shows the servers' token. It repeats nothing: machines do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+from papaya.errors import PapayaError, ProtocolError
+from papaya.messages import wire
+from papaya.messages.base import Message, NodeId
+from papaya.messages.participation import Retry
+from papaya.net.answers import PATHS, Waiting
+from papaya.net.host import Host
+from papaya.net.http.connection import Connections
+
+logger = logging.getLogger("papaya.net")
+
+MESSAGES_PATH = "/internal/messages"
+TO_HEADER = "papaya-to"
+
+_MAX_QUEUED = 256
+_SEND_TIMEOUT_S = 5.0
+_RELAY_TIMEOUT_S = 30.0
+_UNREACHABLE_RETRY_S = 1.0
+
+
+def address_of(node: NodeId) -> str:
+    """`host:port` of a node that runs elsewhere."""
+    _, at, address = node.partition("@")
+    if not at:
+        raise ProtocolError(f"node {node!r} names no address", hint="it should be role@host:port")
+    return address
+
+
+class Peers:
+    """The messenger of every host in this process."""
+
+    def __init__(self, connections: Connections, token: str) -> None:
+        self.hosts: dict[NodeId, Host] = {}
+        self.connections = connections
+        self.headers = (("Authorization", f"Bearer {token}"),)
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[NodeId, deque[Message]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.lost = 0
+
+    def send(self, to: NodeId, message: Message) -> None:
+        host = self.hosts.get(to)
+        if host is not None:
+            self._loop.call_soon(host.deliver, message)
+            return
+        queue = self._queues.get(to)
+        if queue is None:
+            self._queues[to] = deque((message,), maxlen=_MAX_QUEUED)
+            self._spawn(self._send_all(to))
+        else:
+            self.lost += len(queue) == _MAX_QUEUED
+            queue.append(message)
+
+    def forward(self, request: Waiting, to: NodeId, message: Message) -> None:
+        """Chunks take another way: `papaya/net/uploads.py`."""
+        host = self.hosts.get(to)
+        if host is not None:
+            host.deliver(message, request)
+        else:
+            self._spawn(self._relay(request, to, message))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.connections.close()
+
+    async def _send_all(self, to: NodeId) -> None:
+        """Until the queue is empty; the next message starts it again."""
+        queue = self._queues[to]
+        headers = (*self.headers, (TO_HEADER, to))
+        try:
+            address = address_of(to)
+            while queue:
+                body = wire.encode(queue.popleft())
+                await self.connections.request(
+                    address, "POST", MESSAGES_PATH, headers, body, _SEND_TIMEOUT_S
+                )
+        except (PapayaError, OSError, TimeoutError) as error:
+            self.lost += 1 + len(queue)
+            logger.info("%s cannot be reached: %s", to, error)
+        finally:
+            del self._queues[to]
+
+    async def _relay(self, request: Waiting, to: NodeId, message: Message) -> None:
+        try:
+            response = await self.connections.request(
+                address_of(to),
+                "POST",
+                PATHS[type(message)],
+                self.headers,
+                wire.encode(message),
+                _RELAY_TIMEOUT_S,
+            )
+        except (PapayaError, OSError, TimeoutError) as error:
+            logger.info("%s cannot be reached: %s", to, error)
+            request.answer(Retry("the aggregator cannot be reached", _UNREACHABLE_RETRY_S))
+        else:
+            request.pass_on(response)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

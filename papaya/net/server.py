@@ -1,0 +1,227 @@
+"""A server process: one role or all of them, up and down again.
+
+    devices   ──▶ selector       check-in, participation, chunks, parameters
+    servers   ──▶ all roles      messages among servers, what selectors pass on (roles apart only)
+    admin     ──▶ coordinator    the admin API; /metrics and /health for every role
+
+Restarting is recovering: everything that decides is in the state store, so a server that was killed
+comes up at the last committed version, with optimizer state and open buffer, and adopts the clients
+that are still training. `stop` lets uploads that are on their way finish first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from random import SystemRandom
+from typing import Any
+
+from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.shards import Shards
+from papaya.config import Deployment
+from papaya.config.deployment import ROLES, Role, address
+from papaya.coordinator.coordinator import Coordinator
+from papaya.errors import OperatorError, PapayaError
+from papaya.messages.base import Message, NodeId
+from papaya.messages.storage import Changed
+from papaya.net.admin.administration import Administration
+from papaya.net.admin.live import CoordinatorLive
+from papaya.net.admin.stores import ThreadedBlobs
+from papaya.net.answers import Waiting, problem
+from papaya.net.auth import verifier_for
+from papaya.net.buffers import BufferPool
+from papaya.net.device_api import Door, participation_routes
+from papaya.net.host import AggregatorHost, Host
+from papaya.net.http.limits import Limits
+from papaya.net.http.listening import Listening, serve
+from papaya.net.http.routes import Route
+from papaya.net.internal_api import guarded, message_route
+from papaya.net.operations import Operations
+from papaya.net.resources import Resources
+from papaya.net.tls import server_context
+from papaya.net.uploads import Uploads
+from papaya.net.workers import Workers
+from papaya.selector.selector import Selector
+
+logger = logging.getLogger("papaya.net")
+
+_CUT_OFF_S = 2.0
+_QUIET_POLL_S = 0.05
+
+
+class Server:
+    """One process. `start` returns when every listener answers."""
+
+    def __init__(self, deployment: Deployment, roles: tuple[Role, ...] = ROLES) -> None:
+        self.deployment = deployment
+        self.roles = roles
+        self.addresses: dict[str, str] = {}
+        self._is_alone = roles == ROLES and not deployment.coordinators
+        self._limits = Limits(max_connections=deployment.max_connections)
+        self._listeners: list[Listening] = []
+        self._background: list[asyncio.Task[None]] = []
+        self._hosts: dict[Role, Host] = {}
+        self._operations: Operations
+        self._door: Door | None = None
+
+    # -- up and down --------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        name = "server" if self._is_alone else "-".join(self.roles)
+        self._resources = await Resources.open(self.deployment, name)
+        try:
+            self._tls = server_context(self.deployment)
+            self._operations = Operations(self._resources.clock.now)
+            if not self._is_alone:
+                await self._listen("servers", self.deployment.servers, self._servers_routes())
+            for role in self.roles:
+                self._hosts[role] = self._make_host(role)
+            for host in self._hosts.values():
+                self._resources.peers.hosts[host.machine.node] = host
+                host.start()
+            self._operations.watch(self._hosts.values())
+            await self._open_doors()
+            self._look_after(self._refresh_keys())
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Clean: no new devices, uploads on their way get their answer, then everything closes."""
+        if self._door is not None:
+            self._door.is_closing = True
+        await self._uploads_are_over()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*(listener.drain(_CUT_OFF_S) for listener in self._listeners))
+        for host in self._hosts.values():
+            host.stop()
+            if isinstance(host, AggregatorHost):
+                await host.workers.close()
+        await self._resources.close()
+
+    async def _uploads_are_over(self) -> None:
+        host = self._hosts.get("aggregator")
+        if isinstance(host, AggregatorHost):
+            loop = asyncio.get_running_loop()
+            ends_at = loop.time() + self.deployment.drain_s
+            while host.machine.uploads and loop.time() < ends_at:
+                await asyncio.sleep(_QUIET_POLL_S)
+
+    def _look_after(self, work: Coroutine[Any, Any, None]) -> None:
+        self._background.append(asyncio.get_running_loop().create_task(work))
+
+    async def _refresh_keys(self) -> None:
+        """Every heartbeat, so that a key is known everywhere before it seals."""
+        shared = self._resources
+        while True:
+            await asyncio.sleep(self.deployment.server.heartbeat_s)
+            try:
+                await shared.keys.refresh(shared.clock.now())
+            except PapayaError:
+                logger.exception("the ticket keys could not be read; the old ones stay in use")
+
+    # -- roles --------------------------------------------------------------------------------
+
+    def _node(self, role: Role) -> NodeId:
+        return role if self._is_alone else f"{role}@{self.addresses['servers']}"
+
+    def _coordinators(self) -> tuple[NodeId, ...]:
+        if self.deployment.coordinators:
+            return tuple(f"coordinator@{where}" for where in self.deployment.coordinators)
+        if "coordinator" in self.roles:
+            return (self._node("coordinator"),)
+        raise OperatorError(
+            f"{' and '.join(self.roles)} cannot run without a coordinator",
+            hint='name the servers address of each in the file: coordinators = ["host:8752"]',
+        )
+
+    def _make_host(self, role: Role) -> Host:
+        shared, server = self._resources, self.deployment.server
+        node, boot, keyring = self._node(role), shared.clock.now(), shared.keys.keyring
+        around = (shared.clock, shared.state, shared.peers)
+        match role:
+            case "coordinator":
+                return Host(Coordinator(node, boot, server, SystemRandom()), *around)
+            case "selector":
+                return Host(Selector(node, boot, server, keyring, self._coordinators()), *around)
+            case "aggregator":
+                aggregator = Aggregator(node, boot, server, keyring, self._coordinators())
+                return self._make_aggregator_host(aggregator)
+
+    def _make_aggregator_host(self, machine: Aggregator) -> AggregatorHost:
+        shared, deployment = self._resources, self.deployment
+        chunk_bytes = deployment.server.chunk_bytes
+        pool = BufferPool((deployment.upload_memory_mb << 20) // chunk_bytes or 1, chunk_bytes)
+        shards = Shards(deployment.fold_threads, release=pool.give_back)
+        workers = Workers(shards, shared.blobs, self._on_work_done, deployment.fold_threads)
+        return AggregatorHost(machine, shared.clock, shared.state, shared.peers, workers, pool)
+
+    def _on_work_done(self, result: Message) -> None:
+        self._hosts["aggregator"].deliver(result)
+
+    # -- doors --------------------------------------------------------------------------------
+
+    async def _listen(self, name: str, where: str, routes: list[Route]) -> None:
+        host, port = address(name, where)
+        listening = await serve(
+            routes, host, port, limits=self._limits, problem=problem, ssl=self._tls
+        )
+        self._listeners.append(listening)
+        shown = f"[{host}]" if ":" in host else host
+        self.addresses[name] = f"{shown}:{listening.port}"
+
+    async def _open_doors(self) -> None:
+        if "selector" in self.roles:
+            await self._listen("devices", self.deployment.devices, self._devices_routes())
+        await self._listen("admin", self.deployment.admin, self._admin_routes())
+
+    def _devices_routes(self) -> list[Route]:
+        shared, selector = self._resources, self._hosts["selector"]
+        assert isinstance(selector.machine, Selector)
+        auth = verifier_for(self.deployment, shared.data)
+        self._door = Door(selector, auth, shared.blobs)
+        uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators)
+        return [*self._door.routes(), uploads.route()]
+
+    def _to_aggregator(self, message: Message, waiting: Waiting) -> None:
+        self._hosts["aggregator"].deliver(message, waiting)
+
+    def _aggregators(self) -> dict[NodeId, AggregatorHost]:
+        return {
+            host.machine.node: host
+            for host in self._hosts.values()
+            if isinstance(host, AggregatorHost)
+        }
+
+    def _admin_routes(self) -> list[Route]:
+        routes = self._operations.routes()
+        if "coordinator" in self.roles:
+            administration = self._administration()
+            self._look_after(administration.run())
+            refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
+            token = self._resources.admin_token
+            routes += guarded(administration.routes(), token, refusal)
+        return routes
+
+    def _administration(self) -> Administration:
+        shared, host = self._resources, self._hosts["coordinator"]
+        assert isinstance(host.machine, Coordinator)
+        return Administration(
+            shared.awaited,
+            ThreadedBlobs(shared.blobs),
+            CoordinatorLive(host.machine, shared.clock.now, self.roles),
+            shared.clock.now,
+            changed=lambda: host.deliver(Changed()),
+        )
+
+    def _servers_routes(self) -> list[Route]:
+        shared = self._resources
+        routes = [message_route(shared.peers)]
+        if "aggregator" in self.roles:
+            routes += participation_routes(self._to_aggregator)
+            uploads = Uploads(shared.clock, shared.peers, None, self._aggregators)
+            routes.append(uploads.route())
+        return guarded(routes, shared.server_token, problem(401, "the servers' token is missing"))

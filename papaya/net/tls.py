@@ -1,0 +1,84 @@
+"""TLS by two options: `tls_certificate` and `tls_key`. Version 1.2 at least.
+
+Without them everything is in the clear, which is for one machine or for a proxy in front that ends
+TLS. Servers and the command line check the certificates of servers that they call, against
+`tls_authority` or else the system's roots. It refuses keys that need a passphrase: nobody is there
+to type it. Certificates are read at the start only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import ssl
+import stat
+
+from papaya.config.deployment import Deployment
+from papaya.errors import OperatorError
+
+_PROTOCOLS = ("http/1.1",)
+
+
+def server_context(deployment: Deployment) -> ssl.SSLContext | None:
+    """For every listener; None when TLS is off."""
+    certificate, key = deployment.tls_certificate, deployment.tls_key
+    if certificate is None or key is None:
+        return None
+    _require_readable("tls_certificate", certificate)
+    _require_readable("tls_key", key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(_PROTOCOLS)
+    try:
+        context.load_cert_chain(certificate, key, password=_no_passphrase)
+    except (ssl.SSLError, ValueError) as error:
+        raise OperatorError(
+            f"tls_certificate {certificate} and tls_key {key} do not work: {_reason(error)}",
+            hint="both are PEM, the key belongs to the first certificate in the file and has no "
+            f"passphrase: openssl pkey -in {key} -noout",
+        ) from error
+    return context
+
+
+def client_context(authority: str | None = None) -> ssl.SSLContext:
+    """For calls to servers: name and certificate are checked, always."""
+    if authority is not None:
+        _require_readable("tls_authority", authority)
+    try:
+        context = ssl.create_default_context(cafile=authority)
+    except ssl.SSLError as error:
+        raise OperatorError(
+            f"tls_authority {authority} does not work: {_reason(error)}",
+            hint="it is a PEM file of the certificates that signed tls_certificate",
+        ) from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(_PROTOCOLS)
+    return context
+
+
+def between_servers(deployment: Deployment) -> ssl.SSLContext | None:
+    """For calls to other servers of the same installation; None when TLS is off."""
+    if deployment.tls_certificate is None:
+        return None
+    return client_context(deployment.tls_authority)
+
+
+def _require_readable(field: str, path: str) -> None:
+    """OpenSSL does not say which of its files is missing."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise IsADirectoryError(errno.EISDIR, "it is not a file")
+        os.close(os.open(path, os.O_RDONLY))
+    except OSError as error:
+        raise OperatorError(
+            f"{field} = {path!r} cannot be read: {error.strerror}",
+            hint="paths in the configuration file start at its folder; papaya's user must read it",
+        ) from error
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key needs a passphrase")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)

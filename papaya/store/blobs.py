@@ -1,0 +1,252 @@
+"""The blob store in a folder: bytes under `task/seq/what-hash`, never overwritten.
+
+A put is: a temporary file in the blob's own folder, write, fsync, rename, fsync the folder (and
+before, the parents of a folder that is new). When it returns, a row may name the blob; a power loss
+at any moment leaves the whole blob or none (docs/adr/0006). Deleting is not synced: a blob that a
+power loss brings back is one that no row names, and the next holder sweeps it.
+
+Several processes may share the folder. A temporary file is locked by its writer for as long as it
+is written, and the lock ends with the process: what can be locked by another was left by a crash.
+An empty folder is removed when its last blob goes; a put that loses its folder makes it again.
+
+It refuses every key that is not exactly of the form of `blob_key` in papaya/aggregator/shards.py,
+so that no key leaves the folder. It does not hash contents.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from papaya.errors import MissingBlob, OperatorError, ProtocolError
+from papaya.messages.base import BlobKey, TaskId
+from papaya.store.folders import make_folder, sync_folder, unusable
+
+Piece: TypeAlias = bytes | bytearray | memoryview
+
+_TASK = r"[a-z0-9][a-z0-9_-]{0,63}"
+_SEQ = r"(?:0|[1-9][0-9]{0,17})"
+_NAME = r"[a-z][a-z0-9-]{0,95}-[0-9a-f]{32}"
+_task_form = re.compile(_TASK)
+_key_form = re.compile(f"{_TASK}/{_SEQ}/{_NAME}")
+_INCOMING = ".incoming-"
+_QUOTED = 100
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# A folder vanishes under a put only when the last blob in it is deleted just then.
+_ATTEMPTS = 100
+
+
+class FolderBlobs:
+    """Immutable bytes by key. Threads may share it."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).resolve()
+        # Folders whose own names are durable. A member is dropped before its folder can go.
+        self._durable: set[Path] = set()
+        make_folder(self.root)
+        try:
+            with tempfile.TemporaryFile(dir=self.root):
+                pass  # better to find out now than with the first update
+            self._remove_leftovers()
+        except OSError as error:
+            raise unusable(self.root, error) from error
+
+    def put(self, key: BlobKey, data: Piece | Sequence[Piece]) -> None:
+        """Durable when it returns. A key that is there already is left as it is."""
+        path = self._path(key)
+        pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+        views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
+        size = sum(view.nbytes for view in views)
+        try:
+            if not self._is_there(key, path, size):
+                self._write(path, views)
+        except OSError as error:
+            raise self._not_written(key, size, error) from error
+
+    def get(self, key: BlobKey) -> bytes:
+        with self._reading(key) as path:
+            return path.read_bytes()
+
+    def size(self, key: BlobKey) -> int:
+        with self._reading(key) as path:
+            return path.stat().st_size
+
+    def path(self, key: BlobKey) -> Path:
+        """Where the bytes are, for whoever sends a file. It may be deleted at any time."""
+        with self._reading(key) as path:
+            path.stat()
+            return path
+
+    def keys(self, task: TaskId) -> list[BlobKey]:
+        if _task_form.fullmatch(task) is None:
+            raise ProtocolError(f"{task[:_QUOTED]!r} is not a task id")
+        folder = self.root / task
+        try:
+            found = [f"{task}/{seq}/{name}" for seq, name in _names_under(folder)]
+        except OSError as error:
+            raise unusable(folder, error) from error
+        return sorted(key for key in found if _key_form.fullmatch(key))
+
+    def delete(self, key: BlobKey) -> None:
+        """What is not there is no error: it may have been deleted before a crash."""
+        path = self._path(key)
+        try:
+            path.unlink(missing_ok=True)
+        except NotADirectoryError:
+            return
+        except OSError as error:
+            raise unusable(path.parent, error) from error
+        self._remove_if_empty(path.parent)
+
+    def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None:
+        """Delete what earlier holders of a task left behind without a row."""
+        for key in self.keys(task):
+            if key not in keep and int(key.split("/")[1]) < below_seq:
+                self.delete(key)
+
+    def _path(self, key: BlobKey) -> Path:
+        if _key_form.fullmatch(key) is None:
+            raise ProtocolError(
+                f"{key[:_QUOTED]!r} is not the key of a blob",
+                hint="take the key from the server's own answer: task/seq/what-hash",
+            )
+        return self.root / key
+
+    @contextmanager
+    def _reading(self, key: BlobKey) -> Iterator[Path]:
+        try:
+            yield self._path(key)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise MissingBlob(f"blob {key} is missing") from error
+        except OSError as error:
+            raise OperatorError(
+                f"blob {key} cannot be read: {error.strerror}",
+                hint=f"check the disk of {self.root} and who may read it",
+            ) from error
+
+    def _is_there(self, key: BlobKey, path: Path, size: int) -> bool:
+        try:
+            found = path.stat().st_size
+            # Its writer may be another, which has renamed it and not yet synced the folders.
+            for folder in (path.parent, path.parent.parent, self.root):
+                sync_folder(folder)
+        except FileNotFoundError:
+            return False
+        if found != size:
+            raise OperatorError(
+                f"blob {key} is there with {found} bytes, and was to be written with {size}",
+                hint=f"the disk damaged it: check the disk, then remove {path}",
+            )
+        return True
+
+    def _write(self, path: Path, views: list[memoryview]) -> None:
+        handle, temporary = self._temporary(path.parent)
+        try:
+            self._sync_names(path.parent)
+            for view in views:
+                while view:
+                    view = view[os.write(handle, view) :]
+            os.fsync(handle)
+            os.rename(temporary, path)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+            self._remove_if_empty(path.parent)
+            raise
+        finally:
+            os.close(handle)
+        with suppress(FileNotFoundError):  # swept at once by a successor: nothing to keep
+            sync_folder(path.parent)
+
+    def _temporary(self, folder: Path) -> tuple[int, str]:
+        """A new file, locked. From then on its folder is not empty, so it cannot vanish."""
+        problem: OSError | None = None
+        for _ in range(_ATTEMPTS):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                handle, name = tempfile.mkstemp(prefix=_INCOMING, dir=folder)
+            except (FileNotFoundError, FileExistsError) as error:
+                problem = error  # it was there and is gone: its last blob was deleted just now
+                continue
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                if os.path.exists(name):
+                    return handle, name
+            except BaseException:
+                os.close(handle)
+                raise
+            os.close(handle)  # taken for a leftover before it was locked
+        raise problem or FileNotFoundError(errno.ENOENT, "temporary files vanish from the folder")
+
+    def _sync_names(self, folder: Path) -> None:
+        """Make the names `task` and `task/seq` durable, once. The folder cannot vanish now."""
+        if folder not in self._durable:
+            sync_folder(folder.parent)
+            sync_folder(self.root)
+            self._durable.add(folder)
+
+    def _remove_if_empty(self, folder: Path) -> None:
+        for empty in (folder, folder.parent):
+            self._durable.discard(empty)
+            try:
+                empty.rmdir()
+            except OSError:
+                return  # not empty, or gone
+
+    def _remove_leftovers(self) -> None:
+        for task in _folders_in(self.root):
+            for seq, name in _names_under(task):
+                if name.startswith(_INCOMING):
+                    _remove_unless_locked(task / seq / name)
+            for folder in _folders_in(task):
+                self._remove_if_empty(folder)
+
+    def _not_written(self, key: BlobKey, size: int, error: OSError) -> OperatorError:
+        if error.errno in _FULL:
+            return OperatorError(
+                f"no space for the {size} bytes of blob {key}: {error.strerror}",
+                hint=f"free space on the disk of {self.root}, or raise this user's quota",
+            )
+        return OperatorError(
+            f"blob {key} of {size} bytes cannot be written: {error.strerror}",
+            hint=f"check the disk of {self.root} and who may write it",
+        )
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []  # removed just now, or not ours
+
+
+def _names_under(task: Path) -> Iterator[tuple[str, str]]:
+    """(seq, name) of every file of a task."""
+    for folder in _folders_in(task):
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            continue  # removed just now
+        yield from ((folder.name, name) for name in names)
+
+
+def _remove_unless_locked(leftover: Path) -> None:
+    try:
+        handle = os.open(leftover, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # renamed or removed just now
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        leftover.unlink(missing_ok=True)
+    except BlockingIOError:
+        pass  # its writer lives
+    finally:
+        os.close(handle)

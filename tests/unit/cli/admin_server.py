@@ -1,0 +1,74 @@
+"""The real admin API on a real port, in a thread, for commands that are run in the test's own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import TypeVar
+
+from papaya.cli import status, task
+from papaya.cli.main import Parser
+from papaya.net.http.listening import serve
+from papaya.net.internal_api import guarded
+from papaya.net.token_files import Secret
+from tests.unit.net.admin.builders import System
+
+T = TypeVar("T")
+TOKEN = "0123456789abcdef-test"
+
+
+class AdminServer:
+    """A running one. `call` runs a coroutine on its loop."""
+
+    def __init__(self, system: System, loop: asyncio.AbstractEventLoop, url: str) -> None:
+        self.system = system
+        self.url = url
+        self._loop = loop
+
+    def call(self, coroutine: Coroutine[None, None, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
+
+
+@contextmanager
+def admin_server(folder: Path) -> Iterator[AdminServer]:
+    started = Event()
+    found: list[AdminServer] = []
+    stop: list[Callable[[], object]] = []
+
+    async def run() -> None:
+        system = System(folder)
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        routes = guarded(system.administration.routes(), Secret(TOKEN), b"{}")
+        listening = await serve(routes, "127.0.0.1", 0)
+        found.append(AdminServer(system, loop, f"http://127.0.0.1:{listening.port}"))
+        stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
+        started.set()
+        await stopping.wait()
+        await listening.drain(1.0)
+        system.store.close()
+
+    thread = Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        assert started.wait(timeout=30)
+        (folder / "admin.token").write_text(f"{TOKEN}\n", encoding="ascii")
+        yield found[0]
+    finally:
+        for end in stop:
+            end()
+        thread.join(timeout=30)
+
+
+def papaya(*arguments: str) -> int:
+    """`papaya …`, with errors as exceptions."""
+    parser = Parser(prog="papaya")
+    commands = parser.add_subparsers(required=True)
+    for command in (task, status):
+        command.add_to(commands)
+    options: argparse.Namespace = parser.parse_args(arguments)
+    return int(options.run(options))

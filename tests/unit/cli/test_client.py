@@ -1,0 +1,237 @@
+"""`papaya client`: options reach the devices, events come out, errors help."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from papaya.cli import client
+from papaya.cli.examples import examples_of, files_in
+from papaya.client.example_store import ExampleStore
+from papaya.errors import OperatorError, PapayaError
+from papaya.learning import parameters
+from papaya.messages.participation import Completed, Report
+from papaya.messages.selection import CheckIn
+from tests.unit.net.device.fake_selector import FakeSelector, answer, joined, raw, serving
+
+ASSUMED = ["--assume", "idle,charging,unmetered", "--participation-floor", "0", "--pause", "0"]
+WAITING = [*ASSUMED, "--protocol-only", "0.01"]
+TASK = """
+from papaya.learning.task import *
+import torch
+
+def load_examples(text):
+    return [word.encode() for word in text.split()]
+
+def batch(examples):
+    return (torch.tensor([[float(len(e))] for e in examples]),)
+
+task = Task(
+    name="lengths",
+    model=lambda: torch.nn.Linear(1, 1),
+    loss=lambda module, x: (module(x) - x).square().mean(),
+    batch=batch,
+    examples=Examples("words"),
+    client=ClientSGD(rate=0.01),
+    concurrency=2,
+)
+"""
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    client.add_to(parser.add_subparsers())
+    options = parser.parse_args(["client", *arguments])
+    return int(options.run(options))
+
+
+@contextmanager
+def a_server() -> Iterator[FakeSelector]:
+    """On a loop of its own: `run` has one itself."""
+    ready: list[FakeSelector] = []
+    started, loop, over = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with serving() as fake:
+            fake.joined = joined(participation_gap_s=0.0)
+            fake.replace["complete"] = answer(Completed())
+            ready.append(fake)
+            started.set()
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert started.wait(10)
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(10)
+        loop.close()
+
+
+def test_devices_visit_and_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef\n")
+    token.chmod(0o600)
+    with a_server() as fake:
+        options = ["--devices", "3", "--visits", "2", "--store", str(tmp_path / "stores")]
+        more = ["--token-file", str(token), "--labels", "b, a"]
+        assert run("--server", fake.url, *WAITING, *options, *more) == 0
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == sorted(
+        f"device-{number} counted next-word" for number in (1, 1, 2, 2, 3, 3)
+    )
+    assert "6 visits: 6 counted" in err
+    assert fake.seen.count("complete") == 6
+    assert sorted(path.name for path in (tmp_path / "stores").iterdir()) == [
+        f"device-{number}.db" for number in (1, 2, 3)
+    ]
+    hello = fake.messages[0]
+    assert isinstance(hello, CheckIn)
+    assert hello.capabilities.labels == ("a", "b")
+    assert hello.capabilities.memory_mb.bit_count() == 1
+    assert fake.headers[0]["Authorization"] == "Bearer 0123456789abcdef"
+    assert "0123456789abcdef" not in out + err
+
+
+def test_events_as_json_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with a_server() as fake:
+        options = ["--visits", "1", "--store", str(tmp_path / "device.db"), "--format", "json"]
+        assert run("--server", fake.url, *WAITING, *options) == 0
+    events = [msgspec.json.decode(line) for line in capsys.readouterr().out.splitlines()]
+    stages = [event["stage"] for event in events if event["event"] == "StageReached"]
+    assert stages[:4] == ["checking in", "joining", "downloading", "training"]
+    assert events[-1]["event"] == "Ended"
+    assert (events[-1]["device"], events[-1]["ending"]) == ("device-1", "counted")
+
+
+def test_a_task_is_trained_on_imported_examples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, texts, stores = tmp_path / "my_task.py", tmp_path / "texts", tmp_path / "stores"
+    task.write_text(TASK)
+    texts.mkdir()
+    (texts / "1.txt").write_text("one two three four five six seven")
+    (texts / "2.txt").write_text("eight nine ten")
+    blob = parameters.encode(np.zeros(2, np.float32), {"task": "lengths", "version": "7"})
+    with a_server() as fake:
+        key = f"lengths/1/version-7-{sha256(blob).hexdigest()[:32]}"
+        fake.replace["parameters"] = raw(blob)
+        fake.joined = joined(task="lengths", parameters=key, model_length=2, update_length=2)
+        arguments = ["--server", fake.url, *ASSUMED, "--task", str(task), "--devices", "2"]
+        imports = ["--import", f"words={texts}", "--store", str(stores)]
+        assert run(*arguments, *imports, "--visits", "1") == 0
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["device-1 counted lengths", "device-2 counted lengths"]
+    assert "10 examples of 2 files for collection words" in err
+    [module] = {m.capabilities.modules for m in fake.messages if isinstance(m, CheckIn)}
+    assert module == (f"sha256:{sha256(task.read_bytes()).hexdigest()[:32]}",)
+    for number, count in ((1, 7), (2, 3)):
+        with ExampleStore(stores / f"device-{number}.db") as store:
+            counts = store.counts("words", 0.0)
+            assert sum(counts.values()) == count
+            assert store.collections["words"].tasks == ("lengths",)
+        trained_on = [m.examples for m in fake.messages if isinstance(m, Report)]
+        assert counts["train"] in trained_on
+
+
+def test_an_unreachable_server_is_named_once_with_a_hint(tmp_path: Path) -> None:
+    """In a process of its own, which SIGTERM ends well."""
+    program = (
+        "import argparse; from papaya.cli import client; p = argparse.ArgumentParser(); "
+        "client.add_to(p.add_subparsers()); o = p.parse_args(); raise SystemExit(o.run(o))"
+    )
+    arguments = ["client", "--server", "http://127.0.0.1:9", *WAITING]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments, "--store", str(tmp_path / "d.db")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        lines = [process.stderr.readline() for _ in range(3)]
+        process.terminate()
+        rest = process.stderr.read()
+        assert process.wait(20) == 0
+    assert lines[0] == "1 device for any task\n"
+    assert "http://127.0.0.1:9 does not answer" in lines[1]
+    assert "papaya serve" in lines[2]
+    assert "does not answer" not in rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "no task file"),
+        (["--task", "no_such_file.py"], "no task file no_such_file.py"),
+        (["--protocol-only", "1", "--server", "nowhere"], "is no address"),
+        (["--protocol-only", "1", "--server", ""], "no server"),
+        (["--protocol-only", "1", "--assume", "rich"], "'rich'"),
+        (["--protocol-only", "1", "--policies", "none.toml"], "none.toml cannot be read"),
+        (["--protocol-only", "1", "--token-file", "none"], "none cannot be read"),
+        (["--protocol-only", "1", "--ca", "none.pem"], "none.pem"),
+        (["--protocol-only", "1", "--participation-floor", "-1"], "participation_floor_s"),
+        (["--protocol-only", "1", "--pause", "-1"], "pause_s"),
+        (["--protocol-only", "1", "--import", "a=none.txt"], "none.txt cannot be read"),
+        (["--protocol-only", "1", "--blobs-url", "cdn"], "is no address"),
+    ],
+)
+def test_what_cannot_work_is_an_error_with_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PapayaError, match=problem) as caught:
+        run(*arguments)
+    assert caught.value.hint
+
+
+def test_a_store_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OperatorError, match="cannot hold devices"):
+        run("--protocol-only", "1", "--devices", "2", "--store", str(tmp_path / "file"))
+
+
+def test_one_token_for_all_or_one_for_each(tmp_path: Path) -> None:
+    files = ["--token-file", "a", "--token-file", "b"]
+    with pytest.raises(OperatorError, match="2 token files"):
+        run("--protocol-only", "1", "--devices", "3", "--store", str(tmp_path), *files)
+
+
+def test_lines_are_examples_and_folders_are_read_in_order(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/2.txt").write_text("three\n")
+    (tmp_path / "a.txt").write_text("one\n\n  \ntwo\n")
+    (tmp_path / "b/module.pyc").write_bytes(b"a\0b")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git/config").write_text("hidden\n")
+    files = files_in(tmp_path)
+    assert [file.name for file in files] == ["a.txt", "2.txt"]
+    assert examples_of(files, []) == [[b"one", b"two"], [b"three"]]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(OperatorError, match="no texts"):
+        files_in(tmp_path / "empty")
+
+
+def test_a_task_file_may_say_how_texts_become_examples(tmp_path: Path) -> None:
+    text, task = tmp_path / "a.txt", tmp_path / "task.py"
+    text.write_text("a b")
+    task.write_text("def load_examples(text):\n    return [w.encode() for w in text.split()]\n")
+    assert examples_of([text], [task]) == [[b"a", b"b"]]
+    task.write_text("def load_examples(text):\n    return 1 / 0\n")
+    with pytest.raises(OperatorError, match="ZeroDivisionError"):
+        examples_of([text], [task])
+    task.write_text("import os\nos._exit(1)\ndef load_examples(text): ...\n")
+    with pytest.raises(OperatorError, match="ended the process"):
+        examples_of([text], [task])

@@ -1,0 +1,342 @@
+"""`papaya task` and `papaya status` against the real admin API."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from papaya.cli import watch
+from papaya.cli.admin_client import TOKEN_VARIABLE, AdminClient, Unreachable
+from papaya.cli.submit import changed
+from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
+from papaya.errors import OperatorError
+from papaya.messages.storage import (
+    LEADER_KEY,
+    LeaderRow,
+    PointRow,
+    Transaction,
+    point_key,
+)
+from papaya.net.admin.live import LiveTask
+from papaya.net.admin.views import Status, TaskDetail, TaskView
+from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
+from tests.unit.net.admin.builders import TASK
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdminServer]:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    with admin_server(tmp_path) as found:
+        found.call(found.system.submit())
+        yield found
+
+
+def run(server: AdminServer, *arguments: str) -> int:
+    return papaya(*arguments, "--admin", server.url)
+
+
+def with_loss(server: AdminServer, losses: list[float | None]) -> None:
+    """A history with these losses, from version 1 on."""
+    points = [
+        PointRow(version, 1000.0 + 10 * version, 4, 40, 1.5, loss=loss, perplexity=loss)
+        for version, loss in enumerate(losses, start=1)
+    ]
+    put = tuple((point_key("next-word", point.version), point) for point in points)
+    server.system.change(Transaction(put=put))
+
+
+def test_list_and_show_and_status(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "")
+    with_loss(server, [3.0, 2.5])
+    assert run(server, "task", "list") == 0
+    out, err = capsys.readouterr()
+    assert " ".join(out.splitlines()[2].split()) == "next-word running 0 2.5 2.5 18 20 90%"
+    assert err == ""
+    assert run(server, "task", "show", "next-word") == 0
+    out, err = capsys.readouterr()
+    assert "AsyncFL, 20 clients, K = 4" in out
+    assert "utilization 90 %" in out
+
+
+def test_status_exits_with_1_when_a_person_should_look(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, "status") == 1
+    assert "no coordinator leads yet" in capsys.readouterr().err
+    server.system.change(Transaction(put=((LEADER_KEY, LeaderRow("coordinator", 1.0, 3, 9)),)))
+    server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "")
+    assert run(server, "status") == 0
+    out, err = capsys.readouterr()
+    assert "leader       coordinator, this server" in out
+    assert "aggregator   aggregator, heard 0 s ago, 1 tasks" in out
+    assert "selector     selector, heard 0 s ago, 7 check-ins held" in out
+    assert " ".join(out.splitlines()[-1].split()) == "next-word running 0 18 20 2 5 aggregator"
+    assert err == ""
+    server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "it diverged")
+    assert run(server, "status") == 1
+    assert "task next-word halted: it diverged" in capsys.readouterr().err
+    server.system.live.is_leader = False
+    assert run(server, "status") == 1
+    assert "ask that one" in capsys.readouterr().out
+
+
+def test_every_command_speaks_json(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, kind in (
+        (("task", "list"), list[TaskView]),
+        (("task", "pause", "next-word"), TaskView),
+        (("task", "resume", "next-word"), TaskView),
+        (("task", "rollback", "next-word", "0"), dict[str, object]),
+        (("task", "mark", "next-word", "0"), dict[str, object]),
+        (("task", "evaluate", "next-word", "--clients", "3"), dict[str, object]),
+        (("task", "metrics", "next-word"), list[dict[str, object]]),
+        (("status",), Status),
+    ):
+        assert run(server, *arguments, "--format", "json") in (0, 1), arguments
+        out = capsys.readouterr().out
+        assert out.count("\n") == 1
+        msgspec.json.decode(out, type=kind)
+    assert run(server, "task", "show", "next-word", "--format", "json") == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"detail", "versions"}
+
+
+def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, told in (
+        (("pause", "next-word"), "next-word is paused"),
+        (("resume", "next-word"), "next-word is running"),
+        (("rollback", "next-word", "0"), "next-word goes on at version 1, from version 0"),
+        (("mark", "next-word", "0"), "version 0 of next-word is kept"),
+        (("mark", "next-word", "0", "--remove"), "version 0 of next-word is kept no longer"),
+        (("evaluate", "next-word"), "next-word-eval-1 evaluates version 1"),
+        (("cancel", "next-word", "--why", "enough"), "next-word is cancelled"),
+    ):
+        assert run(server, "task", *arguments) == 0
+        assert capsys.readouterr().out.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "hint"),
+    [
+        (("task", "show", "nothing"), "there is no task 'nothing'", "papaya task list"),
+        (("task", "resume", "next-word"), "is running, it cannot become running", "show"),
+        (("task", "rollback", "next-word", "7"), "version 7 of task next-word", "mark"),
+        (("task", "export", "next-word", "--output", "model.onnx"), "model.onnx", "safetensors"),
+        (("task", "export", "next-word", "--output", "m.pt", "--version", "x"), "no number", "new"),
+        (("task", "show", "a/../b"), "there is no task", "papaya task list"),
+        (("task",), "ACTION", "papaya task --help"),
+    ],
+)
+def test_what_is_wrong_is_told_with_a_hint(
+    server: AdminServer, arguments: tuple[str, ...], problem: str, hint: str
+) -> None:
+    with pytest.raises(OperatorError, match=problem) as error:
+        papaya(*arguments, *(("--admin", server.url) if len(arguments) > 1 else ()))
+    assert hint in error.value.hint
+
+
+# -- the connection -----------------------------------------------------------------------------
+
+
+def test_a_server_that_is_not_there_is_named_with_what_to_do() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Unreachable, match=url) as error:
+            AdminClient(url, TOKEN).get("/admin/status", Status)
+    assert "papaya serve" in error.value.hint
+
+
+def test_a_wrong_token_is_told_and_not_shown(
+    server: AdminServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "wrong.token"
+    file.write_text("not-the-right-token")
+    with pytest.raises(OperatorError, match="does not know this admin token") as error:
+        run(server, "task", "list", "--token-file", str(file))
+    assert "not-the-right" not in str(error.value) + error.value.hint
+    assert "admin.token" in error.value.hint
+    assert run(server, "task", "list", "--token-file", str(tmp_path / "admin.token")) == 0
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OperatorError, match="no admin token") as error:
+        run(server, "task", "list")
+    assert "--token-file" in error.value.hint
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8751", "ftp://x", "http://", "http://x:99999"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(OperatorError, match="is no address"):
+        AdminClient(url, TOKEN)
+
+
+def test_another_service_on_the_port_is_noticed(server: AdminServer) -> None:
+    with pytest.raises(OperatorError, match="does not answer like an admin API"):
+        AdminClient(server.url, TOKEN).get("/admin/status", TaskDetail)
+
+
+# -- settings of a submission -------------------------------------------------------------------
+
+
+def test_settings_are_changed_by_name() -> None:
+    found = changed(
+        TASK,
+        "other",
+        [
+            "concurrency=50",
+            "regime.aggregation_goal=7",
+            "stop.versions=3",
+            "evaluation.clients=5",
+            "durability=step",
+            "clip=1",
+        ],
+    )
+    assert found == structs.replace(
+        TASK,
+        task="other",
+        concurrency=50,
+        regime=AsyncFL(7),
+        stop=StopRule(versions=3),
+        evaluation=EvaluationPlan(clients=5),
+        durability="step",
+        clip=1.0,
+    )
+    assert changed(TASK, None, ["regime=sync"]).regime == SyncFL()
+    assert changed(TASK, None, []) == TASK
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("concurrency", "has no value"),
+        ("concurrency=0", "concurrency = 0"),
+        ("concurrency=many", "Expected `int`"),
+        ("concurency=3", "concurency"),
+        ("task=x", "cannot change task"),
+        ("model_length=3", "cannot change model_length"),
+        ("regime=both", "both"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(setting: str, problem: str) -> None:
+    with pytest.raises(OperatorError, match=problem):
+        changed(TASK, None, [setting])
+
+
+# -- watching -----------------------------------------------------------------------------------
+
+
+def view_of(server: AdminServer) -> TaskDetail:
+    return AdminClient(server.url, TOKEN).get("/admin/tasks/next-word", TaskDetail)
+
+
+def test_watch_tells_every_change_and_ends_with_the_task(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_loss(server, [3.0, 2.0])
+    server.system.live.found["next-word"] = LiveTask("aggregator", 10, 10, 0, "")
+    turns = iter(["nothing", "pause", "cancel"])
+
+    def sleep(seconds: float) -> None:
+        action = next(turns)
+        if action != "nothing":
+            run(server, "task", action, "next-word")
+
+    client = AdminClient(server.url, TOKEN)
+    show = watch.Lines(watch.line)
+    last = watch.follow(client, "next-word", "completed", 1.0, show, sleep)
+    assert last.task.state == "cancelled"
+    lines = [line for line in capsys.readouterr().out.splitlines() if "version 0" in line]
+    assert [line.split(",")[0] for line in lines] == [
+        "next-word running",
+        "next-word paused",
+        "next-word cancelled",
+    ]
+    assert "loss 2.000, perplexity 2.0, utilization 50 %, staleness 1.5" in lines[0]
+
+
+def test_watch_exits_with_1_for_a_cancelled_task_and_0_for_a_completed_one(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.call(server.system.service.set_state("next-word", "cancelled", "enough"))
+    assert run(server, "task", "watch", "next-word", "--until", "completed") == 1
+    assert "was cancelled: enough" in capsys.readouterr().err
+    server.call(server.system.submit(structs.replace(TASK, task="second")))
+    server.call(server.system.service.set_state("second", "completed", "done"))
+    assert run(server, "task", "watch", "second", "--format", "json") == 0
+    detail = msgspec.json.decode(capsys.readouterr().out, type=TaskDetail)
+    assert detail.task.why == "done"
+
+
+def test_watch_until_evaluated_waits_for_the_last_version(server: AdminServer) -> None:
+    plan = EvaluationPlan(every_versions=5, clients=3)
+    server.call(server.system.submit(structs.replace(TASK, task="planned", evaluation=plan)))
+    server.call(server.system.service.set_state("planned", "completed"))
+    server.call(server.system.turn())  # starts the evaluation
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            server.call(server.system.service.set_state("planned-eval-0", "cancelled"))
+
+    client = AdminClient(server.url, TOKEN)
+    watch.follow(client, "planned", "evaluated", 1.0, watch.Lines(watch.line), sleep)
+    assert len(slept) == 2
+
+
+def test_watch_waits_for_a_server_that_restarts_and_not_for_ever(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    detail = view_of(server)
+    over = structs.replace(detail, task=structs.replace(detail.task, state="completed"))
+
+    answers = iter([detail, None, None, over])
+
+    class Restarting(AdminClient):
+        """Answers, is away for a while, and answers again."""
+
+        def get(self, path: str, kind: type) -> TaskDetail:  # type: ignore[override]
+            found = next(answers, None)
+            if found is None:
+                raise Unreachable("nobody there")
+            return found
+
+    client = Restarting(server.url, TOKEN)
+    show = watch.Lines(watch.line)
+    seen = watch.follow(client, "next-word", "completed", 1.0, show, lambda seconds: None)
+    assert seen.task.state == "completed"
+    assert capsys.readouterr().err.count("waiting for it") == 1
+    with pytest.raises(Unreachable):
+        watch.follow(client, "next-word", "completed", 1.0, show, lambda seconds: None)
+
+
+def test_the_live_display_shows_the_same_numbers_and_the_curve() -> None:
+    task = TaskView(
+        task="next-word",
+        state="running",
+        why="",
+        regime="AsyncFL",
+        concurrency=20,
+        aggregation_goal=4,
+        version=3,
+        submitted=0.0,
+        ended=0.0,
+        halted="the model diverged",
+        utilization=0.98,
+        loss=1.0,
+        perplexity=2.718,
+    )
+    config = TaskConfig(task="next-word", concurrency=20, model_length=6)
+    points = tuple(PointRow(v, 0.0, 4, 40, 1.5, loss=float(8 - v)) for v in range(8))
+    detail = TaskDetail(
+        task=task, config=config, manifest=(), points=points, versions_per_minute=6.0, warnings=()
+    )
+    shown = watch.picture(detail)
+    assert "loss 8.000 █▇▆▅▄▃▂▁ 1.000" in shown
+    assert "HALTED: the model diverged" in shown
+    assert "6.0 versions/min" in shown
+    assert watch.curve([2.0, 2.0]) == "▁▁"

@@ -1,0 +1,156 @@
+"""`papaya task submit`, `export` and `metrics`: what goes in from files and comes out into them."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
+
+from papaya.cli.admin_client import TOKEN_VARIABLE
+from papaya.errors import OperatorError
+from papaya.learning.evaluation import EvaluationResult, Share
+from papaya.messages.storage import PointRow, Transaction, point_key
+from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
+
+TASK_FILE = """
+import torch
+from torch import nn
+from papaya.learning.task import AsyncFL, ClientSGD, Examples, Task
+
+task = Task(
+    name="tiny",
+    model=lambda: nn.Linear(2, 1),
+    batch=lambda examples: (torch.zeros(len(examples), 2),),
+    loss=lambda module, x: module(x).square().mean(),
+    examples=Examples("numbers"),
+    client=ClientSGD(rate=0.1),
+    concurrency=4,
+    participation_gap_s=0.0,
+)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdminServer]:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    with admin_server(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.py"
+    file.write_text(TASK_FILE)
+    return file
+
+
+def run(server: AdminServer, *arguments: str | Path) -> int:
+    return papaya(*map(str, arguments), "--admin", server.url)
+
+
+def test_a_file_becomes_a_task_and_its_model_comes_back_by_name(
+    server: AdminServer, task_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ("--name", "mine", "--seed", "7", "--set", "concurrency=9")
+    assert run(server, "task", "submit", task_file, *settings) == 0
+    out, err = capsys.readouterr()
+    assert out == "mine is running: 9 clients at a time\n"
+    assert "warning: participation_gap_s = 0" in err
+    assert "papaya task watch mine" in err
+    config = server.call(server.system.service.task("mine")).config
+    assert (config.concurrency, config.model_length) == (9, 3)
+    assert (config.requirements.module or "").startswith("sha256:")
+
+    exported = tmp_path / "models" / "model.safetensors"
+    assert run(server, "task", "export", "mine", "--output", exported) == 0
+    assert "version 0 of mine, 3 parameters" in capsys.readouterr().out
+    tensors = load_file(exported)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "weight": (1, 2),
+        "bias": (1,),
+    }
+    pickled = tmp_path / "model.pt"
+    assert run(server, "task", "export", "mine", "--version", "0", "--output", pickled) == 0
+    module = torch.nn.Linear(2, 1)
+    module.load_state_dict(torch.load(pickled, weights_only=True))
+    assert np.array_equal(module.weight.detach().numpy(), tensors["weight"])
+
+    # And in again: a new task starts where the old one was.
+    again = ("--name", "again", "--checkpoint", exported)
+    assert run(server, "task", "submit", task_file, *again) == 0
+    capsys.readouterr()
+    second = tmp_path / "again.safetensors"
+    assert run(server, "task", "export", "again", "--output", second) == 0
+    assert np.array_equal(load_file(second)["weight"], tensors["weight"])
+
+
+def test_a_name_that_is_taken_is_told(server: AdminServer, task_file: Path) -> None:
+    assert run(server, "task", "submit", task_file) == 0
+    with pytest.raises(OperatorError, match="task tiny exists already") as error:
+        run(server, "task", "submit", task_file)
+    assert "--name" in error.value.hint
+
+
+def test_secure_aggregation_is_refused_before_anything_is_sent(
+    server: AdminServer, task_file: Path
+) -> None:
+    settings = ("--set", "secure_aggregation={}", "--set", "clip=1.0")
+    with pytest.raises(OperatorError, match="secure aggregation, which is not available yet"):
+        run(server, "task", "submit", task_file, *settings)
+    assert server.call(server.system.service.tasks()) == ()
+    assert server.system.blobs.keys("tiny") == []
+
+
+# -- history ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def history(server: AdminServer) -> AdminServer:
+    server.call(server.system.submit())
+    share = Share(0, 20.0, 200.0, 2.5)
+    result = EvaluationResult(share, Share(16, 5.0, 100.0, 2.25), Share(64, 1.0, 70.0, 2.0))
+    points = (
+        PointRow(1, 1010.0, 4, 40, 0.5),
+        PointRow(2, 1020.0, 4, 44, 1.5, 2.5, 12.0, evaluated=msgspec.json.encode(result).decode()),
+    )
+    put = tuple((point_key("next-word", point.version), point) for point in points)
+    server.system.change(Transaction(put=put))
+    return server
+
+
+def test_metrics_as_csv(
+    history: AdminServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "metrics.csv"
+    assert run(history, "task", "metrics", "next-word", "--output", file) == 0
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row["version"] for row in rows] == ["1", "2"]
+    assert (rows[0]["loss"], rows[1]["loss"]) == ("", "2.5")
+    assert (rows[1]["p75_loss"], rows[1]["p99_loss"]) == ("2.25", "2.0")
+    assert capsys.readouterr().out == ""
+    assert run(history, "task", "metrics", "next-word") == 0
+    assert capsys.readouterr().out == file.read_text()
+
+
+def test_metrics_for_tensorboard(history: AdminServer, tmp_path: Path) -> None:
+    folder = tmp_path / "board"
+    assert run(history, "task", "metrics", "next-word", "--tensorboard", folder) == 0
+    [file] = folder.iterdir()
+    data, scalars = file.read_bytes(), {}
+    while data:  # length, checksum, event, checksum
+        size = int.from_bytes(data[:8], "little")
+        event = Event.FromString(data[12 : 12 + size])
+        data = data[16 + size :]
+        for value in event.summary.value:
+            scalars[value.tag, event.step] = value.simple_value
+    assert scalars["loss", 2] == 2.5
+    assert ("loss", 1) not in scalars
+    assert scalars["staleness", 1] == 0.5

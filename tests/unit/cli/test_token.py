@@ -1,0 +1,74 @@
+"""`papaya token`: a device's token on stdout, and secrets that stay where they are."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from papaya.cli import token
+from papaya.errors import OperatorError
+from papaya.net.auth import SignedTokens
+from papaya.net.token_files import SecretName, read, read_or_make
+
+SECRETS: tuple[SecretName, ...] = ("admin.token", "server.token", "device.token", "device.key")
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    token.add_to(parser.add_subparsers())
+    options = parser.parse_args(["token", *arguments])
+    return int(options.run(options))
+
+
+def test_a_made_token_is_one_that_the_server_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("make", "--device", "phone-7", "--days", "2", "--data", str(tmp_path)) == 0
+    out, err = capsys.readouterr()
+    [made] = out.splitlines()
+    assert SignedTokens(read(tmp_path / "device.key")).verify_now(made) == "phone-7"
+    assert "signed" in err
+    assert made not in err
+
+
+def test_a_made_token_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("make", "--device", "phone-7", "--data", str(tmp_path), "--format", "json")
+    made = msgspec.json.decode(capsys.readouterr().out)
+    assert made["device"] == "phone-7"
+    assert SignedTokens(read(tmp_path / "device.key")).verify_now(made["token"]) == "phone-7"
+
+
+@pytest.mark.parametrize("action", [["make", "--device", "phone"], ["show"]])
+def test_a_folder_that_is_not_there_is_not_made(action: list[str], tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="there is no data folder") as refused:
+        run(*action, "--data", str(tmp_path / "typo"))
+    assert "papaya serve" in refused.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_show_says_where_secrets_are_and_keeps_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secrets = [read_or_make(tmp_path, name).reveal() for name in SECRETS[:3]]
+    assert run("show", "--data", str(tmp_path)) == 0
+    out, err = capsys.readouterr()
+    lines = {name: line for name in SECRETS for line in out.splitlines() if f"/{name} " in line}
+    assert ["not made yet" in lines[name] for name in SECRETS] == [False, False, False, True]
+    assert [secret for secret in secrets if secret in out + err] == []
+    assert not (tmp_path / "device.key").exists()
+
+
+def test_show_reveals_tokens_when_told_but_never_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secrets = {name: read_or_make(tmp_path, name).reveal() for name in SECRETS}
+    run("show", "--reveal", "--data", str(tmp_path), "--format", "json")
+    out = capsys.readouterr().out
+    found = {Path(entry["file"]).name: entry for entry in msgspec.json.decode(out)}
+    for name in SECRETS[:3]:
+        assert found[name]["token"] == secrets[name]
+    assert "token" not in found["device.key"]
+    assert secrets["device.key"] not in out

@@ -1,0 +1,274 @@
+"""An owner's transactions: what they require, what they change, what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from papaya.config import AsyncFL, EvaluationPlan, SyncFL, TaskConfig
+from papaya.errors import OperatorError
+from papaya.messages import owner
+from papaya.messages.owner import TaskRows
+from papaya.messages.storage import (
+    ConsumedRow,
+    FenceRow,
+    Member,
+    OptimizerRow,
+    PointRow,
+    RecordRow,
+    Row,
+    TaskRow,
+    TaskState,
+    Transaction,
+    VersionRow,
+    consumed_key,
+    fence_key,
+    optimizer_key,
+    point_key,
+    record_key,
+    submission,
+    task_key,
+    version_key,
+)
+
+TASK = TaskConfig(task="next-word", concurrency=20, model_length=4)
+
+
+def apply(rows: dict[str, Row], change: Transaction) -> bool:
+    """The store's one primitive, on a dictionary."""
+    if any(rows.get(key) != expected for key, expected in change.require):
+        return False
+    for key in change.delete:
+        rows.pop(key, None)
+    rows.update(change.put)
+    return True
+
+
+def a_member(session: str, version: int = 2) -> Member:
+    return Member(session, version, staleness=0, examples=5, keep_until=900.0)
+
+
+def running_rows(state: TaskState = "running") -> dict[str, Row]:
+    """At version 3, held by a-1, with two open buffers."""
+    return {
+        task_key("next-word"): TaskRow(TASK, state, submitted=1.0),
+        fence_key("next-word"): FenceRow(4, "a-1", 7.0),
+        optimizer_key("next-word"): OptimizerRow(3, "next-word/4/optimizer-3-x"),
+        **{
+            version_key("next-word", v): VersionRow(v, f"next-word/4/version-{v}-x", 4, 10.0 * v)
+            for v in (1, 2, 3)
+        },
+        record_key("next-word", 4): RecordRow(4, "sum-4", (a_member("a"), a_member("b")), 10.0),
+        record_key("next-word", 5): RecordRow(5, "sum-5", (a_member("c"),), 5.0),
+        # Another task whose name begins alike.
+        task_key("next-word-2"): TaskRow(TASK),
+    }
+
+
+def test_a_state_can_change_as_drawn_and_not_otherwise() -> None:
+    allowed = {
+        ("running", "paused"),
+        ("running", "completed"),
+        ("running", "cancelled"),
+        ("paused", "running"),
+        ("paused", "completed"),
+        ("paused", "cancelled"),
+    }
+    states: tuple[TaskState, ...] = ("running", "paused", "completed", "cancelled")
+    for old in states:
+        for new in states:
+            row = TaskRow(TASK, old)
+            if (old, new) in allowed:
+                change = owner.change_state(row, new, 50.0, "because")
+                [(key, changed)] = change.put
+                assert change.require == ((key, row),)
+                assert isinstance(changed, TaskRow)
+                assert (changed.state, changed.why) == (new, "because")
+                assert changed.ended == (50.0 if changed.is_over else 0.0)
+            else:
+                with pytest.raises(OperatorError, match=f"is {old}, it cannot become {new}"):
+                    owner.change_state(row, new, 50.0)
+
+
+def test_a_change_that_comes_second_is_refused() -> None:
+    rows = running_rows()
+    row = TaskRows("next-word", rows).row
+    assert apply(rows, owner.change_state(row, "paused", 50.0))
+    assert not apply(rows, owner.change_state(row, "cancelled", 51.0))
+    assert TaskRows("next-word", rows).row.state == "paused"
+
+
+def test_a_rollback_restarts_from_the_old_model_and_keeps_members_consumed() -> None:
+    rows = running_rows()
+    change = owner.rollback(TaskRows("next-word", rows), 1, "next-word/4/optimizer-4-new", 99.0)
+    assert apply(rows, change)
+    after = TaskRows("next-word", rows)
+    assert after.newest == VersionRow(
+        4, "next-word/4/version-1-x", 5, 99.0, marked=True, restarts=True
+    )
+    assert after.fence == FenceRow(5, "", 0.0)
+    assert after.optimizer == OptimizerRow(4, "next-word/4/optimizer-4-new")
+    assert after.records == {}
+    consumed = rows[consumed_key("next-word", 4)]
+    assert isinstance(consumed, ConsumedRow)
+    assert [member.session for member in consumed.members] == ["a", "b", "c"]
+    assert sorted(after.versions) == [1, 2, 3, 4]
+
+
+MEANWHILE: dict[str, dict[str, Row | None]] = {
+    "another fence": {fence_key("next-word"): FenceRow(5, "a-2", 8.0)},
+    "another head": {optimizer_key("next-word"): OptimizerRow(4, "next-word/4/optimizer-4-x")},
+    "a longer record": {
+        record_key("next-word", 4): RecordRow(4, "s", tuple(map(a_member, "abcd")), 20.0)
+    },
+    "the old version is gone": {version_key("next-word", 1): None},
+    "cancelled": {task_key("next-word"): TaskRow(TASK, "cancelled", submitted=1.0)},
+}
+
+
+@pytest.mark.parametrize("meanwhile", MEANWHILE)
+def test_a_rollback_is_refused_when_anything_it_relies_on_has_changed(meanwhile: str) -> None:
+    rows = running_rows()
+    change = owner.rollback(TaskRows("next-word", rows), 1, "optimizer", 99.0)
+    for key, row in MEANWHILE[meanwhile].items():
+        if row is None:
+            del rows[key]
+        else:
+            rows[key] = row
+    before = dict(rows)
+    assert not apply(rows, change)
+    assert rows == before
+
+
+def test_a_record_that_comes_into_being_meanwhile_is_not_forgotten() -> None:
+    rows = running_rows()
+    del rows[record_key("next-word", 4)], rows[record_key("next-word", 5)]
+    change = owner.rollback(TaskRows("next-word", rows), 1, "optimizer", 99.0)
+    assert not any(isinstance(row, ConsumedRow) for _, row in change.put)
+    rows[record_key("next-word", 4)] = RecordRow(4, "sum-4", (a_member("a"),), 5.0)
+    assert not apply(rows, change)
+
+
+def test_what_is_gone_or_over_cannot_be_rolled_back() -> None:
+    with pytest.raises(OperatorError, match="version 0 of task next-word is not there") as gone:
+        owner.rollback(TaskRows("next-word", running_rows()), 0, "optimizer", 99.0)
+    assert "1, 2, 3" in gone.value.hint
+    with pytest.raises(OperatorError, match="is completed, it cannot be rolled back"):
+        owner.rollback(TaskRows("next-word", running_rows("completed")), 1, "optimizer", 99.0)
+    with pytest.raises(OperatorError, match="there is no task nothing"):
+        TaskRows("nothing", running_rows())
+
+
+# -- evaluation ---------------------------------------------------------------------------------
+
+
+@given(
+    task=st.from_regex(r"[a-z0-9][a-z0-9_-]{0,63}", fullmatch=True),
+    version=st.integers(0, 10**12),
+    clients=st.integers(1, 10**5),
+)
+def test_an_evaluation_is_a_legal_task_of_one_step(task: str, version: int, clients: int) -> None:
+    config = TaskConfig(task=task, concurrency=7, model_length=99, regime=SyncFL())
+    row = VersionRow(version, "blob", 1, 0.0)
+    plan = EvaluationPlan(clients=clients, timeout_s=300)
+    found = owner.evaluation_config(config, row, plan, length=48)
+    assert found.evaluates is not None
+    assert found.evaluates.model_length == 99
+    assert found.aggregation_goal == clients
+    assert found.concurrency >= clients
+    assert (found.stop.versions, found.max_examples) == (1, 1)
+    assert found.task.endswith(f"-eval-{version}")
+
+
+def test_ids_of_evaluations_tell_tasks_and_versions_apart() -> None:
+    assert owner.evaluation_id("next-word", 12) == "next-word-eval-12"
+    long, other = "a" * 63 + "b", "a" * 63 + "c"
+    ids = {owner.evaluation_id(task, v) for task in (long, other) for v in (1, 2)}
+    assert len(ids) == 4
+    assert max(map(len, ids)) == 64
+
+
+def evaluated() -> tuple[dict[str, Row], TaskRow, VersionRow]:
+    rows = running_rows()
+    newest = TaskRows("next-word", rows).newest
+    config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
+    assert apply(rows, owner.evaluate(config, newest, "p", "o", 60.0))
+    return rows, eval_row(rows), TaskRows("next-word", rows).newest
+
+
+def eval_row(rows: dict[str, Row]) -> TaskRow:
+    row = rows[task_key("next-word-eval-3")]
+    assert isinstance(row, TaskRow)
+    return row
+
+
+def test_an_evaluation_keeps_its_version_until_its_tickets_have_expired() -> None:
+    rows, row, version = evaluated()
+    assert version.marked
+    assert owner.keeps_version(row)
+    old = PointRow(3, 30.0, 5, 50, 0.5)
+    rows[point_key("next-word", 3)] = old
+    new = PointRow(3, 30.0, 5, 50, 0.5, loss=2.0)
+    assert apply(rows, owner.end_evaluation(row, "completed", 70.0, "loss 2", (old, new)))
+    row = eval_row(rows)
+    assert (row.state, row.ended) == ("completed", 70.0)
+    assert row.why.startswith("loss 2 ")
+    assert rows[point_key("next-word", 3)] == new
+    assert TaskRows("next-word", rows).newest.marked  # a straggler may still download it
+    with pytest.raises(OperatorError, match="must not be forgotten"):
+        owner.forget(row, rows)
+    assert apply(rows, owner.release(row, version))
+    assert not TaskRows("next-word", rows).newest.marked
+    assert eval_row(rows).why == "loss 2"
+
+
+def test_a_version_that_the_owner_marked_stays_marked_after_its_evaluation() -> None:
+    rows = running_rows()
+    assert apply(rows, owner.mark("next-word", TaskRows("next-word", rows).newest, True))
+    newest = TaskRows("next-word", rows).newest
+    config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
+    assert apply(rows, owner.evaluate(config, newest, "p", "o", 60.0))
+    assert not owner.keeps_version(eval_row(rows))
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_mark_during_an_evaluation_outlives_it(is_over: bool) -> None:
+    rows, row, version = evaluated()
+    if is_over:
+        assert apply(rows, owner.end_evaluation(row, "cancelled", 70.0, "gave up"))
+        row = eval_row(rows)
+    assert apply(rows, owner.mark("next-word", version, True, row))
+    assert not owner.keeps_version(eval_row(rows))
+    assert TaskRows("next-word", rows).newest.marked
+    # And taking it away again does not take the evaluation's.
+    assert apply(rows, owner.mark("next-word", version, False, eval_row(rows)))
+    assert owner.keeps_version(eval_row(rows))
+    assert TaskRows("next-word", rows).newest.marked
+    assert eval_row(rows).why.startswith("gave up") == is_over
+
+
+def test_a_mark_after_an_evaluation_is_the_owners() -> None:
+    rows, row, version = evaluated()
+    assert apply(rows, owner.end_evaluation(row, "cancelled", 70.0, "gave up"))
+    assert apply(rows, owner.release(eval_row(rows), version))
+    newest = TaskRows("next-word", rows).newest
+    assert apply(rows, owner.mark("next-word", newest, True, eval_row(rows)))
+    assert TaskRows("next-word", rows).newest.marked
+    assert not owner.keeps_version(eval_row(rows))
+
+
+def test_forgetting_an_evaluation_touches_no_other_task() -> None:
+    rows = running_rows()
+    for version in (3, 30):  # the first id begins the second
+        config = owner.evaluation_config(
+            TASK, VersionRow(version, "blob", 4, 0.0, marked=True), EvaluationPlan(), 48
+        )
+        rows.update(submission(config, "p", "o", 60.0).put)
+    kept = {key: row for key, row in rows.items() if not key.endswith("-eval-3")}
+    kept = {key: row for key, row in kept.items() if "-eval-3/" not in key}
+    row = TaskRow(eval_row(rows).config, "completed", ended=70.0)
+    rows[task_key("next-word-eval-3")] = row
+    assert apply(rows, owner.forget(row, rows))
+    assert rows == kept
+    assert AsyncFL(aggregation_goal=20) == row.config.regime

@@ -1,0 +1,149 @@
+"""The cut-through: a body passes through a middle server that never holds it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from papaya.net.http.connection import Connections
+from papaya.net.http.exchange import Exchange
+from papaya.net.http.limits import PeerLimits
+from papaya.net.http.link import Response
+from papaya.net.http.listening import Listening
+from papaya.net.http.relay import Relay, Relays
+from papaya.net.http.routes import Receiver, Streamed
+from tests.unit.net.http.loopback import LOOPS, Collector, a_client, a_request, a_server, run
+
+both_loops = pytest.mark.parametrize("loop", LOOPS)
+UPDATE = np.random.default_rng(1).bytes(20 << 20)
+
+
+def pass_on(exchange: Exchange, response: Response) -> None:
+    exchange.answer(response.status, response.body)
+
+
+@asynccontextmanager
+async def a_chain(
+    receive: Callable[[Exchange], Receiver | None], limits: PeerLimits | None = None
+) -> AsyncIterator[tuple[Listening, Listening]]:
+    """A middle server, and the one behind it, whose route is given."""
+    connections = Connections(limits=limits)
+    relays = Relays(connections, piece_bytes=32 << 10)
+    async with a_server([Streamed("PUT", "/u/{n}", receive, 1 << 30)]) as far:
+
+        def forward(exchange: Exchange) -> Relay:
+            address = f"127.0.0.1:{far.port}"
+            headers = [("Papaya-Crc32", exchange.head.headers["papaya-crc32"])]
+            return relays.relay(exchange, address, exchange.head.path, headers, 5, pass_on)
+
+        async with a_server([Streamed("PUT", "/u/{n}", forward, 1 << 30)]) as middle:
+            yield middle, far
+            await connections.close()
+
+
+def a_put(body: bytes) -> bytes:
+    return a_request("PUT", "/u/1", body, [("Papaya-Crc32", "00000000")])
+
+
+class InPlace:
+    """Receives a whole update where it stays, and rests after each piece."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.slot = memoryview(bytearray(exchange.head.length))
+        self.at = 0
+
+    def buffer(self, remaining: int) -> memoryview:
+        return self.slot[self.at : self.at + 100_000]
+
+    def received(self, count: int) -> None:
+        self.at += count
+        self.exchange.pause_reading()
+        asyncio.get_running_loop().call_soon(self.exchange.resume_reading)
+
+    def finished(self) -> None:
+        self.exchange.answer(200, b"same" if self.slot == UPDATE else b"other")
+
+    def broken(self) -> None:
+        raise AssertionError("the update did not come whole")
+
+
+@both_loops
+def test_a_whole_update_passes_through_small_buffers(loop: str) -> None:
+    async def main() -> None:
+        async with a_chain(InPlace) as (middle, far), a_client(middle.port) as client:
+            for _ in range(2):
+                client.send(a_put(UPDATE))
+                response = await client.response()
+                assert (response.status, response.body) == (200, b"same")
+            assert far.connections == 1
+
+    run(main(), loop)
+
+
+@both_loops
+def test_a_refusal_of_the_far_side_comes_back_before_the_body_is_sent(loop: str) -> None:
+    def refuse(exchange: Exchange) -> None:
+        exchange.answer(503, b"no slot")
+
+    async def main() -> None:
+        async with a_chain(refuse) as (middle, _), a_client(middle.port) as client:
+            request = a_put(UPDATE)
+            client.send(request[:100_000])
+            response = await client.response()
+            assert (response.status, response.body) == (503, b"no slot")
+
+    run(main(), loop)
+
+
+def test_a_peer_that_dies_breaks_both_receivers() -> None:
+    made: list[Collector] = []
+
+    def receive(exchange: Exchange) -> Collector:
+        made.append(Collector(exchange))
+        return made[-1]
+
+    async def main() -> None:
+        async with a_chain(receive) as (middle, _):
+            async with a_client(middle.port) as client:
+                client.send(a_put(UPDATE[:100])[:-1])
+                while not made or len(made[0].body) < 99:
+                    await asyncio.sleep(0)
+            while not made[0].ends:
+                await asyncio.sleep(0)
+            assert made[0].ends == ["broken"]
+            async with a_client(middle.port) as client:
+                client.send(a_put(b"next"))
+                assert (await client.response()).body == b"next"
+
+    run(main())
+
+
+def test_a_far_side_that_dies_or_is_busy_is_a_503() -> None:
+    made: list[Collector] = []
+
+    def receive(exchange: Exchange) -> Collector:
+        made.append(Collector(exchange))
+        return made[-1]
+
+    async def main() -> None:
+        limits = PeerLimits(max_connections=1, max_waiting=0)
+        async with a_chain(receive, limits) as (middle, far), a_client(middle.port) as client:
+            client.send(a_put(UPDATE[:100])[:-1])
+            while not made:
+                await asyncio.sleep(0)
+            async with a_client(middle.port) as other:
+                other.send(a_put(b"too many"))
+                response = await other.response()
+                assert response.status == 503
+                assert b"too many requests wait" in response.body
+            await far.drain(0)
+            response = await client.response()
+            assert response.status == 503
+            assert b"without an answer" in response.body
+
+    run(main())
