@@ -1,4 +1,4 @@
-"""What each setting means, for the person who sets it. All else on the page is asked of the code."""
+"""What each setting means to the person who sets it. All else on the page is asked of the code."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from papaya import __version__
-from papaya.cli import client, demo, serve, simulate, swarm
+from papaya.cli import client, demo, serve, simulate, status, swarm, task, token
 from papaya.cli.output import silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
@@ -53,7 +53,7 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"papaya {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, serve, client, simulate, swarm):
+    for command in (demo, serve, task, status, client, token, simulate, swarm):
         command.add_to(commands)
     return parser
 

@@ -43,6 +43,7 @@ from papaya.messages.storage import (
     VersionRow,
     consumed_key,
     fence_key,
+    holder_prefixes,
     optimizer_key,
     point_key,
     record_key,
@@ -62,8 +63,13 @@ _MAX_TASK_ID = 64
 _KEEPS = "(keeps the version that it evaluates)"
 
 
+def owner_prefixes(task: TaskId) -> tuple[str, ...]:
+    """What an owner decides by. Not who was consumed: that is most of what a holder reads."""
+    return tuple(p for p in holder_prefixes(task) if not p.startswith("consumed/"))
+
+
 class TaskRows:
-    """All rows of one task, from one snapshot of `holder_prefixes`."""
+    """The rows of one task, from one snapshot of `owner_prefixes` or more."""
 
     def __init__(self, task: TaskId, rows: Mapping[str, Row]) -> None:
         row = rows.get(task_key(task))

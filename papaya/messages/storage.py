@@ -118,7 +118,7 @@ class ManifestRow(Row, frozen=True):
 
 
 class TicketKeyRow(Row, frozen=True):
-    """A key that seals tickets. The newest seals; older ones open what they sealed."""
+    """A key that seals tickets. The newest that every server knows seals; older ones still open."""
 
     key: bytes
     created: float

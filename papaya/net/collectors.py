@@ -18,6 +18,7 @@ from papaya.aggregator.phase import Phase
 from papaya.aggregator.task import HeldTask
 from papaya.coordinator.coordinator import Coordinator
 from papaya.net.metrics import Collector, Family, Kind, Labels, Registry, Sample, histogram_of
+from papaya.net.workers import Workers
 from papaya.selector.selector import Selector
 
 STALENESS = (0, 1, 2, 5, 10, 20, 50, 100)
@@ -40,28 +41,44 @@ _REASONED = {
 }
 
 
+_WORK = {
+    "updates": "Complete uploads looked at.",
+    "refused": "Of those, refused: wrong size, not finite, over norm.",
+    "folded_bytes": "Bytes of updates added to sums.",
+    "snapshots": "Sums made durable.",
+    "steps": "Steps of server optimizers.",
+    "written_bytes": "Bytes of blobs written.",
+    "storage_errors": "Writes of blobs that failed and were tried again.",
+    "lost": "Work that was lost because a blob was missing or by a bug.",
+}
+
+
 class DriverMetrics:
     """What no machine knows. A route is a template: `/v1/uploads/{upload}/chunks/{index}`."""
 
     def __init__(self, registry: Registry) -> None:
         counter, gauge, histogram = registry.counter, registry.gauge, registry.histogram
         self.requests = counter(
-            "papaya_http_requests_total", "Requests answered.", "route", "status"
+            "papaya_http_requests_total", "Requests answered.", "listener", "route", "status"
         )
         self.request_seconds = histogram(
-            "papaya_http_request_seconds", "From the head of a request to its answer.", "route"
+            "papaya_http_request_seconds",
+            "From the head of a request to its answer.",
+            "listener",
+            "route",
         )
-        self.received_bytes = counter("papaya_http_received_bytes_total", "Bytes received.")
         self.connections = gauge("papaya_http_open_connections", "Open connections.", "listener")
         self.check_ins = counter("papaya_selector_check_ins_total", "Check-ins received.")
         self.answers = counter(
             "papaya_selector_answers_total", "Answers to devices, by message.", "answer"
         )
-        self.upload_bytes = counter("papaya_upload_bytes_total", "Bytes of chunks that were taken.")
+        self.upload_bytes = counter(
+            "papaya_upload_bytes_total", "Bytes of chunks, taken in or passed on.", "way"
+        )
         self.free_buffers = gauge(
             "papaya_upload_free_buffers", "Pooled buffers that no chunk occupies."
         )
-        self.queue = gauge("papaya_worker_queue_length", "Work that waits for a thread.")
+        self.queue = gauge("papaya_worker_queue_length", "Complete uploads that wait for a thread.")
         self.work_seconds = histogram(
             "papaya_worker_seconds", "Heavy work: fold, snapshot, step, restore.", "work"
         )
@@ -69,9 +86,17 @@ class DriverMetrics:
         self.commit_seconds = histogram(
             "papaya_store_commit_seconds", "From asking for a transaction to its outcome."
         )
-        self.store_errors = counter(
-            "papaya_store_errors_total", "Failures of the state or blob store.", "store"
-        )
+
+
+def workers_collector(workers: Workers) -> Collector:
+    def collect() -> Iterator[Family]:
+        families = _Families()
+        for name, help_ in _WORK.items():
+            value = getattr(workers.counters, name)
+            families.add(f"papaya_worker_{name}_total", "counter", help_, (), value)
+        return iter(families)
+
+    return collect
 
 
 def aggregator_collector(aggregator: Aggregator, now: Now) -> Collector:

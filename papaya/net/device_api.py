@@ -12,7 +12,9 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+
+import msgspec
 
 from papaya.errors import MissingBlob, ProtocolError
 from papaya.messages import wire
@@ -30,6 +32,8 @@ from papaya.net.answers import (
     answer,
 )
 from papaya.net.auth import UNDECIDED, DeviceAuth
+from papaya.net.collectors import DriverMetrics
+from papaya.net.device_openapi import device_document
 from papaya.net.host import Host
 from papaya.net.http.exchange import Exchange
 from papaya.net.http.routes import Buffered, Route
@@ -47,10 +51,13 @@ _MAX_IDENTITIES = 20_000
 _FOREVER = "public, max-age=31536000, immutable"
 
 
-def participation_routes(deliver: Callable[[Message, Waiting], None]) -> list[Route]:
+def participation_routes(
+    deliver: Callable[[Message, Waiting], None],
+    count: Callable[[Message], None] | None = None,
+) -> list[Route]:
     """Requests that carry a ticket: at a selector's door and, passed on, at an aggregator's."""
     return [
-        Buffered("POST", path, partial(_on_request, kind, deliver), MAX_REQUEST_BYTES)
+        Buffered("POST", path, partial(_on_request, kind, deliver, count), MAX_REQUEST_BYTES)
         for kind, path in PATHS.items()
         if kind is not CheckIn
     ]
@@ -59,12 +66,13 @@ def participation_routes(deliver: Callable[[Message, Waiting], None]) -> list[Ro
 def _on_request(
     kind: type[Message],
     deliver: Callable[[Message, Waiting], None],
+    count: Callable[[Message], None] | None,
     exchange: Exchange,
     body: bytes,
 ) -> None:
     message = parse(kind, exchange, body)
     if message is not None:
-        deliver(message, Waiting(exchange))
+        deliver(message, Waiting(exchange, count))
 
 
 def parse(kind: type[Message], exchange: Exchange, body: bytes) -> Message | None:
@@ -81,13 +89,21 @@ def parse(kind: type[Message], exchange: Exchange, body: bytes) -> Message | Non
     return message
 
 
+@cache
+def _openapi() -> bytes:
+    return msgspec.json.encode(device_document())
+
+
 class Door:
     """Check-ins, and parameters for whoever knows their key."""
 
-    def __init__(self, selector: Host, auth: DeviceAuth, blobs: FolderBlobs) -> None:
+    def __init__(
+        self, selector: Host, auth: DeviceAuth, blobs: FolderBlobs, metrics: DriverMetrics
+    ) -> None:
         self._selector = selector
         self._auth = auth
         self._blobs = blobs
+        self._metrics = metrics
         self._held: dict[str, tuple[Exchange, Waiting]] = {}
         self._verifying: set[asyncio.Task[None]] = set()
         self.is_closing = False
@@ -96,8 +112,15 @@ class Door:
         return [
             Buffered("POST", PATHS[CheckIn], self._on_check_in, MAX_REQUEST_BYTES),
             Buffered("GET", PARAMETERS_PATH, self._on_parameters),
-            *participation_routes(self._selector.deliver),
+            Buffered("GET", "/v1/openapi.json", self._on_openapi),
+            *participation_routes(self._selector.deliver, self._count_answer),
         ]
+
+    def _count_answer(self, message: Message) -> None:
+        self._metrics.answers.add(1, type(message).__name__)
+
+    def _on_openapi(self, exchange: Exchange, body: bytes) -> None:
+        exchange.answer(200, _openapi())
 
     # -- check-in ---------------------------------------------------------------------------
 
@@ -125,7 +148,8 @@ class Door:
         if self.is_closing:
             answer(exchange, Retry("this selector is stopping", _CLOSING_RETRY_S))
             return
-        waiting = Waiting(exchange)
+        self._metrics.check_ins.add()
+        waiting = Waiting(exchange, self._count_answer)
         if identity:
             self._hold_once(identity, exchange, waiting)
         exchange.on_gone(partial(self._selector.deliver, Gone(), waiting))

@@ -19,16 +19,23 @@ from papaya.errors import ProtocolError
 from papaya.machine import Effect, Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, ChunkOffer, Refused, Retry
-from papaya.messages.storage import Outcome, Row, Rows, Transacted
+from papaya.messages.storage import Outcome, Row, Rows, Transacted, Transaction
 from papaya.net.buffers import BufferPool
 from papaya.net.clock import Clock
-from papaya.net.state_thread import StateThread
 from papaya.net.workers import Workers
 
 logger = logging.getLogger("papaya.net")
 
 # A store that failed is asked again after a breath, not at the speed of the loop.
 _UNKNOWN_DELAY_S = 1.0
+
+
+class State(Protocol):
+    """The state store; callbacks come on the loop."""
+
+    def transact(self, transaction: Transaction, done: Callable[[Outcome], None]) -> None: ...
+
+    def read(self, prefixes: tuple[str, ...], done: Callable[[dict[str, Row]], None]) -> None: ...
 
 
 class Messenger(Protocol):
@@ -42,9 +49,7 @@ class Messenger(Protocol):
 class Host:
     """One machine of this process. All calls are on the loop."""
 
-    def __init__(
-        self, machine: Machine, clock: Clock, state: StateThread, messenger: Messenger
-    ) -> None:
+    def __init__(self, machine: Machine, clock: Clock, state: State, messenger: Messenger) -> None:
         self.machine = machine
         self._clock = clock
         self._state = state
@@ -148,7 +153,7 @@ class AggregatorHost(Host):
         self,
         machine: Aggregator,
         clock: Clock,
-        state: StateThread,
+        state: State,
         messenger: Messenger,
         workers: Workers,
         pool: BufferPool,

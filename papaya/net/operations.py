@@ -17,9 +17,11 @@ from papaya.net.collectors import (
     aggregator_collector,
     coordinator_collector,
     selector_collector,
+    workers_collector,
 )
 from papaya.net.host import AggregatorHost, Host
 from papaya.net.http.exchange import Exchange
+from papaya.net.http.listening import Listening
 from papaya.net.http.routes import Buffered, Route
 from papaya.net.metrics import CONTENT_TYPE, Registry
 from papaya.selector.selector import Selector
@@ -35,6 +37,7 @@ class Operations:
         self.driver = DriverMetrics(self.registry)
         self._now = now
         self._hosts: list[Host] = []
+        self._listeners: dict[str, Listening] = {}
 
     def watch(self, hosts: Iterable[Host]) -> None:
         for host in hosts:
@@ -46,6 +49,11 @@ class Operations:
                     self.registry.collect(selector_collector(selector))
                 case Aggregator() as aggregator:
                     self.registry.collect(aggregator_collector(aggregator, self._now))
+            if isinstance(host, AggregatorHost):
+                self.registry.collect(workers_collector(host.workers))
+
+    def watch_listener(self, name: str, listening: Listening) -> None:
+        self._listeners[name] = listening
 
     def routes(self) -> list[Route]:
         return [
@@ -62,5 +70,7 @@ class Operations:
             if isinstance(host, AggregatorHost):
                 self.driver.queue.set(host.workers.queue_length)
                 self.driver.free_buffers.set(host.pool.free)
+        for name, listening in self._listeners.items():
+            self.driver.connections.set(listening.connections, name)
         text = self.registry.text()
         exchange.answer(200, text.encode(), content_type=CONTENT_TYPE)

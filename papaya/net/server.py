@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Coroutine
 from random import SystemRandom
 from typing import Any
 
 from papaya.aggregator.aggregator import Aggregator
-from papaya.aggregator.shards import Shards
+from papaya.aggregator.sessions import ticket_life_s
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError, PapayaError
 from papaya.messages.base import Message, NodeId
-from papaya.messages.storage import Changed
+from papaya.messages.storage import TASKS, Changed, TaskRow
 from papaya.net.admin.administration import Administration
 from papaya.net.admin.live import CoordinatorLive
 from papaya.net.admin.stores import ThreadedBlobs
@@ -37,17 +38,19 @@ from papaya.net.http.limits import Limits
 from papaya.net.http.listening import Listening, serve
 from papaya.net.http.routes import Route
 from papaya.net.internal_api import guarded, message_route
+from papaya.net.measured_state import MeasuredState
 from papaya.net.operations import Operations
 from papaya.net.resources import Resources
 from papaya.net.tls import server_context
 from papaya.net.uploads import Uploads
-from papaya.net.workers import Workers
+from papaya.net.workers import Workers, threaded_shards
 from papaya.selector.selector import Selector
 
 logger = logging.getLogger("papaya.net")
 
 _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
+_KEY_LIFE_S = 7 * 86400.0
 
 
 class Server:
@@ -119,9 +122,21 @@ class Server:
         while True:
             await asyncio.sleep(self.deployment.server.heartbeat_s)
             try:
-                await shared.keys.refresh(shared.clock.now())
+                await self._refresh_once(shared.clock.now())
             except PapayaError:
                 logger.exception("the ticket keys could not be read; the old ones stay in use")
+
+    async def _refresh_once(self, now: float) -> None:
+        keys = self._resources.keys
+        await keys.refresh(now)
+        if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:
+            rows = await self._resources.awaited.read((TASKS,))
+            lives = (
+                ticket_life_s(row.config, self.deployment.server)
+                for row in rows.values()
+                if isinstance(row, TaskRow)
+            )
+            await keys.rotate(now, os.urandom, max(lives, default=0.0))
 
     # -- roles --------------------------------------------------------------------------------
 
@@ -141,7 +156,7 @@ class Server:
     def _make_host(self, role: Role) -> Host:
         shared, server = self._resources, self.deployment.server
         node, boot, keyring = self._node(role), shared.clock.now(), shared.keys.keyring
-        around = (shared.clock, shared.state, shared.peers)
+        around = (shared.clock, self._state(), shared.peers)
         match role:
             case "coordinator":
                 return Host(Coordinator(node, boot, server, SystemRandom()), *around)
@@ -155,9 +170,18 @@ class Server:
         shared, deployment = self._resources, self.deployment
         chunk_bytes = deployment.server.chunk_bytes
         pool = BufferPool((deployment.upload_memory_mb << 20) // chunk_bytes or 1, chunk_bytes)
-        shards = Shards(deployment.fold_threads, release=pool.give_back)
-        workers = Workers(shards, shared.blobs, self._on_work_done, deployment.fold_threads)
-        return AggregatorHost(machine, shared.clock, shared.state, shared.peers, workers, pool)
+        threads = deployment.fold_threads
+        workers = Workers(
+            threaded_shards(threads, pool),
+            shared.blobs,
+            self._on_work_done,
+            threads,
+            observe=self._operations.driver.work_seconds.observe,
+        )
+        return AggregatorHost(machine, shared.clock, self._state(), shared.peers, workers, pool)
+
+    def _state(self) -> MeasuredState:
+        return MeasuredState(self._resources.state, self._operations.driver)
 
     def _on_work_done(self, result: Message) -> None:
         self._hosts["aggregator"].deliver(result)
@@ -170,6 +194,7 @@ class Server:
             routes, host, port, limits=self._limits, problem=problem, ssl=self._tls
         )
         self._listeners.append(listening)
+        self._operations.watch_listener(name, listening)
         shown = f"[{host}]" if ":" in host else host
         self.addresses[name] = f"{shown}:{listening.port}"
 
@@ -182,8 +207,9 @@ class Server:
         shared, selector = self._resources, self._hosts["selector"]
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
-        self._door = Door(selector, auth, shared.blobs)
-        uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators)
+        driver = self._operations.driver
+        self._door = Door(selector, auth, shared.blobs, driver)
+        uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
         return [*self._door.routes(), uploads.route()]
 
     def _to_aggregator(self, message: Message, waiting: Waiting) -> None:
@@ -222,6 +248,7 @@ class Server:
         routes = [message_route(shared.peers)]
         if "aggregator" in self.roles:
             routes += participation_routes(self._to_aggregator)
-            uploads = Uploads(shared.clock, shared.peers, None, self._aggregators)
+            driver = self._operations.driver
+            uploads = Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
             routes.append(uploads.route())
         return guarded(routes, shared.server_token, problem(401, "the servers' token is missing"))

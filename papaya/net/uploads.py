@@ -21,6 +21,7 @@ from papaya.messages.base import NodeId
 from papaya.messages.participation import MAX_CHUNKS, Chunk, ChunkOffer, Refused, Retry
 from papaya.net.answers import CHUNK_PATH, CRC32_HEADER, TICKET_HEADER, Waiting, answer, pass_on
 from papaya.net.clock import Clock
+from papaya.net.collectors import DriverMetrics
 from papaya.net.host import AggregatorHost
 from papaya.net.http.exchange import Exchange
 from papaya.net.http.relay import Relays
@@ -80,12 +81,14 @@ class Uploads:
         peers: Peers,
         selector: Selector | None,
         aggregators: Callable[[], dict[NodeId, AggregatorHost]],
+        metrics: DriverMetrics,
     ) -> None:
         self._clock = clock
         self._peers = peers
         self._relays = Relays(peers.connections)
         self._selector = selector
         self._aggregators = aggregators
+        self._bytes = metrics.upload_bytes
 
     def route(self) -> Streamed:
         return Streamed("PUT", CHUNK_PATH, self.receive, MAX_CHUNK_BYTES)
@@ -102,6 +105,7 @@ class Uploads:
             return None
         host = self._aggregators().get(to)
         if host is None:
+            self._bytes.add(offer.length, "passed_on")
             return self._pass_on(exchange, to)
         return self._take_in(host, offer, crc32, waiting)
 
@@ -126,6 +130,7 @@ class Uploads:
         if buffer is None:
             waiting.answer(Retry("all upload buffers are taken", _BUSY_RETRY_S))
             return None
+        self._bytes.add(offer.length, "taken_in")
         return Arriving(host, buffer, offer, crc32, waiting)
 
     def _pass_on(self, exchange: Exchange, to: NodeId) -> Receiver:

@@ -10,7 +10,7 @@ cannot come after the present state (409), what is wrong in itself (400).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from papaya.aggregator.shards import blob_key
@@ -32,7 +32,6 @@ from papaya.messages.storage import (
     TaskState,
     Transaction,
     VersionRow,
-    holder_prefixes,
     manifest_key,
     optimizer_key,
     task_key,
@@ -88,7 +87,7 @@ class AdminService:
 
     async def task(self, task: TaskId) -> TaskDetail:
         found = await self._rows(task)
-        points = await self.points(task)
+        points = await self._points(task)
         manifest = (await self.state.read((manifest_key(task),))).get(manifest_key(task))
         recent = points[-_RECENT_POINTS:]
         return TaskDetail(
@@ -103,8 +102,7 @@ class AdminService:
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
         """As the supervisor of this process knows them: at most a turn behind the rows."""
         await self._rows(task)
-        found = sorted((await self._history.points(task)).items())
-        return tuple(point for version, point in found if version > after)[:_MAX_POINTS]
+        return tuple(p for p in await self._points(task) if p.version > after)[:_MAX_POINTS]
 
     async def versions(self, task: TaskId) -> tuple[VersionView, ...]:
         found = await self._rows(task)
@@ -207,7 +205,7 @@ class AdminService:
     # -- rows -------------------------------------------------------------------------------
 
     async def _rows(self, task: TaskId) -> TaskRows:
-        rows = await self.state.read(holder_prefixes(task))
+        rows = await self.state.read(owner.owner_prefixes(task))
         if not isinstance(rows.get(task_key(task)), TaskRow):
             raise NotFound(f"there is no task {task[:64]!r}", hint="papaya task list")
         return TaskRows(task, rows)
@@ -216,10 +214,13 @@ class AdminService:
         """The newest version is that of the optimizer row; the points behind it say how good."""
         optimizer = heads.get(optimizer_key(row.config.task))
         head = optimizer.version if isinstance(optimizer, OptimizerRow) else 0
-        points = await self._history.points(row.config.task)
-        return self._line(row, head, [points[version] for version in sorted(points)])
+        return self._line(row, head, await self._points(row.config.task))
 
-    def _line(self, row: TaskRow, head: int, points: Sequence[PointRow]) -> TaskView:
+    async def _points(self, task: TaskId) -> tuple[PointRow, ...]:
+        found = await self._history.points(task)
+        return tuple(found[version] for version in sorted(found))
+
+    def _line(self, row: TaskRow, head: int, points: tuple[PointRow, ...]) -> TaskView:
         config, live = row.config, None if row.is_over else self.live.task(row)
         last = next((p for p in reversed(points) if p.loss is not None), None)
         pinned = config.evaluates
