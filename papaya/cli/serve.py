@@ -5,7 +5,7 @@
     papaya serve aggregator --config ...        one role; the others run elsewhere
 
 It says where it listens on stdout and everything else on stderr. SIGTERM or SIGINT stops it
-cleanly; a second one at once. Killing it loses nothing that was acknowledged.
+cleanly, within `drain_s`. Killing it loses nothing that was acknowledged.
 """
 
 from __future__ import annotations
@@ -90,19 +90,13 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
-        loop.add_signal_handler(number, _stop_or_die, stopping)
+        loop.add_signal_handler(number, stopping.set)
     try:
         _say_where(server, is_json)
         await stopping.wait()
         note("stopping: uploads that are on their way may finish")
     finally:
         await server.stop()
-
-
-def _stop_or_die(stopping: asyncio.Event) -> None:
-    if stopping.is_set():
-        signal.raise_signal(signal.SIGKILL)
-    stopping.set()
 
 
 def _say_where(server: Server, is_json: bool) -> None:

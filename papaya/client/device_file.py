@@ -1,8 +1,9 @@
 """The device's one SQLite file, which holds its examples and its history.
 
-Private (mode 0600), durable (synchronous=FULL), and forgetful: `secure_delete` overwrites what is
-deleted with zeros, the rollback journal is gone with its commit, and the file shrinks at once. With
-a write-ahead log, deleted bytes would stay in it until no reader of another process is left.
+Private (mode 0600), durable (synchronous=FULL), and able to forget: `scrub` rewrites the file from
+the rows that are left. `secure_delete` alone is not enough: it zeroes a row where it lies, but not
+the copies that stay behind when rows move between pages. There is no write-ahead log, which would
+keep old pages for as long as another process reads.
 
 May be called from any thread; one call at a time does its work. Whatever SQLite or the disk refuses
 is an OperatorError.
@@ -22,7 +23,8 @@ from papaya.errors import OperatorError
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _BUSY_TIMEOUT_S = 10.0
-_PRAGMAS = ("auto_vacuum=FULL", "secure_delete=ON", "journal_mode=DELETE", "synchronous=FULL")
+_PRAGMAS = ("secure_delete=ON", "journal_mode=DELETE", "synchronous=FULL")
+_CLEAN, _DELETED = 0, 1  # the file's user_version: has anything been deleted since the last scrub?
 _IN_MEMORY = ":memory:"
 
 
@@ -71,6 +73,19 @@ class DeviceFile:
         """Returns how many rows it changed."""
         with closing(self._database.execute(statement, values)) as cursor:
             return cursor.rowcount
+
+    def delete(self, statement: str, *values: object) -> None:
+        """Rows that must leave the file, too, at the next `scrub`."""
+        if self.change(statement, *values):
+            self.change(f"PRAGMA user_version={_DELETED}")
+
+    def scrub(self) -> None:
+        """Nothing of what was deleted is in the file when it returns."""
+        with self._lock, self._explained():
+            [[state]] = self.rows("PRAGMA user_version")
+            if state == _DELETED:
+                self.change("VACUUM")
+                self.change(f"PRAGMA user_version={_CLEAN}")
 
     def insert(self, statement: str, rows: Iterable[tuple[object, ...]]) -> None:
         self._database.executemany(statement, rows).close()

@@ -1,7 +1,8 @@
 """The example store (paper, "Client Runtime"): training examples on the device, in SQLite.
 
 An app adds examples to collections; a task that the collection's policy allows reads them; what is
-expired or surplus is deleted, not hidden: its bytes are in none of the files any more
+expired or surplus is deleted, not hidden: no call returns it any more, and after the next `sweep`,
+which the device's runtime calls every few minutes, its bytes are in none of the files any more
 (`papaya/client/device_file.py`). What a flash controller or a snapshot below the file system keeps,
 no program can delete.
 
@@ -166,14 +167,16 @@ class ExampleStore:
         """Forget a collection: its policy and every example of it."""
         with self._current():
             self._policy(collection)
-            self._file.change("DELETE FROM example WHERE collection = ?", collection)
-            self._file.change("DELETE FROM collection WHERE name = ?", collection)
+            self._file.delete("DELETE FROM example WHERE collection = ?", collection)
+            self._file.delete("DELETE FROM collection WHERE name = ?", collection)
         del self._policies[collection]
+        self._file.scrub()
 
     def sweep(self, now: float) -> None:
-        """Delete what is expired or surplus."""
+        """Delete what is expired or surplus, from the files as well."""
         with self._current():
             self._sweep(now)
+        self._file.scrub()
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -196,12 +199,12 @@ class ExampleStore:
 
     def _sweep(self, now: float) -> None:
         for collection, policy in self._policies.items():
-            self._file.change(
+            self._file.delete(
                 "DELETE FROM example WHERE collection = ? AND added_at <= ?",
                 collection,
                 now - policy.max_age_s,
             )
-            self._file.change(
+            self._file.delete(
                 "DELETE FROM example WHERE id IN (SELECT id FROM (SELECT id, "
                 "count(*) OVER newer AS so_many, sum(length(content)) OVER newer AS so_large "
                 "FROM example WHERE collection = ? WINDOW newer AS "

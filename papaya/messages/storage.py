@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from papaya.config import TaskConfig
@@ -222,6 +223,8 @@ def submission(
     config: TaskConfig, parameters: BlobKey, optimizer: BlobKey, now: float
 ) -> Transaction:
     """A new task at version 0, held by nobody yet. Refused when the task exists."""
+    # As it will be read back: 1 in a field of floats is written as 1 and comes back as 1.0.
+    config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     if config.secure_aggregation is not None:
         raise OperatorError(
             f"task {config.task} asks for secure aggregation, which is not available yet",

@@ -241,6 +241,7 @@ class Server:
             CoordinatorLive(host.machine, shared.clock.now, self.roles),
             shared.clock.now,
             changed=lambda: host.deliver(Changed()),
+            server=self.deployment.server,
         )
 
     def _servers_routes(self) -> list[Route]:

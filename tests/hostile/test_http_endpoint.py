@@ -142,6 +142,7 @@ def test_a_body_that_looks_like_a_request_is_a_body() -> None:
         (b"GET /" + 100_000 * b"x", 431),
         (b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 999999999999\r\n\r\nx", 413),
         (b"PUT /stream/a HTTP/1.1\r\nHost: h\r\nContent-Length: 999999999999\r\n\r\nx", 413),
+        (b"GET / HTTP/1.1\nHost: h\n\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
     ],
 )

@@ -130,12 +130,20 @@ class Device:
 
     async def run_forever(self, visits: int | None = None) -> None:
         """Until `stop()`, or until so many visits ended as trips: counted or discarded."""
+        sweeping = asyncio.create_task(self._sweep_forever())
+        try:
+            await self._visit_forever(visits)
+        finally:
+            sweeping.cancel()
+            await asyncio.gather(sweeping, return_exceptions=True)
+
+    async def _visit_forever(self, visits: int | None) -> None:
         trips = 0
         while not self._stopping.is_set():
             try:
                 finish = await self._visit_if_eligible()
             except OperatorError as error:  # a full disk, a locked file: not for ever, perhaps
-                self._notify(Troubled(self.name, self._process.now(), str(error)))
+                self._tell_trouble(error)
                 await self._wait(self._back_off())
                 continue
             if finish is None:
@@ -147,13 +155,24 @@ class Device:
             await self._wait(self._pause_after(finish))
 
     async def _visit_if_eligible(self) -> Finish | None:
-        await asyncio.to_thread(self.store.sweep, self._process.now())
         reasons = await self._process.reasons_against()
         if not reasons:
             return await self.visit()
         words = tuple(reason.reason for reason in reasons)
         self._notify(NotEligible(self.name, self._process.now(), words))
         return None
+
+    async def _sweep_forever(self) -> None:
+        """What a policy says must go goes, whether the device takes part in anything or not."""
+        while True:
+            try:
+                await asyncio.to_thread(self.store.sweep, self._process.now())
+            except OperatorError as error:
+                self._tell_trouble(error)
+            await asyncio.sleep(self._process.pacing.sweep_s)
+
+    def _tell_trouble(self, error: OperatorError) -> None:
+        self._notify(Troubled(self.name, self._process.now(), str(error)))
 
     def stop(self, even_sending: bool = False) -> None:
         """No further visit; the present one is left. An upload goes on unless told otherwise."""

@@ -66,6 +66,7 @@ class Pacing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     backoff_s: float = 5.0
     max_backoff_s: float = 600.0
     eligibility_poll_s: float = 30.0
+    sweep_s: float = 300.0
     leave_s: float = 2.0
     drain_s: float = 5.0
 

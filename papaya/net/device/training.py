@@ -130,7 +130,7 @@ class ExecutorTrainer:
         asked = file.examples
         limit = min(asked.limit or file.max_examples, file.max_examples)
         found = store.query(asked.collection, program, split, limit, asked.newest_first, now)
-        return found, min(limit, store.counts(asked.collection, now)["train"])
+        return found, store.counts(asked.collection, now)["train"]
 
 
 @asynccontextmanager

@@ -31,9 +31,6 @@ TASK = """
 from papaya.learning.task import *
 import torch
 
-def load_examples(text):
-    return [word.encode() for word in text.split()]
-
 def batch(examples):
     return (torch.tensor([[float(len(e))] for e in examples]),)
 
@@ -123,8 +120,8 @@ def test_a_task_is_trained_on_imported_examples(
     task, texts, stores = tmp_path / "my_task.py", tmp_path / "texts", tmp_path / "stores"
     task.write_text(TASK)
     texts.mkdir()
-    (texts / "1.txt").write_text("one two three four five six seven")
-    (texts / "2.txt").write_text("eight nine ten")
+    (texts / "1.txt").write_text("one\ntwo\nthree\nfour\nfive\nsix\nseven\n")
+    (texts / "2.txt").write_text("eight\nnine\nten\n")
     blob = parameters.encode(np.zeros(2, np.float32), {"task": "lengths", "version": "7"})
     with a_server() as fake:
         key = f"lengths/1/version-7-{sha256(blob).hexdigest()[:32]}"

@@ -70,7 +70,7 @@ def test_of_two_processes_with_one_file_only_one_takes_part(tmp_path: Path) -> N
         assert caught.value.hint == "run one process per device"
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     st.lists(
         st.tuples(

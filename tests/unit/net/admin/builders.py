@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,14 +11,14 @@ import numpy as np
 from papaya.config import AsyncFL, TaskConfig
 from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32
-from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, Row, TaskRow, Transaction
 from papaya.net.admin import submissions
 from papaya.net.admin.administration import Administration
 from papaya.net.admin.live import LiveTask
 from papaya.net.admin.stores import ThreadedBlobs
 from papaya.net.admin.views import AggregatorStatus, NewTask, SelectorStatus, TaskView
-from papaya.store.blobs import FolderBlobs, Piece
+from papaya.store.blobs import FolderBlobs
 from papaya.store.state import SqliteState
 
 MANIFEST = (("embed.weight", (2, 2)), ("out.bias", (2,)))
@@ -67,25 +67,6 @@ class StoredState:
 
     async def transact(self, transaction: Transaction) -> Outcome:
         return self.outcome or self.store.transact(transaction)
-
-
-class MemoryBlobs:
-    """For those who need no file."""
-
-    def __init__(self) -> None:
-        self.blobs: dict[BlobKey, bytes] = {}
-
-    async def get(self, key: BlobKey) -> bytes:
-        return self.blobs[key]
-
-    async def put(self, key: BlobKey, data: Piece) -> None:
-        self.blobs[key] = bytes(data)
-
-    async def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None:
-        self.blobs = {k: v for k, v in self.blobs.items() if not k.startswith(f"{task}/")}
-
-    async def path(self, key: BlobKey) -> Path:
-        raise NotImplementedError
 
 
 class System:

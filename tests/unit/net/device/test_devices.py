@@ -349,10 +349,10 @@ def test_a_broken_store_is_tried_again_and_harms_no_other_device(tmp_path: Path)
         async with serving() as fake, process() as host:
             broken = device(host, fake.url, store=tmp_path / "a.db", notify=watcher)
             with broken, device(host, fake.url, store=tmp_path / "b.db") as whole:
-                broken.store.close()
+                broken.close()
                 runtime = DeviceRuntime(host, [broken, whole])
                 running = asyncio.create_task(runtime.run(visits=1))
-                await watcher.until(Troubled, 2)
+                await watcher.until(Troubled, 3)
                 await fake.arrival("complete").wait()
                 runtime.stop()
                 await running
@@ -361,15 +361,23 @@ def test_a_broken_store_is_tried_again_and_harms_no_other_device(tmp_path: Path)
     asyncio.run(scenario())
 
 
-def test_expired_examples_go_when_a_device_runs(tmp_path: Path) -> None:
+def test_expired_examples_go_whether_the_device_takes_part_or_not(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving() as fake, process() as host:
+        pacing = structs.replace(PACING, sweep_s=0.01)
+        eligibility = Eligibility([Switch(reason="never")])
+        watcher, path = Watcher(), tmp_path / "device.db"
+        async with process(pacing=pacing, eligibility=eligibility) as host:
             policies = {"text": Policy(max_age_s=10.0)}
-            path = tmp_path / "device.db"
-            with device(host, fake.url, store=path, policies=policies) as phone:
+            with device(
+                host, "http://127.0.0.1:9", store=path, policies=policies, notify=watcher
+            ) as phone:
                 phone.store.add("text", [b"a secret of long ago"], host.now() - 11.0)
-                await phone.run_forever(visits=1)
-            assert b"long ago" not in path.read_bytes()
+                running = asyncio.create_task(phone.run_forever())
+                async with asyncio.timeout(30):
+                    while b"long ago" in path.read_bytes():
+                        await asyncio.to_thread(phone.store.counts, "text", host.now())
+                phone.stop()
+                await running
 
     asyncio.run(scenario())
 

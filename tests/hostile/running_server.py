@@ -1,0 +1,182 @@
+"""A whole server in this process, on a thread of its own, and a plain HTTP client for it."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from papaya.config import AsyncFL, Deployment, ServerConfig, TaskConfig
+from papaya.learning import parameters
+from papaya.net.server import Server
+
+CHUNK_BYTES = 64
+MODEL_LENGTH = 40  # three chunks: 64 + 64 + 32 bytes
+DEADLINE_S = 20.0
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def message(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)
+        return found
+
+    @property
+    def kind(self) -> str:
+        return str(self.message["type"])
+
+
+class RunningServer:
+    """`with RunningServer(folder) as server:`; port 0, so that many run at once."""
+
+    def __init__(self, folder: Path, **deployment: Any) -> None:
+        self.data = folder / "data"
+        config = ServerConfig(
+            heartbeat_s=0.25, hold_s=0.5, chunk_bytes=CHUNK_BYTES, min_retry_s=0.01
+        )
+        self._server = Server(
+            Deployment(
+                data=str(self.data),
+                devices="127.0.0.1:0",
+                admin="127.0.0.1:0",
+                **{"server": config, **deployment},
+            )
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(DEADLINE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(DEADLINE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def address(self, listener: str) -> tuple[str, int]:
+        host, port = self._server.addresses[listener].rsplit(":", 1)
+        return host, int(port)
+
+    def token(self, name: str) -> str:
+        return (self.data / f"{name}.token").read_text().strip()
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        listener: str = "devices",
+    ) -> Answer:
+        connection = http.client.HTTPConnection(*self.address(listener), timeout=DEADLINE_S)
+        try:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, found, response.read())
+        finally:
+            connection.close()
+
+    def admin(self, method: str, path: str, body: bytes = b"") -> Answer:
+        headers = {"Authorization": f"Bearer {self.token('admin')}"}
+        return self.ask(method, path, body, headers, "admin")
+
+    def post(self, path: str, message: dict[str, Any]) -> Answer:
+        return self.ask("POST", f"/v1/{path}", json.dumps(message).encode())
+
+    def check_in(self, **changes: Any) -> Answer:
+        message = {"type": "CheckIn", "protocol": 1, "capabilities": {}, **changes}
+        headers = {}
+        if self._server.deployment.device_tokens == "shared":
+            headers = {"Authorization": f"Bearer {self.token('device')}"}
+        return self.ask("POST", "/v1/check-in", json.dumps(message).encode(), headers)
+
+    def chunk(
+        self,
+        ticket: str,
+        index: int,
+        data: bytes,
+        *,
+        upload: str = "u1",
+        checksum: str | None = None,
+    ) -> Answer:
+        headers = {
+            "Papaya-Ticket": ticket,
+            "Papaya-Crc32": f"{crc32(data):08x}" if checksum is None else checksum,
+        }
+        return self.ask("PUT", f"/v1/uploads/{upload}/chunks/{index}", data, headers)
+
+    # -- the protocol, step by step -----------------------------------------------------------
+
+    def submit(self, name: str = "words", **changes: Any) -> None:
+        values: dict[str, Any] = {
+            "task": name,
+            "concurrency": 8,
+            "model_length": MODEL_LENGTH,
+            "regime": AsyncFL(aggregation_goal=2),
+            "participation_gap_s": 0.0,
+            "commit_interval_s": 0.01,
+        }
+        config = TaskConfig(**{**values, **changes})
+        zero = np.zeros(config.model_length, np.float32)
+        encoded = parameters.encode(zero, {"task": name, "version": "0"})
+        path = f"/admin/tasks/{name}/parameters?model_length={config.model_length}"
+        stored = self.admin("PUT", path, encoded)
+        assert stored.status == 200, stored
+        document = {"config": config, "parameters": stored.message["parameters"]}
+        answer = self.admin("POST", "/admin/tasks", msgspec.json.encode(document))
+        assert answer.status == 200, answer
+
+    def join(self) -> dict[str, Any]:
+        """A client that joined; its Joined message."""
+        accepted = self.until(self.check_in, lambda answer: answer.kind == "Accepted")
+        return self.post("join", {"type": "Join", "ticket": accepted.message["ticket"]}).message
+
+    def report(self) -> dict[str, Any]:
+        """A client that reported; its UploadGranted message."""
+        ticket = self.join()["ticket"]
+        return self.post("report", {"type": "Report", "ticket": ticket, "examples": 1}).message
+
+    def send_all(self, ticket: str, update: bytes, upload: str = "u1") -> Answer:
+        for index, start in enumerate(range(0, len(update), CHUNK_BYTES)):
+            piece = update[start : start + CHUNK_BYTES]
+            answer = self.chunk(ticket, index, piece, upload=upload)
+            assert answer.kind == "ChunkReceived", answer
+        return self.complete(ticket, upload)
+
+    def complete(self, ticket: str, upload: str = "u1") -> Answer:
+        return self.post("complete", {"type": "Complete", "ticket": ticket, "upload": upload})
+
+    def version(self, task: str = "words") -> int:
+        return int(self.admin("GET", f"/admin/tasks/{task}").message["task"]["version"])
+
+    def until(self, ask: Callable[[], Any], holds: Callable[[Any], bool]) -> Any:
+        """Ask again until it holds. The server answers when it can; the deadline is for bugs."""
+        ends_at = time.monotonic() + DEADLINE_S
+        while not holds(answer := ask()):
+            assert time.monotonic() < ends_at, answer
+            time.sleep(0.01)
+        return answer
+
+
+def sealed(ticket: bytes) -> str:
+    return b64encode(ticket).decode()
