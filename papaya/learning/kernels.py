@@ -31,6 +31,7 @@ Update: TypeAlias = Sequence[Vector]
 # blocks would fit the inner ones, but each call costs, and returns to the interpreter, which the
 # event loop may be using just then.
 _BLOCK: Final = 1 << 18
+_SMALL: Final = 1024  # coordinates: below this, preparing blocks costs more than the arithmetic
 
 
 class Kernel(ABC):
@@ -40,8 +41,13 @@ class Kernel(ABC):
 
     def add_all(self, total: Tensor, updates: Sequence[Update], factors: Sequence[float]) -> None:
         """Updates that are cut at the same places share a pass. Raising leaves the total alone."""
+        if len(updates) != len(factors):
+            raise InvariantError(f"{len(factors)} factors for {len(updates)} updates")
         for update in updates:
             _check(total, update)
+        if len(updates) == 1:
+            self._add_alike(total, updates, factors)
+            return
         alike: dict[tuple[int, ...], list[tuple[Update, float]]] = {}
         for update, factor in zip(updates, factors, strict=True):
             cuts = tuple(piece.size for piece in update)
@@ -49,7 +55,9 @@ class Kernel(ABC):
         for group in alike.values():
             self._add_alike(total, [update for update, _ in group], [factor for _, factor in group])
 
-    def _add_alike(self, total: Tensor, updates: list[Update], factors: list[float]) -> None:
+    def _add_alike(
+        self, total: Tensor, updates: Sequence[Update], factors: Sequence[float]
+    ) -> None:
         start = 0
         for pieces in zip(*updates, strict=True):
             stop = start + pieces[0].size
@@ -62,10 +70,13 @@ class Kernel(ABC):
 
 
 def _check(total: Tensor, update: Update) -> None:
-    # numpy would broadcast a single coordinate
-    if any(piece.ndim != 1 or piece.dtype != FLOAT32 for piece in update) or (
-        sum(piece.size for piece in update) != total.size
-    ):
+    size = 0
+    for piece in update:
+        size += piece.size
+        if piece.ndim != 1 or piece.dtype != FLOAT32:  # numpy would broadcast, or cast
+            size = -1
+            break
+    if size != total.size:
         found = [f"{piece.shape} {piece.dtype}" for piece in update]
         raise InvariantError(f"an update of {found} in a sum of {total.shape}")
 
@@ -74,6 +85,10 @@ class _Numpy(Kernel):
     name = "numpy"
 
     def _add(self, total: Tensor, deltas: Sequence[Vector], factors: Sequence[float]) -> None:
+        if total.size <= _SMALL:
+            for delta, factor in zip(deltas, factors, strict=True):
+                total += np.multiply(delta, factor, dtype=total.dtype)
+            return
         scratch = np.empty(min(total.size, _BLOCK), total.dtype)
         for start in range(0, total.size, _BLOCK):
             sums = total[start : start + _BLOCK]

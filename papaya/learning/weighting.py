@@ -76,8 +76,8 @@ def norm(vector: Vector) -> float:
 
 
 def _norm(pieces: Sequence[Vector]) -> float:
-    if sum(piece.size for piece in pieces) <= _TINY:
-        found = math.hypot(*(x for piece in pieces for x in piece.tolist()))
+    if len(pieces) == 1 and pieces[0].size <= _TINY:
+        found = math.hypot(*pieces[0].tolist())
     else:
         # Any peer can send a signalling NaN, which makes numpy warn as it widens.
         with np.errstate(invalid="ignore"):

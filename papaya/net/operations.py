@@ -55,6 +55,10 @@ class Operations:
     def watch_listener(self, name: str, listening: Listening) -> None:
         self._listeners[name] = listening
 
+    def observe(self, listener: str, route: str, status: int, seconds: float) -> None:
+        self.driver.requests.add(1, listener, route, str(status))
+        self.driver.request_seconds.observe(seconds, listener, route)
+
     def routes(self) -> list[Route]:
         return [
             Buffered("GET", "/health", self._on_health),

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine
+from functools import partial
 from random import SystemRandom
 from typing import Any
 
@@ -191,7 +192,13 @@ class Server:
     async def _listen(self, name: str, where: str, routes: list[Route]) -> None:
         host, port = address(name, where)
         listening = await serve(
-            routes, host, port, limits=self._limits, problem=problem, ssl=self._tls
+            routes,
+            host,
+            port,
+            limits=self._limits,
+            problem=problem,
+            observe=partial(self._operations.observe, name),
+            ssl=self._tls,
         )
         self._listeners.append(listening)
         self._operations.watch_listener(name, listening)

@@ -18,10 +18,10 @@ from typing import cast
 from papaya.errors import InvariantError
 from papaya.net.http.exchange import Exchange, Headers, as_refusal, has_body, log, render_head
 from papaya.net.http.head import END_OF_HEAD, HttpError, RequestHead, check_partial, parse_request
-from papaya.net.http.outgoing import Outgoing
+from papaya.net.http.outgoing import Outgoing, address_of_peer
 from papaya.net.http.patience import Patience, Phase, Seen
 from papaya.net.http.routes import Buffered, Receiver, end_receiver
-from papaya.net.http.service import Service
+from papaya.net.http.service import UNKNOWN_ROUTE, Service
 from papaya.net.http.whole_body import WholeBody
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -45,6 +45,8 @@ class Endpoint(asyncio.BufferedProtocol):
         self._continued = False  # the peer need not be told to send the body
         self._held = False  # a receiver asked us not to read
         self._exchanges = 0
+        self._route = UNKNOWN_ROUTE
+        self._began_at = 0.0
         self._received = 0
         self._linger_until = 0  # bytes received, not time
         self._is_reading = True
@@ -130,12 +132,10 @@ class Endpoint(asyncio.BufferedProtocol):
 
     @property
     def peer(self) -> str:
-        name = self._transport.get_extra_info("peername")
-        if not name:
-            return "unknown"
-        return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        return address_of_peer(self._transport)
 
     def send_answer(self, exchange: Exchange, status: int, head: str, body: bytes) -> None:
+        self._service.observe(self._route, status, self._service.loop.time() - self._began_at)
         closes = self._must_close(exchange.head)
         body = body if has_body(exchange.head.method, status) else b""
         self._out.answer(self._complete(head, closes), body)
@@ -146,6 +146,7 @@ class Endpoint(asyncio.BufferedProtocol):
             os.close(file)
             self.send_answer(exchange, status, head, b"")
             return
+        self._service.observe(self._route, status, self._service.loop.time() - self._began_at)
         self._out.answer(self._complete(head, self._must_close(exchange.head)), b"")
         self._out.take_file(file, size)
         self._service.loop.call_soon(self._advance)
@@ -242,6 +243,8 @@ class Endpoint(asyncio.BufferedProtocol):
         exchange = Exchange(self, head, {} if found is None else found[1])
         self._exchange = exchange
         self._exchanges += 1
+        self._route = UNKNOWN_ROUTE if found is None else found[0].path
+        self._began_at = self._service.loop.time()
         self._left = head.length
         self._continued = not head.expects_continue
         try:

@@ -11,7 +11,7 @@ from papaya.errors import OperatorError
 from papaya.net.http.endpoint import Endpoint
 from papaya.net.http.limits import Limits
 from papaya.net.http.routes import Route
-from papaya.net.http.service import Problem, Service, plain_problem
+from papaya.net.http.service import Observe, Problem, Service, plain_problem, unobserved
 
 _BACKLOG = 4096
 
@@ -47,11 +47,12 @@ async def serve(
     *,
     limits: Limits | None = None,
     problem: Problem = plain_problem,
+    observe: Observe = unobserved,
     ssl: SSLContext | None = None,
 ) -> Listening:
     """Listens on `host` and `port`; port 0 takes a free one."""
     limits = limits or Limits()
-    service = Service(routes, problem, limits)
+    service = Service(routes, problem, limits, observe)
     try:
         server = await asyncio.get_running_loop().create_server(
             lambda: Endpoint(service),

@@ -71,3 +71,10 @@ class Outgoing:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def address_of_peer(transport: asyncio.Transport) -> str:
+    name = transport.get_extra_info("peername")
+    if not name:
+        return "unknown"
+    return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"

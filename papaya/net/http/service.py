@@ -13,11 +13,19 @@ from papaya.net.http.limits import Limits
 from papaya.net.http.routes import Route, Routes
 
 Problem = Callable[[int, str], bytes]
+Observe = Callable[[str, int, float], None]
+"""Told of each answer: the template of its route, the status, the seconds since the head."""
+
+UNKNOWN_ROUTE = "unknown"
 
 
 def plain_problem(status: int, text: str) -> bytes:
     """The body of an error, where no protocol message has to say it."""
     return msgspec.json.encode({"status": status, "problem": text})
+
+
+def unobserved(route: str, status: int, seconds: float) -> None:
+    """Nobody counts."""
 
 
 class Connection(Protocol):
@@ -33,8 +41,15 @@ class Connection(Protocol):
 class Service:
     """Shared by all connections of a listener. All of it is on one loop."""
 
-    def __init__(self, routes: Iterable[Route], problem: Problem, limits: Limits) -> None:
+    def __init__(
+        self,
+        routes: Iterable[Route],
+        problem: Problem,
+        limits: Limits,
+        observe: Observe = unobserved,
+    ) -> None:
         self.routes = Routes(routes)
+        self.observe = observe
         self.problem = problem
         self.limits = limits
         self.loop = asyncio.get_running_loop()

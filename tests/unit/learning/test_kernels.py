@@ -16,6 +16,11 @@ from papaya.learning.kernels import Kernel
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 
 KERNELS = [kernels.NUMPY, kernels.compiled()]
+LENGTHS = [kernels._SMALL + size for size in (0, 7, 8)] + [
+    kernels._BLOCK - 1,
+    kernels._BLOCK + 8,
+    3 * kernels._BLOCK - 5,
+]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: str(kernel.name))
 
 
@@ -71,7 +76,7 @@ def test_updates_may_be_cut_at_different_places(kernel: Kernel, places: list[int
 
 
 @each_kernel
-@pytest.mark.parametrize("length", [kernels._BLOCK - 1, kernels._BLOCK + 1, 3 * kernels._BLOCK - 5])
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("count", [1, 8, 9])
 def test_every_block_and_every_stream_is_added_once(
     kernel: Kernel, length: int, count: int
@@ -129,8 +134,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_added(
     total = np.zeros(10, np.float32)
     with pytest.raises(InvariantError):
         kernel.add_all(total, [[np.ones(10, np.float32)], wrong], [1.0, 1.0])
-    with pytest.raises(ValueError, match="shorter"):
-        kernel.add_all(total, [[np.ones(10, np.float32)]] * 2, [1.0])
+    for count in (1, 3):
+        with pytest.raises(InvariantError):
+            kernel.add_all(total, [[np.ones(10, np.float32)]] * 2, [1.0] * count)
     assert not total.any()
 
 

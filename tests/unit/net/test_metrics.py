@@ -327,16 +327,15 @@ def test_a_candidate_that_lost_its_lease_does_not_lead() -> None:
 def test_the_drivers_own_metrics_are_readable() -> None:
     registry = Registry()
     driver = DriverMetrics(registry)
-    driver.requests.add(1, "/v1/uploads/{upload}/chunks/{index}", "200")
-    driver.request_seconds.observe(0.02, "/v1/join")
+    driver.requests.add(1, "devices", "/v1/uploads/{upload}/chunks/{index}", "200")
+    driver.request_seconds.observe(0.02, "devices", "/v1/join")
     driver.connections.add(1, "devices")
     driver.connections.add(-1, "devices")
     driver.work_seconds.observe(0.1, "fold")
     driver.commits.add(1, "committed")
-    driver.store_errors.add(1, "state")
     driver.answers.add(1, "Accepted")
-    driver.received_bytes.add(1 << 40)
+    driver.upload_bytes.add(1 << 40, "taken_in")
     series = parse(registry.text())
     assert series["papaya_http_open_connections", (("listener", "devices"),)] == 0
-    assert series["papaya_http_received_bytes_total", ()] == 2**40
+    assert series["papaya_upload_bytes_total", (("way", "taken_in"),)] == 2**40
     assert series["papaya_store_commits_total", (("outcome", "committed"),)] == 1

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Sequence
-from threading import Event
 
 import numpy as np
-import pytest
 
 from papaya.aggregator.shards import Shards
 from papaya.aggregator.work import (
@@ -19,39 +15,27 @@ from papaya.aggregator.work import (
     Lost,
     Restore,
     Restored,
-    Snapshot,
     Snapshotted,
-    Step,
     Stepped,
 )
-from papaya.errors import OperatorError
 from papaya.learning import parameters
-from papaya.learning.kernels import Kernel, fastest
-from papaya.learning.parameters import FLOAT32, Tensor, Vector
-from papaya.learning.weighting import WeightedSum
-from papaya.messages.storage import Member, RecordRow, VersionRow
+from papaya.learning.kernels import fastest
+from papaya.learning.parameters import FLOAT32
 from papaya.net.workers import BufferPool, threaded_shards
-from tests.unit.net.worker_builders import LENGTH, PATIENCE_S, Driver, MemoryBlobs, a_task, run
-
-WORDS, OTHER = a_task("words"), a_task("other")
-SNAPSHOT = Snapshot("words", 1, (1,))
-FULL = OperatorError("cannot write the blob: the disk is full", hint="make room")
-
-
-def the_sum(blobs: MemoryBlobs, told: Snapshotted) -> list[float]:
-    [found] = told.sums
-    return list(WeightedSum.decode(blobs.blobs[found.blob], LENGTH).vector)
-
-
-def record_of(told: Snapshotted) -> RecordRow:
-    [found] = told.sums
-    members = tuple(Member(session, 0, 0, 1, 0.0) for session in found.sessions)
-    return RecordRow(found.target, found.blob, members, found.weight)
-
-
-def step_of(blobs: MemoryBlobs, told: Snapshotted) -> Step:
-    first, optimizer = blobs.first["words"]
-    return Step(WORDS, 1, VersionRow(0, first, 0, 0.0), optimizer, record_of(told))
+from tests.unit.net.worker_builders import (
+    LENGTH,
+    OTHER,
+    PATIENCE_S,
+    SNAPSHOT,
+    WORDS,
+    CountingKernel,
+    Driver,
+    MemoryBlobs,
+    record_of,
+    run,
+    step_of,
+    the_sum,
+)
 
 
 def test_updates_are_folded_recorded_and_stepped() -> None:
@@ -124,27 +108,6 @@ def test_another_task_does_not_wait() -> None:
     assert len(driver.of(Snapshotted)) == 1
 
 
-class CountingKernel(Kernel):
-    """Notes how many updates share a pass; waits, or raises, when it is told to."""
-
-    name = "counting"
-
-    def __init__(self) -> None:
-        self.passes: list[int] = []
-        self.failures: list[Exception] = []
-        self.is_waiting, self.may_go_on = Event(), Event()
-        self.may_go_on.set()
-
-    def _add(self, total: Tensor, deltas: Sequence[Vector], factors: Sequence[float]) -> None:
-        self.is_waiting.set()
-        assert self.may_go_on.wait(PATIENCE_S)
-        if self.failures:
-            raise self.failures.pop()
-        self.passes.append(len(deltas))
-        for delta, factor in zip(deltas, factors, strict=True):
-            total += delta * np.float32(factor)
-
-
 async def a_free_thread_finds_nothing_to_do(driver: Driver) -> None:
     """It has been through all lanes more than once when these are done."""
     before = len(driver.of(Restored))
@@ -215,43 +178,6 @@ def test_waiting_updates_of_one_buffer_share_a_pass_of_at_most_eight() -> None:
     assert len(driver.of(Folded)) == 13
 
 
-def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    blobs = MemoryBlobs(WORDS)
-    blobs.failures = [FULL, OSError(28, "No space left on device"), FULL]
-
-    async def test(driver: Driver) -> None:
-        driver.fold(WORDS, "a", [1, 2, 3, 4])
-        driver.workers.perform(SNAPSHOT)
-        driver.fold(WORDS, "b", [1, 2, 3, 4])
-        await driver.until(Snapshotted)
-        await driver.workers.drain()
-
-    with caplog.at_level(logging.WARNING):
-        driver = run(test, blobs)
-    [snapshotted] = driver.of(Snapshotted)
-    assert the_sum(blobs, snapshotted) == [1, 2, 3, 4]
-    assert driver.workers.counters.storage_errors == 3
-    assert len(driver.of(Folded)) == 2
-    assert "the disk is full; trying again (hint: make room)" in caplog.text
-
-
-def test_closing_gives_up_what_cannot_be_written_and_tells_nobody() -> None:
-    blobs = MemoryBlobs(WORDS)
-    blobs.failures = [FULL] * 100_000
-
-    async def test(driver: Driver) -> None:
-        driver.fold(WORDS, "a", [1, 2, 3, 4])
-        driver.workers.perform(SNAPSHOT)
-        driver.fold(WORDS, "b", [1, 2, 3, 4])
-
-    driver = run(test, blobs)
-    assert [folded.session for folded in driver.of(Folded)] == ["a", "b"]
-    assert driver.of(Snapshotted) == []
-    assert driver.of(Lost) == []
-
-
 def test_closing_finishes_what_was_given_and_what_the_results_give() -> None:
     blobs = MemoryBlobs(WORDS)
 
@@ -269,83 +195,6 @@ def test_closing_finishes_what_was_given_and_what_the_results_give() -> None:
     driver = run(test, blobs, threads=2)
     assert [type(message) for message in driver.told] == [Folded, Snapshotted]
     assert not any(thread.is_alive() for thread in driver.workers._threads)
-
-
-def test_a_missing_blob_is_told_once_and_the_task_begins_again_when_it_is_restored() -> None:
-    blobs = MemoryBlobs(WORDS)
-
-    async def test(driver: Driver) -> None:
-        driver.fold(WORDS, "a", [1, 2, 3, 4])
-        driver.workers.perform(SNAPSHOT)
-        await driver.until(Snapshotted)
-        [snapshotted] = driver.of(Snapshotted)
-        sums = blobs.blobs.pop(snapshotted.sums[0].blob)
-        driver.workers.perform(step_of(blobs, snapshotted))
-        await driver.until(Lost)
-        # The machine has not heard of it yet.
-        driver.fold(WORDS, "b", [5, 5, 5, 5])
-        driver.workers.perform(SNAPSHOT)
-        driver.workers.perform(step_of(blobs, snapshotted))
-        await driver.workers.drain()
-        assert driver.pool.free == driver.pool.count
-        blobs.blobs[snapshotted.sums[0].blob] = sums
-        driver.workers.perform(Restore(WORDS, 1, (record_of(snapshotted),), ()))
-        driver.fold(WORDS, "c", [1, 1, 1, 1])
-        driver.workers.perform(SNAPSHOT)
-        await driver.until(Snapshotted, 2)
-
-    driver = run(test, blobs)
-    kinds = [type(message) for message in driver.told]
-    assert kinds == [Folded, Snapshotted, Lost, Restored, Folded, Snapshotted]
-    last = driver.told[-1]
-    assert isinstance(last, Snapshotted)
-    assert last.sums[0].sessions == ("a", "c")
-    assert the_sum(blobs, last) == [2, 3, 4, 5]
-
-
-def test_a_restore_without_its_blob_is_lost() -> None:
-    blobs = MemoryBlobs(WORDS)
-    record = RecordRow(1, "words/1/sum-1-1-0", (Member("a", 0, 0, 1, 0.0),), 1.0)
-
-    async def test(driver: Driver) -> None:
-        for _ in range(2):
-            driver.workers.perform(Restore(WORDS, 1, (record,), ()))
-        driver.workers.perform(Restore(WORDS, 1, (), ()))
-
-    driver = run(test, blobs)
-    assert [type(message) for message in driver.told] == [Lost, Lost, Restored]
-    assert "words/1/sum-1-1-0 is missing" in driver.of(Lost)[0].reason
-
-
-def test_an_error_that_nobody_expected_is_told_and_the_thread_lives_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    blobs, kernel = MemoryBlobs(WORDS), CountingKernel()
-
-    async def test(driver: Driver) -> None:
-        kernel.failures = [ZeroDivisionError("cosmic rays")]
-        driver.fold(WORDS, "a", [1, 2, 3, 4])
-        driver.workers.perform(SNAPSHOT)
-        await driver.workers.drain()
-        assert driver.told == [Lost("words", 1, "cosmic rays")]
-        assert driver.pool.free == driver.pool.count
-        driver.workers.perform(Restore(WORDS, 1, (), ()))
-        driver.fold(WORDS, "a", [1, 2, 3, 4])
-        driver.workers.perform(SNAPSHOT)
-
-    with caplog.at_level(logging.ERROR):
-        driver = run(test, blobs, kernel=kernel)
-    assert [type(told) for told in driver.told] == [Lost, Restored, Folded, Snapshotted]
-    assert the_sum(blobs, driver.of(Snapshotted)[0]) == [1, 2, 3, 4]
-    assert "ZeroDivisionError" in caplog.text
-
-
-def test_a_snapshot_of_sums_that_are_not_there_is_lost() -> None:
-    async def test(driver: Driver) -> None:
-        driver.workers.perform(SNAPSHOT)
-
-    driver = run(test, MemoryBlobs(WORDS))
-    assert [type(told) for told in driver.told] == [Lost]
 
 
 def test_dropping_a_session_forgets_its_upload_but_not_a_fold_that_was_given() -> None:
@@ -398,26 +247,6 @@ def test_deleting_comes_before_the_same_blob_is_written_again() -> None:
     first, second = driver.of(Snapshotted)
     assert first == second
     assert first.sums[0].blob in blobs.blobs
-
-
-def test_what_cannot_be_deleted_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
-    class Stubborn(MemoryBlobs):
-        def delete(self, key: str) -> None:
-            raise PermissionError(13, "Permission denied")
-
-        def sweep(self, task: str, below_seq: int, keep: object) -> None:
-            raise OperatorError("cannot sweep", hint="chmod")
-
-    async def test(driver: Driver) -> None:
-        driver.workers.perform(Restore(WORDS, 1, (), ()))
-        driver.workers.perform(DeleteBlobs(("words/0/a", "words/0/b")))
-        driver.fold(WORDS, "a", [1, 2, 3, 4])
-        driver.workers.perform(SNAPSHOT)
-
-    driver = run(test, Stubborn(WORDS))
-    assert [type(told) for told in driver.told] == [Restored, Folded, Snapshotted]
-    assert driver.workers.counters.storage_errors == 3
-    assert "left behind" in caplog.text
 
 
 def test_shards_for_threads_use_the_fastest_kernel_and_return_buffers() -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Sequence, Set
 from threading import Event, Lock, get_ident
 from typing import Any, Literal
 
 import numpy as np
 
 from papaya.aggregator.shards import Shards, initial_blobs
-from papaya.aggregator.work import Fold, Keep
+from papaya.aggregator.work import Fold, Keep, Snapshot, Snapshotted, Step
 from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
 from papaya.errors import MissingBlob
 from papaya.learning.kernels import NUMPY, Kernel
-from papaya.learning.parameters import FLOAT32
+from papaya.learning.parameters import FLOAT32, Tensor, Vector
+from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import BlobKey, Message, TaskId
+from papaya.messages.storage import Member, RecordRow, VersionRow
 from papaya.net.buffers import BufferPool
 from papaya.net.workers import Workers
 
@@ -33,6 +35,10 @@ def a_task(task: TaskId) -> TaskConfig:
         regime=AsyncFL(50),
         optimizer=OptimizerConfig(kind="fedavg"),
     )
+
+
+WORDS, OTHER = a_task("words"), a_task("other")
+SNAPSHOT = Snapshot("words", 1, (1,))
 
 
 class MemoryBlobs:
@@ -164,3 +170,40 @@ def run(
         return driver
 
     return asyncio.run(whole())
+
+
+def the_sum(blobs: MemoryBlobs, told: Snapshotted) -> list[float]:
+    [found] = told.sums
+    return list(WeightedSum.decode(blobs.blobs[found.blob], LENGTH).vector)
+
+
+def record_of(told: Snapshotted) -> RecordRow:
+    [found] = told.sums
+    members = tuple(Member(session, 0, 0, 1, 0.0) for session in found.sessions)
+    return RecordRow(found.target, found.blob, members, found.weight)
+
+
+def step_of(blobs: MemoryBlobs, told: Snapshotted) -> Step:
+    first, optimizer = blobs.first["words"]
+    return Step(WORDS, 1, VersionRow(0, first, 0, 0.0), optimizer, record_of(told))
+
+
+class CountingKernel(Kernel):
+    """Notes how many updates share a pass; waits, or raises, when it is told to."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.passes: list[int] = []
+        self.failures: list[Exception] = []
+        self.is_waiting, self.may_go_on = Event(), Event()
+        self.may_go_on.set()
+
+    def _add(self, total: Tensor, deltas: Sequence[Vector], factors: Sequence[float]) -> None:
+        self.is_waiting.set()
+        assert self.may_go_on.wait(PATIENCE_S)
+        if self.failures:
+            raise self.failures.pop()
+        self.passes.append(len(deltas))
+        for delta, factor in zip(deltas, factors, strict=True):
+            total += delta * np.float32(factor)

@@ -95,11 +95,12 @@ class Client:
         return await self.response()
 
     async def rest(self) -> bytes:
-        """Everything until the server closes."""
-        try:
-            return await self.reader.read()
-        except ConnectionResetError:
-            return b""
+        """Everything until the server closes, or cuts us off."""
+        data = b""
+        with suppress(ConnectionResetError):
+            while piece := await self.reader.read(1 << 16):
+                data += piece
+        return data
 
     async def close(self) -> None:
         self.writer.close()

@@ -179,7 +179,9 @@ def test_a_server_that_does_not_answer_in_time() -> None:
 
 def test_nobody_listens() -> None:
     async def main() -> None:
-        async with a_server([]) as server, some_connections() as connections:
+        # One place and no queue: whoever fails must leave the place to the next.
+        limits = PeerLimits(max_connections=1, max_waiting=0)
+        async with a_server([]) as server, some_connections(limits) as connections:
             address = f"127.0.0.1:{server.port}"
             await server.drain(0)
             with pytest.raises(PeerUnavailable, match=f"cannot connect to {address}"):

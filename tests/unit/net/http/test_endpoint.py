@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,15 @@ from papaya.net.http.listening import serve
 from papaya.net.http.routes import Buffered, Route
 from tests.unit.net.http.loopback import (
     LOOPS,
+    ListTransport,
     Response,
     Shop,
     a_client,
     a_request,
     a_server,
+    a_service,
     answers,
+    responses_of,
     run,
 )
 
@@ -244,6 +248,36 @@ def test_a_file_is_sent_whole(loop: str, tmp_path: Path) -> None:
     )
     assert (nothing.status, nothing.body) == (200, b"")
     assert missing.status == 404
+
+
+class Narrow(ListTransport):
+    """Takes little at a time, as a transport does whose peer reads slowly."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        super().write(data)
+        if len(data) > 1000:
+            self.endpoint.pause_writing()
+
+
+def test_a_file_waits_for_a_peer_that_reads_slowly(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(BIG)
+
+    async def main() -> None:
+        route = Buffered("GET", "/file", lambda e, _: e.answer_file(file))
+        async with a_service([route]) as service:
+            transport = Narrow(service)
+            transport.feed(a_request("GET", "/file") * 2)
+            sent = []
+            while len(transport.sent) < 2 * len(BIG):
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                sent.append(len(transport.sent))
+                transport.endpoint.resume_writing()
+            assert all(after - before < len(BIG) / 2 for before, after in pairwise([0, *sent]))
+            assert [response.body for response in responses_of(transport.sent)] == [BIG, BIG]
+
+    run(main())
 
 
 def test_connection_close_is_honoured() -> None:

@@ -118,13 +118,21 @@ def test_a_receiver_can_hold_its_peer_back(loop: str) -> None:
     class Careful(Collector):
         """Takes one piece, then waits to be asked for the next."""
 
+        is_resting = False
+
         def received(self, count: int) -> None:
+            assert not self.is_resting
             super().received(count)
+            self.is_resting = True
             self.exchange.pause_reading()
-            asyncio.get_running_loop().call_soon(self.exchange.resume_reading)
+            asyncio.get_running_loop().call_soon(self.go_on)
+
+        def go_on(self) -> None:
+            self.is_resting = False
+            self.exchange.resume_reading()
 
     (response,) = answers(
-        [Streamed("PUT", "/slow", lambda exchange: Careful(exchange, 9000), 1 << 20)],
+        [Streamed("PUT", "/slow", lambda exchange: Careful(exchange, 700), 1 << 20)],
         a_request("PUT", "/slow", BIG[:100_000]),
         loop=loop,
     )

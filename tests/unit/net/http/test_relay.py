@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,17 @@ from papaya.net.http.link import Response
 from papaya.net.http.listening import Listening
 from papaya.net.http.relay import Relay, Relays
 from papaya.net.http.routes import Receiver, Streamed
-from tests.unit.net.http.loopback import LOOPS, Collector, a_client, a_request, a_server, run
+from tests.unit.net.http.loopback import (
+    LOOPS,
+    Collector,
+    ListTransport,
+    a_client,
+    a_request,
+    a_server,
+    a_service,
+    responses_of,
+    run,
+)
 
 both_loops = pytest.mark.parametrize("loop", LOOPS)
 UPDATE = np.random.default_rng(1).bytes(20 << 20)
@@ -66,7 +77,7 @@ class InPlace:
         asyncio.get_running_loop().call_soon(self.exchange.resume_reading)
 
     def finished(self) -> None:
-        self.exchange.answer(200, b"same" if self.slot == UPDATE else b"other")
+        self.exchange.answer(200, b"%d" % zlib.crc32(self.slot))
 
     def broken(self) -> None:
         raise AssertionError("the update did not come whole")
@@ -74,13 +85,18 @@ class InPlace:
 
 @both_loops
 def test_a_whole_update_passes_through_small_buffers(loop: str) -> None:
-    async def main() -> None:
-        async with a_chain(InPlace) as (middle, far), a_client(middle.port) as client:
+    async def send(port: int, body: bytes) -> None:
+        async with a_client(port) as client:
             for _ in range(2):
-                client.send(a_put(UPDATE))
+                client.send(a_put(body))
                 response = await client.response()
-                assert (response.status, response.body) == (200, b"same")
-            assert far.connections == 1
+                assert (response.status, response.body) == (200, b"%d" % zlib.crc32(body))
+
+    async def main() -> None:
+        async with a_chain(InPlace) as (middle, far):
+            # Two at a time, for they share a buffer.
+            await asyncio.gather(send(middle.port, UPDATE), send(middle.port, UPDATE[::-1]))
+            assert far.connections == 2
 
     run(main(), loop)
 
@@ -145,5 +161,40 @@ def test_a_far_side_that_dies_or_is_busy_is_a_503() -> None:
             response = await client.response()
             assert response.status == 503
             assert b"without an answer" in response.body
+
+    run(main())
+
+
+def test_nothing_piles_up_in_the_middle_while_the_far_side_rests() -> None:
+    resting: list[Exchange] = []
+
+    def rest(exchange: Exchange) -> Collector:
+        exchange.pause_reading()
+        resting.append(exchange)
+        return Collector(exchange, 1 << 20)
+
+    async def main() -> None:
+        connections = Connections(limits=PeerLimits(max_response_bytes=32 << 20))
+        relays = Relays(connections)
+        async with a_server([Streamed("PUT", "/u/{n}", rest, 1 << 30)]) as far:
+
+            def forward(exchange: Exchange) -> Relay:
+                return relays.relay(exchange, f"127.0.0.1:{far.port}", "/u/1", (), 5, pass_on)
+
+            async with a_service([Streamed("PUT", "/u/{n}", forward, 1 << 30)]) as middle:
+                sender = ListTransport(middle)
+                sender.feed(a_put(UPDATE))
+                # It is held back before there is a connection, and again when that one is full.
+                while len(sender.waiting) > len(UPDATE) - 100_000:
+                    await asyncio.sleep(0)
+                while not resting or (sender.waiting and not sender.is_paused):
+                    await asyncio.sleep(0)
+                assert len(sender.waiting) > len(UPDATE) / 4
+                resting[0].resume_reading()
+                while not sender.sent:
+                    await asyncio.sleep(0)
+                (response,) = responses_of(sender.sent)
+                assert response.body == UPDATE
+                await connections.close()
 
     run(main())

@@ -1,0 +1,131 @@
+"""The protocol of a device by hand, as cheap as it gets: one blocking socket, no client machine.
+
+A benchmark of servers must not spend the machine on its devices. What a server sees is the real
+protocol: check-in, join, report, chunks, complete, each answered before the next is sent.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from base64 import b64encode
+from typing import NamedTuple
+from zlib import crc32
+
+from papaya.messages import wire
+from papaya.messages.base import PROTOCOL_VERSION, Message
+from papaya.messages.participation import (
+    ChunkReceived,
+    Complete,
+    Completed,
+    Join,
+    Joined,
+    Report,
+    Retry,
+    UploadGranted,
+)
+from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
+from papaya.net.answers import PATHS
+
+from _servers import require
+
+CHECK_IN = CheckIn(PROTOCOL_VERSION, Capabilities())
+_RECEIVED_BYTES = 64 << 10
+
+
+class Trip(NamedTuple):
+    """One update that was counted."""
+
+    staleness: int
+    upload_s: float
+
+
+class Encoded(NamedTuple):
+    """An update as its chunks: their bytes and checksums."""
+
+    chunks: list[tuple[memoryview, str]]
+
+    @classmethod
+    def of(cls, data: bytes, chunk_bytes: int) -> Encoded:
+        view = memoryview(data)
+        pieces = [view[at : at + chunk_bytes] for at in range(0, len(data), chunk_bytes)]
+        return cls([(piece, f"{crc32(piece):08x}") for piece in pieces])
+
+
+class Device:
+    """One connection, kept alive. Not for two threads at once."""
+
+    def __init__(self, address: tuple[str, int], token: str) -> None:
+        self._socket = socket.create_connection(address, timeout=60.0)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._common = f"Host: bench\r\nAuthorization: Bearer {token}\r\n"
+        self._received = b""
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def ask(self, message: Message) -> Message:
+        """One exchange; Retry is waited out, as devices do."""
+        body = wire.encode(message)
+        head = f"POST {PATHS[type(message)]} HTTP/1.1\r\n{self._common}"
+        while True:
+            self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            answer = self._answer()
+            if not isinstance(answer, Retry):
+                return answer
+            time.sleep(answer.after_s)
+
+    def check_in(self) -> Accepted:
+        while True:
+            answer = self.ask(CHECK_IN)
+            if isinstance(answer, Accepted):
+                return answer
+            require(isinstance(answer, Rejected), f"a check-in was answered {answer}")
+            time.sleep(0.05)  # a window is for fleets; this one is small and impatient
+
+    def trip(self, update: Encoded, upload: str) -> Trip:
+        """From check-in to the update that counts, with no training in between."""
+        joined = self.ask(Join(self.check_in().ticket))
+        assert isinstance(joined, Joined), joined
+        granted = self.ask(Report(joined.ticket, examples=1))
+        assert isinstance(granted, UploadGranted), granted
+        began_at = time.monotonic()
+        self.upload(granted, update, upload)
+        took_s = time.monotonic() - began_at
+        completed = self.ask(Complete(granted.ticket, upload))
+        require(completed == Completed(None), f"an update was answered {completed}")
+        return Trip(granted.version - joined.version, took_s)
+
+    def upload(self, granted: UploadGranted, update: Encoded, upload: str) -> None:
+        ticket = b64encode(granted.ticket).decode()
+        for index, (piece, checksum) in enumerate(update.chunks):
+            head = (
+                f"PUT /v1/uploads/{upload}/chunks/{index} HTTP/1.1\r\n{self._common}"
+                f"Content-Length: {len(piece)}\r\n"
+                f"Papaya-Ticket: {ticket}\r\nPapaya-Crc32: {checksum}\r\n\r\n"
+            ).encode()
+            while True:
+                self._socket.sendall(head)
+                self._socket.sendall(piece)
+                answer = self._answer()
+                if answer == ChunkReceived(upload, index):
+                    break
+                assert isinstance(answer, Retry), answer
+                time.sleep(answer.after_s)
+
+    def _answer(self) -> Message:
+        while (end := self._received.find(b"\r\n\r\n")) < 0:
+            self._receive()
+        head = self._received[:end].lower()
+        at = head.index(b"content-length:") + 15
+        length = int(head[at:].split(b"\r\n", 1)[0])
+        stop = end + 4 + length
+        while len(self._received) < stop:
+            self._receive()
+        body, self._received = self._received[end + 4 : stop], self._received[stop:]
+        return wire.to_device.parse(body)
+
+    def _receive(self) -> None:
+        data = self._socket.recv(_RECEIVED_BYTES)
+        require(bool(data), "the server hung up")
+        self._received += data

@@ -1,0 +1,188 @@
+"""Real server processes for benchmarks: started by `papaya serve`, measured from /proc, stopped.
+
+CPU time is what the kernel charges the processes, user and system, threads included. On a machine
+that others use too it says more than wall time does.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from papaya.config import Deployment, ServerConfig, TaskConfig
+from papaya.learning import parameters
+from papaya.learning.parameters import Vector
+
+PAPAYA = str(Path(sys.executable).with_name("papaya"))
+ANY_PORT = "127.0.0.1:0"
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PATIENCE_S = 60.0
+_POLL_S = 0.05
+
+
+class Servers:
+    """Processes by what they run: `server`, or the roles."""
+
+    def __init__(self, data: Path) -> None:
+        self.data = data
+        self.pids: dict[str, int] = {}
+        self.addresses: dict[str, dict[str, str]] = {}
+
+    @property
+    def devices(self) -> tuple[str, int]:
+        return _host_and_port(self._of("selector")["devices"])
+
+    def token(self, name: str = "device.token") -> str:
+        return (self.data / name).read_text(encoding="ascii").strip()
+
+    def cpu_s(self) -> dict[str, float]:
+        """Used so far, by each process."""
+        return {name: _cpu_s(pid) for name, pid in self.pids.items()}
+
+    def written_bytes(self) -> int:
+        """What all of them have sent to storage so far."""
+        return sum(_written_bytes(pid) for pid in self.pids.values())
+
+    def metric(self, name: str) -> float:
+        """Of the aggregator; 0 while it does not have it."""
+        text = _answer(self._of("aggregator")["admin"], "GET", "/metrics").decode()
+        lines = (line.rpartition(" ") for line in text.splitlines() if line.startswith(name))
+        return sum(float(value) for series, _, value in lines if series.split("{")[0] == name)
+
+    def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """The admin API."""
+        token = self.token("admin.token")
+        return _answer(self._of("coordinator")["admin"], method, path, body, token)
+
+    def submit(self, config: TaskConfig, vector: Vector) -> None:
+        """And wait until an aggregator serves it."""
+        data = parameters.encode(vector, {"task": config.task, "version": "0"})
+        path = f"/admin/tasks/{config.task}/parameters?model_length={config.model_length}"
+        stored = json.loads(self.ask("PUT", path, data))
+        task = {"config": config, "parameters": stored["parameters"], "manifest": []}
+        self.ask("POST", "/admin/tasks", msgspec.json.encode(task))
+        wait_until(lambda: self.metric("papaya_task_serving") == 1, "the task is served")
+
+    def newest(self, task: str, length: int) -> tuple[int, Vector]:
+        """The newest version and its parameters."""
+        found = json.loads(self.ask("GET", f"/admin/tasks/{task}/versions"))
+        version = max(row["version"] for row in found)
+        path = f"/admin/tasks/{task}/versions/{version}/parameters"
+        return version, np.array(parameters.decode(self.ask("GET", path), length))
+
+    def _of(self, role: str) -> dict[str, str]:
+        return self.addresses.get("server") or self.addresses[role]
+
+
+@contextmanager
+def running(server: ServerConfig, *, apart: bool, **settings: object) -> Iterator[Servers]:
+    """All roles in one process, or each in its own, with nothing on disk before or after."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papaya-bench-")))
+        servers = Servers(folder / "data")
+        common = {"data": "data", "devices": ANY_PORT, "admin": ANY_PORT, "servers": ANY_PORT}
+        deployment = Deployment(server=server, **common | settings)  # type: ignore[arg-type]
+        if not apart:
+            _start(stack, servers, folder, deployment, "server")
+        else:
+            _start(stack, servers, folder, deployment, "coordinator")
+            where = servers.addresses["coordinator"]["servers"]
+            deployment = msgspec.structs.replace(deployment, coordinators=(where,))
+            for role in ("selector", "aggregator"):
+                _start(stack, servers, folder, deployment, role)
+        yield servers
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Polls: these are other processes."""
+    ends_at = time.monotonic() + _PATIENCE_S
+    while not condition():
+        require(time.monotonic() < ends_at, f"not after {_PATIENCE_S:g} s: {what}")
+        time.sleep(_POLL_S)
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        print(f"wrong result: {problem}", file=sys.stderr)
+        sys.exit(1)
+
+
+def report(bench: str, case: str, value: float, target: float, passed: bool, **more: object) -> None:
+    line = {"bench": bench, "case": case, "value": round(value, 3), "target": target}
+    print(json.dumps(line | {"passed": passed} | more, ensure_ascii=False), flush=True)
+
+
+def _start(
+    stack: ExitStack, servers: Servers, folder: Path, deployment: Deployment, name: str
+) -> None:
+    settings = folder / f"{name}.toml"
+    settings.write_text(_toml(deployment), encoding="utf-8")
+    role = [] if name == "server" else [name]
+    process = subprocess.Popen(
+        [PAPAYA, "serve", *role, "--config", str(settings), "--format", "json"],
+        stdout=subprocess.PIPE,
+        stderr=None if os.environ.get("PAPAYA_BENCH_LOG") else subprocess.DEVNULL,
+    )
+    stack.callback(_stop, process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    require(bool(line), f"{name} did not start")
+    servers.pids[name] = process.pid
+    servers.addresses[name] = json.loads(line)["addresses"]
+
+
+def _toml(deployment: Deployment) -> str:
+    """Its strings, numbers and lists of them are written in TOML as they are in JSON."""
+    found = msgspec.to_builtins(deployment)
+    server = found.pop("server")
+    lines = [f"{k} = {json.dumps(v)}" for k, v in found.items() if v is not None]
+    return "\n".join([*lines, "[server]", *(f"{k} = {v!r}" for k, v in server.items())])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def _written_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+
+def _answer(address: str, method: str, path: str, body: bytes = b"", token: str = "") -> bytes:
+    connection = http.client.HTTPConnection(*_host_and_port(address), timeout=_PATIENCE_S)
+    try:
+        connection.request(method, path, body, {"Authorization": f"Bearer {token}"})
+        response = connection.getresponse()
+        answer = response.read()
+    finally:
+        connection.close()
+    require(response.status < 300, f"{method} {path}: {response.status} {answer[:200]!r}")
+    return answer
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
