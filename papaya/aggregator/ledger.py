@@ -177,7 +177,7 @@ class Ledger:
         return optimizer_key(self.task), self.optimizer
 
     def _outlived_versions(self, now: float, ticket_life_s: float) -> list[int]:
-        """Kept: every version a live ticket may name, the last N, and those the owner marked."""
+        """Kept: every version a live ticket may name, the last N, the marked and the pinned."""
         last = self.version + 1 - self.config.keep_versions
         outlived = []
         for version, row in self.versions.items():
@@ -185,7 +185,7 @@ class Ledger:
             later = [r.created for v, r in self.versions.items() if v >= version + 2]
             if version > last or not later or later[0] + ticket_life_s > now:
                 break
-            if not row.marked:
+            if not row.marked and row.kept_until <= now:
                 outlived.append(version)
         return outlived
 

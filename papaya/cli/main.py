@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from papaya import __version__
-from papaya.cli import client, demo, serve, simulate, status, swarm, task, token
+from papaya.cli import client, compare, demo, serve, simulate, status, swarm, task, token
 from papaya.cli.output import silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
@@ -49,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="papaya",
-        description="Federated learning, asynchronous and synchronous: servers, devices, simulator.",
+        description="Federated learning, asynchronous and synchronous: servers and devices.",
     )
     parser.add_argument("--version", action="version", version=f"papaya {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, serve, task, status, client, token, simulate, swarm):
+    for command in (demo, serve, task, status, client, token, compare, simulate, swarm):
         command.add_to(commands)
     return parser
 

@@ -59,8 +59,6 @@ _NEXT: dict[TaskState, tuple[TaskState, ...]] = {
     "cancelled": (),
 }
 _MAX_TASK_ID = 64
-# Ends `why` of an evaluation that marked its version, until it takes the mark away again.
-_KEEPS = "(keeps the version that it evaluates)"
 
 
 def owner_prefixes(task: TaskId) -> tuple[str, ...]:
@@ -116,26 +114,10 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
     )
 
 
-def mark(
-    task: TaskId, row: VersionRow, marked: bool, evaluation: TaskRow | None = None
-) -> Transaction:
-    """Keep a version, or let it go by age. `evaluation` is the one of this version, if there is
-    one: it must not take the owner's mark away with its own, nor the owner the evaluation's.
-    """
+def mark(task: TaskId, row: VersionRow, marked: bool) -> Transaction:
+    """Keep a version, or let it go by age."""
     key = version_key(task, row.version)
-    if evaluation is None or (not marked and not row.marked):
-        changed = structs.replace(row, marked=marked)
-        return Transaction(require=((key, row),), put=((key, changed),))
-    own = task_key(evaluation.config.task)
-    # What the owner no longer wants stays until no ticket can name it: see `release`.
-    why = _told(evaluation) if marked else _keeping(_told(evaluation))
-    return Transaction(
-        require=((key, row), (own, evaluation)),
-        put=(
-            (key, structs.replace(row, marked=True)),
-            (own, structs.replace(evaluation, why=why)),
-        ),
-    )
+    return Transaction(require=((key, row),), put=((key, structs.replace(row, marked=marked)),))
 
 
 def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) -> Transaction:
@@ -212,29 +194,23 @@ def evaluation_config(
 
 
 def evaluate(
-    config: TaskConfig, version: VersionRow, parameters: BlobKey, optimizer: BlobKey, now: float
+    config: TaskConfig,
+    version: VersionRow,
+    parameters: BlobKey,
+    optimizer: BlobKey,
+    now: float,
+    kept_until: float,
 ) -> Transaction:
-    """Submit the evaluation that `config` describes and keep its version for as long as a ticket
-    of it may be valid.
+    """Submit the evaluation that `config` describes; its version stays until `kept_until`, after
+    which no ticket of the evaluation is valid.
     """
     assert config.evaluates is not None
     submitted = submission(config, parameters, optimizer, now)
     key = version_key(config.evaluates.task, version.version)
-    if version.marked:
-        return structs.replace(submitted, require=(*submitted.require, (key, version)))
-    put = tuple(
-        (own, structs.replace(row, why=_keeping("")) if isinstance(row, TaskRow) else row)
-        for own, row in submitted.put
-    )
+    pinned = structs.replace(version, kept_until=max(version.kept_until, kept_until))
     return Transaction(
-        require=(*submitted.require, (key, version)),
-        put=(*put, (key, structs.replace(version, marked=True))),
+        require=(*submitted.require, (key, version)), put=(*submitted.put, (key, pinned))
     )
-
-
-def keeps_version(evaluation: TaskRow) -> bool:
-    """Does it hold the mark of its version?"""
-    return evaluation.why.endswith(_KEEPS)
 
 
 def end_evaluation(
@@ -244,13 +220,10 @@ def end_evaluation(
     why: str,
     points: tuple[PointRow | None, PointRow] | None = None,
 ) -> Transaction:
-    """It is over. `points`: the point of its version, as it was read and with the result.
-
-    Its clients may still hold tickets that name the version, so the mark stays until `release`.
-    """
+    """It is over. `points`: the point of its version, as it was read and with the result."""
     pinned = row.config.evaluates
     assert pinned is not None
-    ended = change_state(row, state, now, _keeping(why) if keeps_version(row) else why)
+    ended = change_state(row, state, now, why)
     if points is None:
         return ended
     key = point_key(pinned.task, pinned.version)
@@ -259,29 +232,9 @@ def end_evaluation(
     )
 
 
-def release(row: TaskRow, version: VersionRow | None) -> Transaction:
-    """No ticket of the evaluation is valid any more: its version may go by age again."""
-    pinned = row.config.evaluates
-    assert pinned is not None
-    own, key = task_key(row.config.task), version_key(pinned.task, pinned.version)
-    released = (own, structs.replace(row, why=_told(row)))
-    if version is None:
-        return Transaction(require=((own, row),), put=(released,))
-    unmarked = (key, structs.replace(version, marked=False))
-    return Transaction(require=((own, row), (key, version)), put=(released, unmarked))
-
-
-def _keeping(why: str) -> str:
-    return f"{why} {_KEEPS}".lstrip()
-
-
-def _told(row: TaskRow) -> str:
-    return row.why.removesuffix(_KEEPS).rstrip()
-
-
 def forget(row: TaskRow, rows: Mapping[str, Row]) -> Transaction:
     """Remove every row of an evaluation that is over; its result stays as a point."""
-    if not row.is_over or row.config.evaluates is None or keeps_version(row):
+    if not row.is_over or row.config.evaluates is None:
         raise OperatorError(
             f"task {row.config.task} is {row.state} and must not be forgotten",
             hint="only evaluations that ended are removed",

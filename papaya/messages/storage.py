@@ -86,6 +86,8 @@ class RecordRow(Row, frozen=True):
 class VersionRow(Row, frozen=True):
     """One server model. `seq` is the fence under which it was committed.
 
+    Kept for as long as it is among the last, a ticket may name it, its owner marked it, or an
+    evaluation pins it (`kept_until`).
     `restarts`: the owner rolled the task back to an earlier model here; updates that were trained
     from versions between belong to a branch that was given up.
     """
@@ -96,6 +98,7 @@ class VersionRow(Row, frozen=True):
     created: float
     marked: bool = False
     restarts: bool = False
+    kept_until: float = 0.0
 
 
 class OptimizerRow(Row, frozen=True):

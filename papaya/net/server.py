@@ -72,8 +72,7 @@ class Server:
     # -- up and down --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        name = "server" if self._is_alone else "-".join(self.roles)
-        self._resources = await Resources.open(self.deployment, name)
+        self._resources = await Resources.open(self.deployment, self._name())
         try:
             self._tls = server_context(self.deployment)
             self._operations = Operations(self._resources.clock.now)
@@ -140,6 +139,13 @@ class Server:
             await keys.rotate(now, os.urandom, max(lives, default=0.0))
 
     # -- roles --------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        """Among the processes of one data folder, which tell each other apart by address."""
+        if self._is_alone:
+            return "server"
+        name = f"{'-'.join(self.roles)}@{self.deployment.servers}"
+        return f"{name}-{os.getpid()}" if name.endswith(":0") else name
 
     def _node(self, role: Role) -> NodeId:
         return role if self._is_alone else f"{role}@{self.addresses['servers']}"

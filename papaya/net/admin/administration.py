@@ -29,10 +29,10 @@ class Administration:
         live: Live,
         now: Callable[[], float],
         changed: Callable[[], None],
-        server: ServerConfig = ServerConfig(),  # noqa: B008 - frozen
+        server: ServerConfig,
     ) -> None:
         self.history = History(state)
-        self.service = AdminService(state, blobs, self.history, live, now, changed)
+        self.service = AdminService(state, blobs, self.history, live, now, changed, server)
         self.supervisor = Supervisor(state, blobs, self.history, server, now, changed)
         self._routes = AdminRoutes(self.service)
 

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
+from papaya.aggregator.sessions import ticket_life_s
 from papaya.aggregator.shards import initial_blobs
-from papaya.config import EvaluationPlan, TaskConfig
+from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
 from papaya.learning import parameters
 from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, summarize
 from papaya.learning.parameters import FLOAT32, FLOAT64
@@ -36,13 +37,16 @@ async def start(
     version: VersionRow,
     plan: EvaluationPlan,
     now: float,
+    server: ServerConfig,
 ) -> tuple[TaskConfig, Outcome]:
     """Submit the evaluation of one version; refused when it has one already."""
     evaluation = owner.evaluation_config(config, version, plan, EVALUATION_LENGTH)
     initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
     for key, data in initial:
         await blobs.put(key, data)
-    change = owner.evaluate(evaluation, version, initial[0][0], initial[1][0], now)
+    # It is given up after its timeout; who joined last may hold a ticket for a while longer.
+    kept_until = now + plan.timeout_s + ticket_life_s(evaluation, server) + server.dead_after_s
+    change = owner.evaluate(evaluation, version, initial[0][0], initial[1][0], now, kept_until)
     return evaluation, await state.transact(change)
 
 

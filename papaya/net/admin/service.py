@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from papaya.aggregator.shards import blob_key
-from papaya.config import EvaluationPlan
+from papaya.config import EvaluationPlan, ServerConfig
 from papaya.errors import OperatorError
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
@@ -69,6 +69,7 @@ class AdminService:
         live: Live,
         now: Callable[[], float],
         changed: Callable[[], None],
+        server: ServerConfig,
     ) -> None:
         self.state = state
         self.blobs = blobs
@@ -76,6 +77,7 @@ class AdminService:
         self.now = now
         self._history = history
         self._changed = changed
+        self._server = server
 
     # -- look -------------------------------------------------------------------------------
 
@@ -160,10 +162,7 @@ class AdminService:
     async def mark(self, task: TaskId, request: Mark) -> VersionView:
         found = await self._rows(task)
         row = _version(found, request.version)
-        own = task_key(owner.evaluation_id(task, request.version))
-        pinned = (await self.state.read((own,))).get(own)
-        evaluation = pinned if isinstance(pinned, TaskRow) else None
-        await self.write(owner.mark(task, row, request.marked, evaluation))
+        await self.write(owner.mark(task, row, request.marked))
         return _version_view(_version(await self._rows(task), request.version))
 
     async def evaluate(self, task: TaskId, request: Evaluate) -> Started:
@@ -178,7 +177,7 @@ class AdminService:
             timeout_s=request.timeout_s or plan.timeout_s,
         )
         evaluation, outcome = await evaluations.start(
-            self.state, self.blobs, config, row, plan, self.now()
+            self.state, self.blobs, config, row, plan, self.now(), self._server
         )
         if outcome == "refused":
             raise Conflict(

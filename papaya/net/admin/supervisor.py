@@ -112,23 +112,17 @@ class Supervisor:
         newest = versions[max(versions)]
         if evaluations.is_due(plan, newest.version, tried, is_last=row.is_over):
             config, outcome = await evaluations.start(
-                self._state, self._blobs, row.config, newest, plan, self._now()
+                self._state, self._blobs, row.config, newest, plan, self._now(), self._server
             )
             if outcome == "committed":
                 logger.info("%s starts", config.task)
                 self._changed()
 
     async def _look_after_evaluation(self, row: TaskRow, of: TaskRow | None) -> None:
-        pinned, now = row.config.evaluates, self._now()
-        assert pinned is not None
         tickets_expire = row.ended + ticket_life_s(row.config, self._server)
         if not row.is_over:
             await self._settle(row, of)
-        elif owner.keeps_version(row):
-            if now >= tickets_expire + self._server.dead_after_s:
-                version = await self._version(pinned.task, pinned.version)
-                await self._state.transact(owner.release(row, version))
-        elif now >= max(tickets_expire, row.ended + REMEMBER_S):
+        elif self._now() >= max(tickets_expire, row.ended + REMEMBER_S):
             await self._forget(row)
 
     async def _settle(self, row: TaskRow, of: TaskRow | None) -> None:

@@ -45,8 +45,7 @@ class Endpoint(asyncio.BufferedProtocol):
         self._continued = False  # the peer need not be told to send the body
         self._held = False  # a receiver asked us not to read
         self._exchanges = 0
-        self._route = UNKNOWN_ROUTE
-        self._began_at = 0.0
+        self._route, self._began_at = UNKNOWN_ROUTE, 0.0
         self._received = 0
         self._linger_until = 0  # bytes received, not time
         self._is_reading = True

@@ -133,8 +133,9 @@ class Link(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # Full as soon as the socket is: who sends waits, instead of piling up here.
-        self._transport.set_write_buffer_limits(high=0)
+        # Full as soon as the socket is: who sends waits, instead of piling up here. One byte, not
+        # none: a TLS transport is full when it holds as much as the limit, so at 0 it always is.
+        self._transport.set_write_buffer_limits(high=1, low=0)
         if self._is_plain:
             self._file = self._transport.get_extra_info("socket").fileno()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from papaya.config import AsyncFL, EvaluationPlan, SyncFL, TaskConfig
 from papaya.errors import OperatorError
@@ -193,7 +194,7 @@ def evaluated() -> tuple[dict[str, Row], TaskRow, VersionRow]:
     rows = running_rows()
     newest = TaskRows("next-word", rows).newest
     config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
-    assert apply(rows, owner.evaluate(config, newest, "p", "o", 60.0))
+    assert apply(rows, owner.evaluate(config, newest, "p", "o", 60.0, kept_until=900.0))
     return rows, eval_row(rows), TaskRows("next-word", rows).newest
 
 
@@ -203,59 +204,28 @@ def eval_row(rows: dict[str, Row]) -> TaskRow:
     return row
 
 
-def test_an_evaluation_keeps_its_version_until_its_tickets_have_expired() -> None:
+def test_an_evaluation_pins_its_version_for_as_long_as_its_tickets_live() -> None:
     rows, row, version = evaluated()
-    assert version.marked
-    assert owner.keeps_version(row)
+    assert (version.marked, version.kept_until) == (False, 900.0)
     old = PointRow(3, 30.0, 5, 50, 0.5)
     rows[point_key("next-word", 3)] = old
     new = PointRow(3, 30.0, 5, 50, 0.5, loss=2.0)
     assert apply(rows, owner.end_evaluation(row, "completed", 70.0, "loss 2", (old, new)))
     row = eval_row(rows)
-    assert (row.state, row.ended) == ("completed", 70.0)
-    assert row.why.startswith("loss 2 ")
+    assert (row.state, row.ended, row.why) == ("completed", 70.0, "loss 2")
     assert rows[point_key("next-word", 3)] == new
-    assert TaskRows("next-word", rows).newest.marked  # a straggler may still download it
-    with pytest.raises(OperatorError, match="must not be forgotten"):
-        owner.forget(row, rows)
-    assert apply(rows, owner.release(row, version))
-    assert not TaskRows("next-word", rows).newest.marked
-    assert eval_row(rows).why == "loss 2"
+    assert TaskRows("next-word", rows).newest.kept_until == 900.0  # stragglers still download it
 
 
-def test_a_version_that_the_owner_marked_stays_marked_after_its_evaluation() -> None:
-    rows = running_rows()
-    assert apply(rows, owner.mark("next-word", TaskRows("next-word", rows).newest, True))
+def test_an_evaluation_shortens_no_other_pin_and_touches_no_mark() -> None:
+    rows, _, version = evaluated()
+    assert apply(rows, owner.mark("next-word", version, True))
     newest = TaskRows("next-word", rows).newest
     config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
-    assert apply(rows, owner.evaluate(config, newest, "p", "o", 60.0))
-    assert not owner.keeps_version(eval_row(rows))
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-def test_a_mark_during_an_evaluation_outlives_it(is_over: bool) -> None:
-    rows, row, version = evaluated()
-    if is_over:
-        assert apply(rows, owner.end_evaluation(row, "cancelled", 70.0, "gave up"))
-        row = eval_row(rows)
-    assert apply(rows, owner.mark("next-word", version, True, row))
-    assert not owner.keeps_version(eval_row(rows))
-    assert TaskRows("next-word", rows).newest.marked
-    # And taking it away again does not take the evaluation's.
-    assert apply(rows, owner.mark("next-word", version, False, eval_row(rows)))
-    assert owner.keeps_version(eval_row(rows))
-    assert TaskRows("next-word", rows).newest.marked
-    assert eval_row(rows).why.startswith("gave up") == is_over
-
-
-def test_a_mark_after_an_evaluation_is_the_owners() -> None:
-    rows, row, version = evaluated()
-    assert apply(rows, owner.end_evaluation(row, "cancelled", 70.0, "gave up"))
-    assert apply(rows, owner.release(eval_row(rows), version))
+    again = structs.replace(config, task="next-word-eval-3b")
+    assert apply(rows, owner.evaluate(again, newest, "p", "o", 60.0, kept_until=100.0))
     newest = TaskRows("next-word", rows).newest
-    assert apply(rows, owner.mark("next-word", newest, True, eval_row(rows)))
-    assert TaskRows("next-word", rows).newest.marked
-    assert not owner.keeps_version(eval_row(rows))
+    assert (newest.marked, newest.kept_until) == (True, 900.0)
 
 
 def test_forgetting_an_evaluation_touches_no_other_task() -> None:

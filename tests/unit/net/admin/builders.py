@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from papaya.config import AsyncFL, TaskConfig
+from papaya.config import AsyncFL, ServerConfig, TaskConfig
 from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import TaskId
@@ -80,7 +80,12 @@ class System:
         self.time = 1000.0
         self.changes = 0
         self.administration = Administration(
-            self.state, ThreadedBlobs(self.blobs), self.live, lambda: self.time, self._changed
+            self.state,
+            ThreadedBlobs(self.blobs),
+            self.live,
+            lambda: self.time,
+            self._changed,
+            ServerConfig(),
         )
         self.service = self.administration.service
 
