@@ -33,8 +33,8 @@ format: $(DEV) ## Format the code and mend what the linter can mend
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-demo: $(DEMO) ## Compare AsyncFL and SyncFL on a simulated fleet
-	@$(BIN)/papaya demo
+demo: $(DEMO) ## Train a model with a server and devices, here, in a minute (ARGS=--sync for SyncFL)
+	@$(BIN)/papaya demo $(ARGS)
 
 soak: $(DEV) ## The tests and simulation seeds that take many minutes
 	$(PYTEST) -m soak
@@ -55,12 +55,13 @@ $(BIN)/pip:
 	this is " + sys.version.split()[0] + "\n\nhint: make PYTHON=python3.11 $(MAKECMDGOALS)")'
 	$(PYTHON) -m venv $(VENV)
 
+# torch comes first and alone, under the constraint: nothing that depends on it may choose another build.
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/pip
-	@echo 'Installing Papaya into $(VENV) (the first time takes a minute)' >&2
-	@$(PIP) install --quiet --constraint constraints.txt --editable '.[sim]'
+	@echo 'Installing Papaya into $(VENV) (the first time takes some minutes: torch is large)' >&2
+	@$(PIP) install --quiet --constraint constraints.txt torch
+	@$(PIP) install --quiet --constraint constraints.txt safetensors --editable '.[serve,device,torch,sim]'
 	@touch $@
 
-# torch comes first and alone, under the constraint: nothing that depends on it may choose another build.
 $(DEV): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'

@@ -9,8 +9,11 @@ from __future__ import annotations
 import socket
 import time
 from base64 import b64encode
+from collections.abc import Callable
 from typing import NamedTuple
 from zlib import crc32
+
+from _servers import require
 
 from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION, Message
@@ -27,17 +30,8 @@ from papaya.messages.participation import (
 from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
 from papaya.net.answers import PATHS
 
-from _servers import require
-
 CHECK_IN = CheckIn(PROTOCOL_VERSION, Capabilities())
 _RECEIVED_BYTES = 64 << 10
-
-
-class Trip(NamedTuple):
-    """One update that was counted."""
-
-    staleness: int
-    upload_s: float
 
 
 class Encoded(NamedTuple):
@@ -66,14 +60,17 @@ class Device:
 
     def ask(self, message: Message) -> Message:
         """One exchange; Retry is waited out, as devices do."""
-        body = wire.encode(message)
-        head = f"POST {PATHS[type(message)]} HTTP/1.1\r\n{self._common}"
         while True:
-            self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            answer = self._answer()
+            self.send(message)
+            answer = self.answer()
             if not isinstance(answer, Retry):
                 return answer
             time.sleep(answer.after_s)
+
+    def send(self, message: Message) -> None:
+        body = wire.encode(message)
+        head = f"POST {PATHS[type(message)]} HTTP/1.1\r\n{self._common}"
+        self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
     def check_in(self) -> Accepted:
         while True:
@@ -83,18 +80,20 @@ class Device:
             require(isinstance(answer, Rejected), f"a check-in was answered {answer}")
             time.sleep(0.05)  # a window is for fleets; this one is small and impatient
 
-    def trip(self, update: Encoded, upload: str) -> Trip:
-        """From check-in to the update that counts, with no training in between."""
+    def trip(self, update_of: Callable[[int], Encoded], upload: str) -> int:
+        """From check-in to the update that counts, with no training; how stale it was.
+
+        What is uploaded may depend on that.
+        """
         joined = self.ask(Join(self.check_in().ticket))
         assert isinstance(joined, Joined), joined
         granted = self.ask(Report(joined.ticket, examples=1))
         assert isinstance(granted, UploadGranted), granted
-        began_at = time.monotonic()
-        self.upload(granted, update, upload)
-        took_s = time.monotonic() - began_at
+        staleness = granted.version - joined.version
+        self.upload(granted, update_of(staleness), upload)
         completed = self.ask(Complete(granted.ticket, upload))
         require(completed == Completed(None), f"an update was answered {completed}")
-        return Trip(granted.version - joined.version, took_s)
+        return staleness
 
     def upload(self, granted: UploadGranted, update: Encoded, upload: str) -> None:
         ticket = b64encode(granted.ticket).decode()
@@ -107,13 +106,13 @@ class Device:
             while True:
                 self._socket.sendall(head)
                 self._socket.sendall(piece)
-                answer = self._answer()
+                answer = self.answer()
                 if answer == ChunkReceived(upload, index):
                     break
                 assert isinstance(answer, Retry), answer
                 time.sleep(answer.after_s)
 
-    def _answer(self) -> Message:
+    def answer(self) -> Message:
         while (end := self._received.find(b"\r\n\r\n")) < 0:
             self._receive()
         head = self._received[:end].lower()

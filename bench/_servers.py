@@ -48,7 +48,7 @@ class Servers:
 
     def cpu_s(self) -> dict[str, float]:
         """Used so far, by each process."""
-        return {name: _cpu_s(pid) for name, pid in self.pids.items()}
+        return {name: cpu_s(pid) for name, pid in self.pids.items()}
 
     def written_bytes(self) -> int:
         """What all of them have sent to storage so far."""
@@ -118,8 +118,16 @@ def require(holds: bool, problem: str) -> None:
         sys.exit(1)
 
 
-def report(bench: str, case: str, value: float, target: float, passed: bool, **more: object) -> None:
-    line = {"bench": bench, "case": case, "value": round(value, 3), "target": target}
+def cpu_s(pid: int) -> float:
+    """User and system time of a process, threads included."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) * _TICK_S
+
+
+def report(
+    bench: str, case: str, value: float, target: float, passed: bool, **more: object
+) -> None:
+    line = {"bench": bench, "case": case, "value": round(value, 4), "target": target}
     print(json.dumps(line | {"passed": passed} | more, ensure_ascii=False), flush=True)
 
 
@@ -159,11 +167,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     if process.stdout is not None:
         process.stdout.close()
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) * _TICK_S
 
 
 def _written_bytes(pid: int) -> int:

@@ -101,11 +101,11 @@ task = Task(
     loss=loss,
     batch=to_tensors,
     examples=Examples("text"),
-    client=ClientSGD(rate=0.5, epochs=1, batch_size=32, max_examples=500),
+    client=ClientSGD(rate=0.3, epochs=1, batch_size=32, max_examples=500),
     regime=AsyncFL(aggregation_goal=10),  # or SyncFL(over_selection=0.3)
     concurrency=24,
-    optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.5, beta2=0.99),
-    evaluation=EvaluationPlan(every_versions=5, clients=20),
+    optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.2, beta2=0.99),
+    evaluation=EvaluationPlan(every_versions=5, clients=16),
     participation_gap_s=0.0,  # a demonstration: the same devices come back at once
     sample=load_examples("import os\n\ndef main():\n    print(os.getcwd())\n"),
 )

@@ -60,7 +60,11 @@ class UpdateRefused(ProtocolError):
     """An update that must not enter the sum."""
 
     def __init__(
-        self, reason: Literal["wrong_size", "not_finite", "over_norm"], message: str
+        self,
+        reason: Literal[
+            "wrong_size", "not_finite", "over_norm", "seed_refused", "trusted_party_lost"
+        ],
+        message: str,
     ) -> None:
         super().__init__(message)
         self.reason = reason

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 GROUND = ("errors", "config", "messages", "machine")
 MACHINES = ("coordinator", "selector", "aggregator", "client")
-BESIDE = ("learning", "store", "attestation", "tsa", "verifiable_log")
+BESIDE = ("learning", "store", "attestation", "secagg", "tsa", "verifiable_log")
 BELOW_DRIVERS = (*GROUND, *MACHINES, *BESIDE)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # The machines know each other by messages only.
     "coordinator": GROUND,
     "selector": GROUND,
-    "aggregator": (*GROUND, "learning"),
+    "aggregator": (*GROUND, "learning", "secagg", "tsa"),
     "client": (*GROUND, "learning", "secagg", "attestation"),
     # Two drivers of the same machines, which do not know each other.
     "sim": BELOW_DRIVERS,

@@ -12,9 +12,10 @@ from itertools import count
 
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.phase import Phase
+from papaya.aggregator.reporting import task_report
 from papaya.aggregator.task import HeldTask
 from papaya.aggregator.upload import Slots
-from papaya.aggregator.work import Folded, Lost, Restored, Snapshotted, StepFailed, Stepped
+from papaya.aggregator.work import Folded, Lost, Offered, Restored, Snapshotted, StepFailed, Stepped
 from papaya.config import ServerConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Reply, Send
@@ -58,7 +59,15 @@ class Aggregator:
         if isinstance(message, Request | ChunkOffer):
             return self._finish(now, self._on_request(now, message, reply_to))
         match message:
-            case Folded() | Snapshotted() | Stepped() | StepFailed() | Restored() | Lost():
+            case (
+                Folded()
+                | Snapshotted()
+                | Stepped()
+                | StepFailed()
+                | Restored()
+                | Lost()
+                | Offered()
+            ):
                 effects = self._on_work(now, message)
             case Transacted() | Rows():
                 effects = self._on_stored(now, message)
@@ -114,7 +123,9 @@ class Aggregator:
         return overdue + self._participation.answer(now, held, request, claim, reply_to)
 
     def _on_work(
-        self, now: float, message: Folded | Snapshotted | Stepped | StepFailed | Restored | Lost
+        self,
+        now: float,
+        message: Folded | Snapshotted | Stepped | StepFailed | Restored | Lost | Offered,
     ) -> Effects:
         held = self.tasks.get(message.task)
         if held is None or held.fence.seq != message.seq:
@@ -132,6 +143,9 @@ class Aggregator:
                 return held.on_lost(message)
             case Restored():
                 return held.on_restored(now)
+            case Offered() if held.offers is not None:
+                held.offers.on_offered(now, message)
+        return []
 
     def _on_stored(self, now: float, message: Transacted | Rows) -> Effects:
         for held in self.tasks.values():
@@ -195,7 +209,7 @@ class Aggregator:
         self._reported_at = now
         self._report_due = float("inf")
         reports = tuple(
-            held.report(now, self._number)
+            task_report(held, now, self._number)
             for held in self.tasks.values()
             if held.has_served or held.halted_because
         )

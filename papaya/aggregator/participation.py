@@ -192,6 +192,7 @@ class Participation:
             training_timeout_s=config.training_timeout_s,
             participation_gap_s=config.participation_gap_s,
             max_participations=config.max_participations,
+            secure=config.secure_aggregation is not None,
         )
 
     def _admit(self, now: float, held: HeldTask, assignment: AssignmentTicket) -> Session:
@@ -225,7 +226,8 @@ class Participation:
             staleness = self._staleness(held, session)
             if session.version < held.ledger.oldest_allowed(held.pipeline.max_staleness):
                 return [*held.end(session, "stale"), Reply(reply_to, Aborted("stale"))]
-            self._grant(now, held, session, staleness, request.examples)
+            if not self._grant(now, held, session, staleness, request.examples):
+                return [Reply(reply_to, Retry("the trusted party makes offers", _BUSY_RETRY_S))]
         ticket = session.upload_ticket
         assert ticket is not None
         granted = UploadGranted(
@@ -233,6 +235,7 @@ class Participation:
             version=ticket.version + ticket.staleness,
             chunk_bytes=self._config.chunk_bytes,
             upload_timeout_s=held.ledger.config.upload_timeout_s,
+            secure=session.offer,
         )
         return [Reply(reply_to, granted)]
 
@@ -242,15 +245,23 @@ class Participation:
 
     def _grant(
         self, now: float, held: HeldTask, session: Session, staleness: int, examples: int
-    ) -> None:
-        config = held.ledger.config
+    ) -> bool:
+        """False while there is no offer of the trusted party to give."""
+        config, index = held.ledger.config, -1
+        if held.offers is not None:
+            found = held.offers.take(now)
+            if found is None:
+                return False
+            index, session.offer = found[0].index, found[1]
         ticket = UploadTicket(
             *_session_fields(session),
             staleness=staleness,
             examples=capped(examples, config.max_examples),
             upload_by=now + config.upload_timeout_s,
+            offer=index,
         )
         held.sessions.reported(session, ticket, self._keyring.seal(ticket))
+        return True
 
     def _chunk(
         self, now: float, held: HeldTask, session: Session, chunk: Chunk, reply_to: Handle
@@ -261,7 +272,7 @@ class Participation:
         if crc32(chunk.data) != chunk.crc32:
             return [Reply(reply_to, Retry("the chunk was damaged on its way", 0.0))]
         self._slots.touch(now, (held.task, session.id))
-        size, piece = held.ledger.config.model_bytes, self._config.chunk_bytes
+        size, piece = held.ledger.config.update_bytes, self._config.chunk_bytes
         upload = session.upload
         effects: Effects = []
         if upload is None or upload.id != chunk.upload:
@@ -278,10 +289,12 @@ class Participation:
         received = ChunkReceived(chunk.upload, chunk.index)
         if session.is_complete:
             return received
-        size, piece = held.ledger.config.model_bytes, self._config.chunk_bytes
+        size, piece = held.ledger.config.update_bytes, self._config.chunk_bytes
         count = chunk_count(size, piece)
         expected = chunk_length(size, piece, chunk.index)
-        if chunk.index >= count or length != expected:
+        if chunk.index >= count:
+            return Refused(f"there is no chunk {chunk.index}: an update has {count}, from 0 on")
+        if length != expected:
             return Refused(f"chunk {chunk.index} of {count} has {length} bytes, not {expected}")
         upload = session.upload
         if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
@@ -298,10 +311,13 @@ class Participation:
     ) -> Effects:
         upload = session.upload
         if upload is None or upload.id != request.upload:
-            count = chunk_count(held.ledger.config.model_bytes, self._config.chunk_bytes)
+            count = chunk_count(held.ledger.config.update_bytes, self._config.chunk_bytes)
             return [Reply(reply_to, Incomplete(tuple(range(count))))]
         if upload.missing:
             return [Reply(reply_to, Incomplete(tuple(upload.missing)))]
+        if held.offers is not None and not request.sealed:
+            return [Reply(reply_to, Refused("the sealed seed of the mask is missing"))]
+        session.sealed_seed = session.sealed_seed or request.sealed
         effects = session.await_answer(reply_to)
         return effects if upload.is_folding else [*effects, *held.complete(session)]
 

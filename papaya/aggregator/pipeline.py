@@ -73,16 +73,22 @@ class Pipeline:
         """Acknowledged updates of the next version: their clients are no longer active."""
         return len(self.current.folded) if self.acknowledges_folded else self.current.durable
 
-    def place(self, member: Member) -> Fold | None:
+    def place(self, member: Member, sealed: bytes) -> Fold | None:
         """Take a place in the first buffer with room; None when all are full for now."""
         first = self.ledger.version + 1
         for target in range(first, first + regime.open_buffers(self.config)):
             buffer = self._buffer(target)
             if buffer.has_room and regime.accepts(self.config, member.version, target):
                 buffer.folding[member.session] = member
-                seq = self.ledger.fence.seq
                 return Fold(
-                    self.config, seq, target, member.session, member.examples, member.staleness
+                    self.config,
+                    self.ledger.fence.seq,
+                    target,
+                    member.session,
+                    member.examples,
+                    member.staleness,
+                    member.offer,
+                    sealed,
                 )
         return None
 

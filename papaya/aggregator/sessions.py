@@ -19,7 +19,7 @@ from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import InvariantError
 from papaya.machine import Effects, Handle, Reply
 from papaya.messages.base import SessionId
-from papaya.messages.participation import Aborted, Completed, Retry
+from papaya.messages.participation import Aborted, Completed, Retry, SecureOffer
 from papaya.messages.storage import Member
 from papaya.messages.tickets import SessionTicket, UploadTicket
 
@@ -36,6 +36,12 @@ def ticket_life_s(config: TaskConfig, server: ServerConfig) -> float:
     return session_life_s(config, server) + config.upload_timeout_s + server.heartbeat_s
 
 
+def keep_until(expires: float, config: TaskConfig, server: ServerConfig) -> float:
+    """After this no ticket of a session is valid, by any server's clock."""
+    joined_at = expires - session_life_s(config, server)
+    return joined_at + ticket_life_s(config, server)
+
+
 class Session:
     """One active client. `upload_ticket` is set by its report; `in_buffer` once it is folded."""
 
@@ -43,7 +49,9 @@ class Session:
         "answer_to",
         "id",
         "in_buffer",
+        "offer",
         "sealed",
+        "sealed_seed",
         "seen_at",
         "ticket",
         "upload",
@@ -60,6 +68,8 @@ class Session:
         self.upload_sealed = b""
         self.upload: Upload | None = None
         self.in_buffer = False
+        self.offer: SecureOffer | None = None
+        self.sealed_seed = b""
         self.answer_to: list[Handle] = []
 
     @property
@@ -78,7 +88,9 @@ class Session:
     def as_member(self, keep_until: float) -> Member:
         assert self.upload_ticket is not None
         ticket = self.upload_ticket
-        return Member(self.id, self.version, ticket.staleness, ticket.examples, keep_until)
+        return Member(
+            self.id, self.version, ticket.staleness, ticket.examples, keep_until, ticket.offer
+        )
 
     def await_answer(self, reply_to: Handle) -> Effects:
         """Wait for the commit. A client that asks again and again keeps only its last requests."""

@@ -24,14 +24,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from papaya.aggregator.masked import (
+    LOST,
+    MaskedSum,
+    TrustedParty,
+    TrustedPartyError,
+    masked_update,
+    unmasked_mean,
+)
 from papaya.aggregator.work import (
     Drop,
     Fold,
     Folded,
+    GetOffers,
     Keep,
+    Offered,
     Restore,
     Snapshot,
     Snapshotted,
@@ -47,19 +58,22 @@ from papaya.learning.kernels import NUMPY, Kernel
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import BytesLike, Contribution, WeightedSum, admit
 from papaya.messages.base import BlobKey, SessionId, TaskId
+from papaya.secagg.errors import Implausible
 
 Blobs = list[tuple[BlobKey, bytes]]
 ReadBlob = Callable[[BlobKey], bytes]
 Lock = Callable[[], AbstractContextManager[Any]]
 Upload = dict[int, BytesLike]
 """Chunks by their offset."""
+Total = WeightedSum | MaskedSum
+SeedRefusal = Literal["seed_refused", "trusted_party_lost"]
 
 
 class Cut(NamedTuple):
     """What a snapshot will hold: target, sum and sessions."""
 
     work: Snapshot
-    sums: list[tuple[int, WeightedSum, tuple[SessionId, ...]]]
+    sums: list[tuple[int, Total, tuple[SessionId, ...]]]
 
 
 def blob_key(task: TaskId, seq: int, what: str, content: bytes) -> BlobKey:
@@ -86,27 +100,27 @@ class _Buffer:
     """The sum for one target version."""
 
     def __init__(self, shards: int, lock: Lock) -> None:
-        self.total: WeightedSum | None = None
+        self.total: Any = None
         self.sessions: list[SessionId] = []
-        self._shards: list[WeightedSum | None] = [None] * shards
+        self._shards: list[Any] = [None] * shards
         self._locks = [lock() for _ in range(shards)]
 
     def add(
         self,
         shard: int,
-        length: int,
+        zero: Callable[[], Total],
         sessions: list[SessionId],
-        members: list[Contribution],
+        members: list[Any],
         kernel: Kernel,
     ) -> None:
         with self._locks[shard]:
             found = self._shards[shard]
             if found is None:
-                found = self._shards[shard] = WeightedSum.zero(length)
+                found = self._shards[shard] = zero()
             found.add_all(members, kernel)
             self.sessions.extend(sessions)
 
-    def cut(self) -> tuple[WeightedSum, tuple[SessionId, ...]]:
+    def cut(self) -> tuple[Total, tuple[SessionId, ...]]:
         """Everything folded so far, at one instant: no fold is half-way through."""
         with ExitStack() as stack:
             for lock in self._locks:
@@ -132,8 +146,10 @@ class Shards:
         kernel: Kernel = NUMPY,
         lock: Lock = nullcontext,
         release: Callable[[BytesLike], object] = _let_go,
+        trusted: TrustedParty | None = None,
     ) -> None:
         self.count = shards
+        self._trusted = trusted
         self._kernel = kernel
         self._lock = lock
         self._release = release
@@ -178,12 +194,12 @@ class Shards:
         """Uploads for one buffer. Checks all of them first, so that adding cannot fail half-way."""
         results = []
         sessions: list[SessionId] = []
-        members: list[Contribution] = []
+        members: list[Any] = []
         try:
             for work, upload in given:
                 refused = None
                 try:
-                    members.append(_contribution(work, upload))
+                    members.append(self._member(work, _in_order(upload)))
                     sessions.append(work.session)
                 except UpdateRefused as error:
                     refused = error.reason
@@ -192,7 +208,7 @@ class Shards:
             if members:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
                 buffer = self._buffer(config.task, seq, target)
-                buffer.add(shard, config.model_length, sessions, members, self._kernel)
+                buffer.add(shard, partial(_zero, config), sessions, members, self._kernel)
         finally:
             for _, upload in given:
                 self.release(upload)
@@ -223,7 +239,7 @@ class Shards:
         buffers: dict[int, _Buffer] = {}
         for record in work.records:
             buffer = buffers[record.target] = _Buffer(self.count, self._lock)
-            buffer.total = WeightedSum.decode(read(record.sum), config.model_length)
+            buffer.total = _decoded(config, read(record.sum))
             buffer.sessions = [member.session for member in record.members]
         with self._guard:
             self._buffers[config.task, work.seq] = buffers
@@ -233,19 +249,61 @@ class Shards:
         optimizer = server_optimizer(config.optimizer)
         before = parameters.decode(read(work.base.parameters), config.model_length)
         state = optimizer.decode_state(read(work.optimizer), config.model_length)
-        total = WeightedSum.decode(read(work.record.sum), config.model_length)
+        total = _decoded(config, read(work.record.sum))
+        with self._guard:
+            self._buffers.get((task, work.seq), {}).pop(version, None)
         try:
-            after, new_state = optimizer.step(before, total.mean(), state)
+            after, new_state = optimizer.step(before, self._mean(work, total), state)
         except OperatorError as error:
             return StepFailed(task, work.seq, str(error)), []
+        except (TrustedPartyError, Implausible) as error:
+            return _unchanged(work, error), []
         encoded = parameters.encode(after, {"task": task, "version": str(version)})
         encoded_state = optimizer.encode_state(new_state)
         key = blob_key(task, work.seq, f"version-{version}", encoded)
         state_key = blob_key(task, work.seq, f"optimizer-{version}", encoded_state)
-        with self._guard:
-            self._buffers.get((task, work.seq), {}).pop(version, None)
         stepped = Stepped(task, work.seq, version, key, state_key)
         return stepped, [(key, encoded), (state_key, encoded_state)]
+
+    # -- the trusted party ------------------------------------------------------------------
+
+    def get_offers(self, work: GetOffers) -> Offered:
+        config, parameters = work.config, work.config.public_parameters
+        assert parameters is not None
+        if self._trusted is None:
+            return Offered(config.task, work.seq, problem="no trusted party runs here")
+        try:
+            offers, terms = self._trusted.offers(parameters, work.count)
+        except TrustedPartyError as error:
+            return Offered(config.task, work.seq, problem=str(error))
+        return Offered(config.task, work.seq, offers, terms)
+
+    def _member(self, work: Fold, pieces: list[BytesLike]) -> Contribution | Sequence[BytesLike]:
+        """What is added to the sum, or UpdateRefused."""
+        config = work.config
+        if config.secure_aggregation is None:
+            update = admit(pieces, config.model_length, config.clip, config.over_clip)
+            return Contribution(update, work.examples, work.staleness)
+        update_pieces = masked_update(config, pieces)
+        try:
+            self._party().accept(work.offer, work.target, work.sealed)
+        except TrustedPartyError as error:
+            is_lost = error.reason == LOST
+            reason: SeedRefusal = "trusted_party_lost" if is_lost else "seed_refused"
+            raise UpdateRefused(reason, str(error)) from error
+        return update_pieces
+
+    def _mean(self, work: Step, total: Total) -> parameters.Vector:
+        if isinstance(total, WeightedSum):
+            return total.mean()
+        return unmasked_mean(work.config, work.record, total, self._party())
+
+    def _party(self) -> TrustedParty:
+        if self._trusted is None:
+            raise TrustedPartyError(LOST, "no trusted party runs here")
+        return self._trusted
+
+    # -- forgetting -------------------------------------------------------------------------
 
     def drop_sums(self, task: TaskId, seq: int) -> None:
         with self._guard:
@@ -264,10 +322,29 @@ class Shards:
             return buffers[target]
 
 
-def _contribution(work: Fold, upload: Upload) -> Contribution:
-    config = work.config
-    update = admit(_in_order(upload), config.model_length, config.clip, config.over_clip)
-    return Contribution(update, work.examples, work.staleness)
+def _zero(config: TaskConfig) -> Total:
+    if config.secure_aggregation is None:
+        return WeightedSum.zero(config.model_length)
+    return MaskedSum.zero(config.update_bytes // 4)
+
+
+def _decoded(config: TaskConfig, data: bytes) -> Total:
+    if config.secure_aggregation is None:
+        return WeightedSum.decode(data, config.model_length)
+    return MaskedSum.decode(data, config.update_bytes // 4)
+
+
+def _unchanged(work: Step, error: TrustedPartyError | Implausible) -> Stepped:
+    """A masked buffer that cannot be used is dropped: its version is the one before, again."""
+    dropped = "implausible" if isinstance(error, Implausible) else error.reason
+    return Stepped(
+        work.config.task,
+        work.seq,
+        work.record.target,
+        work.base.parameters,
+        work.optimizer,
+        dropped,
+    )
 
 
 def _in_order(upload: Upload) -> list[BytesLike]:

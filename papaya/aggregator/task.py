@@ -12,22 +12,22 @@ and keeps count. A holder whose fence is gone stops; one that lost track of a wr
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from papaya.aggregator import regime
 from papaya.aggregator.confirmations import Confirmations
 from papaya.aggregator.ledger import Ledger
+from papaya.aggregator.offers import Offers
 from papaya.aggregator.phase import Phase
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.promises import Promises
-from papaya.aggregator.sessions import Session, Sessions, session_life_s, ticket_life_s
+from papaya.aggregator.sessions import Session, Sessions, keep_until, ticket_life_s
 from papaya.aggregator.upload import Slots, why_not_served
 from papaya.aggregator.work import Drop, Folded, Lost, Snapshotted, StepFailed, Stepped
 from papaya.config import ServerConfig
 from papaya.machine import Effects, Read, Reply
 from papaya.messages.base import SessionId, TaskId
-from papaya.messages.control import TaskReport
 from papaya.messages.participation import (
     Aborted,
     AbortReason,
@@ -36,6 +36,8 @@ from papaya.messages.participation import (
     Retry,
 )
 from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
+
+_TOO_LATE = Completed("round_over")
 
 
 class HeldTask:
@@ -53,9 +55,10 @@ class HeldTask:
         self.task = task
         self.fence = fence
         self.phase = Phase.LOADING
-        self.counters: dict[str, int] = {}
-        self.staleness: dict[int, int] = {}
+        self.counters: Counter[str] = Counter()
+        self.staleness: Counter[int] = Counter()
         self.sessions = Sessions(server.dead_after_s)
+        self.offers: Offers | None = None
         self.pipeline: Pipeline  # there from the first load on; nothing is served before
         self.promises = Promises(fence.seq, leases)
         self.turned_away = 0
@@ -97,6 +100,8 @@ class HeldTask:
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
+        if ledger.config.secure_aggregation is not None and self.offers is None:
+            self.offers = Offers(ledger.config, self.fence.seq)
         self._overflow.clear()
         return [*self._settle_sessions(), self.pipeline.restore()]
 
@@ -133,7 +138,7 @@ class HeldTask:
             # The first holder of a task has no predecessor whose clients could come.
             is_first = self.fence.seq == 1
             self.adopts_until = now if is_first else now + self._server.heartbeat_s
-        return [*self._abort_outdated(), *self.pipeline.restored(now)]
+        return [*self._abort_outdated(), *self.refill(now), *self.pipeline.restored(now)]
 
     def stop(self) -> Effects:
         """Deposed: clients find the new holder through any selector."""
@@ -177,19 +182,6 @@ class HeldTask:
             return 0
         return self.config_demand
 
-    def report(self, now: float, number: int) -> TaskReport:
-        demand = self.demand(now)
-        self.promises.offer(demand)
-        return TaskReport(
-            task=self.task,
-            seq=self.fence.seq,
-            active=len(self.sessions.active),
-            demand=demand,
-            halted=self.halted_because,
-            ended=self.sessions.ended_count,
-            joined=self.confirmations.name_in(number),
-        )
-
     # -- sessions ---------------------------------------------------------------------------
 
     def admit(self, session: Session, *, is_leased: bool) -> None:
@@ -198,16 +190,10 @@ class HeldTask:
         self.confirmations.add(session.id)
         if is_leased:
             self.promises.keep(session.id)
-        self._count("joined" if is_leased else "adopted")
+        self.counters["joined" if is_leased else "adopted"] += 1
 
     def end(self, session: Session, reason: AbortReason) -> Effects:
         return self._end(session, Aborted(reason), f"aborted_{reason}")
-
-    def keep_until(self, session: Session) -> float:
-        """After this no ticket of the session is valid, by any server's clock."""
-        config, server = self.pipeline.config, self._server
-        joined_at = session.ticket.expires - session_life_s(config, server)
-        return joined_at + ticket_life_s(config, server)
 
     def expire(self, now: float) -> Effects:
         effects: Effects = []
@@ -217,10 +203,12 @@ class HeldTask:
         return effects
 
     def _end(self, session: Session, answer: Completed | Aborted, counter: str) -> Effects:
-        self._count(counter)
+        self.counters[counter] += 1
         self.may_want_more = True
         effects = self._answer(session, answer)
-        self.sessions.end(session, answer, self.keep_until(session))
+        self.sessions.end(
+            session, answer, keep_until(session.ticket.expires, self.pipeline.config, self._server)
+        )
         if session.upload is not None and not session.in_buffer:
             self._slots.release((self.task, session.id))
             effects.append(Drop(self.task, self.fence.seq, session.id))
@@ -239,26 +227,26 @@ class HeldTask:
         session.answer_to = []
         return effects
 
-    def _count(self, counter: str) -> None:
-        self.counters[counter] = self.counters.get(counter, 0) + 1
-
     # -- updates ----------------------------------------------------------------------------
 
     def complete(self, session: Session) -> Effects:
         """A complete upload is here: a trip, counted or discarded."""
         assert session.upload is not None
         session.upload.is_folding = True
-        self._count("trips")
+        self.counters["trips"] += 1
         return self._place(session)
 
     def _place(self, session: Session) -> Effects:
         if not regime.accepts(self.pipeline.config, session.version, self.ledger.version + 1):
-            return self._discard_late(session)
-        fold = self.pipeline.place(session.as_member(self.keep_until(session)))
-        if fold is None:
-            self._overflow.append(session.id)
-            return []
-        return [fold]
+            return self._end(session, _TOO_LATE, "discarded_round_over")
+        member = session.as_member(
+            keep_until(session.ticket.expires, self.pipeline.config, self._server)
+        )
+        fold = self.pipeline.place(member, session.sealed_seed)
+        if fold is not None:
+            return [fold]
+        self._overflow.append(session.id)
+        return []
 
     def on_folded(self, now: float, message: Folded) -> Effects:
         session = self.sessions.active.get(message.session)
@@ -297,13 +285,10 @@ class HeldTask:
         effects: Effects = []
         for session in list(self.sessions.active.values()):
             if session.is_complete and not session.in_buffer:
-                effects += self._discard_late(session)
+                effects += self._end(session, _TOO_LATE, "discarded_round_over")
             elif not session.in_buffer:
                 effects += self.end(session, "round_over")
         return effects
-
-    def _discard_late(self, session: Session) -> Effects:
-        return self._end(session, Completed("round_over"), "discarded_round_over")
 
     # -- storage ----------------------------------------------------------------------------
 
@@ -320,12 +305,14 @@ class HeldTask:
         return effects
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
+        if message.dropped:
+            self.counters[f"buffers_dropped_{message.dropped}"] += 1
         life_s = ticket_life_s(self.pipeline.config, self._server)
         return self.pipeline.on_stepped(now, message, life_s)
 
     def on_step_failed(self, message: StepFailed) -> Effects:
         """Nothing is published and nothing is lost: the record waits for the task's owner."""
-        self._count("steps_failed")
+        self.counters["steps_failed"] += 1
         return self._halt(message.reason)
 
     def on_lost(self, message: Lost) -> Effects:
@@ -360,12 +347,11 @@ class HeldTask:
 
     def _acknowledge(self, session: Session) -> Effects:
         assert session.upload_ticket is not None
-        staleness = session.upload_ticket.staleness
-        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+        self.staleness[session.upload_ticket.staleness] += 1
         return self._end(session, Completed(), "counted")
 
     def _on_version(self) -> Effects:
-        self._count("versions")
+        self.counters["versions"] += 1
         self.may_want_more = True
         return [*self._abort_outdated(), *self._place_overflow()]
 
@@ -385,14 +371,18 @@ class HeldTask:
 
     def wake(self, now: float) -> Effects:
         self._swept_at = now
-        return [*self.expire(now), *self.pipeline.pump(now)]
+        return [*self.expire(now), *self.refill(now), *self.pipeline.pump(now)]
+
+    def refill(self, now: float) -> Effects:
+        return [] if self.offers is None or self.is_over else self.offers.refill(now)
 
     def next_wake(self) -> float:
         if self.phase is not Phase.SERVING:
             return float("inf")
         # Deadlines are swept together: most have moved or become pointless when they come.
         sweep = max(self.sessions.next_deadline(), self._swept_at + self._sweep_s)
-        return min(sweep, self.pipeline.next_wake())
+        due = min(sweep, self.pipeline.next_wake())
+        return due if self.offers is None or self.is_over else min(due, self.offers.next_wake())
 
     def check(self) -> None:
         if self.phase is Phase.SERVING:

@@ -43,20 +43,18 @@ class Upload:
         return index not in self.missing
 
 
-def chunk_count(model_bytes: int, chunk_bytes: int) -> int:
-    return -(-model_bytes // chunk_bytes)
+def chunk_count(update_bytes: int, chunk_bytes: int) -> int:
+    return -(-update_bytes // chunk_bytes)
 
 
-def chunk_length(model_bytes: int, chunk_bytes: int, index: int) -> int:
+def chunk_length(update_bytes: int, chunk_bytes: int, index: int) -> int:
     """The exact length of chunk `index`; every chunk but the last is full."""
-    return min(chunk_bytes, model_bytes - index * chunk_bytes)
+    return min(chunk_bytes, update_bytes - index * chunk_bytes)
 
 
 def why_not_served(config: TaskConfig, chunk_bytes: int) -> str:
     """Why updates of the task cannot be taken here; empty when they can."""
-    if config.secure_aggregation is not None:
-        return "secure aggregation is not available here, and in the clear it must not run"
-    chunks = chunk_count(config.model_bytes, chunk_bytes)
+    chunks = chunk_count(config.update_bytes, chunk_bytes)
     if chunks > MAX_CHUNKS:
         return f"an update would take {chunks} chunks, the limit is {MAX_CHUNKS}"
     return ""

@@ -1,5 +1,6 @@
 """Heavy work of an aggregator: effects that take a model's worth of bytes, and what comes back.
 
+    GetOffers    initial messages of the trusted party               → Offered
     Keep         a chunk's bytes into the upload's slot
     Fold         check a complete upload, add it to the buffer     → Folded
     Snapshot     cut all shards at once, write the sum as a blob    → Snapshotted
@@ -19,7 +20,7 @@ from __future__ import annotations
 from papaya.config import TaskConfig
 from papaya.machine import Effect
 from papaya.messages.base import BlobKey, Message, SessionId, TaskId
-from papaya.messages.participation import DiscardReason
+from papaya.messages.participation import DiscardReason, SecureOffer
 from papaya.messages.storage import RecordRow, VersionRow
 
 
@@ -31,8 +32,36 @@ class Keep(Effect, frozen=True):
     model_bytes: int
 
 
+class Offer(Message, frozen=True):
+    """One initial message of the trusted party."""
+
+    index: int
+    expires: float
+    message: bytes
+
+
+class GetOffers(Effect, frozen=True):
+    config: TaskConfig
+    seq: int
+    count: int
+
+
+class Offered(Message, frozen=True):
+    """`terms` is what goes with every one of the offers; None when there are none, and why."""
+
+    task: TaskId
+    seq: int
+    offers: tuple[Offer, ...] = ()
+    terms: SecureOffer | None = None
+    problem: str = ""
+
+
 class Fold(Effect, frozen=True):
-    """Adds examples x staleness weight x update to the sum, and examples to its weight."""
+    """Adds examples x staleness weight x update to the sum, and examples to its weight.
+
+    Under secure aggregation the trusted party takes the sealed seed into the group of the target
+    version first; then the masked vector is added as it is.
+    """
 
     config: TaskConfig
     seq: int
@@ -40,6 +69,8 @@ class Fold(Effect, frozen=True):
     session: SessionId
     examples: int
     staleness: int
+    offer: int = -1
+    sealed: bytes = b""
 
 
 class Folded(Message, frozen=True):
@@ -84,7 +115,10 @@ class Restored(Message, frozen=True):
 
 
 class Step(Effect, frozen=True):
-    """From version `base` with its optimizer state and a closed record to the next version."""
+    """From version `base` with its optimizer state and a closed record to the next version.
+
+    Under secure aggregation the trusted party releases the masks of exactly the record's members.
+    """
 
     config: TaskConfig
     seq: int
@@ -99,6 +133,8 @@ class Stepped(Message, frozen=True):
     version: int
     parameters: BlobKey
     optimizer: BlobKey
+    dropped: str = ""
+    """Why the masked buffer could not be used: then the version is its predecessor again."""
 
 
 class StepFailed(Message, frozen=True):

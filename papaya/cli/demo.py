@@ -1,98 +1,265 @@
-"""`papaya demo`: AsyncFL and SyncFL on the same simulated fleet of a hundred million phones.
+"""`papaya demo`: the real system on one machine, for a minute.
 
-The paper's comparison: "Both configurations in the figure have max concurrency of 1300. SyncFL uses
-30\\% over-selection." A table on stdout, the figure in a file. Each regime has its own K, and the
-table names it: a smaller K makes more, smaller steps. Everything is simulated, nothing is learnt,
-and no process is left behind.
+It runs the commands that anybody would: `papaya serve`, `papaya task submit examples/next_word.py`,
+a few `papaya client` with some devices each, `papaya task export`. Real processes, real sockets, a
+real model on real texts (`papaya/cli/demo_texts.py`); every number that is printed was measured.
+
+What is not real are the devices' lives: they are assumed to be idle, charging and on an unmetered
+network, and take part again at once. Everything but the results is gone at the end: processes,
+state, examples. Exit code 1 when the model did not learn.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import tempfile
+import time
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
+
+import papaya
+from papaya.cli.admin_client import AdminClient
+from papaya.cli.demo_processes import Processes, interrupted_by_signals, wait_s
+from papaya.cli.demo_progress import Recorder, view_for
+from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
+from papaya.cli.demo_texts import deal_out, find_texts
+from papaya.cli.export import all_points
 from papaya.cli.output import (
     Commands,
-    Progress,
     add_format,
     make_folder,
     note,
     positive,
     print_data,
     print_json,
-    table,
     whole,
     writing,
 )
-from papaya.cli.simulate import describe
-from papaya.config import AsyncFL
-from papaya.sim.cluster import ClusterConfig
-from papaya.sim.report import Report, percent
-from papaya.sim.simulate import compare, protocol_tasks
+from papaya.cli.watch import follow
+from papaya.config import AsyncFL, SyncFL
+from papaya.errors import OperatorError, PapayaError
+from papaya.net.admin.views import TaskDetail
 
-CONCURRENCY, GOAL = 1300, 100
-_TITLE = "AsyncFL keeps every slot busy; SyncFL waits for stragglers"
+TASK = "next-word"
+TASK_FILE = Path(papaya.__file__).parents[1] / "examples" / "next_word.py"
+_MOST_PROCESSES = 3
+_DEVICES_IN_A_PROCESS = 16
+_LOOK_S = 0.5
+_PATIENCE_S = 180.0  # beyond the time of training: to start, and to evaluate the last version
+_EVALUATE_UPDATES = 50
+_EXTRAS = {"aiohttp": "device", "torch": "torch", "matplotlib": "sim", "rich": "sim"}
+_ASSUMED = "idle,charging,unmetered"
+# A heartbeat of a second, and devices that come back at once: a minute is short.
+_SERVER = """\
+data = "data"
+devices = "127.0.0.1:0"
+admin = "127.0.0.1:0"
+
+[server]
+heartbeat_s = 1.0
+hold_s = 5.0
+held_report_interval_s = 0.1
+min_retry_s = 0.5
+max_retry_s = 2.0
+"""
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
-        help="compare AsyncFL with SyncFL on a simulated fleet",
-        description="Compare AsyncFL with SyncFL, with and without over-selection, under virtual "
-        f"time: the same 100 million phones, {CONCURRENCY} at a time.",
+        help="a server and devices that train a model, here, in a minute",
+        description="Start a server and a few dozen devices on this machine, train a next-word "
+        "model on the texts of Python's own library, and save it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--hours", type=positive, default=0.5, metavar="H", help="of virtual time")
-    parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="one seed, one run")
+    parser.add_argument("--sync", action="store_true", help="SyncFL instead of AsyncFL")
+    parser.add_argument("--devices", type=whole(2), default=48, metavar="N", help="one text each")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="for the plot"
+        "--concurrency", type=whole(1), default=24, metavar="C", help="clients at a time"
+    )
+    parser.add_argument(
+        "--goal",
+        type=whole(1),
+        default=argparse.SUPPRESS,
+        metavar="K",
+        help="updates in a version (default: 10; with --sync: 30 %% over-selection)",
+    )
+    parser.add_argument("--minutes", type=positive, default=0.75, metavar="M", help="of training")
+    parser.add_argument(
+        "--versions",
+        type=whole(1),
+        default=argparse.SUPPRESS,
+        metavar="V",
+        help="end at this version, if it is made in time",
+    )
+    parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="chooses the texts")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="for the results"
     )
     add_format(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    from papaya.sim import plots  # before the runs: a missing matplotlib should not cost them
-
-    tasks = protocol_tasks(regime=AsyncFL(GOAL), concurrency=CONCURRENCY)
-    config = ClusterConfig(tasks=tasks)
-    folder = make_folder(options.output)
-    note(
-        f"Simulating {options.hours:g} h with {CONCURRENCY:,} clients at a time, "
-        f"of a fleet of {config.population.size:,} phones, three times."
-    )
-    with Progress() as progress:
-        reports = compare(
-            config,
-            options.seed,
-            options.hours,
-            progress=lambda name, moment: progress.update(name, *describe(moment)),
-        )
+    _require_extras()
+    regime = _regime(options)
+    texts = find_texts(options.devices, options.seed)
+    output = make_folder(options.output)
+    logs = make_folder(output / "logs")
+    note(_introduction(options, regime, texts))
+    with (
+        interrupted_by_signals(),
+        tempfile.TemporaryDirectory(prefix="papaya-demo-", ignore_cleanup_errors=True) as folder,
+        Processes(logs) as processes,
+    ):
+        summary = _train(options, regime, texts, Path(folder), processes)
     if options.format == "json":
-        print_json(reports)
+        print_json(summary)
     else:
-        print_data(_table(reports))
-    plot = folder / "utilization.png"
-    with writing(plot):
-        plots.draw(reports, plot, _TITLE)
-    note(f"\nplot: {plot}")
+        print_data(text_of(summary))
+    if not summary.has_learned:
+        raise PapayaError(
+            "perplexity did not fall", hint=f"papaya demo --minutes {2 * options.minutes:g}"
+        )
     return 0
 
 
-def _table(reports: dict[str, Report]) -> str:
-    header = ("", "K", "utilization", "server updates/h", "mean staleness", "trips")
-    rows = []
-    for name, report in reports.items():
-        result = report.tasks[0]
-        rows.append(
-            (
-                name,
-                f"{report.config_of(result.task).aggregation_goal:,}",
-                percent(result.utilization),
-                f"{result.versions_per_hour:,.0f}",
-                f"{result.mean_staleness:.1f}",
-                f"{result.trips:,}",
+def _introduction(options: argparse.Namespace, regime: AsyncFL | SyncFL, texts: list[Path]) -> str:
+    sizes_kb = [round(path.stat().st_size / 1000) for path in texts]
+    processes = _processes(len(texts))
+    where = "one process" if processes == 1 else f"{processes} processes"
+    return (
+        f"{type(regime).__name__}: {len(texts)} devices in {where}, {options.concurrency} at a "
+        f"time, each with one text of Python's library ({min(sizes_kb)} to {max(sizes_kb)} kB).\n"
+        "A DEMONSTRATION: devices count as idle, charging and unmetered, and take part again at "
+        "once.\n"
+    )
+
+
+def _require_extras() -> None:
+    for package, extra in _EXTRAS.items():
+        if find_spec(package) is None:
+            raise OperatorError(
+                f"the demo needs {package}, which is not installed",
+                hint=f"run make demo, or pip install 'papaya[{extra}]'",
             )
+    if not TASK_FILE.is_file():
+        raise OperatorError(
+            f"the demo's task file is not at {TASK_FILE}", hint="run it in a clone of the project"
         )
-    window = next(iter(reports.values())).window
-    return f"{window}\n\n{table(header, rows)}"
+
+
+def _regime(options: argparse.Namespace) -> AsyncFL | SyncFL:
+    goal: int | None = getattr(options, "goal", None)
+    concurrency = options.concurrency
+    if concurrency > options.devices:
+        raise OperatorError(
+            f"{options.devices} devices are too few for {concurrency} at a time",
+            hint=f"--devices {2 * concurrency}",
+        )
+    if not options.sync:
+        return AsyncFL(min(10, concurrency) if goal is None else goal)
+    if goal is not None and goal > concurrency:
+        raise OperatorError(
+            f"a round of {concurrency} clients cannot bring {goal} updates",
+            hint=f"--goal {concurrency}, or less",
+        )
+    return SyncFL() if goal is None else SyncFL(over_selection=concurrency / goal - 1)
+
+
+def _train(
+    options: argparse.Namespace,
+    regime: AsyncFL | SyncFL,
+    texts: list[Path],
+    folder: Path,
+    processes: Processes,
+) -> Summary:
+    (folder / "papaya.toml").write_text(_SERVER, encoding="utf-8")
+    addresses = processes.start_server("server", "--config", str(folder / "papaya.toml"))
+    admin, token = f"http://{addresses['admin']}", folder / "data" / "admin.token"
+    owner = ("--admin", admin, "--token-file", str(token))
+    settings = _settings(options, regime)
+    processes.start("submit", "task", "submit", str(TASK_FILE), *owner, *settings)
+    _start_devices(addresses["devices"], texts, folder, processes)
+    from papaya.cli import demo_plot  # which takes a second, and there is one now
+
+    processes.finish("submit")
+    client = AdminClient(admin, token.read_text(encoding="ascii").strip())
+    with view_for(partial(_done, options)) as view:
+        recorder = Recorder(client, view, 60 * options.minutes + _PATIENCE_S)
+        detail = follow(
+            client, TASK, "evaluated", _LOOK_S, recorder, sleep=partial(wait_s, processes)
+        )
+    model, table, plot = (
+        options.output / name for name in ("model.safetensors", "metrics.csv", "perplexity.png")
+    )
+    processes.run("export", "task", "export", TASK, "--output", str(model), *owner)
+    processes.run("metrics", "task", "metrics", TASK, "--output", str(table), *owner)
+    points = all_points(client, TASK)
+    summary = summarize(detail, points, recorder.samples, options.devices, (model, plot, table))
+    with writing(plot):
+        demo_plot.draw(
+            plot,
+            summary.title,
+            perplexities(detail.task.submitted, points),
+            recorder.samples,
+            summary.concurrency,
+            summary.utilization,
+        )
+    return summary
+
+
+def _settings(options: argparse.Namespace, regime: AsyncFL | SyncFL) -> list[str]:
+    """The task's own, for the size and the time of this run."""
+    if isinstance(regime, AsyncFL):
+        goal = float(regime.aggregation_goal or 1)
+    else:
+        goal = options.concurrency / (1 + regime.over_selection)
+    settings = {
+        "regime": msgspec.json.encode(regime).decode(),
+        "concurrency": options.concurrency,
+        "stop.hours": options.minutes / 60,
+        "evaluation.every_versions": max(1, round(_EVALUATE_UPDATES / goal)),
+        "evaluation.clients": max(1, options.devices // 3),
+    }
+    if hasattr(options, "versions"):
+        settings["stop.versions"] = options.versions
+    return [word for field, value in settings.items() for word in ("--set", f"{field}={value}")]
+
+
+def _start_devices(address: str, texts: list[Path], folder: Path, processes: Processes) -> None:
+    places = [folder / f"texts-{number + 1}" for number in range(_processes(len(texts)))]
+    parallel = max(1, len(os.sched_getaffinity(0)) // len(places))
+    for number, devices in enumerate(deal_out(texts, places)):
+        options = {
+            "--server": f"http://{address}",
+            "--task": str(TASK_FILE),
+            "--token-file": str(folder / "data" / "device.token"),
+            "--devices": str(devices),
+            "--store": str(folder / f"devices-{number + 1}"),
+            "--import": f"text={places[number]}",
+            "--assume": _ASSUMED,
+            "--participation-floor": "0",
+            "--pause": "0",
+            "--max-parallel": str(parallel),
+        }
+        words = [word for option in options.items() for word in option]
+        processes.start(f"devices-{number + 1}", "client", *words)
+
+
+def _processes(devices: int) -> int:
+    return min(_MOST_PROCESSES, math.ceil(devices / _DEVICES_IN_A_PROCESS))
+
+
+def _done(options: argparse.Namespace, detail: TaskDetail) -> float:
+    """Which part of the training is over."""
+    if detail.task.state != "running":
+        return 1.0
+    by_time: float = (time.time() - detail.task.submitted) / (60 * options.minutes)
+    by_version: float = detail.task.version / getattr(options, "versions", 1 << 40)
+    return max(by_time, by_version)

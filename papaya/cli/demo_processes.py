@@ -1,14 +1,15 @@
 """The processes of `papaya demo`: the project's own commands, each with its log, all ended again.
 
 They run in sessions of their own, so that Ctrl-C reaches the demo alone, and the demo ends them: by
-SIGTERM, last started first, and by SIGKILL what is still there some seconds later or at a second
-Ctrl-C. Only processes that were started here are touched, by their id. What the demo cannot survive
-(SIGKILL) its servers and devices do survive.
+SIGTERM, the server last, and by SIGKILL what is still there some seconds later or at a second
+Ctrl-C. Only processes that were started here are touched, by their id. A demo that is killed itself
+(SIGKILL) ends nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -34,12 +35,8 @@ class Processes(AbstractContextManager["Processes"]):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, name: str, *arguments: str) -> None:
-        """`papaya ARGUMENTS`, until it is stopped."""
-        self._running[name] = self._open(name, arguments, subprocess.DEVNULL)
-
     def start_server(self, name: str, *arguments: str) -> dict[str, str]:
-        """`papaya serve`; the addresses that it says it listens on."""
+        """`papaya serve`, before all others; the addresses that it says it listens on."""
         process = self._running[name] = self._open(
             name, ("serve", *arguments, "--format", "json"), subprocess.PIPE
         )
@@ -51,6 +48,10 @@ class Processes(AbstractContextManager["Processes"]):
             self.check()
         addresses: dict[str, str] = json.loads(said)["addresses"]
         return addresses
+
+    def start(self, name: str, *arguments: str) -> None:
+        """`papaya ARGUMENTS`, until it is stopped."""
+        self._running[name] = self._open(name, arguments, subprocess.DEVNULL)
 
     def run(self, name: str, *arguments: str) -> None:
         """`papaya ARGUMENTS` to its end, or the error that it ended with."""
@@ -70,17 +71,19 @@ class Processes(AbstractContextManager["Processes"]):
                 raise self._ended(name, status)
 
     def stop(self) -> None:
-        """End them all: at once when this is interrupted."""
+        """End them all, the server last; at once when this is interrupted."""
+        running = list(self._running.values())
         try:
-            for process in reversed(self._running.values()):
-                process.terminate()
-                process.wait(_STOP_S)
+            for together in (running[1:], running[:1]):
+                for process in together:
+                    _signal(process, signal.SIGTERM)
+                for process in together:
+                    process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            for process in self._running.values():
-                if process.poll() is None:
-                    process.kill()
+            for process in running:
+                _signal(process, signal.SIGKILL)
                 process.wait()
             self._running.clear()
 
@@ -105,6 +108,12 @@ class Processes(AbstractContextManager["Processes"]):
 
     def _log(self, name: str) -> Path:
         return self._logs / f"{name}.log"
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    """To it and to its helpers. Until it has been waited for, its id is nobody else's."""
+    if process.poll() is None:
+        os.killpg(process.pid, number)
 
 
 @contextmanager

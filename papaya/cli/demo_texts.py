@@ -1,15 +1,15 @@
 """The data of `papaya demo`: texts that are on every machine with Python, one for each device.
 
 The standard library's own sources and documentation. A few files are long and many are short, and
-each has words of its own: heavy-tailed and non-IID, as the texts of people are. Tests and tables of
-character sets are left out: they are no prose of any kind. Nothing is downloaded.
+each has words of its own: heavy-tailed and non-IID, as the texts of people are. Tests, and tables
+that a program wrote, are left out. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 
@@ -21,13 +21,14 @@ _DOCUMENTATION = Path("pydoc_data", "topics.py")
 _LEFT_OUT = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__")
 )
+_SETTINGS = "_sysconfigdata"
 _SUFFIXES = (".py", ".txt")
 _LEAST_BYTES = 4096  # so that each device has a dozen examples to be evaluated on
 
 
 def find_texts(count: int, seed: int, library: Path = LIBRARY) -> list[Path]:
     """The documentation, and as many other texts as are wanted, drawn by the seed."""
-    found = sorted(path for path in library.rglob("*") if _is_text(path.relative_to(library), path))
+    found = sorted(_texts_in(library))
     if len(found) < count:
         raise OperatorError(
             f"{library} has {len(found)} texts of {_LEAST_BYTES} bytes or more, not {count}",
@@ -51,10 +52,14 @@ def deal_out(texts: Sequence[Path], folders: Sequence[Path], library: Path = LIB
     return dealt
 
 
-def _is_text(inside: Path, path: Path) -> bool:
-    return (
-        inside.suffix in _SUFFIXES
-        and _LEFT_OUT.isdisjoint(inside.parts)
-        and path.is_file()
-        and path.stat().st_size >= _LEAST_BYTES
-    )
+def _texts_in(folder: Path) -> Iterator[Path]:
+    for where, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        for name in files:
+            path = Path(where, name)
+            if path.suffix in _SUFFIXES and not name.startswith(_SETTINGS) and _is_long(path):
+                yield path
+
+
+def _is_long(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size >= _LEAST_BYTES

@@ -43,7 +43,7 @@ def trouble(status: Status) -> list[str]:
         return ["no coordinator leads yet", *found]
     if not status.leads:
         return found  # only the leader hears the others
-    if status.recovers:
+    if status.recovers or status.just_started:
         return found
     if not status.aggregators:
         found.append("no aggregator was heard: no task can train")
@@ -70,7 +70,9 @@ def describe(status: Status) -> str:
         for server in status.selectors
     ]
     tasks = [view for view in status.tasks if view.state in ("running", "paused")]
-    over = len(status.tasks) - len(tasks)
+    over = sum(
+        view.state not in ("running", "paused") and not view.evaluates for view in status.tasks
+    )
     if tasks:
         header = ("task", "state", "version", "active", "of", "demand", "held", "holder")
         lines += ["", table(header, [_line(view) for view in tasks])]

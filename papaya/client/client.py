@@ -1,6 +1,6 @@
 """The Client (paper, "Client Independence"): one visit of one device, from check-in to the end.
 
-    CHECKING_IN ▶ JOINING ▶ DOWNLOADING ▶ TRAINING ▶ REPORTING ▶ UPLOADING ▶ COMPLETING ▶ OVER
+    CHECKING_IN ▶ JOINING ▶ DOWNLOADING ▶ TRAINING ▶ REPORTING ▶ (SEALING) ▶ UPLOADING ▶ COMPLETING
 
 "All stages happen within a virtual session": each request carries its ticket, may be sent again and
 may go through any selector. The client obeys an abort at once, gives up cleanly when a stage takes
@@ -24,6 +24,8 @@ from papaya.client.work import (
     Finish,
     Remember,
     Request,
+    Seal,
+    Sealed,
     Train,
     Trained,
     Unanswered,
@@ -60,12 +62,13 @@ class Stage(Enum):
     DOWNLOADING = "downloading"
     TRAINING = "training"
     REPORTING = "reporting"
+    SEALING = "sealing"
     UPLOADING = "uploading"
     COMPLETING = "completing"
     OVER = "over"
 
 
-_WORKING = (Stage.DOWNLOADING, Stage.TRAINING)
+_WORKING = (Stage.DOWNLOADING, Stage.TRAINING, Stage.SEALING)
 _NEVER = float("inf")
 _MIN_HEARTBEAT_S = 0.2
 
@@ -99,6 +102,8 @@ class Client:
         self._stage_ends = _NEVER
         self._ticket = b""
         self._update = memoryview(b"")
+        self._examples = 0
+        self._sealed = b""
         self._upload_id = ""
         self._chunk_bytes = 1
         self._to_send: list[int] = []
@@ -122,6 +127,8 @@ class Client:
                 return self._on_downloaded()
             case Trained():
                 return self._on_trained(now, message)
+            case Sealed():
+                return self._on_sealed(now, message)
             case WorkFailed():
                 return self._leave("failed", message.reason)
         raise ProtocolError(f"a client does not take {type(message).__name__}")
@@ -269,18 +276,44 @@ class Client:
         self._update = memoryview(trained.update)
         if not trained.update or trained.examples < 1:
             return self._leave("failed", "training gave nothing to send")
-        return self._ask(now, Report(self._ticket, trained.examples))
+        self._examples = trained.examples
+        # Nobody is told how much data a masked update stands for.
+        return self._ask(now, Report(self._ticket, 1 if self.joined.secure else trained.examples))
 
     def _on_granted(self, now: float, granted: UploadGranted) -> Effects:
-        """Nothing of the update has left the device yet: remember first, then send."""
         assert self.joined is not None
         self._answered()
         self._chunk_bytes = granted.chunk_bytes
-        if self._chunks > MAX_CHUNKS:
-            return self._leave("failed", f"{self._chunks} chunks are more than {MAX_CHUNKS}")
-        self.stage = Stage.UPLOADING
         self._stage_ends = now + granted.upload_timeout_s
         self._ticket = granted.ticket
+        if not self.joined.secure:
+            return self._upload(now)
+        if granted.secure is None:
+            return self._leave("failed", "a secure task came without an offer")
+        self.stage = Stage.SEALING
+        joined, update = self.joined, bytes(self._update)
+        return [
+            Seal(
+                joined.task,
+                granted.secure,
+                update,
+                self._examples,
+                joined.version,
+                granted.version,
+            )
+        ]
+
+    def _on_sealed(self, now: float, sealed: Sealed) -> Effects:
+        """From here on this update goes out under this seal, or not at all."""
+        assert self.stage is Stage.SEALING
+        self._update, self._sealed = memoryview(sealed.update), sealed.sealed
+        return self._upload(now)
+
+    def _upload(self, now: float) -> Effects:
+        """Nothing of the update has left the device yet: remember first, then send."""
+        assert self.joined is not None
+        if self._chunks > MAX_CHUNKS:
+            return self._leave("failed", f"{self._chunks} chunks are more than {MAX_CHUNKS}")
         self._upload_id = f"{self._rng.getrandbits(64):016x}"
         self._to_send = list(range(self._chunks))
         joined = self.joined
@@ -304,7 +337,7 @@ class Client:
         self._answered()
         if not self._to_send:
             self.stage = Stage.COMPLETING
-            return self._ask(now, Complete(self._ticket, self._upload_id))
+            return self._ask(now, Complete(self._ticket, self._upload_id, self._sealed))
         self.stage = Stage.UPLOADING
         index = self._to_send.pop(0)
         start = index * self._chunk_bytes

@@ -3,6 +3,7 @@
 Request     ask a selector                              → Answered or Unanswered
 Download    parameters by key, from the CDN             → Downloaded or WorkFailed
 Train       the executor on local data                  → Trained or WorkFailed
+Seal        mask the update for an offer it believes    → Sealed or WorkFailed
 Remember    write the participation history, durable, before going on
 Finish      the session is over; the driver decides when to check in again
 """
@@ -14,6 +15,7 @@ from typing import Literal
 from papaya.client.history import Participated
 from papaya.machine import Effect
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
+from papaya.messages.participation import SecureOffer
 
 Ending = Literal["rejected", "counted", "discarded", "aborted", "refused", "failed", "gave_up"]
 
@@ -57,6 +59,28 @@ class Trained(Message, frozen=True):
 
     update: bytes
     examples: int
+
+
+class Seal(Effect, frozen=True):
+    """Under secure aggregation, once per update: check the offer, mask the update, seal its seed.
+
+    `version` is the client's own initial version, `current` the server's; the device computes its
+    weight from them and from `examples`.
+    """
+
+    task: TaskId
+    offer: SecureOffer
+    update: bytes
+    examples: int
+    version: int
+    current: int
+
+
+class Sealed(Message, frozen=True):
+    """All that leaves the device; whatever is lost, the same bytes are sent again."""
+
+    update: bytes
+    sealed: bytes
 
 
 class WorkFailed(Message, frozen=True):

@@ -20,6 +20,7 @@ from papaya.config.checks import MAX_COUNT, require, require_count, require_posi
 from papaya.config.lifecycle import Evaluated, EvaluationPlan, StopRule
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
+from papaya.secagg.parameters import EXTRA_WORDS, PublicParameters
 
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
@@ -147,6 +148,29 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     @property
     def model_bytes(self) -> int:
         return 4 * self.model_length
+
+    @property
+    def update_bytes(self) -> int:
+        """What a client uploads; masked vectors carry their weight and a constant with them."""
+        extra = EXTRA_WORDS if self.secure_aggregation is not None else 0
+        return 4 * (self.model_length + extra)
+
+    @property
+    def public_parameters(self) -> PublicParameters | None:
+        """What devices, the trusted party and auditors agree on; None in the clear."""
+        if self.secure_aggregation is None:
+            return None
+        assert self.clip is not None
+        return PublicParameters(
+            task=self.task,
+            length=self.model_length,
+            aggregation_goal=self.aggregation_goal,
+            threshold=self.secure_aggregation.threshold or self.aggregation_goal,
+            clip=float(self.clip),
+            max_examples=self.max_examples,
+            max_staleness=self.max_staleness,
+            weighting="examples" if self.evaluates is None else "none",
+        )
 
     @property
     def workload(self) -> float:
@@ -309,17 +333,14 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 "secure aggregation needs a bound",
                 "set clip: fixed point is scaled to it",
             )
-        # The grid's step must stay below a quarter of the root-mean-square coordinate of an
-        # update at the clip, or most coordinates round to nothing.
-        needed = 4 * math.sqrt(self.model_length)
+        needed = fixed_point.needed_levels(self.model_length, self.max_examples)
         require(
             fixed_point.levels(goal) >= needed,
             "aggregation_goal",
             goal,
             f"leaves {max(0, fixed_point.levels(goal))} fixed-point levels for a model of "
-            f"{self.model_length} parameters, which needs {needed:.0f}",
-            "lower aggregation_goal (or concurrency) below "
-            f"{fixed_point.largest_goal(math.ceil(needed)) + 1}",
+            f"{self.model_length} parameters, which needs {needed}",
+            f"lower aggregation_goal (or concurrency) below {fixed_point.largest_goal(needed) + 1}",
         )
         step = self.clip / fixed_point.levels(goal)
         require(

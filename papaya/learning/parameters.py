@@ -30,9 +30,10 @@ Tensor: TypeAlias = npt.NDArray[np.floating[Any]]
 
 FLOAT32: Final = np.dtype("<f4")
 FLOAT64: Final = np.dtype("<f8")
+UINT32: Final = np.dtype("<u4")
 BLOCK: Final = 65536  # coordinates; 256 KiB of float32 and its temporaries stay in the L2 cache
 
-_DTYPE_NAMES: Final = {FLOAT32: "F32", FLOAT64: "F64"}
+_DTYPE_NAMES: Final = {FLOAT32: "F32", FLOAT64: "F64", UINT32: "U32"}
 _MAX_HEADER_BYTES: Final = 1 << 16
 
 
@@ -139,7 +140,7 @@ def decode(data: bytes, length: int) -> Vector:
     return vector
 
 
-def encode_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+def encode_tensors(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
     """A canonical safetensors file of vectors that share one length and one dtype."""
     names = sorted(tensors)
     arrays = [np.ascontiguousarray(tensors[name]) for name in names]
@@ -172,7 +173,7 @@ def decode_tensors(
     if len(data) != size_bytes:
         raise ProtocolError(f"parameters file has {len(data)} bytes, expected {size_bytes}")
     body = np.frombuffer(data, dtype, offset=len(header)).reshape(len(names), length)
-    if not is_finite(body):
+    if dtype != UINT32 and not is_finite(body):
         raise ProtocolError("parameters file holds NaN or infinity")
     return dict(zip(sorted(names), body, strict=True)), metadata
 

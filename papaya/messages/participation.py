@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from papaya.messages.base import (
     BlobKey,
     Count,
     Crc32,
     Message,
+    SealedSeed,
     SealedTicket,
     Seconds,
     SessionId,
@@ -37,7 +38,9 @@ from papaya.messages.base import (
 MAX_CHUNKS = 4096
 
 AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
-DiscardReason = Literal["round_over", "wrong_size", "not_finite", "over_norm"]
+DiscardReason = Literal[
+    "round_over", "wrong_size", "not_finite", "over_norm", "seed_refused", "trusted_party_lost"
+]
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
 
@@ -46,7 +49,10 @@ class Join(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """`evaluates`: do not train, upload what held-out data say of these parameters."""
+    """`evaluates`: do not train, upload what held-out data say of these parameters.
+
+    `secure`: the update will be masked, with an offer of the trusted party from the report.
+    """
 
     ticket: SealedTicket
     task: TaskId
@@ -60,6 +66,7 @@ class Joined(Message, frozen=True):
     training_timeout_s: Seconds
     participation_gap_s: Seconds
     max_participations: Count | None
+    secure: bool = False
 
 
 class Heartbeat(Message, frozen=True):
@@ -71,17 +78,38 @@ class Alive(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Training is finished; `examples` is how many the client trained on."""
+    """Training is finished; `examples` is how many the client trained on.
+
+    Under secure aggregation it is 1, whatever the truth: the weight travels under the mask.
+    """
 
     ticket: SealedTicket
     examples: Annotated[int, Meta(ge=1, le=2**31)]
 
 
+class SecureOffer(Struct, frozen=True, gc=False):
+    """An offer of the trusted party and all that a device needs to believe it.
+
+    `parameters` are public parameters in their one encoding, `offer` the signed initial message,
+    `evidence` and `collateral` the quote and what verifies it, `leaf` its record in the public log.
+    """
+
+    parameters: Annotated[bytes, Meta(max_length=2048)]
+    offer: Annotated[bytes, Meta(max_length=512)]
+    identity: Annotated[bytes, Meta(max_length=64)]
+    evidence: Annotated[bytes, Meta(max_length=1 << 16)]
+    collateral: Annotated[bytes, Meta(max_length=1 << 18)]
+    leaf: Annotated[int, Meta(ge=-1, le=2**53)]
+
+
 class UploadGranted(Message, frozen=True):
+    """`version` is the current one: staleness is counted from the client's own to it."""
+
     ticket: SealedTicket
     version: Count
     chunk_bytes: Annotated[int, Meta(ge=1)]
     upload_timeout_s: Seconds
+    secure: SecureOffer | None = None
 
 
 class Chunk(Message, frozen=True):
@@ -110,8 +138,11 @@ class ChunkReceived(Message, frozen=True):
 
 
 class Complete(Message, frozen=True):
+    """`sealed` is the seed of the mask, readable by the trusted party alone."""
+
     ticket: SealedTicket
     upload: ShortText
+    sealed: SealedSeed = b""
 
 
 class Incomplete(Message, frozen=True):

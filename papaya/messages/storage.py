@@ -16,7 +16,6 @@ import msgspec
 from msgspec import Struct
 
 from papaya.config import TaskConfig
-from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
 
 
@@ -65,13 +64,17 @@ class FenceRow(Row, frozen=True):
 
 
 class Member(Struct, frozen=True, gc=False, array_like=True):
-    """One counted update. `keep_until`: no ticket of the session is valid after it."""
+    """One counted update. `keep_until`: no ticket of the session is valid after it.
+
+    `offer`: under secure aggregation, the index by which the trusted party knows its seed.
+    """
 
     session: SessionId
     version: int
     staleness: int
     examples: int
     keep_until: float
+    offer: int = -1
 
 
 class RecordRow(Row, frozen=True):
@@ -228,11 +231,6 @@ def submission(
     """A new task at version 0, held by nobody yet. Refused when the task exists."""
     # As it will be read back: 1 in a field of floats is written as 1 and comes back as 1.0.
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
-    if config.secure_aggregation is not None:
-        raise OperatorError(
-            f"task {config.task} asks for secure aggregation, which is not available yet",
-            hint="leave secure_aggregation out to train in the clear",
-        )
     task = config.task
     return Transaction(
         require=((task_key(task), None),),

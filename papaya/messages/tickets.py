@@ -2,7 +2,7 @@
 
     AssignmentTicket   from the Selector   session, task, sequence number, confirm-by
     SessionTicket      from join           + initial version, parameters, expiry
-    UploadTicket       from report         + frozen staleness, examples, upload-by
+    UploadTicket       from report         + frozen staleness, examples, upload-by, offer
 
 Sealed with HMAC-SHA256 under keys that have ids, so that they can be changed. Opening raises
 TicketError for anything that was not sealed here as this kind; expiry is the caller's rule, it
@@ -46,6 +46,7 @@ class UploadTicket(SessionTicket, frozen=True):
     staleness: int
     examples: int
     upload_by: float
+    offer: int = -1
 
 
 AnyTicket = AssignmentTicket | SessionTicket | UploadTicket

@@ -30,6 +30,8 @@ TICKET_HEADER, CRC32_HEADER = "papaya-ticket", "papaya-crc32"
 
 OK, NOT_MODIFIED = 200, 304
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 400, 401, 403, 404, 503
+# The same request may do better next time: a slow line, a server that is busy, broken or gone.
+_PASSING = (408, 429, 500, 502, 503, 504)
 
 
 class Waiting:
@@ -65,11 +67,18 @@ def answer(exchange: Exchange, message: Message, status: int | None = None) -> N
     exchange.answer(status or _status(message), wire.encode(message), headers)
 
 
-def problem(status: int, text: str) -> bytes:
+def retry_after_s(heartbeat_s: float) -> float:
+    """When to come again if a server cannot be reached: in time for its successor, which adopts
+    running clients for one heartbeat.
+    """
+    return min(1.0, heartbeat_s / 4)
+
+
+def problem(status: int, text: str, retry_s: float = 1.0) -> bytes:
     """The body of an error of the HTTP layer itself, in the words of the protocol."""
     reason = text[:128]
-    if status in (429, 500, 503, 504):
-        return wire.encode(Retry(reason, after_s=1.0))
+    if status in _PASSING:
+        return wire.encode(Retry(reason, after_s=retry_s))
     return wire.encode(Refused(reason))
 
 

@@ -31,7 +31,6 @@ TO_HEADER = "papaya-to"
 _MAX_QUEUED = 256
 _SEND_TIMEOUT_S = 5.0
 _RELAY_TIMEOUT_S = 30.0
-_UNREACHABLE_RETRY_S = 1.0
 
 
 def address_of(node: NodeId) -> str:
@@ -45,10 +44,12 @@ def address_of(node: NodeId) -> str:
 class Peers:
     """The messenger of every host in this process."""
 
-    def __init__(self, connections: Connections, token: str) -> None:
+    def __init__(self, connections: Connections, token: str, retry_s: float) -> None:
+        """`retry_s`: when devices come again while their aggregator cannot be reached."""
         self.hosts: dict[NodeId, Host] = {}
         self.connections = connections
         self.headers = (("Authorization", f"Bearer {token}"),)
+        self._retry_s = retry_s
         self._loop = asyncio.get_running_loop()
         self._queues: dict[NodeId, deque[Message]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,7 +111,7 @@ class Peers:
             )
         except (PapayaError, OSError, TimeoutError) as error:
             logger.info("%s cannot be reached: %s", to, error)
-            request.answer(Retry("the aggregator cannot be reached", _UNREACHABLE_RETRY_S))
+            request.answer(Retry("the aggregator cannot be reached", self._retry_s))
         else:
             request.pass_on(response)
 

@@ -15,6 +15,7 @@ from typing import TextIO
 
 from papaya.config import Deployment
 from papaya.errors import OperatorError
+from papaya.net.answers import retry_after_s
 from papaya.net.awaited_state import AwaitedState
 from papaya.net.clock import Clock
 from papaya.net.http.connection import Connections
@@ -66,10 +67,12 @@ class Resources:
         self.state = StateThread(SqliteState(self.data / "state.db"))
         self._exits.push_async_callback(self.state.close)
         self.awaited = AwaitedState(self.state)
-        publish_s = 3 * self.deployment.server.heartbeat_s
+        heartbeat_s = self.deployment.server.heartbeat_s
+        publish_s = 3 * heartbeat_s
         self.keys = await load_or_create(self.awaited, self.clock.now(), os.urandom, publish_s)
         connections = Connections(ssl=between_servers(self.deployment))
-        self.peers = Peers(connections, self.server_token.reveal())
+        token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
+        self.peers = Peers(connections, token, retry_s)
         self._exits.push_async_callback(self.peers.close)
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ from papaya.messages.storage import TASKS, Changed, TaskRow
 from papaya.net.admin.administration import Administration
 from papaya.net.admin.live import CoordinatorLive
 from papaya.net.admin.stores import ThreadedBlobs
-from papaya.net.answers import Waiting, problem
+from papaya.net.answers import Waiting, problem, retry_after_s
 from papaya.net.auth import verifier_for
 from papaya.net.buffers import BufferPool
 from papaya.net.device_api import Door, participation_routes
@@ -197,12 +197,13 @@ class Server:
 
     async def _listen(self, name: str, where: str, routes: list[Route]) -> None:
         host, port = address(name, where)
+        retry_s = retry_after_s(self.deployment.server.heartbeat_s)
         listening = await serve(
             routes,
             host,
             port,
             limits=self._limits,
-            problem=problem,
+            problem=partial(problem, retry_s=retry_s),
             observe=partial(self._operations.observe, name),
             ssl=self._tls,
         )

@@ -1,16 +1,37 @@
-"""The scale of the fixed-point conversion (paper, appendix "Fixed Point Conversion").
+"""Real numbers as elements of Z_2^32 and back (paper, appendix "Fixed Point Conversion").
 
     "Any real number a waiting for aggregation is multiplied by c and rounded to the nearest
     integer [ca]. [...] the parties need to estimate the scale of the model updates to aggregate,
     the desired accuracy to properly pick the parameters"
 
 K clipped updates are summed in Z_2^32 without wrap-around, so one update may use at most
-`levels(K)` steps to either side of zero. This file refuses nothing: configuration does.
+`levels(K)` steps to either side of zero. Negative integers are mapped as in the paper: -1 is
+2^32 - 1, which is two's complement. Values are scaled and rounded half to even in float64, and
+clamped to the levels.
+
+Refused: NaN and infinity, which have no place in the group. What a task needs is for configuration
+and `parameters` to refuse; `needed_levels` says it.
 """
 
 from __future__ import annotations
 
-_HALF_GROUP = 2**31 - 1
+import math
+from typing import Final
+
+import numpy as np
+
+from papaya.secagg.errors import UpdateError
+from papaya.secagg.words import BLOCK, SIGNED, Reals, Words, blocks
+
+_HALF_GROUP: Final = 2**31 - 1
+_FLOAT64: Final = np.dtype("<f8")
+_FLOAT32: Final = np.dtype("<f4")
+
+# Before it is rounded, a value of at most 2^31 steps has gone through nine float64 operations: the
+# weight (1), the damping (3), the scale (1), their products (2) and the product with the value (1),
+# and what it is compared with has one rounding of its own. Each is off by at most 2^-53 of the
+# value, 2^-22 of a step.
+_FLOAT64_SLACK: Final = 9 * 2.0**-22
 
 
 def levels(aggregation_goal: int) -> int:
@@ -23,6 +44,85 @@ def largest_goal(wanted_levels: int) -> int:
     return _HALF_GROUP // (wanted_levels + 1)
 
 
+def needed_levels(length: int, max_examples: int) -> int:
+    """The fewest levels that leave precision.
+
+    A step must stay below a quarter of the root-mean-square coordinate of an update at the clip,
+    or most coordinates round to nothing; and one example must be a step of the weight.
+    """
+    return max(math.ceil(4 * math.sqrt(length)), max_examples)
+
+
 def scale(aggregation_goal: int, clip: float) -> float:
     """The paper's c: fixed point = round(c x value), for values within ±clip."""
     return levels(aggregation_goal) / clip
+
+
+def error_bound(members: int, aggregation_goal: int, clip: float) -> float:
+    """The most by which a decoded sum of so many values can miss their real sum.
+
+    For values within ±clip, summed without error, and before the result is rounded to float32.
+    Each member is rounded once: half a step, and what float64 itself loses.
+    """
+    return members * (0.5 + _FLOAT64_SLACK) * clip / levels(aggregation_goal)
+
+
+class Encoder:
+    """value -> round(factor x value), clamped to ±limit. Holds scratch: one thread at a time."""
+
+    def __init__(self, factor: float, limit: int) -> None:
+        self._factor = factor
+        self._limit = limit
+        self._scratch = np.empty(BLOCK, _FLOAT64)
+
+    def encode_into(self, values: Reals, block: Words) -> None:
+        """Overwrites a block with the group elements of as many values."""
+        scaled = self._scratch[: values.size]
+        with np.errstate(invalid="ignore", over="ignore"):
+            np.copyto(scaled, values)
+            np.multiply(scaled, self._factor, out=scaled)
+            if not self._within(values):
+                self._clamp(values, scaled)
+        np.rint(scaled, out=scaled)
+        np.copyto(block.view(SIGNED), scaled, casting="unsafe")
+
+    def _within(self, values: Reals) -> bool:
+        """Whether no value needs the clamp; False if any is NaN. Rounding keeps the order."""
+        low, high = float(values.min()), float(values.max())
+        return -self._limit <= low * self._factor and high * self._factor <= self._limit
+
+    def _clamp(self, values: Reals, scaled: Reals) -> None:
+        if not np.isfinite(values).all():
+            raise UpdateError("not_finite", "the update holds NaN or infinity")
+        np.clip(scaled, -self._limit, self._limit, out=scaled)
+
+
+def encode(values: Reals, factor: float, limit: int) -> Words:
+    """The group elements of a whole vector."""
+    encoded = np.empty(values.size, np.dtype("<u4"))
+    encoder = Encoder(factor, limit)
+    for block in blocks(values.size):
+        encoder.encode_into(values[block], encoded[block])
+    return encoded
+
+
+def decode(words: Words, step: float) -> Reals:
+    """The float32 values of group elements, at this size of a step."""
+    decoded = np.empty(words.size, _FLOAT32)
+    scratch = np.empty(min(words.size, BLOCK), _FLOAT64)
+    signed = words.view(SIGNED)
+    for block in blocks(words.size):
+        wide = scratch[: block.stop - block.start]
+        np.copyto(wide, signed[block])
+        np.multiply(wide, step, out=decoded[block], casting="same_kind")
+    return decoded
+
+
+def extent(words: Words) -> int:
+    """The largest distance from zero of any element, read as a signed integer."""
+    signed = words.view(SIGNED)
+    found = 0
+    for block in blocks(words.size):
+        part = signed[block]
+        found = max(found, -int(part.min()), int(part.max()))
+    return found

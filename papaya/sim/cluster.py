@@ -40,6 +40,7 @@ from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
 from papaya.sim.trainers import protocol_update
+from papaya.sim.trusted import TrustedTwin
 
 # When nearly the whole fleet is here already, an arrival may find nobody.
 _MAX_DRAWS = 64
@@ -111,6 +112,7 @@ class Cluster:
         self.network = Network(self.engine, self._rng("network"), config.network)
         self.state = StateTwin(self.engine, self._rng("state"), config.storage)
         self.blobs = BlobTwin(self._rng("blobs"))
+        self.trusted = TrustedTwin(self.engine, self._rng("trusted"))
         self.hosts: dict[NodeId, Host] = {}
         self.devices: dict[int, Device] = {}
         self.keyring = Keyring({1: self._rng("keys").randbytes(32)})
@@ -123,6 +125,7 @@ class Cluster:
         self._arrivals = Arrivals(self.population)
         self._fleet_rng = self._rng("fleet")
         self._device_rng = self._rng("devices")
+        self.sealing_rng = self._rng("seals")
         self._mean_return_s = self._paced_return_s()
         for task in config.tasks:
             self.submit(task)

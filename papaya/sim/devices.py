@@ -17,6 +17,7 @@ from papaya.client.work import (
     Finish,
     Remember,
     Request,
+    Seal,
     Train,
     Trained,
     WorkFailed,
@@ -24,11 +25,15 @@ from papaya.client.work import (
 from papaya.machine import Effects
 from papaya.messages.base import Message
 from papaya.messages.participation import Join
+from papaya.secagg.errors import SecureAggregationError
 from papaya.sim.hosts import Host
 from papaya.sim.population import Visit
+from papaya.sim.trusted import sealed
 
 if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
+
+_SEAL_S = 0.05
 
 
 class Path:
@@ -150,6 +155,13 @@ class Device:
             update = self.cluster.train(effect.session, self.machine.joined.update_length)
             self.deliver(Trained(update, self.visit.examples))
 
+    def _seal(self, effect: Seal) -> None:
+        try:
+            done: Message = sealed(effect, self._engine.now, self.cluster.sealing_rng)
+        except SecureAggregationError as error:
+            done = WorkFailed(str(error))
+        self._engine.after(_SEAL_S, self.deliver, done)
+
     def _remember(self, effect: Remember) -> None:
         """Durable: the device keeps its history across visits."""
         self.cluster.keep_history(self.visit.device, self.machine.history)
@@ -163,6 +175,7 @@ _CARRY_OUT: dict[type, Callable[[Device, Any], None]] = {
     Request: Device._request,
     Download: Device._download,
     Train: Device._train,
+    Seal: Device._seal,
     Remember: Device._remember,
     Finish: Device._finish,
 }

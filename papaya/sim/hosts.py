@@ -15,6 +15,7 @@ from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
     Fold,
+    GetOffers,
     Keep,
     Lost,
     Restore,
@@ -180,8 +181,9 @@ class AggregatorHost(Host):
     def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
         super().__init__(cluster, node, make)
         self.freezes_at_work_s = 0.0
-        self._shards = Shards()
+        self._shards = Shards(trusted=cluster.trusted.party)
         self._carry_out |= {
+            GetOffers: self._get_offers,
             Keep: self._keep,
             Fold: self._fold,
             Snapshot: self._snapshot,
@@ -192,13 +194,16 @@ class AggregatorHost(Host):
         }
 
     def start(self) -> None:
-        self._shards = Shards()
+        self._shards = Shards(trusted=self.cluster.trusted.party)
         super().start()
 
     def write_blobs(self, blobs: Blobs) -> None:
         """Write and sync, before any row may name them."""
         for key, data in blobs:
             self.cluster.blobs.put(key, data)
+
+    def _get_offers(self, work: GetOffers) -> None:
+        self._finish([], self._shards.get_offers(work))
 
     def _keep(self, work: Keep) -> None:
         self._shards.keep(work)

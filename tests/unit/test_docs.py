@@ -12,17 +12,31 @@ import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+import msgspec
 import pytest
 
 from papaya import __version__
 from papaya.cli import main as cli
+from papaya.client.use_policy import parse_policies
+from papaya.config import TaskConfig
+from papaya.config.deployment import Deployment
+from papaya.messages import wire
+from papaya.messages.base import PROTOCOL_VERSION
+from papaya.messages.participation import AbortReason, Chunk, DiscardReason, Joined
+from papaya.messages.selection import Capabilities
+from papaya.net.admin.routes import AdminRoutes
+from papaya.net.admin.service import AdminService
+from papaya.net.admin.views import Evaluate, Mark, NewTask, Reason, RollBack
+from papaya.net.device_openapi import device_document
 from tools import configuration_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+PROTOCOL = ROOT / "docs" / "spec" / "protocol.md"
+ADMIN_API = ROOT / "docs" / "admin-api.md"
 FOLDERS = ("papaya", "tests", "tools", "docs", "bench", "examples", "experiments")
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -71,7 +85,8 @@ def anchors_of(page: Path) -> list[str]:
 def commands() -> Iterator[tuple[Path, str]]:
     """Every `papaya …` and `make …` that a page tells its reader to type."""
     for page in PAGES:
-        lines = [line for b in blocks("console") if b.page == page for line in b.text.splitlines()]
+        typed = "".join(b.text for b in blocks("console") if b.page == page)
+        lines = typed.replace("\\\n", " ").splitlines()
         for line in [*lines, *CODE.findall(prose_of(page))]:
             words = shlex.split(line.removeprefix(".venv/bin/"), comments=True)
             if words and words[0] in ("papaya", "make") and len(words) > 1:
@@ -231,14 +246,40 @@ def test_every_command_can_be_typed() -> None:
         program, *arguments = shlex.split(command)
         if program == "make":
             assert arguments[0] in targets, f"{name_of(page)}: {command}"
+        elif arguments in (["task"], ["token"]):  # a group of commands, named as such
+            with pytest.raises(SystemExit, match="0"):
+                cli._parser().parse_args([*arguments, "--help"])
         else:
             cli._parser().parse_args(arguments)
 
 
-@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: name_of(block.page))
-def test_every_example_runs(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+# A block that is a whole file of examples is tested where that file is.
+EXAMPLES = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").glob("*.py"))]
+SNIPPETS = [block for block in blocks("python") if block.text not in EXAMPLES]
+
+
+@pytest.mark.parametrize("block", SNIPPETS, ids=lambda block: name_of(block.page))
+def test_every_example_runs(
+    block: Block, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
     exec(compile(block.text, name_of(block.page), "exec"), {"__name__": "__example__"})
     assert capsys.readouterr().out.strip()
+
+
+def test_the_page_about_tasks_shows_a_whole_task_file() -> None:
+    """`tests/unit/test_examples.py` trains it."""
+    page = ROOT / "docs" / "train-your-own-model.md"
+    example = text_of(ROOT / "examples" / "opened.py")
+    assert example in [block.text for block in blocks("python") if block.page == page]
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: name_of(block.page))
+def test_every_file_of_settings_is_accepted(block: Block) -> None:
+    if "[collections." in block.text:
+        assert parse_policies(block.text.encode(), name_of(block.page))
+    else:
+        msgspec.convert(tomllib.loads(block.text), Deployment)
 
 
 def test_the_readme_has_one_example_of_twenty_lines() -> None:
@@ -248,4 +289,76 @@ def test_the_readme_has_one_example_of_twenty_lines() -> None:
 
 def test_every_block_says_its_language_or_is_a_picture() -> None:
     languages = {match.group(1) for page in PAGES for match in FENCE.finditer(text_of(page))}
-    assert languages <= {"", "console", "json", "python"}
+    assert languages <= {"", "console", "json", "python", "sh", "toml"}
+
+
+# --- The device protocol and the admin API against the code
+
+
+def fields_on_the_page(heading: str) -> set[str]:
+    """The first column of the first table under this heading; none where there is no table."""
+    [section] = re.findall(
+        rf"^### `{heading}`\n(.*?)(?=^##|\Z)", text_of(PROTOCOL), re.MULTILINE | re.DOTALL
+    )
+    table = re.search(r"^\| field .*?(?=\n\n|\Z)", section, re.MULTILINE | re.DOTALL)
+    return set() if table is None else set(re.findall(r"^\| `(\w+)`", table[0], re.MULTILINE))
+
+
+# A chunk is no JSON: its fields are in the path, in headers and in the body.
+MESSAGES = [
+    kind
+    for kind in (*get_args(wire.FromDevice), *get_args(wire.ToDevice), Capabilities)
+    if kind is not Chunk
+]
+
+
+# Of secure aggregation, which no server offers yet: such a task is refused at submission.
+SECURE_FIELDS = {"secure", "sealed"}
+SECURE_REASONS = {"seed_refused", "trusted_party_lost"}
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_the_protocols_page_has_every_field_of_every_message(kind: type[msgspec.Struct]) -> None:
+    assert fields_on_the_page(kind.__name__) == set(kind.__struct_fields__) - SECURE_FIELDS
+
+
+def test_the_protocols_page_has_every_path_and_every_reason() -> None:
+    page = text_of(PROTOCOL)
+    paths = [path for path in device_document()["paths"] if "/parameters/" not in path]
+    assert len(paths) > 5
+    assert [path for path in (*paths, "/v1/parameters/{key}") if path not in page] == []
+    reasons = {*get_args(AbortReason), *get_args(DiscardReason)} - SECURE_REASONS
+    assert [reason for reason in sorted(reasons) if f"`{reason}`" not in page] == []
+    assert f"This is protocol version {PROTOCOL_VERSION}." in page
+
+
+def test_every_message_in_the_protocols_conversation_is_one() -> None:
+    lines = [line for b in blocks("json") if b.page == PROTOCOL for line in b.text.splitlines()]
+    assert len(lines) > 8
+    kinds = {kind.__name__: kind for kind in MESSAGES}
+    for line in lines:
+        message = msgspec.json.decode(line, type=dict[str, object])
+        kind = kinds[str(message.pop("type"))]
+        assert set(message) == set(kind.__struct_fields__) - SECURE_FIELDS, line
+        # Bounds, base64 and types, as the parser checks them.
+        extra = {"secure": False} if kind is Joined else {}
+        wire.to_device.parse(msgspec.json.encode({"type": kind.__name__, **extra, **message}))
+
+
+def test_the_admin_page_has_every_route() -> None:
+    page = re.sub(r"`, `/", "`, `POST /admin/tasks/{task}/", text_of(ADMIN_API))
+    routes = AdminRoutes(AdminService.__new__(AdminService)).routes()  # nobody is asked
+    assert len(routes) > 10
+    for route in routes:
+        assert re.search(rf"`{route.method} {re.escape(route.path)}[`?]", page), route
+
+
+def test_every_body_in_the_admin_page_is_accepted() -> None:
+    kinds = {"pause": Reason, "resume": Reason, "cancel": Reason, "rollback": RollBack}
+    kinds |= {"mark": Mark, "evaluate": Evaluate, "tasks": NewTask}
+    scripts = "".join(block.text for block in blocks("sh") if block.page == ADMIN_API)
+    found = re.findall(r"/(\w+) -d '(.*?)'$", scripts, re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in found} == set(kinds)
+    for name, body in found:
+        parsed = msgspec.json.decode(body, type=kinds[name])
+        assert not isinstance(parsed, NewTask) or isinstance(parsed.config, TaskConfig)

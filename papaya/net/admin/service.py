@@ -56,6 +56,7 @@ OPTIMIZERS = "optimizer/"
 NEWEST = "newest"
 _RECENT_POINTS = 64
 _MAX_POINTS = 10_000
+_ROLL_BACK_ATTEMPTS = 10
 
 
 class AdminService:
@@ -78,6 +79,7 @@ class AdminService:
         self._history = history
         self._changed = changed
         self._server = server
+        self._started = now()
 
     # -- look -------------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class AdminService:
             roles=self.live.roles,
             leads=self.live.leads(),
             recovers=self.live.recovers(),
+            just_started=self.now() < self._started + 2 * self._server.heartbeat_s,
             leader=known.holder,
             epoch=known.epoch,
             aggregators=self.live.aggregators(),
@@ -144,20 +147,33 @@ class AdminService:
         return (await self.task(task)).task
 
     async def roll_back(self, task: TaskId, request: RollBack) -> VersionView:
+        """A busy task commits many times a second. Which head is left makes no difference to its
+        owner, so a roll-back that came too late for one is tried on the next.
+        """
+        outcome, head = "refused", 0
+        for _ in range(_ROLL_BACK_ATTEMPTS):
+            head, change = await self._prepare_roll_back(task, request.version)
+            outcome = await self.state.transact(change)
+            if outcome != "refused":
+                break
+        self._settle(outcome)
+        return _version_view(_version(await self._rows(task), head))
+
+    async def _prepare_roll_back(self, task: TaskId, version: int) -> tuple[int, Transaction]:
+        """The new head, and the transaction that makes it; the blob that it names is written."""
         found = await self._rows(task)
-        _version(found, request.version)
+        _version(found, version)
         config, head = found.row.config, found.newest.version + 1
         optimizer = server_optimizer(config.optimizer)
         fresh = optimizer.encode_state(optimizer.initial_state(config.model_length))
         # Under the present fence: its holder does not sweep it, and a later one is refused below.
         key = blob_key(task, found.fence.seq, f"optimizer-{head}", fresh)
         try:
-            change = owner.rollback(found, request.version, key, self.now())
+            change = owner.rollback(found, version, key, self.now())
         except OperatorError as error:
             raise Conflict(str(error), hint=error.hint) from error
         await self.blobs.put(key, fresh)
-        await self.write(change)
-        return _version_view(_version(await self._rows(task), head))
+        return head, change
 
     async def mark(self, task: TaskId, request: Mark) -> VersionView:
         found = await self._rows(task)

@@ -51,6 +51,11 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
             f"task {config.task!r} is named or made like an evaluation",
             hint="choose another name; evaluations start with: papaya task evaluate TASK",
         )
+    if config.secure_aggregation is not None:
+        raise OperatorError(
+            f"task {config.task} asks for secure aggregation, which is not available yet",
+            hint="leave secure_aggregation out to train in the clear",
+        )
     _check_manifest(new)
     await _require_new(service, config.task)
     await _require_parameters(service, new)

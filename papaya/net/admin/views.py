@@ -124,11 +124,15 @@ class SelectorStatus(Struct, frozen=True):
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`."""
+    """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`.
+
+    `just_started`: not every server had its turn to report yet.
+    """
 
     roles: tuple[str, ...]
     leads: bool
     recovers: bool
+    just_started: bool
     leader: NodeId
     epoch: int
     aggregators: tuple[AggregatorStatus, ...]

@@ -23,6 +23,7 @@ from papaya.errors import ConfigError, ProtocolError
 from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.participation import Chunk
+from papaya.messages.selection import CheckIn
 from papaya.net.answers import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
 from papaya.net.device.limits import Limits
 from papaya.net.tls import client_context
@@ -94,7 +95,7 @@ class Selectors:
     ) -> Message | None:
         """None: no answer came, or nothing that is one."""
         method, path, headers, body = _http(message)
-        if token is not None:
+        if token is not None and isinstance(message, CheckIn):  # from then on tickets do
             headers["Authorization"] = f"Bearer {token.reveal()}"
         try:
             async with self._session.request(

@@ -160,7 +160,7 @@ class Visit:
                 effect.parameters, effect.model_length, self._equipment.selectors
             )
         except ProtocolError as error:
-            self._fail("no parameters", str(error))
+            self._fail("no parameters", _in_words(error))
         else:
             self._inbox.put_nowait(Downloaded())
 
@@ -197,8 +197,7 @@ class Visit:
                 trained = await self._equipment.trainer.train(assignment, self._equipment.store)
             _check_update(trained, joined.update_length)
         except Exception as error:  # a trainer is the app's code: whatever it does, we live on
-            is_ours = isinstance(error, PapayaError)
-            self._fail("no update", str(error) if is_ours else f"{type(error).__name__}: {error}")
+            self._fail("no update", _in_words(error))
         else:
             self._inbox.put_nowait(trained)
 
@@ -217,3 +216,10 @@ def _check_update(trained: Trained, length: int) -> None:
         raise ProtocolError(
             f"training gave {len(trained.update)} bytes, the task takes {4 * length}"
         )
+
+
+def _in_words(error: Exception) -> str:
+    """For the device's own log: what is wrong, and what to do next."""
+    if not isinstance(error, PapayaError):
+        return f"{type(error).__name__}: {error}"
+    return f"{error} (hint: {error.hint})" if error.hint else str(error)

@@ -13,7 +13,7 @@ from papaya.net.http.connection import Connections
 from papaya.net.http.exchange import Exchange, Headers, as_refusal
 from papaya.net.http.link import Response
 
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 1 << 20  # a whole chunk, when the device was fast
 
 
 class Relays:

@@ -54,7 +54,8 @@ def test_the_version_is_data(capsys: pytest.CaptureFixture[str]) -> None:
         (["simulate", "--selectors", "1001"], "selectors = 1001", "selectors"),
         (["swarm", "--seed", "1", "--seeds", "5"], "--seeds", "leave --seeds out"),
         (["swarm", "--seed", "1", "--start", "0"], "--start", "leave --start out"),
-        (["demo", "--hours", "x"], "'x' is not a number", "papaya demo --help"),
+        (["compare", "--hours", "x"], "'x' is not a number", "papaya compare --help"),
+        (["demo", "--minutes", "x"], "'x' is not a number", "papaya demo --help"),
         (["swarm", "--jobs", "0"], "0 is below 1", "papaya swarm --help"),
         (["swarm", "--seed", "1", "--plant", "no-bug"], "no-bug", "fence"),
     ],
@@ -157,7 +158,7 @@ def test_a_full_disk_behind_stdout_is_the_operators_to_mend(
     assert (tmp_path / "report.json").exists()
 
 
-@pytest.mark.parametrize("command", [["simulate"], ["demo"]])
+@pytest.mark.parametrize("command", [["simulate"], ["compare"]])
 def test_a_missing_extra_says_how_to_install_it(command: list[str], tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['matplotlib'] = None; "

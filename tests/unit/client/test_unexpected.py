@@ -48,7 +48,7 @@ PROGRESS: list[tuple[Message, tuple[Stage, ...]]] = [
     (Alive(), ()),
     (Left(), ()),
 ]
-LIVE = [stage for stage in Stage if stage is not Stage.OVER]
+LIVE = [stage for stage in Stage if stage not in (Stage.SEALING, Stage.OVER)]
 WORKING = (Stage.DOWNLOADING, Stage.TRAINING)
 NONSENSE = [
     pytest.param(stage, answer, id=f"{type(answer).__name__} while {stage.value}")

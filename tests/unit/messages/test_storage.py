@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
-from papaya.config import SecureAggregation, TaskConfig
-from papaya.errors import OperatorError
+from papaya.config import TaskConfig
 from papaya.messages import storage, wire
 from papaya.messages.storage import FenceRow, OptimizerRow, TaskRow, VersionRow
 from tests.unit.messages.strategies import ROWS, a_row
@@ -65,14 +63,6 @@ def test_keys_of_two_tasks_never_meet() -> None:
 def test_tasks_and_fences_are_found_under_their_prefix() -> None:
     assert storage.task_key("a").startswith(storage.TASKS)
     assert storage.fence_key("a").startswith(storage.FENCES)
-
-
-def test_a_task_whose_privacy_cannot_be_kept_is_not_submitted() -> None:
-    """Better refused than trained in the clear without a word."""
-    private = structs.replace(CONFIG, secure_aggregation=SecureAggregation(), clip=1.0)
-    with pytest.raises(OperatorError, match="secure aggregation, which is not available") as caught:
-        storage.submission(private, "parameters", "optimizer", now=5.0)
-    assert "in the clear" in caught.value.hint
 
 
 def test_a_submission_begins_at_version_0_with_nobody_holding_it() -> None:

@@ -73,7 +73,7 @@ def test_a_visit_from_check_in_to_counted() -> None:
         steps = ["check-in", "join", "parameters", "report", "chunk", "chunk", "complete"]
         assert fake.seen == steps
         shown = [headers.get("Authorization") for headers in fake.headers]
-        assert shown == ["Bearer secret-7"] * 2 + [None] + ["Bearer secret-7"] * 4
+        assert shown == ["Bearer secret-7"] + [None] * 6  # tickets do the rest
         [given] = recorder.given
         assert (given.parameters, given.session, given.program) == (PARAMETERS, "ab12", "next-word")
         assert isinstance(fake.messages[0], CheckIn)

@@ -1,0 +1,107 @@
+"""The trusted party as an aggregator sees it, over its own interface (papaya/tsa).
+
+Whatever it says of an index, a group or parameters that it should know, and does not, means that it
+was started anew: then seeds that an earlier one took are lost. A seed that it has already is no
+news. Everything else that it refuses is refused to the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from papaya.aggregator.masked import LOST, TrustedPartyError
+from papaya.aggregator.work import Offer
+from papaya.messages.participation import SecureOffer
+from papaya.secagg import offer as secagg
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.words import Words
+from papaya.tsa.errors import Reason, Refused, Unavailable
+
+_STRANGERS = (
+    Reason.UNKNOWN_INDEX,
+    Reason.UNKNOWN_PARAMETERS,
+    Reason.UNKNOWN_GROUP,
+    Reason.NOT_A_MEMBER,
+)
+
+
+class Tsa(Protocol):
+    """`TrustedAggregatorClient` in a running server, the object itself under virtual time."""
+
+    @property
+    def identity_public_key(self) -> bytes: ...
+
+    def register(self, parameters: PublicParameters) -> bytes: ...
+
+    def offers(self, parameters_hash: bytes, count: int) -> list[secagg.Offer]: ...
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None: ...
+
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int]
+    ) -> Words: ...
+
+
+class Evidence(NamedTuple):
+    """Why a device may believe the trusted party."""
+
+    quote: bytes
+    collateral: bytes
+    leaf: int
+
+
+Prove = Callable[[bytes], Evidence]
+"""Evidence for a task's parameters, by their hash."""
+
+
+class TrustedPartyOverTsa:
+    """Registers what it is asked for, and turns refusals into words of the aggregator."""
+
+    def __init__(self, tsa: Tsa, prove: Prove) -> None:
+        self._tsa = tsa
+        self._prove = prove
+
+    def offers(
+        self, parameters: PublicParameters, count: int
+    ) -> tuple[tuple[Offer, ...], SecureOffer]:
+        with _told():
+            digest = self._tsa.register(parameters)
+            made = self._tsa.offers(digest, count)
+            evidence = self._prove(digest)
+        offers = tuple(Offer(o.index, float(o.expires), o.encode()) for o in made)
+        return offers, SecureOffer(
+            parameters=parameters.encode(),
+            offer=b"",
+            identity=self._tsa.identity_public_key,
+            evidence=evidence.quote,
+            collateral=evidence.collateral,
+            leaf=evidence.leaf,
+        )
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None:
+        with _told():
+            try:
+                self._tsa.accept(index, group, sealed)
+            except Refused as refused:
+                if refused.reason is not Reason.REPLAYED:
+                    raise
+
+    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
+        with _told():
+            return self._tsa.release(parameters, group, members)
+
+
+class _told:
+    """Turns what the trusted party says into TrustedPartyError."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Unavailable):
+            raise TrustedPartyError(LOST, str(error)) from error
+        if isinstance(error, Refused):
+            is_strange = error.reason in _STRANGERS
+            reason = LOST if is_strange else f"refused_{error.reason.name.lower()}"
+            raise TrustedPartyError(reason, str(error)) from error

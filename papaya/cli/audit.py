@@ -1,0 +1,104 @@
+"""`papaya audit`: check a log and every release in it, as anyone can, and say what was not checked.
+
+Each record is built anew from its revision and compared. With `--source` that is a git clone,
+otherwise only this installation's sources are at hand. Exit code 3 if anything failed; steps that
+could not be done are listed and do not fail the audit.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from papaya.cli.log_source import add_reading, now, policy_of, reader_of, remember
+from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
+from papaya.cli.tsa_artifact import NoWheels, artifact_hash, build, from_folder, from_revision
+from papaya.errors import OperatorError, ProtocolError
+from papaya.tsa.measurement import Read, installed
+from papaya.verifiable_log.auditor import Built, CannotBuild, Rebuild, Step, audit
+from papaya.verifiable_log.record import Record
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "audit",
+        help="check a log of trusted binaries, and rebuild what it names",
+        description="Fetch a log as anyone can, check every record, rebuild every release.",
+    )
+    parser.set_defaults(run=run)
+    add_reading(parser)
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="a git clone of the source, or a checkout"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, metavar="DIR", help="dependencies, if pip has no network"
+    )
+    add_format(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    policy = policy_of(options)
+    reader = reader_of(options, policy)
+    rebuild = _rebuild(options.source, options.wheels)
+    steps = list(audit(reader, policy, rebuild, now()))
+    failed = [step for step in steps if step.outcome == "failed"]
+    open_steps = [step for step in steps if step.outcome == "not done"]
+    if options.format == "json":
+        print_json([asdict(step) for step in steps])
+    else:
+        print_data(_listed(steps))
+    if failed:
+        hint = "do not trust this log, and tell others what you found"
+        raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
+    remember(options, reader)
+    note(f"nothing failed; {plural(len(open_steps), 'step')} could not be done here")
+    return 0
+
+
+def _listed(steps: Sequence[Step]) -> str:
+    rows = [
+        (
+            "log" if step.index is None else f"record {step.index}",
+            step.name,
+            step.outcome,
+            step.detail,
+        )
+        for step in steps
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    )
+
+
+def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
+    is_clone = source is not None and (source / ".git").exists()
+
+    def rebuild(record: Record) -> Built:
+        try:
+            read = _reading(source, record.revision, is_clone=is_clone)
+            found = artifact_hash(read)
+        except OperatorError as error:
+            raise CannotBuild(str(error)) from error
+        if not is_clone and found != record.artifact:
+            where = "this installation" if source is None else str(source)
+            raise CannotBuild(
+                f"{where} holds another release; a clone with revision {record.revision}"
+                " is needed: --source DIR"
+            )
+        try:
+            build(read, wheels)
+        except NoWheels as error:
+            return Built(found, str(error))
+        return Built(found)
+
+    return rebuild
+
+
+def _reading(source: Path | None, revision: str, *, is_clone: bool) -> Read:
+    if source is None:
+        return installed
+    return from_revision(source, revision) if is_clone else from_folder(source)

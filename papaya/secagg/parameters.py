@@ -1,0 +1,134 @@
+"""The public parameters of one task: what device, enclave and auditor must agree on.
+
+Paper, "Deployment with Intel SGX": the quote holds "the hash of public parameters for the
+protocol", which the paper lists as the group, the vector length and the threshold. Here they are
+all that decides what a sum reveals: also the limits by which a client computes its own weight.
+`scheme` names the group, the ciphers, the layout of the vector and every rule of this package; code
+that computes anything else must use another name.
+
+One encoding: JSON, keys sorted, no spaces, ASCII, floats as their shortest decimal. The hash is
+SHA-256 of exactly these bytes, so `sha256sum` on the published file gives it. Refused
+(ParametersError): any other encoding of the same values, values out of bounds, parameters that
+leave no fixed-point precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from papaya.secagg import fixed_point
+from papaya.secagg.errors import ParametersError
+
+SCHEME: Final = "papaya-secagg-1"
+HASH_BYTES: Final = 32
+MAX_ENCODED_BYTES: Final = 1024
+MAX_LENGTH: Final = 2**30  # coordinates: 4 GiB
+EXTRA_WORDS: Final = 2  # after the update: the weight, and the constant 1
+MAX_STALENESS: Final = 2**31
+_TASK: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_FLOAT32_TINY: Final = 2.0**-126
+_FLOAT32_MAX: Final = 2.0**128 * (1 - 2.0**-24)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublicParameters:
+    """Checked when made: whoever holds one holds sensible values.
+
+    `weighting`: "examples" multiplies an update by min(n, max_examples)/max_examples and by
+    1/sqrt(1 + staleness); "none" sums vectors as they are, as an evaluation does.
+    """
+
+    task: str
+    length: int
+    aggregation_goal: int
+    threshold: int
+    clip: float
+    max_examples: int
+    max_staleness: int
+    weighting: Literal["examples", "none"] = "examples"
+    scheme: str = SCHEME
+
+    def __post_init__(self) -> None:
+        _require("scheme", self.scheme, self.scheme == SCHEME, f"this code speaks {SCHEME}")
+        _require("task", self.task, _is_task(self.task), "1-64 of a-z, 0-9, - and _")
+        known = self.weighting in ("examples", "none")
+        _require("weighting", self.weighting, known, "examples or none")
+        _require_count("length", self.length, 1, MAX_LENGTH)
+        _require_count("aggregation_goal", self.aggregation_goal, 1, 2**31 - 1)
+        _require_count("threshold", self.threshold, 1, self.aggregation_goal)
+        _require_count("max_examples", self.max_examples, 1, 2**31 - 1)
+        _require_count("max_staleness", self.max_staleness, 0, MAX_STALENESS)
+        needed = fixed_point.needed_levels(self.length, self.max_examples)
+        largest = fixed_point.largest_goal(needed)
+        enough = self.aggregation_goal <= largest
+        why = f"at most {largest}, or no fixed-point precision is left"
+        _require("aggregation_goal", self.aggregation_goal, enough, why)
+        _require("clip", self.clip, _is_positive(self.clip), "a finite number above zero")
+        fits = self.step >= _FLOAT32_TINY and self.aggregation_goal * self.clip <= _FLOAT32_MAX
+        _require("clip", self.clip, fits, "a clip whose sums and steps are float32")
+
+    @property
+    def levels(self) -> int:
+        """Steps that one coordinate of one client has to either side of zero."""
+        return fixed_point.levels(self.aggregation_goal)
+
+    @property
+    def step(self) -> float:
+        """What one step of an update's coordinate is worth."""
+        return self.clip / self.levels
+
+    @property
+    def vector_words(self) -> int:
+        """Words of a masked vector: the update, the weight, the constant."""
+        return self.length + EXTRA_WORDS
+
+    def encode(self) -> bytes:
+        """The one encoding."""
+        fields = dataclasses.asdict(self)
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    def digest(self) -> bytes:
+        """The hash that offers, seals and quotes are bound to."""
+        return hashlib.sha256(self.encode()).digest()
+
+    @classmethod
+    def decode(cls, data: bytes) -> PublicParameters:
+        """Parses bytes from anyone; raises ParametersError and nothing else."""
+        if len(data) > MAX_ENCODED_BYTES:
+            message = f"{len(data)} bytes, at most {MAX_ENCODED_BYTES}"
+            raise ParametersError("encoding", message)
+        try:
+            fields: Any = json.loads(data)
+        except (ValueError, RecursionError):
+            raise ParametersError("encoding", "not JSON") from None
+        expected = sorted(field.name for field in dataclasses.fields(cls))
+        if not isinstance(fields, dict) or sorted(fields) != expected:
+            raise ParametersError("encoding", f"not an object of {', '.join(expected)}")
+        parameters = cls(**fields)
+        if parameters.encode() != data:
+            raise ParametersError("encoding", "not the canonical encoding of these values")
+        return parameters
+
+
+def _is_task(value: object) -> bool:
+    return isinstance(value, str) and _TASK.fullmatch(value) is not None
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
+
+
+def _require(field: str, value: object, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise ParametersError(field, f"{field} = {str(value)[:80]!r}: {wanted}")
+
+
+def _require_count(field: str, value: object, low: int, high: int) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(field, value, whole, f"a whole number from {low} to {high}")

@@ -1,0 +1,172 @@
+"""The device's side: its own policy, its own weight, and one seal per update.
+
+Paper, "Protocol Detail", steps 3 and 4: "client i validates the signature and aborts if not valid
+[...] picks a random seed s_i [...] and sends v_i + m_i". Three rules that close attacks:
+
+- *A client seals the seed of one update once.* Sealed for two groups, two sums would differ by one
+  client. `UnsealedUpdate.seal` gives its update away: there is no second one, whatever a server
+  says it has lost. A `SealedUpdate` keeps its bytes, also on disk, and a retry sends them again.
+- *Nobody tells a client its weight.* It is computed from the client's own examples and from how far
+  the server says it is ahead, within limits that are public parameters.
+- *The device has its own policy.* Parameters that are honestly attested may still be too weak.
+
+Order of the device's checks: evidence (attestation), then `Terms` (policy), then the offer; nothing
+is masked before all of them passed. The norm of the update is clipped by the caller; here single
+coordinates are clamped, and NaN and infinity refused.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+import numpy as np
+
+from papaya.secagg import channel
+from papaya.secagg.errors import OfferRefused, UpdateError
+from papaya.secagg.fixed_point import Encoder
+from papaya.secagg.mask import SEED_BYTES, Mask
+from papaya.secagg.offer import KEY_BYTES, Offer
+from papaya.secagg.parameters import HASH_BYTES, PublicParameters
+from papaya.secagg.words import BLOCK, WORD, Entropy, Reals, Words, blocks
+
+DEFAULT_MINIMUM_THRESHOLD: Final = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """What this device agrees to: the signed manifest's values, and its own smallest threshold."""
+
+    task: str
+    length: int
+    clip: float
+    max_examples: int
+    max_staleness: int
+    minimum_threshold: int = DEFAULT_MINIMUM_THRESHOLD
+    weighting: str = "examples"
+
+    def check(self, parameters: PublicParameters) -> None:
+        """Raises OfferRefused at the first difference."""
+        if parameters.threshold < self.minimum_threshold:
+            message = f"sums of {parameters.threshold} clients, this device wants "
+            raise OfferRefused("threshold", f"{message}at least {self.minimum_threshold}")
+        for name in ("task", "length", "clip", "max_examples", "max_staleness", "weighting"):
+            found, wanted = getattr(parameters, name), getattr(self, name)
+            if found != wanted:
+                raise OfferRefused(name, f"{name} = {found}, the manifest says {wanted}")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """An attested identity key and attested parameters that pass the device's policy."""
+
+    identity_public_key: bytes
+    parameters: PublicParameters
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        self.policy.check(self.parameters)
+
+
+def weight_and_damping(
+    parameters: PublicParameters, examples: int, staleness: int
+) -> tuple[float, float]:
+    """min(n, max_examples)/max_examples, and the paper's 1/sqrt(1 + s); both at most 1."""
+    if not examples >= 1:
+        raise UpdateError("examples", f"examples = {examples}: an update needs at least one")
+    if not 0 <= staleness <= parameters.max_staleness:
+        message = f"staleness = {staleness}, outside 0 to {parameters.max_staleness}"
+        raise OfferRefused("staleness", message)
+    if parameters.weighting == "none":
+        return 1.0, 1.0
+    weight = min(examples, parameters.max_examples) / parameters.max_examples
+    return weight, 1.0 / math.sqrt(1.0 + staleness)
+
+
+class UnsealedUpdate:
+    """An update that has not left the device. Sealing gives it away; it cannot be copied."""
+
+    __slots__ = ("_delta", "_examples", "_initial_version")
+
+    def __init__(self, delta: Reals, examples: int, initial_version: int) -> None:
+        self._delta: Reals | None = delta
+        self._examples = examples
+        self._initial_version = initial_version
+
+    def seal(
+        self, terms: Terms, offer: Offer, current_version: int, now: float, entropy: Entropy
+    ) -> SealedUpdate:
+        """Masks the update and seals its seed for this offer. Raising leaves it unsealed."""
+        if self._delta is None:
+            message = "this update was sealed: send the same bytes again, or drop it"
+            raise UpdateError("already_sealed", message)
+        parameters = terms.parameters
+        parameters_hash = parameters.digest()
+        offer.verify(terms.identity_public_key, parameters_hash, now)
+        staleness = current_version - self._initial_version
+        weight, damping = weight_and_damping(parameters, self._examples, staleness)
+        seed, private_key = entropy(SEED_BYTES), entropy(KEY_BYTES)
+        masked = _masked(self._delta, weight, damping, parameters, seed)
+        sealed = channel.seal(seed, private_key, offer.key, offer.context(parameters_hash))
+        self._delta = None
+        return SealedUpdate(parameters_hash, offer.index, sealed, masked)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # Covers copy, deepcopy and pickle: a copy could be sealed a second time.
+        raise TypeError("an unsealed update cannot be copied")
+
+
+def _masked(
+    delta: Reals, weight: float, damping: float, parameters: PublicParameters, seed: bytes
+) -> Words:
+    """The update times its weight, then the weight, then 1; all of it plus the mask."""
+    if delta.shape != (parameters.length,):
+        message = f"update of shape {delta.shape} for {parameters.length} parameters"
+        raise UpdateError("length", message)
+    levels = parameters.levels
+    encoder = Encoder(weight * damping * (levels / parameters.clip), levels)
+    mask = Mask(seed)
+    masked = np.empty(parameters.vector_words, WORD)
+    scratch = np.empty(min(masked.size, BLOCK), WORD)
+    masked[-2:] = (round(weight * levels), 1)
+    for block in blocks(masked.size):
+        part = masked[block]
+        values = delta[block]
+        if values.size:
+            encoder.encode_into(values, part[: values.size])
+        words = scratch[: part.size]
+        mask.next_into(words)
+        np.add(part, words, out=part)
+    masked.flags.writeable = False
+    return masked
+
+
+_HEADER: Final = struct.Struct(f">4s{HASH_BYTES}sQ{channel.SEALED_BYTES}sQ")
+_MAGIC: Final = b"PSU1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SealedUpdate:
+    """All that leaves the device: it says nothing to anyone but the trusted party."""
+
+    parameters_hash: bytes
+    index: int
+    sealed: bytes
+    masked: Words
+
+    def encode(self) -> bytes:
+        """For the device's disk: after a restart the same bytes are sent again."""
+        fields = (_MAGIC, self.parameters_hash, self.index, self.sealed, self.masked.size)
+        return b"".join((_HEADER.pack(*fields), self.masked.data.cast("B")))
+
+    @classmethod
+    def decode(cls, data: bytes) -> SealedUpdate:
+        """Raises UpdateError for bytes that `encode` has not made."""
+        if len(data) >= _HEADER.size:
+            magic, parameters_hash, index, sealed, words = _HEADER.unpack_from(data)
+            if magic == _MAGIC and len(data) == _HEADER.size + words * WORD.itemsize:
+                masked = np.frombuffer(data, WORD, offset=_HEADER.size)
+                return cls(parameters_hash, index, sealed, masked)
+        raise UpdateError("encoding", f"{len(data)} bytes that are no sealed update")

@@ -1,0 +1,158 @@
+"""The aggregator's side of the wire: blocking calls, for a worker thread.
+
+One connection, one call at a time (a lock sees to it). A connection that broke stays broken:
+whoever connects again compares `identity_public_key`, because a trusted party that was restarted
+has another one, and has lost its open groups and outstanding offers. Raises `Refused` as the
+trusted party said it, `Unavailable` for everything else, and believes no length that it did not
+expect.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from papaya.secagg.errors import ChannelError
+from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES, Offer
+from papaya.secagg.parameters import HASH_BYTES, PublicParameters
+from papaya.secagg.words import WORD, Words
+from papaya.tsa import endpoint, wire
+from papaya.tsa.errors import Refused, Unavailable
+from papaya.tsa.trusted_aggregator import Status
+from papaya.tsa.wire import Operation
+
+MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
+DEFAULT_TIMEOUT_S: Final = 60.0
+
+
+class TrustedAggregatorClient:
+    """Connects when made. Use as a context manager, or `close` it."""
+
+    def __init__(self, address: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._stream = endpoint.connect(address, timeout_s)
+        except OSError as error:
+            raise Unavailable(f"no trusted party at {address}: {error}") from error
+        try:
+            self.identity_public_key = self._identity()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> TrustedAggregatorClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def register(self, parameters: PublicParameters) -> bytes:
+        """Returns the hash by which the trusted party knows these parameters."""
+        return self._call(wire.register_request(parameters.encode()), HASH_BYTES)
+
+    def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
+        """At most `wire.MAX_OFFERS` new offers."""
+        request = wire.offers_request(parameters_hash, count)
+        body = self._call(request, count * OFFER_BYTES)
+        try:
+            return wire.decode_offers(body)
+        except ChannelError as error:
+            raise Unavailable(f"the trusted party answered nonsense: {error}") from error
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None:
+        """Refused with REPLAYED means: it has this seed in this group already."""
+        self._call(wire.accept_request(index, group, sealed), 0)
+
+    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
+        """The sum of the members' masks, received into fresh memory."""
+        request = wire.release_request(parameters.digest(), group, sorted(members))
+        masks = np.empty(parameters.vector_words, WORD)
+        with self._lock, _Broken(self._stream):
+            self._read_into(self._ask(request, masks.nbytes), masks.data.cast("B"))
+        return masks
+
+    def drop(self, parameters_hash: bytes, group: int) -> int:
+        """Returns how many seeds are lost."""
+        return self._count(wire.group_request(Operation.DROP, parameters_hash, group))
+
+    def forget(self, parameters_hash: bytes) -> int:
+        """Returns how many seeds are lost."""
+        return self._count(wire.task_request(Operation.FORGET, parameters_hash))
+
+    def status(self, parameters_hash: bytes) -> Status:
+        body = self._call(wire.task_request(Operation.STATUS, parameters_hash), None)
+        try:
+            return wire.decode_status(body)
+        except struct.error as error:
+            raise Unavailable(f"the trusted party answered nonsense: {error}") from error
+
+    def evidence(self, parameters_hash: bytes) -> bytes:
+        return self._call(wire.task_request(Operation.EVIDENCE, parameters_hash), None)
+
+    def _identity(self) -> bytes:
+        answer = self._call(wire.identity_request(), 1 + KEY_BYTES)
+        if answer[0] != wire.VERSION:
+            raise Unavailable(f"the trusted party speaks version {answer[0]}, not {wire.VERSION}")
+        return answer[1:]
+
+    def _count(self, request: bytes) -> int:
+        return wire.decode_count(self._call(request, len(wire.encode_count(0))))
+
+    def _call(self, request: bytes, expected: int | None) -> bytes:
+        """One small answer; `expected` None leaves its size open, up to a limit."""
+        with self._lock, _Broken(self._stream):
+            body = bytearray(self._ask(request, expected))
+            self._read_into(len(body), memoryview(body))
+            return bytes(body)
+
+    def _ask(self, request: bytes, expected: int | None) -> int:
+        """Sends, and reads the head of the answer; raises a refusal, returns the body's size."""
+        self._stream.sendall(request)
+        head = bytearray(wire.LENGTH.size + 1)
+        self._read_into(len(head), memoryview(head))
+        (size,) = wire.LENGTH.unpack_from(head)
+        code, rest = head[-1], int(size) - 1
+        if code == wire.DONE:
+            fits = rest == expected if expected is not None else rest <= MAX_SMALL_ANSWER_BYTES
+        else:
+            fits = rest <= wire.MAX_TEXT_BYTES
+        if rest < 0 or not fits:
+            raise ConnectionAbortedError(f"an answer of {size} bytes, {expected} expected")
+        if code != wire.DONE:
+            text = bytearray(rest)
+            self._read_into(rest, memoryview(text))
+            raise wire.decode_refusal(code, bytes(text))
+        return rest
+
+    def _read_into(self, size: int, target: memoryview) -> None:
+        at = 0
+        while at < size:
+            got = self._stream.recv_into(target[at:])
+            if got == 0:
+                raise ConnectionResetError("it closed the connection")
+            at += got
+
+
+class _Broken:
+    """What goes wrong on a stream ends it: nobody knows where the next answer would start."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, Refused):
+            return
+        self._stream.close()
+        if isinstance(error, OSError):
+            raise Unavailable(f"lost the trusted party: {error}") from error

@@ -1,0 +1,113 @@
+"""What the trusted binary is: its manifest, and the one hash that stands for it.
+
+    "the code of the trusted party running inside the Intel SGX enclave is open sourced in advance
+    along with the hash of the trusted binary, such that the community can exam the code and rebuild
+    the trusted binary" (paper, "Deployment with Intel SGX")
+
+`papaya/tsa/enclave.toml` lists the enclave's own sources, and its dependencies as wheels by hash.
+The manifest gives each file's SHA-256, as `sha256sum` prints it, sorted by path; its own SHA-256 is
+the artifact's hash, which the log records and `software` evidence reports. It follows from sources
+and lock alone: no clock, no file mode, no compiler, no network. Refused: a lock that names a file
+twice, or a path outside the tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+LOCK = "papaya/tsa/enclave.toml"
+MANIFEST = "MANIFEST.sha256"
+WHEELS = "wheels"
+
+Read: TypeAlias = Callable[[str], bytes]
+
+_SOURCE = re.compile(r"papaya(/[a-z_]+)*/[a-z_]+\.(py|toml)")
+_WHEEL_FILE = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.-]+\.whl")
+_PLAIN = re.compile(r"[A-Za-z0-9_.-]+")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class LockError(Exception):
+    """The lock file of the enclave cannot be meant."""
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One dependency, as it lies in the artifact."""
+
+    name: str
+    version: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Lock:
+    """What goes into the artifact, and for which Python and platforms the wheels are."""
+
+    python: str
+    platforms: tuple[str, ...]
+    sources: tuple[str, ...]
+    wheels: tuple[Wheel, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Lock:
+        try:
+            fields: dict[str, Any] = tomllib.loads(text)
+            lock = cls(
+                fields["python"],
+                tuple(fields["platforms"]),
+                tuple(fields["sources"]),
+                tuple(Wheel(**wheel) for wheel in fields["wheels"]),
+            )
+        except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+            raise LockError(f"{LOCK} is not a lock: {error}") from error
+        lock._check()
+        return lock
+
+    def _check(self) -> None:
+        for path in self.sources:
+            _match(_SOURCE, path)
+        for wheel in self.wheels:
+            _match(_WHEEL_FILE, wheel.file)
+            _match(_SHA256, wheel.sha256)
+            _match(_PLAIN, wheel.name)
+            _match(_PLAIN, wheel.version)
+        for text in (self.python, *self.platforms):
+            _match(_PLAIN, text)
+        paths = [*self.sources, LOCK, *(wheel.file for wheel in self.wheels)]
+        if len(set(paths)) != len(paths):
+            raise LockError(f"{LOCK} names a file twice")
+
+
+def installed(path: str) -> bytes:
+    """`Read` for the code that is running."""
+    return (Path(__file__).resolve().parents[2] / path).read_bytes()
+
+
+def read_lock(read: Read) -> Lock:
+    return Lock.parse(read(LOCK).decode())
+
+
+def manifest(read: Read) -> bytes:
+    """One line per file of the artifact: its SHA-256, two spaces, its path."""
+    lock = read_lock(read)
+    hashes = {path: hashlib.sha256(read(path)).hexdigest() for path in (LOCK, *lock.sources)}
+    hashes |= {f"{WHEELS}/{wheel.file}": wheel.sha256 for wheel in lock.wheels}
+    return "".join(f"{hashes[path]}  {path}\n" for path in sorted(hashes)).encode()
+
+
+def measure(read: Read = installed) -> bytes:
+    """The artifact's hash: SHA-256 of its manifest."""
+    return hashlib.sha256(manifest(read)).digest()
+
+
+def _match(pattern: re.Pattern[str], value: object) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise LockError(f"{LOCK} holds {value!r}, which cannot be meant")

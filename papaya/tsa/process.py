@@ -1,0 +1,183 @@
+"""The trusted party as its own process: one thread, many connections, one request at a time each.
+
+The loop behind `papaya serve tsa`. While nobody asks anything it sums waiting seeds, so that a
+release finds its sum ready. A connection is not read while its answer is being sent, so a peer that
+does not read costs one answer of memory, which is a view of the sum. A connection that announces
+too long a request is closed; one too many closes the connection that was silent longest. No peer
+can end the process: only the `stop` socket can. It logs nothing and writes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Final
+
+from papaya.tsa import endpoint, wire
+from papaya.tsa.service import Answer, Evidence, Service
+from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
+
+MAX_CONNECTIONS: Final = 64
+_READ_BYTES: Final = 1 << 16
+
+
+def wall_clock() -> Callable[[], float]:
+    """Unix seconds that never jump while the process lives."""
+    start = time.time() - time.monotonic()
+    return lambda: start + time.monotonic()
+
+
+class _Connection:
+    """Bytes that arrived, and the parts of the answer that is being sent."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self.stream = stream
+        self._received = bytearray()
+        self._sending: list[memoryview] = []
+
+    @property
+    def events(self) -> int:
+        return selectors.EVENT_WRITE if self._sending else selectors.EVENT_READ
+
+    def receive(self) -> None:
+        """Raises OSError when the peer is gone or announces too much."""
+        data = self.stream.recv(_READ_BYTES)
+        if not data:
+            raise ConnectionResetError("closed by the peer")
+        self._received += data
+
+    def next_request(self) -> bytes | None:
+        """The next whole request, if it is here and the last answer is out."""
+        if self._sending or len(self._received) < wire.LENGTH.size:
+            return None
+        (size,) = wire.LENGTH.unpack_from(self._received)
+        if not 1 <= size <= wire.MAX_REQUEST_BYTES:
+            raise ConnectionAbortedError(f"a request of {size} bytes")
+        end = wire.LENGTH.size + size
+        if len(self._received) < end:
+            return None
+        request = bytes(self._received[wire.LENGTH.size : end])
+        del self._received[:end]
+        return request
+
+    def send(self, answer: Answer) -> None:
+        self._sending = [memoryview(part) for part in answer if len(part)]
+        self.flush()
+
+    def flush(self) -> None:
+        while self._sending:
+            try:
+                sent = self.stream.send(self._sending[0])
+            except BlockingIOError:
+                return
+            rest = self._sending[0][sent:]
+            self._sending[:1] = [rest] if len(rest) else []
+
+
+class Process:
+    """Serves one `Service` on one listening socket until `stop` becomes readable."""
+
+    def __init__(
+        self, service: Service, listener: socket.socket, clock: Callable[[], float]
+    ) -> None:
+        self._service = service
+        self._listener = listener
+        self._clock = clock
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def run(self, stop: socket.socket) -> None:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(stop, selectors.EVENT_READ)
+        try:
+            while self._turn(stop):
+                pass
+        finally:
+            for connection in tuple(self._connections.values()):
+                self._close(connection)
+            self._selector.close()
+
+    def _turn(self, stop: socket.socket) -> bool:
+        ready = self._selector.select(timeout=0)
+        if not ready and not self._service.aggregator.sum_waiting():
+            ready = self._selector.select()
+        for key, events in ready:
+            if key.fileobj is stop:
+                return False
+            if key.fileobj is self._listener:
+                self._admit()
+            elif key.data.stream in self._connections:  # it may have been closed for another
+                self._serve(key.data, events)
+        return True
+
+    def _admit(self) -> None:
+        try:
+            stream, _ = self._listener.accept()
+        except OSError:  # it went away again, or there are no file descriptors left
+            return
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._close(next(iter(self._connections.values())))
+        stream.setblocking(False)
+        endpoint.tune(stream)
+        connection = _Connection(stream)
+        self._connections[stream] = connection
+        self._selector.register(stream, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        # Whoever was heard last goes to the end of the line, and is closed last.
+        self._connections[connection.stream] = self._connections.pop(connection.stream)
+        try:
+            if events & selectors.EVENT_WRITE:
+                connection.flush()
+            else:
+                connection.receive()
+            while (request := connection.next_request()) is not None:
+                connection.send(self._service.answer(request, self._clock()))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._close(connection)
+            return
+        self._selector.modify(connection.stream, connection.events, connection)
+
+    def _close(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.stream)
+        del self._connections[connection.stream]
+        connection.stream.close()
+
+
+def serve(
+    listener: socket.socket,
+    stop: socket.socket,
+    evidence: Evidence | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> None:
+    """A new trusted party with the system's entropy and clock, until `stop` becomes readable."""
+    aggregator = TrustedAggregator(os.urandom, limits)
+    Process(Service(aggregator, evidence), listener, wall_clock()).run(stop)
+
+
+def serve_until_signal(
+    address: str, ready: Callable[[str], None], evidence: Evidence | None = None
+) -> None:
+    """All of `papaya serve tsa` but its command line: ends by SIGTERM or SIGINT.
+
+    `ready` is told the address as soon as clients can connect to it.
+    """
+    stop, wake = socket.socketpair()
+    with stop, wake, endpoint.listen(address) as listener:
+        wake.setblocking(False)
+        before = signal.set_wakeup_fd(wake.fileno())
+        handlers = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            ready(endpoint.address_of(listener))
+            serve(listener, stop, evidence)
+        finally:
+            signal.set_wakeup_fd(before)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)

@@ -1,0 +1,132 @@
+"""Checkpoints (C2SP tlog-checkpoint): a log's signed promise, and who must have signed it.
+
+    origin, unique to the log
+    size of the tree, decimal
+    base64 of its root
+
+`LogPolicy` is what a device or an auditor was told about a log: its key, and which witnesses
+must have seen the checkpoint. A witness vouches that it has seen no other history, so a
+log needs accomplices before it can show one history to devices and another to auditors. Without
+witnesses a fork is noticed by whoever sees both sides.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+
+from papaya.verifiable_log.errors import LogError, SignatureError
+from papaya.verifiable_log.merkle import HASH_BYTES, MAX_SIZE
+from papaya.verifiable_log.note import (
+    COSIGNATURE,
+    LOG_SIGNATURE,
+    Note,
+    SignerKey,
+    VerifierKey,
+    decode_base64,
+    open_note,
+    signed_note,
+)
+
+# How far a witness's clock may be ahead of ours.
+_CLOCK_SKEW_S = 300
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Size and root of a log's tree; it was verified if it comes from `open_checkpoint`."""
+
+    origin: str
+    size: int
+    root: bytes
+
+    @property
+    def text(self) -> str:
+        return f"{self.origin}\n{self.size}\n{base64.b64encode(self.root).decode()}\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Checkpoint:
+        """Of a note's text. Extension lines are signed, mean nothing here and are dropped."""
+        lines = text.split("\n")
+        if len(lines) < 4 or not all(lines[:-1]) or lines[-1]:
+            raise LogError("a checkpoint has an origin, a size and a root")
+        origin, digits, encoded = lines[:3]
+        if not (digits.isascii() and digits.isdigit()) or (digits[0] == "0" and digits != "0"):
+            raise LogError(f"not the size of a log: {digits[:40]!r}")
+        # Twenty digits are enough; int() of many more is slow.
+        if len(digits) > 20 or int(digits) > MAX_SIZE:
+            raise LogError(f"a log of {digits[:40]} entries is too large")
+        root = decode_base64(encoded)
+        if len(root) != HASH_BYTES:
+            raise LogError(f"a root has {HASH_BYTES} bytes, this one has {len(root)}")
+        return cls(origin, int(digits), root)
+
+
+@dataclass(frozen=True)
+class LogPolicy:
+    """Which log is meant, and how many of which witnesses must have cosigned its checkpoint.
+
+    The origin of a log is the name of its key.
+    """
+
+    key: VerifierKey
+    witnesses: tuple[VerifierKey, ...] = ()
+    quorum: int = 0
+    max_cosignature_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.key.kind != LOG_SIGNATURE:
+            raise LogError(f"{self.key.name} is the key of a witness, not of a log")
+        for witness in self.witnesses:
+            if witness.kind != COSIGNATURE:
+                raise LogError(f"{witness.name} is the key of a log, not of a witness")
+        # The signed message does not name its witness: two names for one key would count twice.
+        if len({witness.public_key for witness in self.witnesses}) != len(self.witnesses):
+            raise LogError("two witnesses have the same key")
+        if not 0 <= self.quorum <= len(self.witnesses):
+            raise LogError(f"{self.quorum} of {len(self.witnesses)} witnesses is impossible")
+        if self.witnesses and not self.quorum:
+            raise LogError("witnesses are named, but none of them has to sign: set the quorum")
+
+
+def sign_checkpoint(checkpoint: Checkpoint, key: SignerKey) -> bytes:
+    return signed_note(checkpoint.text, [key.signature_line(checkpoint.text)])
+
+
+def open_checkpoint(raw: bytes, policy: LogPolicy, now: float) -> Checkpoint:
+    """The checkpoint, if the log and enough witnesses have signed it."""
+    note = open_note(raw, [policy.key, *policy.witnesses])
+    checkpoint = _signed_by_log(note, policy)
+    times = [
+        time for key, time in zip(note.signed_by, note.times, strict=True) if key != policy.key
+    ]
+    counted = [time for time in times if time is not None and _in_time(time, policy, now)]
+    if len(counted) < policy.quorum:
+        raise SignatureError(
+            f"{len(counted)} witnesses vouch for the checkpoint of size {checkpoint.size},"
+            f" {policy.quorum} of {len(policy.witnesses)} must"
+        )
+    return checkpoint
+
+
+def open_remembered(raw: bytes, policy: LogPolicy) -> Checkpoint:
+    """A checkpoint that was accepted before, or came with the device's package.
+
+    Its witnesses counted then; the policy may name others by now.
+    """
+    return _signed_by_log(open_note(raw, [policy.key]), policy)
+
+
+def _signed_by_log(note: Note, policy: LogPolicy) -> Checkpoint:
+    if policy.key not in note.signed_by:
+        raise SignatureError(f"{policy.key.name} has not signed this checkpoint")
+    checkpoint = Checkpoint.parse(note.text)
+    if checkpoint.origin != policy.key.name:
+        raise LogError(f"this is the log {checkpoint.origin!r}, not {policy.key.name!r}")
+    return checkpoint
+
+
+def _in_time(time: int, policy: LogPolicy, now: float) -> bool:
+    if time > now + _CLOCK_SKEW_S:
+        return False
+    return policy.max_cosignature_age_s is None or now - time <= policy.max_cosignature_age_s

@@ -1,0 +1,295 @@
+"""A server, clients and strangers that attack secure aggregation, each by its name.
+
+First what is refused, then what is found out after unmasking, then what no code here can refuse.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from papaya.secagg.channel import SEALED_BYTES
+from papaya.secagg.errors import Implausible, OfferRefused, SecureAggregationError, UpdateError
+from papaya.secagg.mask import sum_masks
+from papaya.secagg.participant import Terms, UnsealedUpdate, weight_and_damping
+from papaya.secagg.unmask import decode_sum
+from papaya.secagg.words import WORD
+from papaya.tsa import wire
+from papaya.tsa.errors import Reason, Refused
+from papaya.tsa.trusted_aggregator import TrustedAggregator
+from tests.unit.secagg.builders import (
+    NOW,
+    Deployment,
+    a_policy,
+    a_task,
+    entropy,
+    tampered,
+)
+
+SECRET = np.array([0.5, -0.25, 0.125, 0.0, 1.0], np.float32)
+
+
+@contextmanager
+def refused(reason: Reason) -> Iterator[None]:
+    with pytest.raises(Refused) as caught:
+        yield
+    assert caught.value.reason is reason
+
+
+# --- Refused: the server and its clients --------------------------------------------------------
+
+
+def test_a_completing_message_is_replayed() -> None:
+    """To count one client twice, and to fill a group up to its threshold with it."""
+    deployment = Deployment()
+    update = deployment.accept(deployment.any_sealed())
+    with refused(Reason.REPLAYED):
+        deployment.accept(update)
+    with refused(Reason.BELOW_THRESHOLD):
+        deployment.trusted.release(deployment.hash, 0, [update.index])
+    with refused(Reason.MALFORMED):
+        deployment.trusted.release(deployment.hash, 0, [update.index, update.index])
+
+
+def test_a_completing_message_is_replayed_into_another_group() -> None:
+    """Two sums with one client in both would differ by that client."""
+    deployment = Deployment()
+    update = deployment.accept(deployment.any_sealed(), group=0)
+    with refused(Reason.INDEX_USED):
+        deployment.accept(update, group=1)
+    others = [u.index for u in deployment.accepted(2, group=0)]
+    deployment.trusted.release(deployment.hash, 0, sorted([update.index, *others]))
+    with refused(Reason.INDEX_USED):
+        deployment.accept(update, group=1)
+
+
+def test_a_seed_for_a_used_index() -> None:
+    """A second device was given the same offer."""
+    deployment = Deployment()
+    offer = deployment.offer()
+    first, second = (
+        UnsealedUpdate(SECRET, 1, 0).seal(deployment.terms(), offer, 0, NOW, deployment.draw)
+        for _ in range(2)
+    )
+    deployment.accept(first)
+    with refused(Reason.INDEX_USED):
+        deployment.accept(second)
+
+
+@pytest.mark.parametrize("index", [-1, 1, 2**40])
+def test_a_seed_for_an_index_that_was_never_offered(index: int) -> None:
+    deployment = Deployment()
+    update = deployment.any_sealed()
+    with refused(Reason.UNKNOWN_INDEX):
+        deployment.trusted.accept(index, 0, update.sealed, NOW)
+
+
+def test_a_release_below_the_threshold() -> None:
+    deployment = Deployment(a_task(threshold=3))
+    members = [update.index for update in deployment.accepted(4)]
+    for few in ([], members[:1], members[:2]):
+        with refused(Reason.BELOW_THRESHOLD):
+            deployment.trusted.release(deployment.hash, 0, few)
+    deployment.trusted.release(deployment.hash, 0, members[:3])
+
+
+def test_a_second_release_with_another_list() -> None:
+    """The difference of the two sums would be one client's mask."""
+    deployment = Deployment()
+    members = [update.index for update in deployment.accepted(4)]
+    deployment.trusted.release(deployment.hash, 0, members)
+    for other in (members[1:], members[:-1], [*members, 99], []):
+        with refused(Reason.OTHER_LIST):
+            deployment.trusted.release(deployment.hash, 0, other)
+
+
+def test_a_seed_left_out_of_a_release_gets_no_second_group() -> None:
+    deployment = Deployment()
+    left_out, *members = deployment.accepted(3)
+    deployment.trusted.release(deployment.hash, 0, [update.index for update in members])
+    with refused(Reason.INDEX_USED):
+        deployment.accept(left_out, group=1)
+    newer = [update.index for update in deployment.accepted(2, group=1)]
+    with refused(Reason.NOT_A_MEMBER):
+        deployment.trusted.release(deployment.hash, 1, sorted([left_out.index, *newer]))
+
+
+def test_members_of_another_group() -> None:
+    deployment = Deployment()
+    here = [update.index for update in deployment.accepted(2, group=0)]
+    there = [update.index for update in deployment.accepted(1, group=1)]
+    with refused(Reason.NOT_A_MEMBER):
+        deployment.trusted.release(deployment.hash, 0, here + there)
+
+
+def test_parameters_are_swapped_between_tasks_under_one_key() -> None:
+    """The server registers a second task with t = 1 and shows its offers to the first one's."""
+    deployment = Deployment()
+    weak = deployment.trusted.register(a_task(threshold=1).encode())
+    [weak_offer] = deployment.trusted.offers(weak, 1, NOW)
+    with pytest.raises(OfferRefused) as caught:
+        UnsealedUpdate(SECRET, 1, 0).seal(deployment.terms(), weak_offer, 0, NOW, deployment.draw)
+    assert caught.value.reason == "signature"
+    update = deployment.accept(deployment.any_sealed())
+    for parameters_hash, reason in (
+        (weak, Reason.UNKNOWN_GROUP),
+        (deployment.hash, Reason.BELOW_THRESHOLD),
+    ):
+        with refused(reason):
+            deployment.trusted.release(parameters_hash, 0, [update.index])
+
+
+def test_a_seed_is_carried_over_to_a_weaker_tasks_offer() -> None:
+    deployment = Deployment()
+    weak = deployment.trusted.register(a_task(threshold=1).encode())
+    [weak_offer] = deployment.trusted.offers(weak, 1, NOW)
+    update = deployment.any_sealed()
+    with refused(Reason.SEAL):
+        deployment.trusted.accept(weak_offer.index, 0, update.sealed, NOW)
+
+
+def test_an_attested_threshold_below_the_devices_minimum() -> None:
+    parameters = a_task(threshold=9, aggregation_goal=100)
+    with pytest.raises(OfferRefused) as caught:
+        Terms(bytes(32), parameters, a_policy(parameters, minimum_threshold=10))
+    assert caught.value.reason == "threshold"
+
+
+def test_a_trusted_party_that_the_device_has_not_verified() -> None:
+    deployment = Deployment()
+    impostor = TrustedAggregator(entropy("impostor"))
+    [offer] = impostor.offers(impostor.register(deployment.parameters.encode()), 1, NOW)
+    with pytest.raises(OfferRefused) as caught:
+        UnsealedUpdate(SECRET, 1, 0).seal(deployment.terms(), offer, 0, NOW, deployment.draw)
+    assert caught.value.reason == "signature"
+
+
+def test_a_tampered_sealed_seed() -> None:
+    """Also: a failed try does not use up the honest client's index."""
+    deployment = Deployment()
+    update = deployment.any_sealed()
+    for position in range(SEALED_BYTES):
+        with refused(Reason.SEAL):
+            deployment.accept(tampered(update, position))
+    deployment.accept(update)
+
+
+def test_a_seed_from_before_a_restart() -> None:
+    """Sealed for the last life's key; the new trusted party has the same index open."""
+    deployment = Deployment()
+    update = deployment.any_sealed()
+    reborn = TrustedAggregator(entropy("after the restart"))
+    reborn.offers(reborn.register(deployment.parameters.encode()), 1, NOW)
+    with refused(Reason.SEAL):
+        reborn.accept(update.index, 0, update.sealed, NOW)
+
+
+def test_a_server_pretends_a_loss_to_get_an_update_sealed_twice() -> None:
+    deployment = Deployment()
+    update = UnsealedUpdate(SECRET, 1, 0)
+    update.seal(deployment.terms(), deployment.offer(), 0, NOW, deployment.draw)
+    with pytest.raises(UpdateError) as caught:
+        update.seal(deployment.terms(), deployment.offer(), 0, NOW, deployment.draw)
+    assert caught.value.reason == "already_sealed"
+
+
+def test_a_server_sends_a_weight() -> None:
+    """All that it can say is how far ahead it is, and no such claim lifts a weight above 1."""
+    assert "weight" not in inspect.signature(UnsealedUpdate.seal).parameters
+    parameters = a_task()
+    for claimed in (-1, -100, parameters.max_staleness + 1, 2**63):
+        with pytest.raises(OfferRefused):
+            weight_and_damping(parameters, 1, claimed)
+    for claimed in range(parameters.max_staleness + 1):
+        weight, damping = weight_and_damping(parameters, 10**9, claimed)
+        assert 1 / 3 <= weight * damping <= 1
+
+
+LOW_ORDER = [bytes(32), b"\1" + bytes(31), (2**255 - 20).to_bytes(32, "little")]
+
+
+@pytest.mark.parametrize("point", [*LOW_ORDER, b"\xff" * 32])
+def test_malformed_and_low_order_points(point: bytes) -> None:
+    deployment = Deployment()
+    update = deployment.any_sealed()
+    with refused(Reason.SEAL):
+        deployment.trusted.accept(update.index, 0, point + update.sealed[32:], NOW)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 65, 10_000])
+def test_wrong_lengths(size: int) -> None:
+    deployment = Deployment()
+    update = deployment.any_sealed()
+    with refused(Reason.SEAL):
+        deployment.trusted.accept(update.index, 0, (update.sealed * 200)[:size], NOW)
+    with refused(Reason.MALFORMED):
+        wire.accept_request(update.index, 0, (update.sealed * 200)[:size])
+
+
+# --- Found out after unmasking ------------------------------------------------------------------
+
+
+def test_a_seed_that_does_not_match_its_vector() -> None:
+    deployment = Deployment()
+    updates = deployment.accepted(3)
+    liar = deployment.any_sealed()
+    deployment.accept(liar)
+    total = sum((u.masked for u in [*updates, liar]), np.zeros(7, WORD))
+    total += sum_masks([b"another seed 123"], 7)
+    members = [u.index for u in [*updates, liar]]
+    with pytest.raises(Implausible):
+        decode_sum(total - deployment.trusted.release(deployment.hash, 0, members), 4, a_task())
+
+
+@pytest.mark.parametrize(
+    ("position", "added", "reason"),
+    [(-1, 5, "constant"), (-2, 2**30, "weight"), (0, 2, "coordinate")],
+)
+def test_an_implausible_sum(position: int, added: int, reason: str) -> None:
+    """One client adds what no honest client has, under its mask."""
+    deployment = Deployment(a_task(aggregation_goal=3))
+    words = deployment.unmasked([deployment.accept(deployment.any_sealed(1.0)) for _ in range(3)])
+    words[position] += np.uint32(added)
+    with pytest.raises(Implausible) as caught:
+        decode_sum(words, 3, deployment.parameters)
+    assert caught.value.reason == reason
+
+
+# --- Beyond reach: shown, and listed in the limitations -----------------------------------------
+
+
+def test_fake_clients_around_one_honest_one_are_not_noticed() -> None:
+    """The server knows what its own clients sent, and t counts them too."""
+    deployment = Deployment(a_task(threshold=4))
+    honest = deployment.accept(deployment.sealed(SECRET, examples=100))
+    fakes = [deployment.accept(deployment.sealed(np.zeros(5, np.float32))) for _ in range(3)]
+    found = decode_sum(deployment.unmasked([honest, *fakes]), 4, deployment.parameters)
+    assert np.allclose(found.vector, SECRET, atol=1e-6)
+
+
+def test_over_norm_inputs_under_the_mask_are_not_noticed() -> None:
+    """Every coordinate at the clip: far beyond the norm, and no rule on the sum can tell."""
+    deployment = Deployment()
+    honest = deployment.accepted(2)
+    poisoned = deployment.accept(deployment.sealed(np.full(5, 1e30, np.float32)))
+    found = decode_sum(deployment.unmasked([*honest, poisoned]), 3, deployment.parameters)
+    assert np.allclose(found.vector, 2 * 0.5 + 1.0)
+
+
+def test_errors_carry_no_secret() -> None:
+    """Neither seed, nor key, nor sealed bytes are in what is refused."""
+    deployment = Deployment()
+    update = deployment.any_sealed()
+    said = []
+    for attempt in (tampered(update, 40), tampered(update, 0)):
+        with pytest.raises(Refused) as caught:
+            deployment.accept(attempt)
+        said.append(str(caught.value))
+    with pytest.raises(SecureAggregationError) as failed:
+        decode_sum(update.masked.copy(), 2, deployment.parameters)
+    said.append(str(failed.value))
+    assert all(len(text) < 200 and update.sealed.hex()[:16] not in text for text in said)

@@ -1,0 +1,114 @@
+"""`papaya demo` as its users run it: real processes that learn, and none of them left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from papaya.learning.task import load_task
+
+ROOT = Path(__file__).parents[2]
+DEMO = [sys.executable, "-m", "papaya.cli.main", "demo"]
+SMALL = ["--devices", "6", "--concurrency", "4", "--goal", "2", "--minutes", "3"]
+MARK = "DEMO_TEST"
+LIMIT_S = 240.0
+GONE_S = 20.0
+
+
+def environment(tmp_path: Path, mark: str) -> dict[str, str]:
+    """Whatever the demo starts inherits the mark, and keeps its files where the test can look."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    return {**os.environ, MARK: mark, "TMPDIR": str(temporary)}
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of all processes that carry the mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it ended meanwhile, or is not ours
+    return found
+
+
+def left_behind(mark: str) -> list[str]:
+    """What is still there when helpers that end with their starter had time to notice."""
+    deadline = time.monotonic() + GONE_S
+    while (found := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def test_a_short_demo_learns_and_leaves_only_its_results(tmp_path: Path) -> None:
+    mark, output = uuid4().hex, tmp_path / "results"
+    done = subprocess.run(
+        [*DEMO, *SMALL, "--versions", "4", "--output", str(output), "--format", "json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tmp_path, mark),
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert left_behind(mark) == []
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+    summary = json.loads(done.stdout)
+    assert summary["regime"] == "AsyncFL"
+    assert (summary["devices"], summary["concurrency"], summary["aggregation_goal"]) == (6, 4, 2)
+    assert summary["version"] >= 4
+    assert summary["trips"] >= summary["counted"] == 2 * summary["version"]
+    assert 0 < summary["utilization"] <= 1
+    assert summary["perplexity"]["0"] > summary["perplexity"][str(summary["version"])] > 1
+
+    loaded = load_task(ROOT / "examples" / "next_word.py")
+    tensors = load_file(summary["model"])
+    vector = loaded.manifest.flatten(tensors)
+    assert np.isfinite(vector).all()
+    assert not np.array_equal(vector, loaded.initial_parameters())
+    for name in ("perplexity.png", "metrics.csv"):
+        assert (output / name).stat().st_size > 0
+    assert "version 0" in done.stderr
+
+
+def test_an_interrupted_demo_ends_whatever_it_started(tmp_path: Path) -> None:
+    mark = uuid4().hex
+    with subprocess.Popen(
+        [*DEMO, *SMALL, "--output", str(tmp_path / "results")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(tmp_path, mark),
+    ) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if "version 0" in line:  # the task is there, devices are on their way
+                    break
+            running = marked(mark)
+            assert sum(" serve " in command for command in running) == 1
+            assert sum(" client " in command for command in running) == 1
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert out == ""
+    assert err.endswith("interrupted\n")
+    assert "Traceback" not in err
+    assert left_behind(mark) == []
+    assert list((tmp_path / "temporary").iterdir()) == []

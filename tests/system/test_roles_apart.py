@@ -1,0 +1,241 @@
+"""Each role in a process of its own: whichever is killed, clients go on and count exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import ssl
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
+from tests.system.admin import Admin
+from tests.system.fleet import Book, briefly, fleet, some_across_failures
+from tests.system.oracle import Books
+from tests.system.processes import Installation, ServerProcess, Toml
+from tests.system.tls import make_certificates
+
+_STEP_S = 60.0
+_GOAL = 4
+CONFIG = TaskConfig(
+    task="apart",
+    concurrency=8,
+    model_length=48,
+    regime=AsyncFL(aggregation_goal=_GOAL),
+    optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+    participation_gap_s=0.0,
+    commit_interval_s=0.02,
+    keep_versions=100_000,
+    training_timeout_s=3600.0,
+)
+
+
+# A successor adopts for one heartbeat: on a busy machine, long enough to hear of it.
+_SERVER: dict[str, Toml] = {"heartbeat_s": 0.8}
+
+
+def url(selector: ServerProcess, scheme: str = "http") -> str:
+    return f"{scheme}://{selector.addresses['devices']}"
+
+
+class Apart:
+    """One coordinator, and as many selectors and aggregators as asked for."""
+
+    def __init__(
+        self,
+        installation: Installation,
+        selectors: int,
+        aggregators: int,
+        tls: Mapping[str, str] | None = None,
+    ) -> None:
+        self.installation = installation
+        leader = installation.reserve()
+        self._shared: dict[str, Toml] = {"coordinators": [leader], **(tls or {})}
+        self.coordinator = self._add("coordinator", servers=leader)
+        self.selectors = [self._add("selector", i) for i in range(selectors)]
+        self.aggregators = [self._add("aggregator", i) for i in range(aggregators)]
+
+    def _add(self, role: str, number: int = 0, **own: str) -> ServerProcess:
+        deployment = {**self._shared, **own}
+        name = f"{role}-{number}"
+        return self.installation.add(name, role, deployment=deployment, server=_SERVER)
+
+    def start(self) -> None:
+        """All at once, on a folder that is empty: nobody comes first."""
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(ServerProcess.start, self.installation.servers))
+
+    def admin(self, tls: ssl.SSLContext | None = None) -> Admin:
+        token = self.installation.secret("admin.token")
+        return Admin(self.coordinator.addresses["admin"], token, tls)
+
+    def holder(self) -> ServerProcess:
+        """The aggregator that holds the task, by the fence row."""
+        node = self.admin().until_task(CONFIG.task, lambda line: line["holder"], _STEP_S)["holder"]
+        [found] = [a for a in self.aggregators if node == f"aggregator@{a.addresses['servers']}"]
+        return found
+
+    def urls(self, scheme: str = "http") -> list[str]:
+        return [url(selector, scheme) for selector in self.selectors]
+
+    def stop(self) -> dict[str, int]:
+        with ThreadPoolExecutor() as threads:
+            running = [server for server in self.installation.servers if server.is_running]
+            codes = threads.map(ServerProcess.stop, running)
+            return dict(zip([server.name for server in running], codes, strict=True))
+
+
+def test_any_role_may_be_killed(tmp_path: Path) -> None:
+    with Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=2, aggregators=2)
+        apart.start()
+        apart.admin().submit(CONFIG)
+        book = asyncio.run(_kill_one_after_the_other(apart))
+        assert set(apart.stop().values()) == {0}
+        books = Books(installation.data, CONFIG.task)
+        books.check(book.acknowledged)
+        assert books.newest >= 4
+
+
+async def _kill_one_after_the_other(apart: Apart) -> Book:
+    folder, token = apart.installation.folder / "devices", apart.installation.secret("device.token")
+    async with fleet(folder, apart.urls(), token, 14, some_across_failures) as flying:
+        book = flying.book
+        await _more(book, _GOAL)
+        assert set(book.asked) == set(apart.urls()), "devices use both selectors"
+        await _kill_the_holder(apart, book)
+        await _freeze_the_holder(apart, book)
+        await _kill_the_coordinator(apart, book)
+        await _kill_a_selector(apart, book)
+        await flying.go_home(_STEP_S)
+    return book
+
+
+async def _kill_the_holder(apart: Apart, book: Book) -> None:
+    holder = await asyncio.to_thread(apart.holder)
+    before = len(book.across_failures)
+    await _until_mid_upload(book)
+    holder.kill()
+    book.next_era()
+    await book.until(
+        lambda: len(book.across_failures) > before, _STEP_S, "adopted clients are counted"
+    )
+    await _more(book, _GOAL)
+    assert await asyncio.to_thread(apart.holder) is not holder
+    await asyncio.to_thread(holder.start)
+
+
+async def _freeze_the_holder(apart: Apart, book: Book) -> None:
+    """It comes back when another holds the task, and finds that it may write nothing."""
+    holder = await asyncio.to_thread(apart.holder)
+    await _until_mid_upload(book)
+    holder.send(signal.SIGSTOP)
+    book.next_era()
+    await _more(book, 2 * _GOAL)
+    assert await asyncio.to_thread(apart.holder) is not holder
+    holder.send(signal.SIGCONT)
+    await _more(book, 2 * _GOAL)
+
+
+async def _kill_the_coordinator(apart: Apart, book: Book) -> None:
+    """Who takes part goes on without it; who wants to waits until it is back."""
+    await _until_mid_upload(book)
+    apart.coordinator.kill()
+    book.next_era()
+    await _more(book, 1)
+    await asyncio.to_thread(apart.coordinator.start)
+    joined = len(book.joined)
+    await book.until(lambda: len(book.joined) > joined, _STEP_S, "new clients are assigned")
+    await _more(book, _GOAL)
+
+
+async def _kill_a_selector(apart: Apart, book: Book) -> None:
+    gone, other = apart.selectors
+    await _until_mid_upload(book)
+    gone.kill()
+    book.next_era()
+    joined, asked = len(book.joined), book.asked[url(other)]
+    await book.until(lambda: len(book.joined) > joined, _STEP_S, "new clients are assigned")
+    await _more(book, _GOAL)
+    assert book.asked[url(other)] > asked
+
+
+async def _more(book: Book, count: int) -> None:
+    wanted = len(book.acknowledged) + count
+    await book.until(lambda: len(book.acknowledged) >= wanted, _STEP_S, f"{count} more are counted")
+
+
+async def _until_mid_upload(book: Book) -> None:
+    chunks = book.chunks + 10
+    await book.until(
+        lambda: book.chunks >= chunks and bool(book.in_mid_upload), _STEP_S, "an upload half-way"
+    )
+
+
+def test_all_listeners_with_tls(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "tls")
+    files = {
+        "tls_certificate": str(made.certificate),
+        "tls_key": str(made.key),
+        "tls_authority": str(made.authority),
+    }
+    with Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=1, aggregators=1, tls=files)
+        apart.start()
+        tls = ssl.create_default_context(cafile=str(made.authority))
+        apart.admin(tls).submit(CONFIG)
+        book = asyncio.run(_count_some(apart, made.authority))
+        assert set(apart.stop().values()) == {0}
+        books = Books(installation.data, CONFIG.task)
+        books.check(book.acknowledged)
+        assert books.newest >= 2
+
+
+async def _count_some(apart: Apart, authority: Path) -> Book:
+    folder, token = apart.installation.folder / "devices", apart.installation.secret("device.token")
+    urls = apart.urls("https")
+    async with fleet(folder, urls, token, 10, briefly, certificates=authority) as flying:
+        await _more(flying.book, 3 * _GOAL)
+        await flying.go_home(_STEP_S)
+    return flying.book
+
+
+@pytest.mark.soak
+def test_minutes_of_kills_of_any_role(tmp_path: Path) -> None:
+    with Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=2, aggregators=3)
+        apart.start()
+        apart.admin().submit(CONFIG)
+        book = asyncio.run(_kill_at_random(apart, kills=60))
+        assert set(apart.stop().values()) == {0}
+        books = Books(installation.data, CONFIG.task)
+        books.check(book.acknowledged)
+        assert len(book.across_failures) >= 60
+
+
+async def _kill_at_random(apart: Apart, kills: int) -> Book:
+    folder, token = apart.installation.folder / "devices", apart.installation.secret("device.token")
+    rng = Random(1)
+    async with fleet(folder, apart.urls(), token, 20, some_across_failures) as flying:
+        book = flying.book
+        for _ in range(kills):
+            await _until_mid_upload(book)
+            victims = rng.sample(apart.installation.servers, rng.choice((1, 1, 2)))
+            numbers = [rng.choice((signal.SIGKILL, signal.SIGSTOP)) for _ in victims]
+            for server, number in zip(victims, numbers, strict=True):
+                server.kill() if number is signal.SIGKILL else server.send(number)
+            book.next_era()
+            for server, number in zip(victims, numbers, strict=True):
+                if number is signal.SIGKILL:
+                    await asyncio.to_thread(server.start)
+                else:
+                    await _more(book, 1)
+                    server.send(signal.SIGCONT)
+        book.last_era()
+        await _more(book, 2 * _GOAL)
+        await flying.go_home(_STEP_S)
+    return book

@@ -1,0 +1,241 @@
+"""The parts of `papaya demo`: its texts, what it counts, what it tells, whom it starts and ends."""
+
+from __future__ import annotations
+
+import io
+import re
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+from matplotlib.image import imread
+
+from papaya.cli import demo_plot
+from papaya.cli.demo_processes import Processes, interrupted_by_signals
+from papaya.cli.demo_progress import (
+    LineView,
+    Sample,
+    reading,
+    utilization,
+    versions_per_minute,
+    view_for,
+)
+from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
+from papaya.cli.demo_texts import LIBRARY, deal_out, find_texts
+from papaya.cli.main import main
+from papaya.config import EvaluationPlan, TaskConfig
+from papaya.errors import OperatorError
+from papaya.messages.storage import PointRow
+from papaya.net.admin.views import TaskDetail, TaskView
+
+POINTS = (
+    PointRow(0, 100.0, 0, 0, 0.0, 7.6, 2000.0),
+    PointRow(1, 110.0, 10, 900, 1.0),
+    PointRow(2, 112.0, 10, 900, 2.0, 6.9, 1000.0),
+    PointRow(3, 114.0, 10, 900, 3.0, 4.6, 100.0),
+)
+SAMPLES = [Sample(1.0, 0, 0, 0), Sample(11.0, 20, 12, 1), Sample(13.0, 22, 25, 2)]
+
+
+def a_detail(points: tuple[PointRow, ...] = POINTS) -> TaskDetail:
+    evaluated = [point for point in points if point.loss is not None]
+    config = TaskConfig(
+        task="next-word", concurrency=24, model_length=8, evaluation=EvaluationPlan(clients=16)
+    )
+    view = TaskView(
+        task="next-word",
+        state="completed",
+        why="",
+        regime="AsyncFL",
+        concurrency=24,
+        aggregation_goal=10,
+        version=points[-1].version,
+        submitted=100.0,
+        ended=145.0,
+        loss=evaluated[-1].loss,
+        perplexity=evaluated[-1].perplexity,
+    )
+    return TaskDetail(
+        task=view,
+        config=config,
+        manifest=(),
+        points=points,
+        versions_per_minute=1.0,
+        warnings=(),
+    )
+
+
+def a_summary(points: tuple[PointRow, ...] = POINTS) -> Summary:
+    files = (Path("runs/m.safetensors"), Path("runs/p.png"), Path("runs/m.csv"))
+    return summarize(a_detail(points), list(points), SAMPLES, 48, files)
+
+
+# -- texts --------------------------------------------------------------------------------------
+
+
+def test_texts_are_the_documentation_and_sources_drawn_by_the_seed() -> None:
+    texts = find_texts(40, seed=1)
+    assert len(set(texts)) == 40
+    assert texts == find_texts(40, seed=1)
+    assert texts != find_texts(40, seed=2)
+    assert texts[0] == LIBRARY / "pydoc_data" / "topics.py"
+    assert not any({"test", "site-packages", "encodings"} & {*text.parts} for text in texts)
+    sizes = sorted(text.stat().st_size for text in texts)
+    assert sizes[0] >= 4096
+    assert sizes[-1] > 10 * sizes[len(sizes) // 2]  # a heavy tail
+
+
+def test_a_library_with_too_few_texts_is_named(tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text("x = 1\n" * 1000)
+    (tmp_path / "short.py").write_text("x = 1\n")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "long.py").write_text("x = 1\n" * 1000)
+    assert find_texts(1, 1, tmp_path) == [tmp_path / "long.py"]
+    with pytest.raises(OperatorError, match="has 1 texts") as caught:
+        find_texts(2, 1, tmp_path)
+    assert caught.value.hint == "--devices 1"
+
+
+def test_each_device_gets_one_text(tmp_path: Path) -> None:
+    texts = find_texts(7, seed=1)
+    folders = [tmp_path / "a", tmp_path / "b"]
+    assert deal_out(texts, folders) == [4, 3]
+    copies = [path for folder in folders for path in sorted(folder.iterdir())]
+    dealt = texts[::2] + texts[1::2]
+    assert [copy.read_bytes() for copy in copies] == [text.read_bytes() for text in dealt]
+
+
+# -- numbers ------------------------------------------------------------------------------------
+
+
+def test_readings_are_of_one_task() -> None:
+    metrics = (
+        "# TYPE papaya_task_active_clients gauge\n"
+        'papaya_task_active_clients{task="next-word-eval-0"} 3\n'
+        'papaya_task_active_clients{task="next-word"} 23\n'
+        'papaya_task_trips_total{task="next-word"} 1e3\n'
+    )
+    assert reading(metrics, "papaya_task_active_clients", "next-word") == 23
+    assert reading(metrics, "papaya_task_trips_total", "next-word") == 1000
+    assert reading(metrics, "papaya_task_trips_total", "other") == 0
+
+
+def test_warm_up_is_left_out() -> None:
+    assert utilization(SAMPLES, 24) == 21 / 24
+    assert utilization(SAMPLES[:1], 24) == 0.0
+    assert versions_per_minute(list(POINTS)) == 30.0
+    assert versions_per_minute(list(POINTS[:2])) == 0.0
+
+
+def test_the_summary_is_what_was_measured() -> None:
+    summary = a_summary()
+    assert summary.perplexity == {0: 2000.0, 2: 1000.0, 3: 100.0}
+    assert summary.has_learned
+    assert (summary.version, summary.counted, summary.seconds) == (3, 30, 45.0)
+    assert summary.trips == 30  # the last look at the aggregator was before version 3
+    assert summary.mean_staleness == 2.0
+    text = text_of(summary)
+    assert len(text.splitlines()) <= 12
+    assert "2,000 → 100" in text
+    assert "88 % of the slots" in text
+    assert "load_file('runs/m.safetensors')" in text
+    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
+
+
+def test_a_model_that_did_not_learn_is_called_so() -> None:
+    worse = msgspec.structs.replace(POINTS[-1], perplexity=2001.0)
+    assert not a_summary((*POINTS[:3], worse)).has_learned
+    assert not a_summary(POINTS[:1]).has_learned
+
+
+def test_the_picture_is_one(tmp_path: Path) -> None:
+    curve = perplexities(100.0, POINTS)
+    assert curve == [(0.0, 0, 2000.0), (12.0, 2, 1000.0), (14.0, 3, 100.0)]
+    demo_plot.draw(tmp_path / "p.png", "AsyncFL", curve, SAMPLES, 24, 0.875)
+    assert imread(tmp_path / "p.png").ndim == 3
+
+
+def test_a_log_has_a_line_for_each_evaluation() -> None:
+    stream = io.StringIO()
+    view = LineView(stream)
+    for points in (POINTS[:1], POINTS[:1], POINTS[:2], POINTS[:3], POINTS):
+        view.update(SAMPLES, a_detail(points))
+    lines = stream.getvalue().splitlines()
+    assert [line.split("perplexity ")[1].split(", ")[0] for line in lines] == [
+        "2,000", "1,000", "100",
+    ]  # fmt: skip
+    assert "utilization 88 %, mean staleness 2.0, versions per minute 30" in lines[-1]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    with view_for(lambda detail: 0.5, stream) as view:
+        view.update(SAMPLES, a_detail())
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    for words in ("AsyncFL, training", "perplexity", "100", "█", "utilization", "88 %"):
+        assert words in shown
+
+
+# -- processes ----------------------------------------------------------------------------------
+
+
+def test_a_server_is_started_checked_and_ended(tmp_path: Path) -> None:
+    free = "127.0.0.1:0"
+    with Processes(tmp_path) as processes:
+        addresses = processes.start_server(
+            "server", "--data", str(tmp_path / "data"), "--devices", free, "--admin", free
+        )
+        assert sorted(addresses) == ["admin", "devices"]
+        processes.check()
+        [process] = processes._running.values()
+    assert process.returncode == 0
+    processes.stop()  # once more does nothing
+
+
+def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        with pytest.raises(OperatorError, match="0 is below 1") as caught:
+            processes.run("simulation", "simulate", "--concurrency", "0")
+        assert str(tmp_path / "simulation.log") in caught.value.hint
+        with pytest.raises(OperatorError, match="server ended with status 2"):
+            processes.start_server("server", "--devices", "nowhere")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_interrupts_as_a_person_does(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), interrupted_by_signals():
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == before
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem", "hint"),
+    [
+        (["--concurrency", "50"], "48 devices are too few", "--devices 100"),
+        (["--sync", "--goal", "25"], "cannot bring 25 updates", "--goal 24"),
+        (["--devices", "100000"], "texts of 4096 bytes", "--devices "),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+    arguments: list[str],
+    problem: str,
+    hint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["demo", "--output", str(tmp_path / "new"), *arguments]) == 2
+    error, _, advice = capsys.readouterr().err.splitlines()
+    assert problem in error
+    assert hint in advice
+    assert not (tmp_path / "new").exists()

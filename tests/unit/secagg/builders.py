@@ -1,0 +1,106 @@
+"""Small parameters, drawn bytes that repeat, and a trusted party with devices around it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from papaya.secagg.offer import Offer
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.participant import Policy, SealedUpdate, Terms, UnsealedUpdate
+from papaya.secagg.words import WORD, Entropy, Reals, Words
+from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
+
+NOW = 1_700_000_000.0
+
+
+def entropy(seed: object) -> Entropy:
+    """Bytes that look drawn and are the same for the same seed."""
+    drawn = 0
+
+    def draw(size: int) -> bytes:
+        nonlocal drawn
+        drawn += 1
+        return hashlib.shake_256(f"{seed}/{drawn}".encode()).digest(size)
+
+    return draw
+
+
+def a_task(**changes: Any) -> PublicParameters:
+    fields: dict[str, Any] = {
+        "task": "next-word",
+        "length": 5,
+        "aggregation_goal": 4,
+        "threshold": 2,
+        "clip": 1.0,
+        "max_examples": 100,
+        "max_staleness": 8,
+    }
+    return PublicParameters(**(fields | changes))
+
+
+def a_policy(parameters: PublicParameters, **changes: Any) -> Policy:
+    """A device that agrees, however small the threshold is."""
+    fields: dict[str, Any] = {"minimum_threshold": 1, "weighting": parameters.weighting}
+    for name in ("task", "length", "clip", "max_examples", "max_staleness"):
+        fields[name] = getattr(parameters, name)
+    return Policy(**(fields | changes))
+
+
+class Deployment:
+    """One trusted party, one task, and devices that do as they should."""
+
+    def __init__(
+        self, parameters: PublicParameters | None = None, limits: Limits = DEFAULT_LIMITS
+    ) -> None:
+        self.parameters = parameters or a_task()
+        self.trusted = TrustedAggregator(entropy("trusted party"), limits)
+        self.hash = self.trusted.register(self.parameters.encode())
+        self.draw = entropy("devices")
+
+    def terms(self, **changes: Any) -> Terms:
+        policy = a_policy(self.parameters, **changes)
+        return Terms(self.trusted.identity_public_key, self.parameters, policy)
+
+    def offer(self) -> Offer:
+        [offer] = self.trusted.offers(self.hash, 1, NOW)
+        return offer
+
+    def sealed(
+        self, delta: Reals, examples: int = 100, initial: int = 0, current: int = 0
+    ) -> SealedUpdate:
+        update = UnsealedUpdate(delta, examples, initial)
+        return update.seal(self.terms(), self.offer(), current, NOW, self.draw)
+
+    def any_sealed(self, value: float = 0.5) -> SealedUpdate:
+        return self.sealed(np.full(self.parameters.length, value, np.float32))
+
+    def accept(self, update: SealedUpdate, group: int = 0) -> SealedUpdate:
+        self.trusted.accept(update.index, group, update.sealed, NOW)
+        self.trusted.check()
+        return update
+
+    def accepted(self, count: int, group: int = 0) -> list[SealedUpdate]:
+        return [self.accept(self.any_sealed(), group) for _ in range(count)]
+
+    def unmasked(self, updates: list[SealedUpdate], group: int = 0) -> Words:
+        """What an aggregator computes: folds, releases, unmasks."""
+        total = np.zeros(self.parameters.vector_words, WORD)
+        for update in updates:
+            total += update.masked
+        members = sorted(update.index for update in updates)
+        unmasked: Words = total - self.trusted.release(self.hash, group, members)
+        return unmasked
+
+
+def with_byte_changed(data: bytes, position: int, by: int = 1) -> bytes:
+    changed = bytearray(data)
+    changed[position] ^= by
+    return bytes(changed)
+
+
+def tampered(update: SealedUpdate, position: int) -> SealedUpdate:
+    return replace(update, sealed=with_byte_changed(update.sealed, position))

@@ -1,0 +1,104 @@
+"""The manifest: exactly what the enclave imports, and one hash for it; locks that make sense."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from papaya.tsa.measurement import LOCK, LockError, installed, manifest, measure, read_lock
+
+ROOT = Path(__file__).resolve().parents[3]
+ENTRY = "papaya/tsa/__main__.py"
+
+
+def imported_by(file: str) -> Iterator[str]:
+    """Files of papaya that a file imports, and the packages around them."""
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                path = "/".join(parts[:end])
+                for candidate in (f"{path}.py", f"{path}/__init__.py"):
+                    if parts[0] == "papaya" and (ROOT / candidate).exists():
+                        yield candidate
+
+
+def closure(entry: str) -> list[str]:
+    found, todo = {entry}, [entry]
+    while todo:
+        new = set(imported_by(todo.pop())) - found
+        found |= new
+        todo += sorted(new)
+    return sorted(found)
+
+
+def test_the_lock_lists_what_the_enclave_imports_and_no_more() -> None:
+    assert list(read_lock(installed).sources) == closure(ENTRY)
+
+
+def test_the_enclave_imports_numpy_cryptography_and_what_they_need() -> None:
+    assert [wheel.name for wheel in read_lock(installed).wheels] == [
+        *("cffi", "cryptography", "numpy", "pycparser")
+    ]
+
+
+def test_the_manifest_has_every_file_with_its_hash() -> None:
+    lines = manifest(installed).decode().splitlines()
+    listed = {path: digest for digest, path in (line.split("  ") for line in lines)}
+    assert list(listed) == sorted(listed)
+    lock = read_lock(installed)
+    assert listed.keys() == {LOCK, *lock.sources, *(f"wheels/{w.file}" for w in lock.wheels)}
+    assert listed[ENTRY] == hashlib.sha256((ROOT / ENTRY).read_bytes()).hexdigest()
+    assert measure() == hashlib.sha256(manifest(installed)).digest()
+
+
+@pytest.mark.parametrize("path", [LOCK, ENTRY, "papaya/secagg/mask.py"])
+def test_a_change_to_any_file_is_another_measurement(path: str) -> None:
+    def changed(wanted: str) -> bytes:
+        return installed(wanted) + (b"\n" if wanted == path else b"")
+
+    assert measure(changed) != measure()
+
+
+def test_a_change_outside_the_enclave_is_not() -> None:
+    def read(wanted: str) -> bytes:
+        assert wanted == LOCK or wanted in read_lock(installed).sources
+        return installed(wanted)
+
+    assert measure(read) == measure()
+
+
+LOCK_TEXT = (ROOT / LOCK).read_text()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"papaya/__init__.py"', '"papaya/../../etc/passwd"'),
+        ('"papaya/__init__.py"', '"/etc/passwd"'),
+        ('"papaya/__init__.py"', '"papaya/tsa/enclave.toml"'),
+        ('"papaya/__init__.py"', '"papaya/a.py\\n"'),
+        ('"papaya/__init__.py"', "7"),
+        ('file = "', 'file = "../'),
+        ('sha256 = "', 'sha256 = "x'),
+        ('name = "cffi"', 'name = "cffi --index-url http://evil"'),
+        ('name = "cffi"', 'name = "cffi"\nmore = 1'),
+        ('python = "3.11"', ""),
+        ('python = "3.11"', "python = 3.11"),
+        ("[[wheels]]", "[[wheels"),
+    ],
+)
+def test_locks_that_cannot_be_meant_are_refused(old: str, new: str) -> None:
+    assert old in LOCK_TEXT
+    changed = LOCK_TEXT.replace(old, new, 1).encode()
+    with pytest.raises(LockError):
+        manifest(lambda path: changed if path == LOCK else installed(path))

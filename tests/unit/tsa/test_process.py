@@ -1,0 +1,191 @@
+"""The trusted party over sockets, with its own client: every operation, real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
+from papaya.secagg.unmask import decode_sum
+from papaya.secagg.words import WORD
+from papaya.tsa import endpoint, wire
+from papaya.tsa.client import TrustedAggregatorClient
+from papaya.tsa.errors import Reason, Refused, Unavailable
+from papaya.tsa.evidence import EvidenceError
+from papaya.tsa.service import Evidence
+from papaya.tsa.trusted_aggregator import Status
+from tests.unit.secagg.builders import NOW, a_policy, a_task, entropy
+from tests.unit.tsa.running import received, running
+
+TASK = a_task(length=100_000, aggregation_goal=12, threshold=10)
+DELTA = np.full(TASK.length, 0.5, np.float32)
+SERVE = """
+import sys
+from papaya.tsa.process import serve_until_signal
+serve_until_signal(sys.argv[1], lambda address: print(address, flush=True))
+"""
+
+
+def sealed_by(client: TrustedAggregatorClient, parameters_hash: bytes) -> SealedUpdate:
+    [offer] = client.offers(parameters_hash, 1)
+    terms = Terms(client.identity_public_key, TASK, a_policy(TASK))
+    draw = entropy(f"device {offer.index}")
+    return UnsealedUpdate(DELTA, 100, 3).seal(terms, offer, 3, NOW, draw)
+
+
+@pytest.mark.parametrize("address", [None, "tcp:127.0.0.1:0"])
+def test_a_whole_group_over_a_socket(address: str | None) -> None:
+    with running(address) as where, TrustedAggregatorClient(where) as client:
+        parameters_hash = client.register(TASK)
+        assert parameters_hash == TASK.digest()
+        updates = [sealed_by(client, parameters_hash) for _ in range(11)]
+        for update in updates:
+            client.accept(update.index, 7, update.sealed)
+        total = sum((update.masked for update in updates), np.zeros(TASK.vector_words, WORD))
+        masks = client.release(TASK, 7, [update.index for update in reversed(updates)])
+        found = decode_sum(total - masks, 11, TASK)
+        assert found.weight == 11
+        assert np.allclose(found.vector, 5.5)
+        assert client.status(parameters_hash) == Status(0, 0, 7, ())
+
+
+def test_refusals_keep_their_reason_and_the_connection() -> None:
+    with running() as where, TrustedAggregatorClient(where) as client:
+        with pytest.raises(Refused, match="no task") as caught:
+            client.offers(TASK.digest(), 1)
+        assert caught.value.reason is Reason.UNKNOWN_PARAMETERS
+        with pytest.raises(Refused) as caught:
+            client.release(TASK, 0, [])
+        assert caught.value.reason is Reason.UNKNOWN_PARAMETERS
+        assert client.register(TASK) == TASK.digest()
+
+
+def test_seeds_are_summed_while_nobody_asks() -> None:
+    """A status is read until nothing waits: no answer takes part in the summing itself."""
+    with running() as where, TrustedAggregatorClient(where) as client:
+        parameters_hash = client.register(TASK)
+        for _ in range(3):
+            update = sealed_by(client, parameters_hash)
+            client.accept(update.index, 0, update.sealed)
+        while (status := client.status(parameters_hash)).waiting_seeds:
+            pass
+        assert status.groups == ((0, 3),)
+
+
+def test_open_groups_can_be_dropped() -> None:
+    with running() as where, TrustedAggregatorClient(where) as client:
+        parameters_hash = client.register(TASK)
+        for group in (0, 0, 1):
+            update = sealed_by(client, parameters_hash)
+            client.accept(update.index, group, update.sealed)
+        assert client.drop(parameters_hash, 0) == 2
+        assert client.forget(parameters_hash) == 1
+
+
+def a_quote(report_data: bytes) -> bytes:
+    return b"quote over " + report_data
+
+
+def test_evidence_is_asked_of_the_platform() -> None:
+    with running(evidence=a_quote) as where, TrustedAggregatorClient(where) as client:
+        parameters_hash = client.register(TASK)
+        expected = b"quote over " + client.identity_public_key + parameters_hash
+        assert client.evidence(parameters_hash) == expected
+        with pytest.raises(Refused):
+            client.evidence(bytes(32))
+
+
+def no_quote(_: bytes) -> bytes:
+    raise EvidenceError("not in an enclave")
+
+
+@pytest.mark.parametrize("evidence", [None, no_quote])
+def test_a_platform_without_evidence_says_so(evidence: Evidence | None) -> None:
+    with running(evidence=evidence) as where, TrustedAggregatorClient(where) as client:
+        parameters_hash = client.register(TASK)
+        with pytest.raises(Refused) as caught:
+            client.evidence(parameters_hash)
+        assert caught.value.reason is Reason.NO_EVIDENCE
+
+
+def test_nobody_there_is_unavailable(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable):
+        TrustedAggregatorClient(f"unix:{tmp_path}/none")
+
+
+def test_a_client_whose_trusted_party_ended_is_told_and_stays_told() -> None:
+    with running() as where:
+        client = TrustedAggregatorClient(where)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            client.register(TASK)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\0\0\0\0\0",
+        b"\xff\xff\xff\xff\0",
+        wire.frame(wire.DONE, bytes(20)),
+        wire.frame(wire.DONE, b"\x02" + bytes(32)),
+        wire.frame(77, b"x" * 5000),
+    ],
+)
+def test_a_client_believes_no_answer_that_it_did_not_expect(tmp_path: Path, answer: bytes) -> None:
+    where = f"unix:{tmp_path}/liar"
+    with endpoint.listen(where) as listener:
+        liar = threading.Thread(target=lie, args=(listener, answer))
+        liar.start()
+        with pytest.raises(Unavailable):
+            TrustedAggregatorClient(where)
+        liar.join(timeout=30)
+
+
+def lie(listener: socket.socket, answer: bytes) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        received(connection, len(wire.identity_request()))
+        connection.sendall(answer)
+
+
+def test_it_is_a_process_of_its_own_and_ends_by_signal(tmp_path: Path) -> None:
+    where = f"unix:{tmp_path}/tsa"
+    command = [sys.executable, "-c", SERVE, where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == f"{where}\n"
+        with TrustedAggregatorClient(where) as client:
+            parameters_hash = client.register(TASK)
+            assert len(client.offers(parameters_hash, 1000)) == 1000
+        assert stat.S_IMODE(os.stat(tmp_path / "tsa").st_mode) == 0o600
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=30) == 0
+
+
+def test_the_socket_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    where = f"unix:{tmp_path}/tsa"
+    endpoint.listen(where).close()  # leaves its file, as a killed process does
+    with running(where) as again, TrustedAggregatorClient(again) as client:
+        assert client.register(TASK)
+        with pytest.raises(OSError, match="in use"):
+            endpoint.listen(where)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "unix:", "tcp:0.0.0.0:80", "tcp:10.0.0.1:80", "tcp:127.0.0.1", "tcp:127.0.0.1:x",
+     "tcp:localhost:80", "tcp:127.0.0.1:70000", "udp:127.0.0.1:80"],
+)  # fmt: skip
+def test_only_this_machine_is_listened_to(address: str) -> None:
+    with pytest.raises(ValueError, match=r"neither|this machine"):
+        endpoint.listen(address)

@@ -1,0 +1,216 @@
+"""The trusted party's own rules: offers, seeds, groups, releases, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from papaya.secagg.mask import sum_masks
+from papaya.tsa.errors import Reason, Refused
+from papaya.tsa.group import BATCH, Group
+from papaya.tsa.trusted_aggregator import Limits, Status, TrustedAggregator, report_data
+from tests.unit.secagg.builders import NOW, Deployment, a_task, entropy
+
+
+@contextmanager
+def refused(reason: Reason) -> Iterator[None]:
+    with pytest.raises(Refused) as caught:
+        yield
+    assert caught.value.reason is reason
+
+
+def test_indices_rise_across_tasks_and_requests() -> None:
+    deployment = Deployment()
+    trusted = deployment.trusted
+    other = trusted.register(a_task(task="other").encode())
+    offers = trusted.offers(deployment.hash, 2, NOW) + trusted.offers(other, 1, NOW)
+    offers += trusted.offers(deployment.hash, 2, NOW)
+    assert [offer.index for offer in offers] == [0, 1, 2, 3, 4]
+    assert len({offer.key for offer in offers}) == 5
+
+
+def test_registering_twice_is_registering_once() -> None:
+    deployment = Deployment()
+    offer = deployment.offer()
+    assert deployment.trusted.register(deployment.parameters.encode()) == deployment.hash
+    assert deployment.offer().index == offer.index + 1
+
+
+def test_offers_are_bounded_until_they_expire() -> None:
+    deployment = Deployment(limits=Limits(outstanding_offers=3, offer_lifetime_s=10))
+    deployment.trusted.offers(deployment.hash, 3, NOW)
+    with refused(Reason.TOO_MANY_OFFERS):
+        deployment.trusted.offers(deployment.hash, 1, NOW + 9)
+    assert [o.index for o in deployment.trusted.offers(deployment.hash, 1, NOW + 10)] == [3]
+    deployment.trusted.check()
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_no_offers_are_no_request(count: int) -> None:
+    deployment = Deployment()
+    with refused(Reason.TOO_MANY_OFFERS):
+        deployment.trusted.offers(deployment.hash, count, NOW)
+
+
+def test_a_used_offer_makes_room() -> None:
+    deployment = Deployment(limits=Limits(outstanding_offers=1))
+    for group in range(3):
+        deployment.accept(deployment.any_sealed(), group)
+    assert deployment.trusted.status(deployment.hash).groups == ((0, 1), (1, 1), (2, 1))
+
+
+def test_tasks_are_bounded() -> None:
+    trusted = TrustedAggregator(entropy(1), Limits(tasks=2))
+    first = trusted.register(a_task(task="a").encode())
+    trusted.register(a_task(task="b").encode())
+    with refused(Reason.TOO_MANY_TASKS):
+        trusted.register(a_task(task="c").encode())
+    trusted.forget(first)
+    trusted.register(a_task(task="c").encode())
+
+
+def test_memory_is_reserved_before_a_seed_can_come() -> None:
+    """Seven words of four bytes, for four open groups and the last unmask: 140 bytes."""
+    trusted = TrustedAggregator(entropy(1), Limits(memory_bytes=279))
+    trusted.register(a_task(task="a").encode())
+    with refused(Reason.TOO_MUCH_MEMORY):
+        trusted.register(a_task(task="b").encode())
+
+
+def test_groups_are_bounded() -> None:
+    deployment = Deployment(limits=Limits(open_groups=2, left_over_seeds=1))
+    deployment.accepted(1, group=5)
+    deployment.accepted(1, group=9)
+    with refused(Reason.TOO_MANY_GROUPS):
+        deployment.accepted(1, group=7)
+    assert deployment.trusted.drop(deployment.hash, 9) == 1
+    deployment.accepted(5, group=7)  # the goal, and one left over
+    with refused(Reason.GROUP_FULL):
+        deployment.accepted(1, group=7)
+
+
+@pytest.mark.parametrize("group", [-1, 2**63])
+def test_a_group_that_has_no_number(group: int) -> None:
+    with refused(Reason.MALFORMED):
+        Deployment().accepted(1, group)
+
+
+def test_a_refused_seed_leaves_its_offer_open() -> None:
+    deployment = Deployment(limits=Limits(open_groups=1))
+    deployment.accepted(1, group=0)
+    update = deployment.any_sealed()
+    with refused(Reason.TOO_MANY_GROUPS):
+        deployment.accept(update, group=1)
+    deployment.accept(update, group=0)
+
+
+def test_an_offer_that_ended_takes_no_seed() -> None:
+    deployment = Deployment(limits=Limits(offer_lifetime_s=10))
+    update = deployment.any_sealed()
+    with refused(Reason.OFFER_EXPIRED):
+        deployment.trusted.accept(update.index, 0, update.sealed, NOW + 10)
+    deployment.trusted.offers(deployment.hash, 1, NOW + 10)
+    with refused(Reason.INDEX_USED):
+        deployment.trusted.accept(update.index, 0, update.sealed, NOW)
+
+
+def test_the_same_release_gives_the_same_bytes_until_the_next() -> None:
+    deployment = Deployment()
+    first = [update.index for update in deployment.accepted(3, group=1)]
+    second = [update.index for update in deployment.accepted(2, group=2)]
+    masks = deployment.trusted.release(deployment.hash, 1, first)
+    before = masks.tobytes()
+    assert deployment.trusted.release(deployment.hash, 1, first).tobytes() == before
+    deployment.trusted.release(deployment.hash, 2, second)
+    assert masks.tobytes() == before
+    with refused(Reason.GROUP_CLOSED):
+        deployment.trusted.release(deployment.hash, 1, first)
+    deployment.trusted.check()
+
+
+def test_nobody_can_write_to_a_released_sum() -> None:
+    deployment = Deployment()
+    members = [update.index for update in deployment.accepted(2)]
+    masks = deployment.trusted.release(deployment.hash, 0, members)
+    assert not masks.flags.writeable
+
+
+def test_groups_below_a_release_are_over() -> None:
+    deployment = Deployment()
+    deployment.accepted(2, group=3)
+    later = [update.index for update in deployment.accepted(2, group=4)]
+    deployment.trusted.release(deployment.hash, 4, later)
+    status = deployment.trusted.status(deployment.hash)
+    assert status == Status(0, 0, released_group=4, groups=())
+    for group in (3, 4):
+        with refused(Reason.GROUP_CLOSED):
+            deployment.accepted(1, group)
+
+
+def test_a_group_without_seeds() -> None:
+    deployment = Deployment()
+    with refused(Reason.UNKNOWN_GROUP):
+        deployment.trusted.release(deployment.hash, 0, [])
+    with refused(Reason.UNKNOWN_GROUP):
+        deployment.trusted.drop(deployment.hash, 0)
+
+
+def test_more_members_than_the_goal_could_wrap_around() -> None:
+    deployment = Deployment()
+    members = [update.index for update in deployment.accepted(5)]
+    with refused(Reason.ABOVE_GOAL):
+        deployment.trusted.release(deployment.hash, 0, members)
+    deployment.trusted.release(deployment.hash, 0, members[:4])
+
+
+def test_a_forgotten_task_leaves_nothing() -> None:
+    deployment = Deployment()
+    update = deployment.any_sealed()
+    deployment.accepted(2)
+    assert deployment.trusted.forget(deployment.hash) == 2
+    deployment.trusted.check()
+    with refused(Reason.UNKNOWN_PARAMETERS):
+        deployment.trusted.offers(deployment.hash, 1, NOW)
+    with refused(Reason.INDEX_USED):
+        deployment.accept(update)
+    deployment.trusted.register(deployment.parameters.encode())
+    with refused(Reason.INDEX_USED):
+        deployment.accept(update)
+
+
+def test_a_quote_binds_key_and_parameters() -> None:
+    deployment = Deployment()
+    bound = deployment.trusted.report_data(deployment.hash)
+    assert bound == report_data(deployment.trusted.identity_public_key, deployment.hash)
+    assert bound == deployment.trusted.identity_public_key + deployment.hash
+    with refused(Reason.UNKNOWN_PARAMETERS):
+        deployment.trusted.report_data(bytes(32))
+
+
+def test_seeds_are_summed_in_batches_or_when_nothing_else_is_to_do() -> None:
+    deployment = Deployment(a_task(aggregation_goal=20))
+    deployment.accepted(BATCH - 1)
+    assert deployment.trusted.status(deployment.hash).waiting_seeds == BATCH - 1
+    deployment.accepted(1)
+    assert deployment.trusted.status(deployment.hash).waiting_seeds == 0
+    assert not deployment.trusted.sum_waiting()
+    deployment.accepted(3)
+    assert deployment.trusted.sum_waiting()
+    assert deployment.trusted.status(deployment.hash).waiting_seeds == 0
+
+
+@pytest.mark.parametrize("members", [[0], [0, 1], [19], list(range(20)), list(range(0, 20, 2))])
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_groups_sum_is_that_of_its_members(members: list[int], summed: bool) -> None:
+    """Whatever was summed ahead, waiting, or left out."""
+    draw, group = entropy("seeds"), Group(9)
+    seeds = {index: draw(16) for index in range(20)}
+    for index, seed in seeds.items():
+        group.add(index, seed)
+    if summed:
+        group.sum_waiting()
+    expected = sum_masks([seeds[index] for index in members], 9)
+    assert np.array_equal(group.masks_of(members), expected)

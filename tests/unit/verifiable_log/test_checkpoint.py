@@ -1,0 +1,149 @@
+"""Checkpoints: one text per tree, and as many witnesses as the policy demands."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from papaya.verifiable_log.checkpoint import (
+    Checkpoint,
+    LogPolicy,
+    open_checkpoint,
+    open_remembered,
+    sign_checkpoint,
+)
+from papaya.verifiable_log.errors import LogError, SignatureError
+from papaya.verifiable_log.note import SignerKey, signed_note
+from tests.unit.verifiable_log.builders import KEY, NOW, POLICY, WITNESSES
+
+CHECKPOINT = Checkpoint(KEY.name, 3, bytes(range(32)))
+KEYS = tuple(witness.verifier for witness in WITNESSES)
+TWO_OF_THREE = LogPolicy(KEY.verifier, KEYS, 2)
+
+
+def witnessed(*witnesses: SignerKey, at: int = NOW) -> bytes:
+    lines = [key.signature_line(CHECKPOINT.text, at) for key in (KEY, *witnesses)]
+    return signed_note(CHECKPOINT.text, lines)
+
+
+def test_a_signed_checkpoint_opens() -> None:
+    assert open_checkpoint(sign_checkpoint(CHECKPOINT, KEY), POLICY, NOW) == CHECKPOINT
+
+
+def test_the_text_is_as_specified() -> None:
+    encoded = base64.b64encode(bytes(range(32))).decode()
+    assert CHECKPOINT.text == f"example.org/tsa-log\n3\n{encoded}\n"
+
+
+@given(size=st.integers(0, 2**63 - 1), root=st.binary(min_size=32, max_size=32))
+def test_text_and_checkpoint_are_the_same_thing(size: int, root: bytes) -> None:
+    checkpoint = Checkpoint("log", size, root)
+    assert Checkpoint.parse(checkpoint.text) == checkpoint
+
+
+def test_extension_lines_are_allowed() -> None:
+    assert Checkpoint.parse(f"{CHECKPOINT.text}an extension\n") == CHECKPOINT
+
+
+ROOT = base64.b64encode(bytes(32)).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "log\n",
+        f"log\n3\n{ROOT}",
+        f"\n3\n{ROOT}\n",
+        f"log\n\n{ROOT}\n",
+        f"log\n03\n{ROOT}\n",
+        f"log\n-3\n{ROOT}\n",
+        f"log\n+3\n{ROOT}\n",
+        f"log\n3 \n{ROOT}\n",
+        f"log\n٣\n{ROOT}\n",
+        f"log\n1_0\n{ROOT}\n",
+        f"log\n{2**63}\n{ROOT}\n",
+        f"log\n{'9' * 5000}\n{ROOT}\n",
+        "log\n3\nAAAA\n",
+        f"log\n3\n{ROOT[:-1]}\n",
+        f"log\n3\n{ROOT}\n\nextension\n",
+    ],
+)
+def test_malformed_checkpoints_are_refused(text: str) -> None:
+    with pytest.raises(LogError):
+        Checkpoint.parse(text)
+
+
+def test_another_logs_checkpoint_is_refused_even_if_our_log_signed_it() -> None:
+    other = Checkpoint("example.org/another", 3, bytes(32))
+    with pytest.raises(LogError, match="this is the log"):
+        open_checkpoint(sign_checkpoint(other, KEY), POLICY, NOW)
+
+
+def test_enough_witnesses_are_enough() -> None:
+    assert open_checkpoint(witnessed(*WITNESSES[:2]), TWO_OF_THREE, NOW) == CHECKPOINT
+    assert open_checkpoint(witnessed(*WITNESSES), TWO_OF_THREE, NOW) == CHECKPOINT
+
+
+def test_too_few_witnesses_are_too_few() -> None:
+    with pytest.raises(SignatureError, match=r"1 witnesses vouch .* 2 of 3 must"):
+        open_checkpoint(witnessed(WITNESSES[0]), TWO_OF_THREE, NOW)
+
+
+def test_one_witness_twice_is_one_witness() -> None:
+    note = witnessed(WITNESSES[0], WITNESSES[0])
+    with pytest.raises(SignatureError, match="1 witnesses"):
+        open_checkpoint(note, TWO_OF_THREE, NOW)
+
+
+def test_witnesses_without_the_log_are_nothing() -> None:
+    lines = [key.signature_line(CHECKPOINT.text, NOW) for key in WITNESSES]
+    with pytest.raises(SignatureError, match="has not signed"):
+        open_checkpoint(signed_note(CHECKPOINT.text, lines), TWO_OF_THREE, NOW)
+
+
+def test_old_cosignatures_do_not_count() -> None:
+    fresh = LogPolicy(KEY.verifier, KEYS, 2, max_cosignature_age_s=3600)
+    note = witnessed(*WITNESSES)
+    assert open_checkpoint(note, fresh, NOW + 3600) == CHECKPOINT
+    with pytest.raises(SignatureError, match="0 witnesses"):
+        open_checkpoint(note, fresh, NOW + 3601)
+
+
+def test_cosignatures_from_the_future_do_not_count() -> None:
+    note = witnessed(*WITNESSES, at=NOW + 301)
+    with pytest.raises(SignatureError, match="0 witnesses"):
+        open_checkpoint(note, TWO_OF_THREE, NOW)
+    assert open_checkpoint(note, TWO_OF_THREE, NOW + 1) == CHECKPOINT
+
+
+def test_a_remembered_checkpoint_had_its_witnesses_then() -> None:
+    assert open_remembered(sign_checkpoint(CHECKPOINT, KEY), TWO_OF_THREE) == CHECKPOINT
+    with pytest.raises(SignatureError):
+        open_remembered(sign_checkpoint(CHECKPOINT, SignerKey("x", bytes(32))), TWO_OF_THREE)
+
+
+@pytest.mark.parametrize(
+    ("key", "witnesses", "quorum", "problem"),
+    [
+        (KEYS[0], (), 0, "not of a log"),
+        (KEY.verifier, (KEY.verifier,), 1, "not of a witness"),
+        (KEY.verifier, KEYS, 4, "impossible"),
+        (KEY.verifier, KEYS, -1, "impossible"),
+        (KEY.verifier, KEYS, 0, "set the quorum"),
+        (
+            KEY.verifier,
+            (KEYS[0], SignerKey("alias", WITNESSES[0].seed, 4).verifier),
+            1,
+            "the same key",
+        ),
+    ],
+)
+def test_policies_that_contradict_themselves_are_refused(
+    key: object, witnesses: object, quorum: int, problem: str
+) -> None:
+    with pytest.raises(LogError, match=problem):
+        LogPolicy(key, witnesses, quorum)  # type: ignore[arg-type]
