@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 
+from msgspec import structs
+
 from papaya.aggregator.work import GetOffers, Offer, Offered
 from papaya.config import TaskConfig
 from papaya.machine import Effects
@@ -53,15 +55,7 @@ class Offers:
         while self._stock:
             offer = self._stock.popleft()
             if offer.expires > now + self._config.upload_timeout_s and self._terms is not None:
-                told = SecureOffer(
-                    parameters=self._terms.parameters,
-                    offer=offer.message,
-                    identity=self._terms.identity,
-                    evidence=self._terms.evidence,
-                    collateral=self._terms.collateral,
-                    leaf=self._terms.leaf,
-                )
-                return offer, told
+                return offer, structs.replace(self._terms, offer=offer.message)
         return None
 
     def next_wake(self) -> float:

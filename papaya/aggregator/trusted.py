@@ -46,6 +46,7 @@ class Tsa(Protocol):
 class Evidence(NamedTuple):
     """Why a device may believe the trusted party."""
 
+    platform: str
     quote: bytes
     collateral: bytes
     leaf: int
@@ -74,6 +75,7 @@ class TrustedPartyOverTsa:
             parameters=parameters.encode(),
             offer=b"",
             identity=self._tsa.identity_public_key,
+            platform=evidence.platform,
             evidence=evidence.quote,
             collateral=evidence.collateral,
             leaf=evidence.leaf,

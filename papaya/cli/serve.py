@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from papaya.cli import serve_tsa
 from papaya.cli.output import Commands, add_format, note, positive, print_data, print_json
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, read_deployment
@@ -35,7 +36,7 @@ def add_to(commands: Commands) -> None:
         "aggregator in one process, with their data in ./papaya-data.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("role", nargs="?", choices=ROLES, help="run this role alone")
+    parser.add_argument("role", nargs="?", choices=(*ROLES, "tsa"), help="run this role alone")
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
     parser.add_argument("--data", metavar="DIR", help="the folder of state, blobs and tokens")
     parser.add_argument("--devices", metavar="ADDRESS", help="host:port for devices")
@@ -43,6 +44,18 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--servers", metavar="ADDRESS", help="host:port for other servers")
     parser.add_argument(
         "--heartbeat", type=positive, metavar="S", help="the one heartbeat, in seconds"
+    )
+    parser.add_argument(
+        "--listen",
+        default="unix:papaya-tsa.sock",
+        metavar="ADDRESS",
+        help="of the trusted party (tsa): unix:/path or tcp:127.0.0.1:port",
+    )
+    parser.add_argument(
+        "--platform",
+        choices=("software", "sgx", "tdx"),
+        default="software",
+        help="what vouches for the trusted party (tsa)",
     )
     parser.add_argument("--verbose", action="store_true", help="log more")
     add_format(parser)
@@ -54,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
         format="%(asctime)s %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    if options.role == "tsa":
+        return serve_tsa.run(options)
     deployment = _deployment(options)
     roles: tuple[Role, ...] = ROLES if options.role is None else (options.role,)
     serve = _serve(deployment, roles, options.format == "json")

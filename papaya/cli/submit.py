@@ -62,11 +62,6 @@ def run(options: argparse.Namespace) -> int:
     config = changed(loaded.config(), options.name, options.set)
     for warning in config.warnings():
         note(f"warning: {warning}")
-    if config.secure_aggregation is not None:
-        raise OperatorError(
-            f"task {config.task} asks for secure aggregation, which is not available yet",
-            hint="leave secure_aggregation out to train in the clear",
-        )
     vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
     data = parameters.encode(vector, {"task": config.task, "version": "0"})
     note(f"sending {config.model_length:,} parameters")

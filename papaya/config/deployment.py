@@ -21,6 +21,8 @@ from papaya.errors import ConfigError, OperatorError
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
+_PATHS = ("data", "tls_certificate", "tls_key", "tls_authority", "trusted_collateral", "log")
+
 Role = Literal["coordinator", "selector", "aggregator"]
 ROLES: tuple[Role, ...] = ("coordinator", "selector", "aggregator")
 
@@ -37,6 +39,11 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
+    trusted_party: str = ""
+    trusted_platform: Literal["software", "sgx", "tdx"] = "software"
+    trusted_collateral: str | None = None
+    trusted_leaf: int = 0
+    log: str | None = None
     fold_threads: int = 2
     upload_memory_mb: int = 1024
     max_connections: int = 20_000
@@ -62,6 +69,20 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.tls_key,
             "TLS needs a certificate and its key",
             "set tls_certificate and tls_key, or neither",
+        )
+        require(
+            self.trusted_platform == "software" or bool(self.trusted_party),
+            "trusted_party",
+            self.trusted_party,
+            f"a trusted party on {self.trusted_platform} does not run as a child of this process",
+            'name its address, for example trusted_party = "unix:/run/papaya/tsa.sock"',
+        )
+        require(
+            self.trusted_platform == "software" or self.trusted_collateral is not None,
+            "trusted_collateral",
+            self.trusted_collateral,
+            f"quotes of {self.trusted_platform} need the vendor's collateral",
+            "name the JSON file that your collateral service keeps fresh",
         )
         for field in ("fold_threads", "upload_memory_mb", "max_connections"):
             require_count(field, getattr(self, field))
@@ -100,7 +121,14 @@ def read_deployment(path: Path) -> Deployment:
         ) from error
     paths = {
         field: str(path.parent / value)
-        for field in ("data", "tls_certificate", "tls_key", "tls_authority")
+        for field in (
+            "data",
+            "tls_certificate",
+            "tls_key",
+            "tls_authority",
+            "trusted_collateral",
+            "log",
+        )
         if (value := getattr(found, field)) is not None
     }
     return msgspec.structs.replace(found, **paths)

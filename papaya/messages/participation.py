@@ -27,6 +27,7 @@ from papaya.messages.base import (
     Count,
     Crc32,
     Message,
+    Name,
     SealedSeed,
     SealedTicket,
     Seconds,
@@ -91,12 +92,14 @@ class SecureOffer(Struct, frozen=True, gc=False):
     """An offer of the trusted party and all that a device needs to believe it.
 
     `parameters` are public parameters in their one encoding, `offer` the signed initial message,
-    `evidence` and `collateral` the quote and what verifies it, `leaf` its record in the public log.
+    `evidence` and `collateral` the platform's quote and what verifies it, `leaf` the record of the
+    trusted binary in the public log.
     """
 
     parameters: Annotated[bytes, Meta(max_length=2048)]
     offer: Annotated[bytes, Meta(max_length=512)]
     identity: Annotated[bytes, Meta(max_length=64)]
+    platform: Name
     evidence: Annotated[bytes, Meta(max_length=1 << 16)]
     collateral: Annotated[bytes, Meta(max_length=1 << 18)]
     leaf: Annotated[int, Meta(ge=-1, le=2**53)]

@@ -14,7 +14,16 @@ from functools import partial
 from typing import Any, Protocol
 
 from papaya.aggregator.aggregator import Aggregator
-from papaya.aggregator.work import DeleteBlobs, Drop, Fold, Keep, Restore, Snapshot, Step
+from papaya.aggregator.work import (
+    DeleteBlobs,
+    Drop,
+    Fold,
+    GetOffers,
+    Keep,
+    Restore,
+    Snapshot,
+    Step,
+)
 from papaya.errors import ProtocolError
 from papaya.machine import Effect, Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
@@ -162,7 +171,15 @@ class AggregatorHost(Host):
         self.pool = pool
         self.workers = workers
         self._kept: object = None
-        heavy: tuple[type[Effect], ...] = (Fold, Snapshot, Restore, Step, Drop, DeleteBlobs)
+        heavy: tuple[type[Effect], ...] = (
+            GetOffers,
+            Fold,
+            Snapshot,
+            Restore,
+            Step,
+            Drop,
+            DeleteBlobs,
+        )
         self._carry_out |= dict.fromkeys(heavy, workers.perform)
         self._carry_out[Keep] = self._keep
 

@@ -16,10 +16,12 @@ import logging
 import os
 from collections.abc import Coroutine
 from functools import partial
+from pathlib import Path
 from random import SystemRandom
 from typing import Any
 
 from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.masked import TrustedParty
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
@@ -27,6 +29,7 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError, PapayaError
 from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import TASKS, Changed, TaskRow
+from papaya.net import public_log
 from papaya.net.admin.administration import Administration
 from papaya.net.admin.live import CoordinatorLive
 from papaya.net.admin.stores import ThreadedBlobs
@@ -43,6 +46,7 @@ from papaya.net.measured_state import MeasuredState
 from papaya.net.operations import Operations
 from papaya.net.resources import Resources
 from papaya.net.tls import server_context
+from papaya.net.trusted_party import TrustedLink
 from papaya.net.uploads import Uploads
 from papaya.net.workers import Workers, threaded_shards
 from papaya.selector.selector import Selector
@@ -68,6 +72,7 @@ class Server:
         self._hosts: dict[Role, Host] = {}
         self._operations: Operations
         self._door: Door | None = None
+        self._trusted: TrustedLink | None = None
 
     # -- up and down --------------------------------------------------------------------------
 
@@ -103,6 +108,8 @@ class Server:
             host.stop()
             if isinstance(host, AggregatorHost):
                 await host.workers.close()
+        if self._trusted is not None:
+            await asyncio.to_thread(self._trusted.close)
         await self._resources.close()
 
     async def _uploads_are_over(self) -> None:
@@ -179,7 +186,7 @@ class Server:
         pool = BufferPool((deployment.upload_memory_mb << 20) // chunk_bytes or 1, chunk_bytes)
         threads = deployment.fold_threads
         workers = Workers(
-            threaded_shards(threads, pool),
+            threaded_shards(threads, pool, self._trusted_party()),
             shared.blobs,
             self._on_work_done,
             threads,
@@ -189,6 +196,10 @@ class Server:
 
     def _state(self) -> MeasuredState:
         return MeasuredState(self._resources.state, self._operations.driver)
+
+    def _trusted_party(self) -> TrustedParty:
+        self._trusted = TrustedLink(self.deployment, self._resources.clock.now)
+        return self._trusted.party
 
     def _on_work_done(self, result: Message) -> None:
         self._hosts["aggregator"].deliver(result)
@@ -224,7 +235,8 @@ class Server:
         driver = self._operations.driver
         self._door = Door(selector, auth, shared.blobs, driver)
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
-        return [*self._door.routes(), uploads.route()]
+        log = Path(self.deployment.log or shared.data / "log")
+        return [*self._door.routes(), uploads.route(), public_log.route(log)]
 
     def _to_aggregator(self, message: Message, waiting: Waiting) -> None:
         self._hosts["aggregator"].deliver(message, waiting)

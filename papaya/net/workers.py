@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from threading import Condition, Lock, Thread
@@ -26,13 +27,16 @@ from typing import Final, Protocol
 
 from msgspec import Struct
 
+from papaya.aggregator.masked import TrustedParty
 from papaya.aggregator.shards import Shards, Upload
 from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
     Fold,
+    GetOffers,
     Keep,
     Lost,
+    Offered,
     Restore,
     Restored,
     Snapshot,
@@ -49,7 +53,7 @@ logger = logging.getLogger("papaya.workers")
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 
-Work = Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
+Work = GetOffers | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 KINDS: Final = (Keep, Fold, Snapshot, Restore, Step, Drop, DeleteBlobs)
 
 
@@ -79,9 +83,9 @@ class Counters(Struct):
     lost: int = 0
 
 
-def threaded_shards(threads: int, pool: BufferPool) -> Shards:
+def threaded_shards(threads: int, pool: BufferPool, trusted: TrustedParty | None = None) -> Shards:
     """What workers need: a shard for each thread, locks, and buffers that go back to their pool."""
-    return Shards(threads, kernel=fastest(), lock=Lock, release=pool.give_back)
+    return Shards(threads, kernel=fastest(), lock=Lock, release=pool.give_back, trusted=trusted)
 
 
 def _unobserved(seconds: float, work: str) -> None:
@@ -117,6 +121,8 @@ class Workers:
         self._is_stopped = False
         self._retries: dict[LoneJob, asyncio.TimerHandle] = {}  # of the loop alone
         self._idle = asyncio.Event()
+        # Offers are asked for beside all other work: nothing waits for them but clients.
+        self._offers = ThreadPoolExecutor(1, "papaya-offers")
         self._threads = [
             Thread(target=self._run, args=(i,), name=f"papaya-worker-{i}", daemon=True)
             for i in range(threads)
@@ -135,6 +141,8 @@ class Workers:
     def perform(self, work: Work) -> None:
         """Uploads change at once; everything else happens on threads, in the order of its task."""
         match work:
+            case GetOffers():
+                self._offers.submit(self._get_offers, work)
             case Keep():
                 self._shards.keep(work)
             case Fold():
@@ -152,6 +160,14 @@ class Workers:
                     task = work.blobs[0].split("/")[0]
                     self._give(task, LoneJob(task, work))
 
+    def _get_offers(self, work: GetOffers) -> None:
+        try:
+            offered = self._shards.get_offers(work)
+        except Exception as error:
+            logger.exception("offers for %s", work.config.task)
+            offered = Offered(work.config.task, work.seq, problem=str(error) or repr(error))
+        self._call(self._deliver_all, [offered])
+
     def _give(self, task: TaskId, given: tuple[Fold, Upload] | LoneJob) -> None:
         with self._changed:
             self._idle.clear()
@@ -168,6 +184,7 @@ class Workers:
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
+        self._offers.shutdown(wait=True, cancel_futures=True)
         for thread in self._threads:
             thread.join()  # it has nothing left to do
 

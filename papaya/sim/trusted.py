@@ -28,7 +28,7 @@ class TrustedTwin:
         self._rng = rng
         self.crashes = -1
         self.crash()
-        self.party = TrustedPartyOverTsa(self, lambda digest: Evidence(b"", b"", -1))
+        self.party = TrustedPartyOverTsa(self, lambda digest: Evidence("software", b"", b"", -1))
 
     def crash(self) -> None:
         """And back at once, with nothing."""

@@ -1,7 +1,7 @@
 """The trusted party as its own process: one thread, many connections, one request at a time each.
 
-The loop behind `papaya serve tsa`. While nobody asks anything it sums waiting seeds, so that a
-release finds its sum ready. A connection is not read while its answer is being sent, so a peer that
+The loop behind `papaya serve tsa`. When nobody has asked anything for a moment it sums waiting seeds,
+so that a release finds its sum ready. A connection is not read while its answer is being sent, so a peer that
 does not read costs one answer of memory, which is a view of the sum. A connection that announces
 too long a request is closed; one too many closes the connection that was silent longest. No peer
 can end the process: only the `stop` socket can. It logs nothing and writes nothing.
@@ -23,6 +23,8 @@ from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggrega
 
 MAX_CONNECTIONS: Final = 64
 _READ_BYTES: Final = 1 << 16
+_QUIET_S: Final = 0.005  # seeds that come close together are summed together
+_LONGEST_WAIT_S: Final = 0.05  # when it is never quiet
 
 
 def wall_clock() -> Callable[[], float]:
@@ -89,6 +91,7 @@ class Process:
         self._clock = clock
         self._connections: dict[socket.socket, _Connection] = {}
         self._selector = selectors.DefaultSelector()
+        self._summed_s = 0.0
 
     def run(self, stop: socket.socket) -> None:
         self._listener.setblocking(False)
@@ -103,9 +106,12 @@ class Process:
             self._selector.close()
 
     def _turn(self, stop: socket.socket) -> bool:
-        ready = self._selector.select(timeout=0)
-        if not ready and not self._service.aggregator.sum_waiting():
-            ready = self._selector.select()
+        ready = self._selector.select(timeout=_QUIET_S)
+        if not ready or time.monotonic() - self._summed_s >= _LONGEST_WAIT_S:
+            idle = not self._service.aggregator.sum_waiting()
+            self._summed_s = time.monotonic()
+            if idle and not ready:
+                ready = self._selector.select()
         for key, events in ready:
             if key.fileobj is stop:
                 return False

@@ -1,4 +1,4 @@
-"""A server lies about its trusted party. Each attack is refused with its reason, before any mask."""
+"""A server lies about its trusted party; each attack is refused with its reason."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def test_software_evidence_under_another_label(tmp_path: Path, label: Any) -> No
     """The format is Intel's; the root is not."""
     evidence = software_evidence()
     relabelled = Evidence(label, evidence.quote, evidence.collateral)
-    error = refused(a_device(tmp_path), relabelled)
-    assert error.reason == "quote"
-    assert "certificate" in str(error)
+    assert refused(a_device(tmp_path), relabelled).reason == "quote"
 
 
 @pytest.mark.parametrize("label", ["", "SGX", "sev", "x" * 10_000])

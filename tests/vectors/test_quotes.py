@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from papaya.attestation.errors import AttestationError
 from papaya.attestation.policy import Platform
 from papaya.attestation.verify import Evidence, verify_quote
-from tests.unit.attestation.builders import a_policy
+from tests.unit.attestation.builders import a_policy, software_evidence
 from tests.vectors.public import public
 
 NOW = 1_750_338_000  # 2025-06-19T13:00Z
@@ -89,3 +91,17 @@ def test_hardware_quotes_are_not_under_the_insecure_root() -> None:
 
 def test_collateral_of_another_platform_is_refused() -> None:
     refusal(Evidence("tdx", real("tdx").quote, real("sgx").collateral), **ANY_MACHINE)
+
+
+def test_an_insecure_quote_cannot_borrow_parts_of_intels_collateral() -> None:
+    """Each part of it from Intel or from us: no mixture is believed under Intel's root."""
+    insecure, intel = software_evidence(), real("sgx")
+    ours, theirs = json.loads(insecure.collateral), json.loads(intel.collateral)
+    for mixture in itertools.product((ours, theirs), repeat=3):
+        parts = ("pck_crl", "tcb_info", "qe_identity")
+        mixed = {"root_ca_crl": theirs["root_ca_crl"]}
+        for name, source in zip(parts, mixture, strict=True):
+            mixed |= {key: value for key, value in source.items() if key.startswith(name)}
+        assert mixed.keys() == theirs.keys()
+        evidence = Evidence("sgx", insecure.quote, json.dumps(mixed).encode())
+        refusal(evidence, tcb_statuses=("UpToDate", SGX_STATUS))

@@ -3,7 +3,7 @@
 DESIGN, "The device": what an owner sends is the manifest, shapes and initial parameters, nothing
 executable. Parameters are one canonical safetensors file, which is read completely before anything
 is stored. Refused: a task that exists, an id that evaluations have, a manifest of another length, a
-parameters file of another length or with NaN, secure aggregation (which is not there yet).
+parameters file of another length or with NaN.
 """
 
 from __future__ import annotations
@@ -50,11 +50,6 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
         raise OperatorError(
             f"task {config.task!r} is named or made like an evaluation",
             hint="choose another name; evaluations start with: papaya task evaluate TASK",
-        )
-    if config.secure_aggregation is not None:
-        raise OperatorError(
-            f"task {config.task} asks for secure aggregation, which is not available yet",
-            hint="leave secure_aggregation out to train in the clear",
         )
     _check_manifest(new)
     await _require_new(service, config.task)

@@ -19,7 +19,7 @@ from papaya.messages.participation import (
 )
 from tests.unit.client.builders import GRANTED, TRAINED, UPDATE, Phone, joined
 
-OFFER = SecureOffer(b"parameters", b"offer", b"identity", b"evidence", b"collateral", 3)
+OFFER = SecureOffer(b"parameters", b"offer", b"identity", "sgx", b"evidence", b"collateral", 3)
 SECURE_GRANT = structs.replace(GRANTED, secure=OFFER)
 MASKED, SEAL = b"masked-bytes", b"sealed-seed"
 
