@@ -33,8 +33,8 @@ from papaya.secagg.mask import Mask, add_masks
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, SealedUpdate, Terms, UnsealedUpdate
-from papaya.secagg.unmask import decode_sum, unmask
-from papaya.secagg.words import BLOCK, WORD, Reals, blocks
+from papaya.secagg.unmask import unmask
+from papaya.secagg.words import BLOCK, WORD, Reals, Words, blocks
 from papaya.tsa import endpoint, wire
 from papaya.tsa.client import TrustedAggregatorClient
 from papaya.tsa.process import serve_until_signal
@@ -158,26 +158,27 @@ class Boundary(NamedTuple):
 
 
 def bench_boundary(client: TrustedAggregatorClient, copier: socket.socket) -> Boundary:
-    """Groups of K = 100: each seed accepted, the sum released, unmasked and checked."""
-    copied, released = [], []
-    for group in range(3):
-        total, members = filled_group(client, group)
-        for _ in range(5):
-            masked = total.copy()
-            copied.append(copy_s(copier))
-            start_s = time.perf_counter()
-            unmask(masked, client.release(PARAMETERS, group, members))
-            found = decode_sum(masked, GOAL, PARAMETERS)
-            released.append(time.perf_counter() - start_s)
-            require(found.weight == GOAL, "the weight of the sum")
-            exact = np.allclose(found.vector, GOAL * 2**-13, rtol=1e-3)
-            require(exact, "the sum itself")
-    ratio = min(released) / min(copied)
-    report(
-        "releasing, unmasking and checking at K = 100 ÷ one 20 MB copy", ratio, 2.5, ratio <= 2.5,
-        copy_ms=min(copied) * 1e3, release_ms=min(released) * 1e3,
-    )  # fmt: skip
-    return Boundary(min(copied), accept_s(client), min(released))
+    """A group of K = 100: each seed accepted, the sum released, unmasked and checked."""
+    total, members = filled_group(client, group=0)
+    copied, crossed, released = [], [], []
+    found = unmask(total, client.release(PARAMETERS, 0, members), GOAL, PARAMETERS)
+    for _ in range(4 * TURNS):
+        copied.append(copy_s(copier))
+        start_s = time.perf_counter()
+        masks = client.release(PARAMETERS, 0, members)
+        crossed.append(time.perf_counter() - start_s)
+        found = unmask(total, masks, GOAL, PARAMETERS)
+        released.append(time.perf_counter() - start_s)
+        require(found.weight == GOAL, "the weight of the sum")
+    require(np.allclose(found.vector, GOAL * 2**-13, rtol=1e-3), "the sum itself")
+    one_copy_s = min(copied)
+    for case, taken in (("the release", crossed), ("release, unmasking and checks", released)):
+        ratio = min(taken) / one_copy_s
+        report(
+            f"{case} at K = 100 ÷ one 20 MB copy", ratio, 2.5, ratio <= 2.5,
+            copy_ms=one_copy_s * 1e3, ms=min(taken) * 1e3,
+        )  # fmt: skip
+    return Boundary(one_copy_s, accept_s(client), min(released))
 
 
 def filled_group(client: TrustedAggregatorClient, group: int) -> tuple[Words, list[int]]:
@@ -212,7 +213,7 @@ def accept_s(client: TrustedAggregatorClient) -> float:
         start_s = time.perf_counter()
         client.accept(sealed.index, 0, sealed.sealed)
         taken.append(time.perf_counter() - start_s)
-    return float(np.median(taken))
+    return min(taken)
 
 
 def sealed_for(

@@ -15,7 +15,16 @@ from papaya.aggregator.phase import Phase
 from papaya.aggregator.reporting import task_report
 from papaya.aggregator.task import HeldTask
 from papaya.aggregator.upload import Slots
-from papaya.aggregator.work import Folded, Lost, Offered, Restored, Snapshotted, StepFailed, Stepped
+from papaya.aggregator.work import (
+    Arriving,
+    Folded,
+    Lost,
+    Offered,
+    Restored,
+    Snapshotted,
+    StepFailed,
+    Stepped,
+)
 from papaya.config import ServerConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Reply, Send
@@ -36,14 +45,16 @@ class Aggregator:
         config: ServerConfig,
         keyring: Keyring,
         coordinators: Sequence[NodeId],
+        upload_buffers: float = float("inf"),
     ) -> None:
+        """`upload_buffers`: chunks that the driver has memory for."""
         self.node = node
         self.boot = boot
         self.tasks: dict[TaskId, HeldTask] = {}
         self.epoch = 0
         self._config = config
         self._coordinators = tuple(coordinators)
-        self._slots = Slots(config.upload_slots, config.heartbeat_s)
+        self._slots = Slots(config.upload_slots, config.heartbeat_s, upload_buffers)
         self._participation = Participation(config, keyring, self._slots)
         self._orders = 0
         self._number = 0
@@ -69,6 +80,8 @@ class Aggregator:
                 | Offered()
             ):
                 effects = self._on_work(now, message)
+            case Arriving():
+                effects = self._on_arriving(now, message)
             case Transacted() | Rows():
                 effects = self._on_stored(now, message)
             case AggregatorOrders():
@@ -96,6 +109,7 @@ class Aggregator:
         return due
 
     def check(self) -> None:
+        self._slots.check()
         for held in self.tasks.values():
             held.check()
 
@@ -145,6 +159,15 @@ class Aggregator:
                 return held.on_restored(now)
             case Offered() if held.offers is not None:
                 held.offers.on_offered(now, message)
+        return []
+
+    def _on_arriving(self, now: float, message: Arriving) -> Effects:
+        """A chunk that takes longer than a heartbeat is slow, not silent."""
+        held = self.tasks.get(message.task)
+        session = held.sessions.active.get(message.session) if held is not None else None
+        if session is not None:
+            session.seen_at = now
+            self._slots.touch(now, (message.task, message.session))
         return []
 
     def _on_stored(self, now: float, message: Transacted | Rows) -> Effects:

@@ -20,13 +20,12 @@ from papaya.aggregator.work import Offer
 from papaya.config import TaskConfig
 from papaya.errors import UpdateRefused
 from papaya.learning.kernels import Kernel
-from papaya.learning.parameters import FLOAT32, Vector, decode_tensors, encode_tensors
+from papaya.learning.parameters import FLOAT32, FLOAT64, Vector, decode_tensors, encode_tensors
 from papaya.learning.weighting import BytesLike
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import RecordRow
-from papaya.secagg.errors import Implausible
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.unmask import decode_sum, unmask
+from papaya.secagg.unmask import unmask
 from papaya.secagg.words import WORD, Words
 
 LOST = "trusted_party_lost"
@@ -111,8 +110,6 @@ def unmasked_mean(
     assert parameters is not None
     members = sorted(member.offer for member in record.members)
     masks = trusted.release(parameters, record.target, members)
-    if masks.shape != total.vector.shape:
-        raise Implausible("length", f"{masks.shape} masks for {total.vector.shape} words")
-    unmask(total.vector, masks)
-    found = decode_sum(total.vector, len(members), parameters)
-    return np.divide(found.vector, found.weight, dtype=np.float64).astype(FLOAT32)
+    found = unmask(total.vector, masks, len(members), parameters)
+    mean: Vector = np.divide(found.vector, found.weight, dtype=FLOAT64).astype(FLOAT32)
+    return mean

@@ -13,7 +13,14 @@ from hmac import compare_digest
 from papaya.aggregator import regime
 from papaya.aggregator.sessions import Session, session_life_s
 from papaya.aggregator.task import HeldTask
-from papaya.aggregator.upload import Slots, Upload, chunk_count, chunk_length, crc32
+from papaya.aggregator.upload import (
+    Slots,
+    Upload,
+    buffers_of,
+    chunk_count,
+    chunk_length,
+    crc32,
+)
 from papaya.aggregator.work import Drop, Keep
 from papaya.config import ServerConfig
 from papaya.errors import TicketError
@@ -276,7 +283,8 @@ class Participation:
         upload = session.upload
         effects: Effects = []
         if upload is None or upload.id != chunk.upload:
-            effects.append(Drop(held.task, held.fence.seq, session.id))
+            if upload is not None:
+                effects.append(Drop(held.task, held.fence.seq, session.id))
             upload = session.upload = Upload(chunk.upload, chunk_count(size, piece))
         del upload.missing[chunk.index]
         effects.append(Keep(held.task, session.id, chunk.index * piece, chunk.data, size))
@@ -285,7 +293,11 @@ class Participation:
     def _why_no_body(
         self, now: float, held: HeldTask, session: Session, chunk: Chunk | ChunkOffer, length: int
     ) -> Message | None:
-        """The answer to a chunk whose bytes are not wanted; None when they are."""
+        """The answer to a chunk whose bytes are not wanted.
+
+        None when they are: then the upload has its slot, so that only those bodies arrive whose
+        updates there is memory for. Announcing bytes is no progress, only bytes are.
+        """
         received = ChunkReceived(chunk.upload, chunk.index)
         if session.is_complete:
             return received
@@ -301,9 +313,11 @@ class Participation:
             return received  # known already: no progress, so no claim on the slot
         if upload is not None and upload.id != chunk.upload and chunk.index > 0:
             return Refused("another upload begins with chunk 0")
-        if not self._slots.has_room((held.task, session.id)):
+        owner, buffers = (held.task, session.id), buffers_of(held.ledger.config, piece)
+        if not self._slots.has_room(owner, buffers):
             held.turned_away += 1
             return Retry("all upload slots are taken", _BUSY_RETRY_S)
+        self._slots.take(now, owner, buffers)
         return None
 
     def _complete(

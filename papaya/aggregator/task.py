@@ -96,7 +96,9 @@ class HeldTask:
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
-        problem = why_not_served(ledger.config, self._server.chunk_bytes)
+        problem = why_not_served(
+            ledger.config, self._server.chunk_bytes, self._slots.buffers
+        )
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
@@ -209,8 +211,9 @@ class HeldTask:
         self.sessions.end(
             session, answer, keep_until(session.ticket.expires, self.pipeline.config, self._server)
         )
-        if session.upload is not None and not session.in_buffer:
-            self._slots.release((self.task, session.id))
+        owner = (self.task, session.id)
+        if self._slots.is_held_by(owner):
+            self._slots.release(owner)
             effects.append(Drop(self.task, self.fence.seq, session.id))
         return effects
 

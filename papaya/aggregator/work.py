@@ -153,8 +153,20 @@ class Lost(Message, frozen=True):
     reason: str
 
 
+class Arriving(Message, frozen=True):
+    """Bytes of a chunk whose offer was taken have come, and more are to come. It may be left out;
+    a driver tells it a few times per heartbeat, for chunks that take longer than that.
+    """
+
+    task: TaskId
+    session: SessionId
+
+
 class Drop(Effect, frozen=True):
-    """Without a session: everything of the task under this sequence number."""
+    """What is kept of an upload, and what arrives: its slot is gone.
+
+    Without a session: everything of the task under this sequence number.
+    """
 
     task: TaskId
     seq: int

@@ -107,6 +107,13 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         "--max-training", type=positive, default=600.0, metavar="S", help="that one may last"
     )
     group.add_argument(
+        "--trust",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="your policy on trusted parties, for tasks with secure aggregation",
+    )
+    group.add_argument(
         "--protocol-only",
         type=positive,
         default=argparse.SUPPRESS,
@@ -182,6 +189,7 @@ async def _run(options: argparse.Namespace) -> None:
         listed,
         policies_in,
         trainer_for,
+        trust_in,
     )
     from papaya.net.device import Device, DeviceProcess, DeviceRuntime, Limits, Pacing
     from papaya.net.device.memory import memory_mb
@@ -200,6 +208,7 @@ async def _run(options: argparse.Namespace) -> None:
         blobs_url=getattr(options, "blobs_url", None),
         certificates=getattr(options, "ca", None),
         proxy=getattr(options, "proxy", None),
+        trust=trust_in(getattr(options, "trust", None), options.store, clock.now),
         notify=printer.on_event,
     )
     config = DeviceConfig(participation_floor_s=options.participation_floor)

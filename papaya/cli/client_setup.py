@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from papaya.errors import OperatorError
 from papaya.learning.task import module_hash
 from papaya.net.clock import Clock
 from papaya.net.device import Device, ProtocolTrainer, Trainer, sandboxed
+from papaya.net.device.trust import Trust, read_policy
 from papaya.net.token_files import read as read_token
 from papaya.sim.trainers import protocol_update
 
@@ -106,3 +107,13 @@ def import_examples(
         for number, examples in enumerate(examples_of(files, task_files)):
             added += devices[number % len(devices)].store.add(collection, examples, now)
         note(f"{added:,} examples of {plural(len(files), 'file')} for collection {collection}")
+
+
+def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust | None:
+    """The owner's policy on trusted parties; what was seen of the log is kept beside the store."""
+    if path is None:
+        return None
+    policy = read_policy(path)
+    if policy.allow_insecure_software:
+        note("INSECURE: software evidence is believed, which proves nothing")
+    return Trust(policy, store.with_name(f"{store.name}.log-checkpoint"), now)

@@ -51,7 +51,7 @@ def run_show(options: argparse.Namespace) -> int:
     for fields in shown:
         print_data("")
         for name, value in fields.items():
-            print_data(f"{name:12} {value}")
+            print_data(f"{name:18} {value}")
     return 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import subprocess
 import sys
 import tempfile
@@ -43,10 +44,15 @@ def from_revision(repository: Path, revision: str) -> Read:
     if revision.startswith("-"):
         raise OperatorError(f"{revision!r} is not a revision")
 
+    # Under a git hook, GIT_DIR would name the repository of the hook.
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
+
     def read(path: str) -> bytes:
         command = ["git", "-C", str(repository), "cat-file", "blob", f"{revision}:{path}"]
         try:
-            return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+            return subprocess.run(
+                command, check=True, capture_output=True, timeout=60, env=environment
+            ).stdout
         except (OSError, subprocess.SubprocessError) as error:
             message = f"{repository} cannot show {path} of revision {revision[:60]}"
             raise OperatorError(message, hint="fetch that revision, or name its clone") from error

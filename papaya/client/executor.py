@@ -19,15 +19,32 @@ from papaya.learning.definition import Examples
 FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
 
 
+class TaskTerms(Struct, frozen=True):
+    """What a task file says about privacy, for the device to compare with what a server says."""
+
+    secure: bool
+    model_length: int
+    max_examples: int
+    max_staleness: int
+    clip: float | None
+
+
 class TaskFile(Struct, frozen=True):
     """A task file that this device has, as its executor has found it."""
 
     path: str
     task: str
     module_hash: str
-    model_length: int
-    max_examples: int
+    terms: TaskTerms
     examples: Examples
+
+    @property
+    def model_length(self) -> int:
+        return self.terms.model_length
+
+    @property
+    def max_examples(self) -> int:
+        return self.terms.max_examples
 
 
 class Job(Struct, frozen=True):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 from papaya.client import frames
-from papaya.client.executor import Job, JobResult, TaskFile
+from papaya.client.executor import Job, JobResult, TaskFile, TaskTerms
 from papaya.client.frames import Done, Failed, Kill, Outcome, Problem, Ready, Start, Unloadable
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EVALUATION_LENGTH
@@ -279,17 +279,16 @@ def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...
         from papaya.learning.torch.engine import TorchEngine
 
         engines[path] = TorchEngine(loaded)
-        task = loaded.task
-        tasks.append(
-            TaskFile(
-                path=path,
-                task=task.name,
-                module_hash=loaded.module_hash,
-                model_length=loaded.manifest.length,
-                max_examples=task.client.max_examples,
-                examples=task.examples,
-            )
+        config = loaded.config()
+        terms = TaskTerms(
+            secure=config.secure_aggregation is not None,
+            model_length=config.model_length,
+            max_examples=config.max_examples,
+            max_staleness=config.max_staleness,
+            clip=config.clip,
         )
+        task = loaded.task
+        tasks.append(TaskFile(path, task.name, loaded.module_hash, terms, task.examples))
     return engines, tuple(tasks)
 
 

@@ -13,6 +13,11 @@ from msgspec import Struct
 
 from papaya.config.checks import require, require_count
 
+# Of evaluations under secure aggregation: a bound on every coordinate that one client may upload,
+# and one version is all that there is. Devices compare them with what they are offered.
+EVALUATION_CLIP = 2.0**20
+EVALUATION_MAX_STALENESS = 1
+
 
 class StopRule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A task ends when the first of these is reached; with none it runs until it is cancelled."""

@@ -160,6 +160,8 @@ class Coordinator:
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
         self.over = over(rows, self._now)
         self.tasks = {task: row for task, row in rows.items() if not row.is_over}
+        # Of a task that was forgotten nothing is left to grow from.
+        self.fences = {task: fence for task, fence in self.fences.items() if task in rows}
         for task in self.tasks:
             fence, known = found.get(fence_key(task)), self.fences.get(task)
             # A placement may have been committed after this snapshot: fences only grow.

@@ -87,7 +87,7 @@ class Fleet:
     def heard_aggregator(self, now: float, report: AggregatorReport) -> bool:
         """False for a report that is older than one already seen."""
         view = self.aggregators.get(report.node)
-        if view is None or report.boot > view.boot:
+        if view is None or report.boot > view.boot or self._replaces(now, report, view):
             view = self.aggregators[report.node] = AggregatorView(report.boot)
         if report.boot < view.boot or report.number <= view.number:
             return False
@@ -95,6 +95,7 @@ class Fleet:
         return True
 
     def heard_selector(self, now: float, report: SelectorReport) -> bool:
+        """As for aggregators; those that are silent were dropped before."""
         view = self.selectors.get(report.node)
         if view is None or report.boot > view.boot:
             view = self.selectors[report.node] = SelectorView(report.boot)
@@ -102,6 +103,10 @@ class Fleet:
             return False
         view.update(now, report)
         return True
+
+    def _replaces(self, now: float, report: AggregatorReport, view: AggregatorView) -> bool:
+        """An earlier boot counts once the later one is dead: the node's clock was set back."""
+        return report.boot < view.boot and self.boot_of(now, report.node) is None
 
     def held(self, rng: Random) -> Iterator[tuple[NodeId, DeviceClass, int]]:
         """Held check-ins, beginning with a random selector so that none is always served first."""

@@ -17,9 +17,11 @@ from papaya.messages.storage import FenceRow
 
 def is_orphan(fence: FenceRow, live_boot: float | None, recovers: bool) -> bool:
     """Is the boot that holds the task gone? `live_boot` is the one that its node reports from."""
-    if live_boot is not None:
+    if live_boot is not None and live_boot >= fence.boot:
         return live_boot > fence.boot  # restarted: what held the task is gone for sure
-    return not recovers  # silence proves nothing until the recovery period is over
+    # Silence proves nothing until the recovery period is over. Neither does an earlier boot: it is
+    # a late report, or that of a node which restarted after its clock was set back.
+    return not recovers
 
 
 def workloads(

@@ -15,6 +15,7 @@ Refused: what cannot come after the state that a task is in; versions that are g
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from hashlib import sha256
 
@@ -25,9 +26,11 @@ from papaya.config import (
     Evaluated,
     EvaluationPlan,
     OptimizerConfig,
+    SecureAggregation,
     StopRule,
     TaskConfig,
 )
+from papaya.config.lifecycle import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
@@ -59,6 +62,7 @@ _NEXT: dict[TaskState, tuple[TaskState, ...]] = {
     "cancelled": (),
 }
 _MAX_TASK_ID = 64
+_EVALUATION_ID = re.compile(r".*-eval-[0-9]+(-[0-9]+)?")
 
 
 def owner_prefixes(task: TaskId) -> tuple[str, ...]:
@@ -116,6 +120,11 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
 
 def mark(task: TaskId, row: VersionRow, marked: bool) -> Transaction:
     """Keep a version, or let it go by age."""
+    if row.restarts and not marked:
+        raise OperatorError(
+            f"task {task} was rolled back at version {row.version}, which has to stay",
+            hint="updates from before it are told apart by it",
+        )
     key = version_key(task, row.version)
     return Transaction(require=((key, row),), put=((key, structs.replace(row, marked=marked)),))
 
@@ -133,6 +142,13 @@ def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) ->
             hint="submit a new task, from a checkpoint of this one: papaya task export --help",
         )
     head = rows.newest.version + 1
+    last = rows.row.config.stop.versions
+    if last is not None and head >= last:
+        raise OperatorError(
+            f"a roll-back of task {task} makes version {head} and it stops at version {last}: "
+            "nothing would be trained",
+            hint="submit a new task, from a checkpoint of this one: papaya task export --help",
+        )
     seq = rows.fence.seq + 1
     # Marked: it stays for as long as updates from before it must be told apart.
     version = VersionRow(head, old.parameters, seq, now, marked=True, restarts=True)
@@ -161,13 +177,22 @@ def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) ->
 # -- evaluation ---------------------------------------------------------------------------------
 
 
-def evaluation_id(task: TaskId, version: int) -> TaskId:
-    """`<task>-eval-<version>`, shortened so that it is a task id and still tells tasks apart."""
-    suffix = f"-eval-{version}"
+def evaluation_id(task: TaskId, version: int, earlier: int = 0) -> TaskId:
+    """`<task>-eval-<version>`, with a number when there were earlier ones of this version.
+
+    Never used twice: clients, aggregators and blobs may remember an evaluation for longer than its
+    rows are there. Shortened so that it is a task id and still tells tasks apart.
+    """
+    suffix = f"-eval-{version}" + (f"-{earlier + 1}" if earlier else "")
     if len(task) + len(suffix) > _MAX_TASK_ID:
         digest = sha256(task.encode()).hexdigest()[:8]
         task = f"{task[: _MAX_TASK_ID - len(suffix) - 9]}-{digest}"
     return task + suffix
+
+
+def is_evaluation_id(task: TaskId) -> bool:
+    """Such a name is reserved."""
+    return _EVALUATION_ID.fullmatch(task) is not None
 
 
 def evaluation_config(
@@ -176,11 +201,15 @@ def evaluation_config(
     """An evaluation is an ordinary task of one step from zero: version 1 is the mean of what its
     clients upload, each counted as one example. `length` is that of an evaluation's vector.
     """
+    secure = config.secure_aggregation
+    clients = max(plan.clients, config.threshold or 1)  # no smaller sum may be seen
     return TaskConfig(
-        task=evaluation_id(config.task, version.version),
-        concurrency=math.ceil(1.5 * plan.clients),
+        task=evaluation_id(config.task, version.version, version.evaluations),
+        concurrency=math.ceil(1.5 * clients),
         model_length=length,
-        regime=AsyncFL(aggregation_goal=plan.clients),
+        regime=AsyncFL(clients, EVALUATION_MAX_STALENESS),
+        clip=None if secure is None else EVALUATION_CLIP,
+        secure_aggregation=None if secure is None else SecureAggregation(config.threshold),
         optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
         requirements=config.requirements,
         training_timeout_s=config.training_timeout_s,
@@ -207,7 +236,11 @@ def evaluate(
     assert config.evaluates is not None
     submitted = submission(config, parameters, optimizer, now)
     key = version_key(config.evaluates.task, version.version)
-    pinned = structs.replace(version, kept_until=max(version.kept_until, kept_until))
+    pinned = structs.replace(
+        version,
+        kept_until=max(version.kept_until, kept_until),
+        evaluations=version.evaluations + 1,
+    )
     return Transaction(
         require=(*submitted.require, (key, version)), put=(*submitted.put, (key, pinned))
     )

@@ -93,6 +93,7 @@ class VersionRow(Row, frozen=True):
     evaluation pins it (`kept_until`).
     `restarts`: the owner rolled the task back to an earlier model here; updates that were trained
     from versions between belong to a branch that was given up.
+    `evaluations`: how many were started, so that no two of them ever have the same name.
     """
 
     version: int
@@ -102,6 +103,7 @@ class VersionRow(Row, frozen=True):
     marked: bool = False
     restarts: bool = False
     kept_until: float = 0.0
+    evaluations: int = 0
 
 
 class OptimizerRow(Row, frozen=True):

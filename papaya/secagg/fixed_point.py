@@ -1,4 +1,4 @@
-"""Real numbers as elements of Z_2^32 and back (paper, appendix "Fixed Point Conversion").
+"""Real numbers as elements of Z_2^32 (paper, appendix "Fixed Point Conversion").
 
     "Any real number a waiting for aggregation is multiplied by c and rounded to the nearest
     integer [ca]. [...] the parties need to estimate the scale of the model updates to aggregate,
@@ -25,7 +25,6 @@ from papaya.secagg.words import BLOCK, SIGNED, Reals, Words, blocks
 
 _HALF_GROUP: Final = 2**31 - 1
 _FLOAT64: Final = np.dtype("<f8")
-_FLOAT32: Final = np.dtype("<f4")
 
 # Before it is rounded, a value of at most 2^31 steps has gone through nine float64 operations: the
 # weight (1), the damping (3), the scale (1), their products (2) and the product with the value (1),
@@ -104,25 +103,3 @@ def encode(values: Reals, factor: float, limit: int) -> Words:
     for block in blocks(values.size):
         encoder.encode_into(values[block], encoded[block])
     return encoded
-
-
-def decode(words: Words, step: float) -> Reals:
-    """The float32 values of group elements, at this size of a step."""
-    decoded = np.empty(words.size, _FLOAT32)
-    scratch = np.empty(min(words.size, BLOCK), _FLOAT64)
-    signed = words.view(SIGNED)
-    for block in blocks(words.size):
-        wide = scratch[: block.stop - block.start]
-        np.copyto(wide, signed[block])
-        np.multiply(wide, step, out=decoded[block], casting="same_kind")
-    return decoded
-
-
-def extent(words: Words) -> int:
-    """The largest distance from zero of any element, read as a signed integer."""
-    signed = words.view(SIGNED)
-    found = 0
-    for block in blocks(words.size):
-        part = signed[block]
-        found = max(found, -int(part.min()), int(part.max()))
-    return found

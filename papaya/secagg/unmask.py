@@ -12,13 +12,16 @@ What passes may still be poisoned: see the limitations.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from papaya.secagg import fixed_point
 from papaya.secagg.errors import Implausible
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import SIGNED, Reals, Words, blocks
+from papaya.secagg.words import BLOCK, SIGNED, WORD, Reals, Words, blocks
+
+_FLOAT32: Final = np.dtype("<f4")
+_FLOAT64: Final = np.dtype("<f8")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,36 +33,40 @@ class UnmaskedSum:
     members: int
 
 
-def unmask(masked_sum: Words, masks_sum: Words) -> None:
-    """Subtracts the masks in place."""
-    for block in blocks(masked_sum.size):
-        part = masked_sum[block]
-        np.subtract(part, masks_sum[block], out=part)
-
-
-def decode_sum(words: Words, members: int, parameters: PublicParameters) -> UnmaskedSum:
-    """The values of an unmasked sum, or Implausible with its reason."""
-    check_plausible(words, members, parameters)
-    vector = fixed_point.decode(words[:-2], parameters.step)
-    weight = int(words[-2:-1].view(SIGNED)[0]) / parameters.levels
+def unmask(
+    masked_sum: Words, masks_sum: Words, members: int, parameters: PublicParameters
+) -> UnmaskedSum:
+    """The values of a sum, or Implausible with its reason. What is given stays as it is."""
+    expected = (parameters.vector_words,)
+    if masked_sum.shape != expected or masks_sum.shape != expected:
+        found = f"{masked_sum.shape} and {masks_sum.shape}"
+        raise Implausible("length", f"{found} words, {expected} expected")
+    weight = _checked_weight(masked_sum[-2:] - masks_sum[-2:], members, parameters)
+    limit = members * parameters.levels
+    vector = np.empty(parameters.length, _FLOAT32)
+    scratch, wide = np.empty(BLOCK, WORD), np.empty(BLOCK, _FLOAT64)
+    for block in blocks(parameters.length):
+        size = block.stop - block.start
+        words, values = scratch[:size], wide[:size]
+        np.subtract(masked_sum[block], masks_sum[block], out=words)
+        signed = words.view(SIGNED)
+        if (found_extent := max(-int(signed.min()), int(signed.max()))) > limit:
+            most = found_extent * parameters.step
+            raise Implausible("coordinate", f"a coordinate of {most:.3g}, above members x clip")
+        np.copyto(values, signed)
+        np.multiply(values, parameters.step, out=values)
+        np.copyto(vector[block], values, casting="same_kind")
     return UnmaskedSum(vector, weight, members)
 
 
-def check_plausible(words: Words, members: int, parameters: PublicParameters) -> None:
-    """Raises Implausible unless honest clients can have made this sum."""
-    if words.shape != (parameters.vector_words,):
-        message = f"{words.shape} words, {parameters.vector_words} expected"
-        raise Implausible("length", message)
+def _checked_weight(tail: Words, members: int, parameters: PublicParameters) -> float:
     if not parameters.threshold <= members <= parameters.aggregation_goal:
         limits = f"{parameters.threshold} to {parameters.aggregation_goal}"
         raise Implausible("members", f"{members} members, outside {limits}")
-    weight, count = (int(word) for word in words[-2:].view(SIGNED))
+    steps, count = (int(word) for word in tail.view(SIGNED))
     if count != members:
         raise Implausible("constant", f"the constants add up to {count} for {members} members")
-    limit = members * parameters.levels
-    if not 0 < weight <= limit:
-        share = weight / parameters.levels
-        raise Implausible("weight", f"a weight of {share:.3g} for {members} members")
-    if (found := fixed_point.extent(words[:-2])) > limit:
-        share = found * parameters.step
-        raise Implausible("coordinate", f"a coordinate of {share:.3g}, clip x members exceeded")
+    weight = steps / parameters.levels
+    if not 0 < steps <= members * parameters.levels:
+        raise Implausible("weight", f"a weight of {weight:.3g} for {members} members")
+    return weight

@@ -22,7 +22,7 @@ from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.shards import initial_blobs
 from papaya.client.client import Client
 from papaya.client.history import History
-from papaya.client.work import Finish
+from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import DeviceConfig, ServerConfig, TaskConfig
 from papaya.config.checks import require
 from papaya.coordinator.coordinator import Coordinator
@@ -40,7 +40,7 @@ from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
 from papaya.sim.trainers import protocol_update
-from papaya.sim.trusted import TrustedTwin
+from papaya.sim.trusted import TrustedTwin, sealed
 
 # When nearly the whole fleet is here already, an arrival may find nobody.
 _MAX_DRAWS = 64
@@ -125,7 +125,7 @@ class Cluster:
         self._arrivals = Arrivals(self.population)
         self._fleet_rng = self._rng("fleet")
         self._device_rng = self._rng("devices")
-        self.sealing_rng = self._rng("seals")
+        self._sealing_rng = self._rng("seals")
         self._mean_return_s = self._paced_return_s()
         for task in config.tasks:
             self.submit(task)
@@ -236,6 +236,10 @@ class Cluster:
     def train(self, session: SessionId, length: int) -> bytes:
         """What a device's training gives."""
         return protocol_update(session, length)
+
+    def seal(self, device: Device, work: Seal) -> Sealed:
+        """What a device makes of its update for an offer; SecureAggregationError if it refuses."""
+        return sealed(work, self.engine.now, self._sealing_rng)
 
     # -- for those who watch ----------------------------------------------------------------
 

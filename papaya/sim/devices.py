@@ -28,7 +28,6 @@ from papaya.messages.participation import Join
 from papaya.secagg.errors import SecureAggregationError
 from papaya.sim.hosts import Host
 from papaya.sim.population import Visit
-from papaya.sim.trusted import sealed
 
 if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
@@ -157,7 +156,7 @@ class Device:
 
     def _seal(self, effect: Seal) -> None:
         try:
-            done: Message = sealed(effect, self._engine.now, self.cluster.sealing_rng)
+            done: Message = self.cluster.seal(self, effect)
         except SecureAggregationError as error:
             done = WorkFailed(str(error))
         self._engine.after(_SEAL_S, self.deliver, done)

@@ -1,12 +1,13 @@
 """Twin of the trusted party: the very object of papaya/tsa, under virtual time, that may crash.
 
-It keeps nothing across a crash, as the real one: a new identity, no groups, no offers. Its evidence
-is empty, and simulated devices believe it: attestation has tests of its own.
+It keeps nothing across a crash, as the real one: a new identity, no groups, no offers. While it is
+away nobody reaches it. Its evidence is empty, and simulated devices believe it: attestation has
+tests of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 import numpy as np
@@ -19,37 +20,49 @@ from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, Terms, UnsealedUpdate
 from papaya.secagg.words import Words
 from papaya.sim.engine import Engine
+from papaya.tsa.errors import Unavailable
 from papaya.tsa.trusted_aggregator import TrustedAggregator
 
 
 class TrustedTwin:
+    """`on_accepted` hears of every seed that was taken, `on_released` of every sum given away."""
+
     def __init__(self, engine: Engine, rng: Random) -> None:
+        self.on_accepted: Callable[[int, int], None] = lambda index, group: None
+        self.on_released: Callable[[bytes, int, tuple[int, ...]], None] = lambda *released: None
         self._engine = engine
         self._rng = rng
-        self.crashes = -1
         self.crash()
         self.party = TrustedPartyOverTsa(self, lambda digest: Evidence("software", b"", b"", -1))
 
-    def crash(self) -> None:
-        """And back at once, with nothing."""
-        self.crashes += 1
+    def crash(self, away_s: float = 0.0) -> None:
+        """It comes back after so long, with nothing."""
         self._tsa = TrustedAggregator(self._rng.randbytes)
+        self.identity_public_key = self._tsa.identity_public_key
+        self._back_at = self._engine.now + away_s
 
-    @property
-    def identity_public_key(self) -> bytes:
-        return self._tsa.identity_public_key
+    def come_back(self) -> None:
+        self._back_at = self._engine.now
 
     def register(self, parameters: PublicParameters) -> bytes:
-        return self._tsa.register(parameters.encode())
+        return self._reached().register(parameters.encode())
 
     def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
-        return self._tsa.offers(parameters_hash, count, self._engine.now)
+        return self._reached().offers(parameters_hash, count, self._engine.now)
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
-        self._tsa.accept(index, group, sealed, self._engine.now)
+        self._reached().accept(index, group, sealed, self._engine.now)
+        self.on_accepted(index, group)
 
     def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
-        return self._tsa.release(parameters.digest(), group, members)
+        masks = self._reached().release(parameters.digest(), group, members)
+        self.on_released(parameters.digest(), group, tuple(members))
+        return masks
+
+    def _reached(self) -> TrustedAggregator:
+        if self._engine.now < self._back_at:
+            raise Unavailable("the trusted party is away")
+        return self._tsa
 
 
 def sealed(work: Seal, now: float, rng: Random) -> Sealed:

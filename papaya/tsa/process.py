@@ -1,10 +1,11 @@
 """The trusted party as its own process: one thread, many connections, one request at a time each.
 
-The loop behind `papaya serve tsa`. When nobody has asked anything for a moment it sums waiting seeds,
-so that a release finds its sum ready. A connection is not read while its answer is being sent, so a peer that
-does not read costs one answer of memory, which is a view of the sum. A connection that announces
-too long a request is closed; one too many closes the connection that was silent longest. No peer
-can end the process: only the `stop` socket can. It logs nothing and writes nothing.
+The loop behind `papaya serve tsa`. When nobody has asked anything for a moment it sums waiting
+seeds, so that a release finds its sum ready. A connection is not read while its answer is being
+sent, so a peer that does not read costs one answer of memory, which is a view of the sum. A
+connection that announces too long a request is closed; one too many closes the connection that was
+silent longest. No peer can end the process: only the `stop` socket can. It logs nothing and writes
+nothing.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ class Record:
             raise LogError("the software measurement is not the artifact's hash")
         for name, text in (("repository", self.repository), ("recipe", self.recipe)):
             _check_text(name, text)
-        if not isinstance(self.revision, str) or not _REVISION.fullmatch(self.revision):
-            raise LogError("revision is a commit's full id, in lower-case hexadecimal digits")
+        _check_revision(self.revision)
 
     def encode(self) -> bytes:
         fields = {
@@ -126,6 +125,11 @@ def _check_registers(platform: str, registers: object) -> None:
 def _check_hex(name: str, value: object, size: int) -> None:
     if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{2 * size}}}", value):
         raise LogError(f"{name} is {size} bytes in lower-case hexadecimal digits")
+
+
+def _check_revision(value: object) -> None:
+    if not isinstance(value, str) or not _REVISION.fullmatch(value):
+        raise LogError("revision is a commit's full id, in lower-case hexadecimal digits")
 
 
 def _check_text(name: str, text: object) -> None:

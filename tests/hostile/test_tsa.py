@@ -16,7 +16,6 @@ from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.errors import Implausible, OfferRefused, SecureAggregationError, UpdateError
 from papaya.secagg.mask import sum_masks
 from papaya.secagg.participant import Terms, UnsealedUpdate, weight_and_damping
-from papaya.secagg.unmask import decode_sum
 from papaya.secagg.words import WORD
 from papaya.tsa import wire
 from papaya.tsa.errors import Reason, Refused
@@ -26,6 +25,7 @@ from tests.unit.secagg.builders import (
     Deployment,
     a_policy,
     a_task,
+    decoded,
     entropy,
     tampered,
 )
@@ -242,7 +242,7 @@ def test_a_seed_that_does_not_match_its_vector() -> None:
     total += sum_masks([b"another seed 123"], 7)
     members = [u.index for u in [*updates, liar]]
     with pytest.raises(Implausible):
-        decode_sum(total - deployment.trusted.release(deployment.hash, 0, members), 4, a_task())
+        decoded(total - deployment.trusted.release(deployment.hash, 0, members), 4, a_task())
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_an_implausible_sum(position: int, added: int, reason: str) -> None:
     words = deployment.unmasked([deployment.accept(deployment.any_sealed(1.0)) for _ in range(3)])
     words[position] += np.uint32(added)
     with pytest.raises(Implausible) as caught:
-        decode_sum(words, 3, deployment.parameters)
+        decoded(words, 3, deployment.parameters)
     assert caught.value.reason == reason
 
 
@@ -267,7 +267,7 @@ def test_fake_clients_around_one_honest_one_are_not_noticed() -> None:
     deployment = Deployment(a_task(threshold=4))
     honest = deployment.accept(deployment.sealed(SECRET, examples=100))
     fakes = [deployment.accept(deployment.sealed(np.zeros(5, np.float32))) for _ in range(3)]
-    found = decode_sum(deployment.unmasked([honest, *fakes]), 4, deployment.parameters)
+    found = decoded(deployment.unmasked([honest, *fakes]), 4, deployment.parameters)
     assert np.allclose(found.vector, SECRET, atol=1e-6)
 
 
@@ -276,7 +276,7 @@ def test_over_norm_inputs_under_the_mask_are_not_noticed() -> None:
     deployment = Deployment()
     honest = deployment.accepted(2)
     poisoned = deployment.accept(deployment.sealed(np.full(5, 1e30, np.float32)))
-    found = decode_sum(deployment.unmasked([*honest, poisoned]), 3, deployment.parameters)
+    found = decoded(deployment.unmasked([*honest, poisoned]), 3, deployment.parameters)
     assert np.allclose(found.vector, 2 * 0.5 + 1.0)
 
 
@@ -290,6 +290,6 @@ def test_errors_carry_no_secret() -> None:
             deployment.accept(attempt)
         said.append(str(caught.value))
     with pytest.raises(SecureAggregationError) as failed:
-        decode_sum(update.masked.copy(), 2, deployment.parameters)
+        decoded(update.masked.copy(), 2, deployment.parameters)
     said.append(str(failed.value))
     assert all(len(text) < 200 and update.sealed.hex()[:16] not in text for text in said)

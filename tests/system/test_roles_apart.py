@@ -224,18 +224,26 @@ async def _kill_at_random(apart: Apart, kills: int) -> Book:
         book = flying.book
         for _ in range(kills):
             await _until_mid_upload(book)
-            victims = rng.sample(apart.installation.servers, rng.choice((1, 1, 2)))
-            numbers = [rng.choice((signal.SIGKILL, signal.SIGSTOP)) for _ in victims]
-            for server, number in zip(victims, numbers, strict=True):
-                server.kill() if number is signal.SIGKILL else server.send(number)
-            book.next_era()
-            for server, number in zip(victims, numbers, strict=True):
-                if number is signal.SIGKILL:
-                    await asyncio.to_thread(server.start)
-                else:
-                    await _more(book, 1)
-                    server.send(signal.SIGCONT)
+            await _hurt(book, rng.sample(apart.installation.servers, rng.choice((1, 1, 2))), rng)
         book.last_era()
         await _more(book, 2 * _GOAL)
         await flying.go_home(_STEP_S)
     return book
+
+
+async def _hurt(book: Book, victims: list[ServerProcess], rng: Random) -> None:
+    """Each is killed or frozen, and comes back."""
+    frozen = [server for server in victims if rng.random() < 0.5]
+    for server in victims:
+        if server in frozen:
+            server.send(signal.SIGSTOP)
+        else:
+            server.kill()
+    book.next_era()
+    for server in victims:
+        if server not in frozen:
+            await asyncio.to_thread(server.start)
+    if frozen and len(victims) == 1:
+        await _more(book, 1)  # without any one of them the others go on; without two, maybe not
+    for server in frozen:
+        server.send(signal.SIGCONT)

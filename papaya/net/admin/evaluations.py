@@ -16,11 +16,13 @@ from msgspec import structs
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.aggregator.shards import initial_blobs
 from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
+from papaya.errors import ConfigError, OperatorError
 from papaya.learning import parameters
 from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, summarize
 from papaya.learning.parameters import FLOAT32, FLOAT64
 from papaya.messages import owner
-from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow
+from papaya.messages.base import TaskId
+from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow, task_key
 from papaya.net.admin.stores import Blobs, State
 
 
@@ -28,6 +30,29 @@ def is_due(plan: EvaluationPlan, newest: int, tried: Iterable[int], *, is_last: 
     """The first version that is seen, as a baseline, then every so many, and the last one."""
     last = max(tried, default=None)
     return last is None or newest >= last + (1 if is_last else plan.every_versions)
+
+
+def check_plan(config: TaskConfig) -> None:
+    """Refuses a plan by which no evaluation could ever start."""
+    if config.evaluation is None:
+        return
+    try:
+        first = VersionRow(0, "", 0, 0.0)
+        owner.evaluation_config(config, first, config.evaluation, EVALUATION_LENGTH)
+    except ConfigError as error:
+        raise OperatorError(
+            f"no evaluation could start by the plan of task {config.task}: {error}",
+            hint="change evaluation.clients or evaluation.timeout_s",
+        ) from error
+
+
+async def running(state: State, task: TaskId, version: VersionRow) -> TaskId | None:
+    """The evaluation of this version that is not over yet."""
+    if version.evaluations == 0:
+        return None
+    last = owner.evaluation_id(task, version.version, version.evaluations - 1)
+    row = (await state.read((task_key(last),))).get(task_key(last))
+    return last if isinstance(row, TaskRow) and not row.is_over else None
 
 
 async def start(
@@ -39,7 +64,7 @@ async def start(
     now: float,
     server: ServerConfig,
 ) -> tuple[TaskConfig, Outcome]:
-    """Submit the evaluation of one version; refused when it has one already."""
+    """Submit an evaluation of one version; refused when the version's row has changed."""
     evaluation = owner.evaluation_config(config, version, plan, EVALUATION_LENGTH)
     initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
     for key, data in initial:

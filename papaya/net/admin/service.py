@@ -178,7 +178,11 @@ class AdminService:
     async def mark(self, task: TaskId, request: Mark) -> VersionView:
         found = await self._rows(task)
         row = _version(found, request.version)
-        await self.write(owner.mark(task, row, request.marked))
+        try:
+            change = owner.mark(task, row, request.marked)
+        except OperatorError as error:
+            raise Conflict(str(error), hint=error.hint) from error
+        await self.write(change)
         return _version_view(_version(await self._rows(task), request.version))
 
     async def evaluate(self, task: TaskId, request: Evaluate) -> Started:
@@ -192,14 +196,14 @@ class AdminService:
             clients=request.clients or plan.clients,
             timeout_s=request.timeout_s or plan.timeout_s,
         )
+        if earlier := await evaluations.running(self.state, task, row):
+            raise Conflict(
+                f"version {row.version} of {task} is being evaluated already",
+                hint=f"papaya task show {earlier}",
+            )
         evaluation, outcome = await evaluations.start(
             self.state, self.blobs, config, row, plan, self.now(), self._server
         )
-        if outcome == "refused":
-            raise Conflict(
-                f"version {row.version} of {task} has an evaluation already, or is gone",
-                hint=f"papaya task show {evaluation.task}",
-            )
         self._settle(outcome)
         return Started(evaluation.task, row.version)
 

@@ -9,7 +9,6 @@ parameters file of another length or with NaN.
 from __future__ import annotations
 
 import asyncio
-import re
 
 from msgspec import structs
 
@@ -19,14 +18,15 @@ from papaya.errors import MissingBlob, OperatorError, ProtocolError
 from papaya.learning import parameters
 from papaya.learning.parameters import Manifest
 from papaya.learning.server_optimizer import server_optimizer
+from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import ManifestRow, TaskRow, manifest_key, submission, task_key
+from papaya.net.admin import evaluations
 from papaya.net.admin.problems import Conflict, NotFound
 from papaya.net.admin.service import AdminService
 from papaya.net.admin.views import NewTask, Stored, TaskView
 
 MAX_HEADER_BYTES = 8 + (1 << 16)  # in front of the numbers in a parameters file
-_EVALUATION = re.compile(r".*-eval-[0-9]+")
 
 
 def max_parameters_bytes(model_length: int) -> int:
@@ -46,11 +46,12 @@ async def store_parameters(
 
 async def submit(service: AdminService, new: NewTask) -> TaskView:
     config = new.config
-    if config.evaluates is not None or _EVALUATION.fullmatch(config.task):
+    if config.evaluates is not None or owner.is_evaluation_id(config.task):
         raise OperatorError(
             f"task {config.task!r} is named or made like an evaluation",
             hint="choose another name; evaluations start with: papaya task evaluate TASK",
         )
+    evaluations.check_plan(config)
     _check_manifest(new)
     await _require_new(service, config.task)
     await _require_parameters(service, new)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.config import ServerConfig
@@ -67,25 +68,25 @@ class Supervisor:
         self._history = history
 
     async def run(self) -> None:
-        """Until cancelled. An error costs one turn."""
+        """Until cancelled. An error costs one turn: of one task, if it is that task's."""
         while True:
-            try:
+            with _one_error_at_a_time("this turn"):
                 await self.turn()
-            except PapayaError as error:
-                logger.error("%s; hint: %s", error, error.hint)
-            except Exception:
-                logger.exception("the supervisor failed in one turn")
             await self._sleep(TURN_S)
 
     async def turn(self) -> None:
         found = await self._state.read((TASKS,))
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
         self._history.forget_all_but(rows)
-        for task, row in rows.items():
-            if row.config.evaluates is not None:
-                await self._look_after_evaluation(row, rows.get(row.config.evaluates.task))
-            elif not row.is_over or self._now() < row.ended + REMEMBER_S:
-                await self._look_after(row, _evaluations_of(task, rows))
+        for row in rows.values():
+            with _one_error_at_a_time(f"task {row.config.task}"):
+                await self._look_after_any(row, rows)
+
+    async def _look_after_any(self, row: TaskRow, rows: dict[TaskId, TaskRow]) -> None:
+        if row.config.evaluates is not None:
+            await self._look_after_evaluation(row, rows.get(row.config.evaluates.task))
+        elif not row.is_over or self._now() < row.ended + REMEMBER_S:
+            await self._look_after(row, _evaluations_of(row.config.task, rows))
 
     async def _look_after(self, row: TaskRow, own: list[TaskRow]) -> None:
         task = row.config.task
@@ -109,6 +110,8 @@ class Supervisor:
         points = await self._history.points(row.config.task)
         tried = [p.version for p in points.values() if p.evaluated]
         tried += [e.config.evaluates.version for e in own if e.config.evaluates is not None]
+        # The versions are read after `own`: what another supervisor started meanwhile shows here.
+        tried += [version for version, found in versions.items() if found.evaluations]
         newest = versions[max(versions)]
         if evaluations.is_due(plan, newest.version, tried, is_last=row.is_over):
             config, outcome = await evaluations.start(
@@ -192,6 +195,17 @@ class Supervisor:
         if await self._state.transact(change) == "committed":
             logger.info("%s", news)
             self._changed()
+
+
+@contextmanager
+def _one_error_at_a_time(what: str) -> Iterator[None]:
+    """What goes wrong with one task must not keep the supervisor from the others."""
+    try:
+        yield
+    except PapayaError as error:
+        logger.error("%s; hint: %s", error, error.hint)
+    except Exception:
+        logger.exception("the supervisor failed in %s", what)
 
 
 def _has_result(evaluation: TaskRow, points: dict[int, PointRow]) -> bool:

@@ -21,6 +21,7 @@ from papaya.net.device.download import Downloads
 from papaya.net.device.events import Notify, Reachable, Unreachable, nobody
 from papaya.net.device.limits import Limits, Pacing
 from papaya.net.device.selectors import Selectors, check_url, open_session
+from papaya.net.device.trust import Trust
 
 _PROCESS = "process"
 _LOAD_PERIOD_S = 60.0
@@ -66,9 +67,11 @@ class DeviceProcess:
         blobs_url: str | None = None,
         certificates: Path | None = None,
         proxy: str | None = None,
+        trust: Trust | None = None,
         notify: Notify = nobody,
     ) -> None:
         self.now = now
+        self.trust = trust
         self.limits = limits or Limits()
         self.pacing = pacing or Pacing()
         self._own_load = OwnLoad(now)

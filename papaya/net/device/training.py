@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from papaya.client.example_store import ExampleStore, Split
-from papaya.client.executor import Executor, Job, JobFailed
+from papaya.client.executor import Executor, Job, JobFailed, TaskTerms
 from papaya.client.sandbox import Sandbox
 from papaya.client.work import Trained
 from papaya.errors import ConfigError, OperatorError, ProtocolError
@@ -37,6 +37,7 @@ class Assignment(Struct, frozen=True):
     model_length: int
     update_length: int
     evaluates: bool
+    secure: bool
     timeout_s: float
 
 
@@ -50,6 +51,10 @@ class Trainer(Protocol):
         ...
 
     def knows(self, program: TaskId) -> bool: ...
+
+    def terms(self, program: TaskId) -> TaskTerms | None:
+        """What the device's own file says about privacy; None where there is no file."""
+        ...
 
     async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
         """Raises PapayaError when it cannot; ends its work when it is cancelled."""
@@ -95,6 +100,9 @@ class ExecutorTrainer:
     def knows(self, program: TaskId) -> bool:
         return program in self._files
 
+    def terms(self, program: TaskId) -> TaskTerms | None:
+        return self._files[program].terms
+
     async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
         file = self._files[assignment.program]
         if file.model_length != assignment.model_length:
@@ -115,7 +123,8 @@ class ExecutorTrainer:
             parameters=assignment.parameters,
             examples=tuple(examples),
             seed=self._rng.getrandbits(63),
-            volume=volume,
+            # Under a mask a bucket of few clients would tell too much of them: all share one.
+            volume=0 if assignment.secure else volume,
         )
         try:
             result = await self._executor.run(job, assignment.timeout_s)
@@ -173,6 +182,9 @@ class ProtocolTrainer:
 
     def knows(self, program: TaskId) -> bool:
         return True
+
+    def terms(self, program: TaskId) -> TaskTerms | None:
+        return None
 
     async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
         await asyncio.sleep(self._seconds())

@@ -23,6 +23,7 @@ from papaya.client.work import (
     Finish,
     Remember,
     Request,
+    Seal,
     Train,
     Trained,
     Unanswered,
@@ -113,6 +114,8 @@ class Visit:
                     self._spawn(self._download(effect))
                 case Train():
                     self._spawn(self._train(effect))
+                case Seal():
+                    self._spawn(self._seal(effect))
                 case Remember():
                     if not await self._remember(effect):
                         break
@@ -172,6 +175,16 @@ class Visit:
             raise ProtocolError(f"task {joined.task!r} comes with parameters of {program!r}")
         if not self._equipment.trainer.knows(program):
             raise ProtocolError(f"this device does not know a task {program!r}")
+        terms = self._equipment.trainer.terms(program)
+        if terms is not None and terms.secure != joined.secure:
+            asked, told = (
+                ("asks for", "does not have") if terms.secure else ("does not know", "has")
+            )
+            raise ProtocolError(
+                f"the device's own file of {program!r} {asked} secure aggregation, the server's "
+                f"task {told} it",
+                hint="give devices the very file that was submitted",
+            )
         limit = self._process.limits.max_model_bytes
         if 4 * max(joined.model_length, joined.update_length) > limit:
             raise ProtocolError(
@@ -190,6 +203,7 @@ class Visit:
             joined.model_length,
             joined.update_length,
             effect.evaluates,
+            joined.secure,
             effect.timeout_s,
         )
         try:
@@ -200,6 +214,21 @@ class Visit:
             self._fail("no update", _in_words(error))
         else:
             self._inbox.put_nowait(trained)
+
+    async def _seal(self, effect: Seal) -> None:
+        joined, trust = self.machine.joined, self._process.trust
+        assert joined is not None
+        terms = self._equipment.trainer.terms(task_of(joined.parameters))
+        try:
+            if trust is None or terms is None:
+                raise ProtocolError(
+                    "this device believes no trusted party", hint="papaya client --trust FILE"
+                )
+            done = await asyncio.to_thread(trust.seal, effect, terms, evaluates=joined.evaluates)
+        except Exception as error:  # whatever goes wrong, nothing was masked
+            self._fail("no seal", _in_words(error))
+        else:
+            self._inbox.put_nowait(done)
 
     async def _remember(self, effect: Remember) -> bool:
         history = self._equipment.history

@@ -82,6 +82,8 @@ def a_sync_task(concurrency: int, over_selection: float, **changes: Any) -> Task
 class World:
     """Time, one store, its blobs, and the aggregators that share them."""
 
+    upload_buffers = float("inf")
+
     def __init__(self, *tasks: TaskConfig, server: ServerConfig = SERVER) -> None:
         self.now = 0.0
         self.server = server
@@ -184,8 +186,8 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
-        coordinators = ("coordinator-1",)
-        self.machine = Aggregator(name, world.now, world.server, KEYRING, coordinators)
+        around = (KEYRING, ("coordinator-1",), world.upload_buffers)
+        self.machine = Aggregator(name, world.now, world.server, *around)
         self.shards = Shards()
         self.log: list[Effect] = []
         self.held_back: deque[Effect] = deque()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from papaya.aggregator.upload import Slots
-from papaya.aggregator.work import Fold
+from papaya.aggregator.phase import Phase
+from papaya.aggregator.upload import ARRIVING, Slots
+from papaya.aggregator.work import Arriving, Drop, Fold
 from papaya.config import ServerConfig
 from papaya.machine import Transact
 from papaya.messages.base import Message
 from papaya.messages.participation import (
     Aborted,
     Alive,
+    ChunkOffer,
+    ChunkReceived,
     Completed,
     Incomplete,
     Refused,
@@ -139,19 +142,101 @@ def test_load_is_slots_in_use_and_uploads_turned_away() -> None:
 def test_idle_slots_are_listed_longest_first() -> None:
     slots = Slots(3, idle_after_s=10.0)
     for moment, session in enumerate(("a", "b", "c")):
-        assert slots.has_room((TASK, session))
-        slots.touch(float(moment), (TASK, session))
+        assert slots.has_room((TASK, session), 1)
+        slots.take(float(moment), (TASK, session), 1)
     slots.touch(5.0, (TASK, "a"))
     assert slots.idle(10.9) == []
     assert slots.idle(12.0) == [(TASK, "b"), (TASK, "c")]
     assert slots.idle(15.0) == [(TASK, "b"), (TASK, "c"), (TASK, "a")]
-    assert slots.has_room((TASK, "a"))
-    assert not slots.has_room((TASK, "d"))
+    assert slots.has_room((TASK, "a"), 1)
+    assert not slots.has_room((TASK, "d"), 1)
     slots.release((TASK, "b"))
     slots.release((TASK, "b"))
-    assert slots.has_room((TASK, "d"))
-    slots.touch(15.0, (TASK, "d"))
+    assert slots.has_room((TASK, "d"), 1)
+    slots.take(15.0, (TASK, "d"), 1)
     assert slots.used == 1
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def offer(world: World, phone: Phone, index: int = 0) -> Message | None:
+    """The head of a chunk is there: should its body be read?"""
+    return phone.ask(ChunkOffer(phone.ticket, "u1", index, len(FIRST)))
+
+
+def with_buffers(count: int) -> tuple[World, Node]:
+    world = World(an_async_task(1))
+    world.upload_buffers = count
+    node = world.start()
+    world.place(node)
+    return world, node
+
+
+def test_an_upload_begins_only_if_there_is_memory_for_all_of_it() -> None:
+    """Else every upload holds some chunks, and none can ever end."""
+    world, node = with_buffers(2 * (2 + ARRIVING) - 1)
+    one, other = world.joined(node, 2)
+    one.report()
+    other.report()
+    assert offer(world, one) is None
+    assert isinstance(offer(world, other), Retry), "slots are free, memory is not"
+    assert isinstance(other.chunk(0, FIRST), Retry)
+    assert node.machine._slots.used == 4 / 7
+    one.send(1)
+    assert finished(world, one) == Completed()
+    other.send(2)
+    assert finished(world, other) == Completed()
+
+
+def test_a_task_whose_updates_do_not_fit_into_memory_is_halted_with_the_reason() -> None:
+    _, node = with_buffers(2 + ARRIVING - 1)
+    held = node.machine.tasks[TASK]
+    assert held.phase is Phase.HALTED
+    assert "upload_memory_mb" in held.halted_because
+
+
+def test_a_client_that_announces_chunks_and_sends_none_loses_its_slot() -> None:
+    world, node, phone = an_uploader()
+    for _ in range(4):
+        assert offer(world, phone) is None
+        world.pass_s(H / 2)
+    assert Drop(TASK, 1, phone.session) in node.log, "what arrives is broken off"
+
+
+def test_bytes_that_arrive_keep_the_slot_and_the_session() -> None:
+    """A chunk slower than a heartbeat, or than three of them, is still on its way."""
+    world, node, phone = an_uploader()
+    phone.chunk(0, FIRST)
+    assert offer(world, phone, 1) is None
+    for _ in range(8):
+        world.pass_s(H / 2)
+        node.receive(Arriving(TASK, phone.session))
+    assert phone.chunk(1, SECOND) == ChunkReceived("u1", 1)
+    assert finished(world, phone) == Completed()
+
+
+def test_bytes_for_nobody_change_nothing() -> None:
+    world, node, phone = an_uploader()
+    node.receive(Arriving(TASK, phone.session))
+    node.receive(Arriving(TASK, "stranger"))
+    node.receive(Arriving("no-task", "stranger"))
+    assert node.machine._slots.used == 0
+
+
+def test_a_session_that_ends_breaks_off_what_arrives_for_it() -> None:
+    world, node, phone = an_uploader()
+    assert offer(world, phone) is None
+    phone.leave()
+    assert Drop(TASK, 1, phone.session) in node.log
+    assert node.machine._slots.used == 0
+
+
+def test_chunks_that_arrive_together_do_not_break_each_other_off() -> None:
+    world, node, phone = an_uploader()
+    assert offer(world, phone, 0) is offer(world, phone, 1) is None
+    phone.chunk(1, SECOND)
+    assert node.did(Drop) == []
 
 
 # -- deadline -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from papaya.messages.storage import (
     fence_key,
 )
 from tests.unit.coordinator.builders import (
+    SERVER,
     H,
     Office,
     a_served_office,
@@ -216,9 +217,50 @@ def test_a_holder_is_told_all_its_tasks_and_no_others() -> None:
 
 
 def test_an_earlier_boot_is_not_told_what_the_row_gives_to_a_later_one() -> None:
-    office = an_office(a_task())
-    office.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.0)
+    first = a_served_office(a_task())
+    first.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.0)
+    office = Office(node="c-2", store=first.store)
+    office.wake()
+    office.pass_s(SERVER.leader_lease_s)
     office.pass_s(H)
     [orders] = orders_in(office.aggregator("agg-1", boot=50.0), AggregatorOrders)
     assert orders.tasks == ()
-    assert office.fence().seq == 4, "a later boot has it: this is the one that is stale"
+    assert office.fence().seq == 4, "a later boot has it: this may be a late report"
+
+
+def test_a_node_that_restarts_with_its_clock_set_back_gets_its_tasks_again() -> None:
+    """Everything restarts; boots are wall time, so the fence names a boot of the future."""
+    first = a_served_office(a_task())
+    first.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.0)
+    office = Office(node="c-1", store=first.store)
+    office.wake()
+    office.wake()
+    assert office.leads
+    for _ in range(4):
+        office.pass_s(H)
+        office.aggregator("agg-1", boot=50.0)
+    assert office.fence() == FenceRow(5, "agg-1", 50.0)
+
+
+def test_an_aggregator_whose_clock_was_set_back_is_heard_when_its_last_boot_is_dead() -> None:
+    office = an_office(a_task())
+    office.aggregator("agg-1", boot=5.0, number=900)
+    assert office.fence() == FenceRow(1, "agg-1", 5.0)
+    for number in range(1, 5):
+        office.pass_s(H)
+        office.aggregator("agg-1", boot=4.0, number=number)
+    assert office.fence() == FenceRow(2, "agg-1", 4.0)
+
+
+def test_a_task_that_is_forgotten_and_made_again_is_placed_again() -> None:
+    office = a_served_office(a_task())
+    assert office.fence() == FenceRow(1, "agg-1", 0.0)
+    for key in [key for key in office.store.rows if "/words" in key]:
+        del office.store.rows[key]
+    office.pass_s(H)
+    office.aggregator("agg-1")
+    Office(a_task(), store=office.store)
+    assert office.fence().seq == 0
+    office.pass_s(H)
+    office.aggregator("agg-1")
+    assert office.fence() == FenceRow(1, "agg-1", 0.0)

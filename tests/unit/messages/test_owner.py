@@ -185,9 +185,15 @@ def test_an_evaluation_is_a_legal_task_of_one_step(task: str, version: int, clie
 def test_ids_of_evaluations_tell_tasks_and_versions_apart() -> None:
     assert owner.evaluation_id("next-word", 12) == "next-word-eval-12"
     long, other = "a" * 63 + "b", "a" * 63 + "c"
-    ids = {owner.evaluation_id(task, v) for task in (long, other) for v in (1, 2)}
-    assert len(ids) == 4
+    ids = {
+        owner.evaluation_id(task, v, earlier)
+        for task in (long, other)
+        for v in (1, 2)
+        for earlier in (0, 1, 10**9)
+    }
+    assert len(ids) == 12
     assert max(map(len, ids)) == 64
+    assert all(owner.is_evaluation_id(task) for task in ids)
 
 
 def evaluated() -> tuple[dict[str, Row], TaskRow, VersionRow]:

@@ -11,6 +11,7 @@ import numpy as np
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, SealedUpdate, Terms, UnsealedUpdate
+from papaya.secagg.unmask import UnmaskedSum, unmask
 from papaya.secagg.words import WORD, Entropy, Reals, Words
 from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
 
@@ -48,6 +49,11 @@ def a_policy(parameters: PublicParameters, **changes: Any) -> Policy:
     for name in ("task", "length", "clip", "max_examples", "max_staleness"):
         fields[name] = getattr(parameters, name)
     return Policy(**(fields | changes))
+
+
+def decoded(words: Words, members: int, parameters: PublicParameters) -> UnmaskedSum:
+    """What an aggregator makes of a sum that has no masks on it any more."""
+    return unmask(words, np.zeros_like(words), members, parameters)
 
 
 class Deployment:

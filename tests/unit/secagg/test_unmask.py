@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from papaya.secagg.errors import Implausible
-from papaya.secagg.unmask import check_plausible, decode_sum, unmask
-from papaya.secagg.words import WORD, Words
-from tests.unit.secagg.builders import a_task
+from papaya.secagg.unmask import unmask
+from papaya.secagg.words import BLOCK, WORD, Words
+from tests.unit.secagg.builders import a_task, decoded
 
 TASK = a_task()
 LEVELS = TASK.levels
@@ -24,7 +24,7 @@ def a_sum(members: int = 3) -> Words:
 
 def test_the_limits_themselves_are_plausible() -> None:
     for members in (2, 3, 4):
-        found = decode_sum(a_sum(members), members, TASK)
+        found = decoded(a_sum(members), members, TASK)
         assert found.weight == members
         assert found.vector.tolist()[:3] == [members, -members, 0]
 
@@ -55,18 +55,40 @@ def changed(position: int, value: int) -> Callable[[Words], Words]:
 )
 def test_each_rule_has_its_reason(change: Callable[[Words], Words], reason: str) -> None:
     with pytest.raises(Implausible) as caught:
-        decode_sum(change(a_sum()), 3, TASK)
+        decoded(change(a_sum()), 3, TASK)
     assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize("members", [0, 1, 5])
 def test_a_sum_of_too_few_or_too_many(members: int) -> None:
     with pytest.raises(Implausible) as caught:
-        check_plausible(a_sum(members), members, TASK)
+        decoded(a_sum(members), members, TASK)
     assert caught.value.reason == "members"
 
 
 def test_unmasking_is_subtraction_in_the_group() -> None:
-    masked = np.array([5, 0, 2**32 - 1], WORD)
-    unmask(masked, np.array([6, 1, 2**32 - 1], WORD))
-    assert masked.tolist() == [2**32 - 1, 2**32 - 1, 0]
+    masks = np.arange(7, dtype=WORD) * np.uint32(0x9E3779B9)
+    masked = a_sum() + masks
+    before = masked.copy()
+    assert (
+        unmask(masked, masks, 3, TASK).vector.tolist() == decoded(a_sum(), 3, TASK).vector.tolist()
+    )
+    assert np.array_equal(masked, before)
+
+
+def test_masks_of_another_length_are_refused() -> None:
+    with pytest.raises(Implausible) as caught:
+        unmask(a_sum(), np.zeros(1, WORD), 3, TASK)
+    assert caught.value.reason == "length"
+
+
+@pytest.mark.parametrize("at", [0, BLOCK - 1, BLOCK, BLOCK + 4])
+def test_every_coordinate_is_looked_at(at: int) -> None:
+    task = a_task(length=BLOCK + 5)
+    words = np.zeros(task.vector_words, WORD)
+    words[-2:] = (1, 3)
+    assert not decoded(words, 3, task).vector.any()
+    words[at] = 2**31
+    with pytest.raises(Implausible) as caught:
+        decoded(words, 3, task)
+    assert caught.value.reason == "coordinate"

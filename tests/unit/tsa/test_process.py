@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
-from papaya.secagg.unmask import decode_sum
 from papaya.secagg.words import WORD
 from papaya.tsa import endpoint, wire
 from papaya.tsa.client import TrustedAggregatorClient
@@ -23,7 +22,7 @@ from papaya.tsa.errors import Reason, Refused, Unavailable
 from papaya.tsa.evidence import EvidenceError
 from papaya.tsa.service import Evidence
 from papaya.tsa.trusted_aggregator import Status
-from tests.unit.secagg.builders import NOW, a_policy, a_task, entropy
+from tests.unit.secagg.builders import NOW, a_policy, a_task, decoded, entropy
 from tests.unit.tsa.running import received, running
 
 TASK = a_task(length=100_000, aggregation_goal=12, threshold=10)
@@ -52,7 +51,7 @@ def test_a_whole_group_over_a_socket(address: str | None) -> None:
             client.accept(update.index, 7, update.sealed)
         total = sum((update.masked for update in updates), np.zeros(TASK.vector_words, WORD))
         masks = client.release(TASK, 7, [update.index for update in reversed(updates)])
-        found = decode_sum(total - masks, 11, TASK)
+        found = decoded(total - masks, 11, TASK)
         assert found.weight == 11
         assert np.allclose(found.vector, 5.5)
         assert client.status(parameters_hash) == Status(0, 0, 7, ())

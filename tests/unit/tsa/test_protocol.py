@@ -14,12 +14,11 @@ from scipy import stats
 
 from papaya.secagg import fixed_point
 from papaya.secagg.participant import SealedUpdate, weight_and_damping
-from papaya.secagg.unmask import decode_sum
 from papaya.secagg.words import WORD, Words
 from papaya.tsa import wire
 from papaya.tsa.errors import Reason, Refused
 from tests.unit.secagg import reference
-from tests.unit.secagg.builders import NOW, Deployment, a_task, entropy
+from tests.unit.secagg.builders import NOW, Deployment, a_task, decoded, entropy
 
 LENGTH = 3
 
@@ -83,7 +82,7 @@ def fixed_point_sum(deployment: Deployment, members: list[Any]) -> list[int]:
 
 def assert_close(deployment: Deployment, words: Words, members: list[Any]) -> None:
     parameters = deployment.parameters
-    found = decode_sum(words, len(members), parameters)
+    found = decoded(words, len(members), parameters)
     sums = [Fraction(0)] * (LENGTH + 1)
     for _, values, n, s in members:
         weight, damping = weight_and_damping(parameters, n, s)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from papaya.config import SecureAggregation, StopRule, TaskConfig
+from papaya.config import EvaluationPlan, SecureAggregation, StopRule, TaskConfig
+from papaya.config.checks import MAX_COUNT
 from papaya.errors import OperatorError
 from papaya.learning import parameters
 from papaya.messages.storage import (
@@ -112,6 +113,11 @@ def test_points_and_speed_follow_the_versions(tmp_path: Path) -> None:
 BAD_SUBMISSIONS: dict[str, tuple[TaskConfig, str]] = {
     "it exists": (TASK, "exists already"),
     "an id of evaluations": (structs.replace(TASK, task="x-eval-3"), "like an evaluation"),
+    "an id of a repeated one": (structs.replace(TASK, task="x-eval-3-2"), "like an evaluation"),
+    "a plan that cannot start": (
+        structs.replace(TASK, task="other", evaluation=EvaluationPlan(clients=MAX_COUNT)),
+        "no evaluation could start by the plan of task other: concurrency",
+    ),
     "another length": (structs.replace(TASK, task="other", model_length=7), "6 parameters"),
     "secure aggregation": (
         structs.replace(TASK, task="other", clip=1.0, secure_aggregation=SecureAggregation()),
@@ -203,10 +209,40 @@ def test_marks_and_evaluations(tmp_path: Path) -> None:
         assert (started.task, started.version) == ("next-word-eval-0", 0)
         assert (await service.task(started.task)).config.aggregation_goal == 3
         assert (await service.task(started.task)).task.evaluates == "next-word@0"
-        with pytest.raises(Conflict, match="has an evaluation already"):
+        with pytest.raises(Conflict, match="is being evaluated already"):
             await service.evaluate("next-word", Evaluate())
         with pytest.raises(OperatorError, match="itself an evaluation"):
             await service.evaluate(started.task, Evaluate())
+
+    run(tmp_path, test)
+
+
+def test_an_evaluation_that_is_repeated_has_a_name_of_its_own(tmp_path: Path) -> None:
+    """Whoever remembers the first one must not take the second for it."""
+
+    async def test(system: System) -> None:
+        await system.submit()
+        names = []
+        for _ in range(3):
+            names.append((await system.service.evaluate("next-word", Evaluate())).task)
+            await system.service.set_state(names[-1], "cancelled")
+            system.time += 1e6
+            await system.turn()
+            assert system.store.read((f"task/{names[-1]}",)) == {}, "forgotten"
+        assert names == ["next-word-eval-0", "next-word-eval-0-2", "next-word-eval-0-3"]
+
+    run(tmp_path, test)
+
+
+def test_a_version_at_which_the_task_was_rolled_back_stays_marked(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        await system.submit(structs.replace(TASK, stop=StopRule(versions=2)))
+        head = await system.service.roll_back("next-word", RollBack(0))
+        assert (head.version, head.marked) == (1, True)
+        with pytest.raises(Conflict, match="has to stay"):
+            await system.service.mark("next-word", Mark(1, marked=False))
+        with pytest.raises(Conflict, match="stops at version 2: nothing would be trained"):
+            await system.service.roll_back("next-word", RollBack(0))
 
     run(tmp_path, test)
 

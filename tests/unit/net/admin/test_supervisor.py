@@ -11,6 +11,7 @@ import pytest
 from msgspec import structs
 
 from papaya.config import EvaluationPlan, ServerConfig, StopRule, TaskConfig
+from papaya.config.checks import MAX_COUNT
 from papaya.errors import OperatorError
 from papaya.learning import parameters
 from papaya.learning.evaluation import EVALUATION_LENGTH, evaluation_vector
@@ -19,10 +20,12 @@ from papaya.messages.storage import (
     OptimizerRow,
     Outcome,
     PointRow,
+    Row,
     TaskRow,
     Transaction,
     VersionRow,
     optimizer_key,
+    submission,
     version_key,
 )
 from papaya.net.admin import evaluations
@@ -232,6 +235,48 @@ def test_an_error_costs_one_turn(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         asyncio.run(test())
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
     assert "no disk; hint: buy" in caplog.text
+
+
+def test_an_error_of_one_task_is_no_other_tasks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            ends_soon = StopRule(hours=1 / 3600)
+            for name in ("before", "behind"):
+                await system.submit(structs.replace(TASK, task=name, stop=ends_soon))
+            # Written before submissions were checked for it.
+            plan = EvaluationPlan(clients=MAX_COUNT)
+            mistaken = structs.replace(TASK, task="beginning", evaluation=plan)
+            system.change(submission(mistaken, "p", "o", system.time))
+            system.time += 2.0
+            await system.turn()
+            states = {name: task_row(system, name).state for name in ("before", "behind")}
+            assert states == {"before": "completed", "behind": "completed"}
+
+    with caplog.at_level(logging.ERROR, logger="papaya.admin"):
+        asyncio.run(test())
+    assert "concurrency" in caplog.text
+
+
+def test_a_supervisor_that_is_late_starts_no_second_evaluation(tmp_path: Path) -> None:
+    """It read the tasks before another one's evaluation was there, and the versions after."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(PLANNED)
+            before = system.store.read(("task/",))
+            await system.turn()
+            fresh = system.state.read
+
+            async def read(prefixes: tuple[str, ...]) -> dict[str, Row]:
+                return before if prefixes == ("task/",) else await fresh(prefixes)
+
+            system.state.read = read  # type: ignore[method-assign]
+            await system.turn()
+            assert len(system.store.read(("task/",))) == 2
+
+    asyncio.run(test())
 
 
 def test_two_histories_of_one_task_end_up_the_same(tmp_path: Path) -> None:

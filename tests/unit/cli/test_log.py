@@ -1,0 +1,242 @@
+"""`papaya log` and `papaya audit`: from a key to an audited log, and what each refuses."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from papaya.cli import audit, log
+from papaya.cli.log_source import LogRefused
+from papaya.cli.tsa_artifact import from_folder
+from papaya.errors import OperatorError, ProtocolError
+from papaya.tsa.measurement import measure
+from papaya.verifiable_log.folder import LogFolder
+from papaya.verifiable_log.note import SignerKey
+from tests.unit.cli.enclave_sources import commit, make_sources, make_wheels
+
+REPOSITORY = "https://example.org/papaya"
+
+
+class World:
+    """One log, one witness, one clone with a release."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self._capsys = capsys
+        self.clone = make_sources(folder / "clone")
+        self.revision = commit(self.clone)
+        self.artifact = measure(from_folder(self.clone)).hex()
+        self.wheels = make_wheels(folder / "wheels")
+        self.log = folder / "log"
+        self.key = folder / "log.key"
+        self.log_key = self.out("log", "key", "--name", "example.org/log", "--output", self.key)
+        self.out("log", "create", "--log", self.log, "--key", self.key)
+
+    def out(self, *arguments: object) -> str:
+        parser = argparse.ArgumentParser()
+        commands = parser.add_subparsers()
+        log.add_to(commands)
+        audit.add_to(commands)
+        options = parser.parse_args([str(argument) for argument in arguments])
+        try:
+            assert options.run(options) == 0
+        finally:
+            self.captured = self._capsys.readouterr()
+        return self.captured.out.strip()
+
+    def append(self, *more: object) -> str:
+        options = ["--repository", REPOSITORY, "--revision", self.revision, "--software"]
+        where = ["--log", self.log, "--key", self.key, "--source", self.clone]
+        return self.out("log", "append", *where, *options, *more)
+
+    def read(self, action: str, *more: object) -> Any:
+        words = [action] if action == "audit" else ["log", action]
+        text = self.out(*words, self.log, "--log-key", self.log_key, *more, "--format", "json")
+        return msgspec.json.decode(text)
+
+
+@pytest.fixture
+def world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> World:
+    return World(tmp_path, capsys)
+
+
+def test_a_release_is_appended_shown_and_verified(world: World) -> None:
+    assert world.append() == f"record 0: {world.artifact}"
+    shown = world.read("show")
+    [record] = shown["records"]
+    assert record["artifact"] == record["software mrenclave"] == world.artifact
+    assert record["revision"] == world.revision
+    assert world.read("verify")["checkpoint"] == shown["checkpoint"]
+    assert "no witnesses were named" in world.captured.err
+
+
+def test_measurements_of_hardware_are_recorded(world: World) -> None:
+    registers = ("mrtd", "rtmr0", "rtmr1", "rtmr2", "rtmr3")
+    tdx = ",".join(f"{name}={'cd' * 48}" for name in registers)
+    world.append("--sgx", "ab" * 32, "--tdx", tdx)
+    [record] = world.read("show")["records"]
+    assert record["sgx mrenclave"] == "ab" * 32
+    assert [record[f"tdx {name}"] for name in registers] == ["cd" * 48] * 5
+
+
+@pytest.mark.parametrize("wrong", [["--sgx", "nonsense"], ["--tdx", "mrtd=ab"]])
+def test_a_record_that_says_too_little_is_not_appended(world: World, wrong: list[str]) -> None:
+    with pytest.raises(OperatorError):
+        world.append(*wrong)
+    assert world.read("verify")["records"] == 0
+
+
+def test_the_private_key_is_its_owners_alone(world: World) -> None:
+    assert world.key.stat().st_mode & 0o777 == 0o600
+    assert not [path for path in world.log.rglob("*") if "PRIVATE" in path.read_text()]
+    with pytest.raises(OperatorError, match="cannot be written"):
+        world.out("log", "key", "--name", "x", "--output", world.key)
+
+
+def test_a_key_may_be_given_as_a_file(world: World) -> None:
+    public = world.folder / "log.key.pub"
+    world.out("log", "verify", world.log, "--log-key", public)
+
+
+def test_a_witness_signs_and_its_signature_is_demanded(world: World) -> None:
+    world.append()
+    witness = world.folder / "witness.key"
+    key = world.out("log", "key", "--witness", "--name", "witness", "--output", witness)
+    seen = world.folder / "seen"
+    reading = [world.log, "--log-key", world.log_key, "--remember", seen]
+    with pytest.raises(LogRefused, match="0 witnesses vouch"):
+        world.read("verify", "--witness", key)
+    line = world.out("log", "cosign", *reading, "--key", witness)
+    where = ["--log", world.log, "--key", world.key]
+    world.out("log", "add-cosignature", *where, "--witness", key, "--line", line)
+    assert world.read("verify", "--witness", key)["records"] == 1
+    world.append()
+    with pytest.raises(LogRefused, match="0 witnesses vouch"):
+        world.read("verify", "--witness", key)
+
+
+def test_a_witness_does_not_sign_a_fork(world: World) -> None:
+    world.append()
+    witness, seen = world.folder / "witness.key", world.folder / "seen"
+    world.out("log", "key", "--witness", "--name", "witness", "--output", witness)
+    cosign = ["cosign", world.log, "--log-key", world.log_key, "--key", witness]
+    with pytest.raises(OperatorError, match="must remember"):
+        world.out("log", *cosign)
+    world.out("log", *cosign, "--remember", seen)
+    world.log.rename(world.folder / "gone")
+    world.out("log", "create", "--log", world.log, "--key", world.key)
+    LogFolder(world.log).append([b"another past"], SignerKey.parse(world.key.read_text()))
+    with pytest.raises(LogRefused, match="does not continue"):
+        world.out("log", *cosign, "--remember", seen)
+    assert world.captured.out == ""
+
+
+def test_verify_remembers_and_refuses_a_roll_back(world: World) -> None:
+    seen = world.folder / "seen"
+    world.append()
+    world.read("verify", "--remember", seen)
+    world.append()
+    world.read("verify", "--remember", seen)
+    assert seen.read_bytes() == (world.log / "checkpoint").read_bytes()
+    world.log.rename(world.folder / "gone")
+    world.out("log", "create", "--log", world.log, "--key", world.key)
+    before = seen.read_bytes()
+    with pytest.raises(LogRefused, match="size 0, but 2"):
+        world.read("verify", "--remember", seen)
+    assert seen.read_bytes() == before
+
+
+def test_verify_refuses_an_entry_that_is_no_record(world: World) -> None:
+    LogFolder(world.log).append([b"\x1b[2Jhidden"], SignerKey.parse(world.key.read_text()))
+    with pytest.raises(LogRefused, match="record 0: a record is JSON"):
+        world.read("verify")
+    assert "\x1b" not in world.out("log", "show", world.log, "--log-key", world.log_key)
+
+
+def test_a_log_that_is_not_there_is_told(world: World) -> None:
+    with pytest.raises(OperatorError, match="there is no log"):
+        world.out("log", "show", world.folder / "typo", "--log-key", world.log_key)
+    with pytest.raises(OperatorError, match="not a public key"):
+        world.out("log", "show", world.log, "--log-key", "typo")
+
+
+# --- papaya audit
+
+
+def outcomes(steps: list[dict[str, Any]]) -> dict[str, str]:
+    return {step["name"]: step["outcome"] for step in steps}
+
+
+def test_an_audit_rebuilds_every_release_of_a_clone(world: World) -> None:
+    world.append("--sgx", "ab" * 32)
+    make_sources(world.clone, "the next release\n")
+    world.revision = commit(world.clone)
+    world.append()
+    steps = world.read("audit", "--source", world.clone, "--wheels", world.wheels)
+    rebuilt = [(s["index"], s["outcome"]) for s in steps if s["name"] == "rebuild"]
+    assert rebuilt == [(0, "passed"), (1, "passed")]
+    assert outcomes(steps) == {
+        "checkpoint": "passed",
+        "witnesses": "not done",
+        "consistency": "not done",
+        "entries": "passed",
+        "record": "passed",
+        "rebuild": "passed",
+        "dependencies": "passed",
+        "measurement": "not done",
+    }
+    assert "3 steps could not be done here" in world.captured.err
+
+
+def test_an_audit_finds_a_binary_that_the_source_does_not_give(world: World) -> None:
+    make_sources(world.clone, "what was published\n")
+    published = commit(world.clone)
+    make_sources(world.clone, "what was run\n")
+    world.revision = commit(world.clone)
+    # The record names the published revision, and the hash of what was run.
+    key = SignerKey.parse(world.key.read_text())
+    world.append()
+    entry = LogFolder(world.log).fetch("tile/entries/000.p/1")[2:]
+    LogFolder(world.log).append([entry.replace(world.revision.encode(), published.encode())], key)
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", "--source", world.clone, "--wheels", world.wheels)
+    steps = msgspec.json.decode(world.captured.out)
+    assert [(s["name"], s["index"]) for s in steps if s["outcome"] == "failed"] == [("rebuild", 1)]
+
+
+def test_an_audit_without_the_source_says_so(world: World) -> None:
+    world.append()
+    steps = world.read("audit")
+    [step] = [step for step in steps if step["name"] == "rebuild"]
+    assert step["outcome"] == "not done"
+    assert world.revision in step["detail"]
+
+
+def test_an_audit_of_a_plain_folder_compares_what_it_holds(world: World) -> None:
+    world.append()
+    plain = make_sources(world.folder / "plain")
+    steps = world.read("audit", "--source", plain, "--wheels", world.wheels)
+    assert outcomes(steps)["rebuild"] == "passed"
+    make_sources(plain, "another release\n")
+    steps = world.read("audit", "--source", plain, "--wheels", world.wheels)
+    assert outcomes(steps)["rebuild"] == "not done"
+
+
+def test_an_audit_without_dependencies_says_so(world: World) -> None:
+    world.append()
+    (world.folder / "empty").mkdir()
+    options = ["--source", world.clone, "--wheels", world.folder / "empty"]
+    steps = world.read("audit", *options)
+    assert outcomes(steps)["rebuild"] == "passed"
+    assert outcomes(steps)["dependencies"] == "not done"
+
+
+def test_an_audit_prints_its_steps_for_people(world: World) -> None:
+    world.append()
+    text = world.out("audit", world.log, "--log-key", world.log_key)
+    assert "log       checkpoint" in text
+    assert "record 0  rebuild" in text

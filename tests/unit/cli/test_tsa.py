@@ -1,0 +1,138 @@
+"""`papaya tsa`: the same bytes wherever it is built, and nothing that does not have its hash."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from papaya.cli import tsa
+from papaya.cli.tsa_artifact import NoWheels, build, from_folder, from_revision
+from papaya.errors import OperatorError
+from papaya.tsa.measurement import measure
+from tests.unit.cli.enclave_sources import (
+    SOURCES,
+    WHEEL,
+    WHEEL_BYTES,
+    commit,
+    make_sources,
+    make_wheels,
+)
+
+
+def run(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    tsa.add_to(parser.add_subparsers())
+    options = parser.parse_args(["tsa", *arguments])
+    return int(options.run(options))
+
+
+def test_measure_is_what_software_evidence_reports(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("measure") == 0
+    assert capsys.readouterr().out.strip() == measure().hex()
+
+
+def test_building_twice_anywhere_gives_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels = make_wheels(tmp_path / "wheels")
+    first = build(from_folder(make_sources(tmp_path / "here")), wheels)
+    elsewhere = make_sources(tmp_path / "else/where")
+    before = os.umask(0o077)
+    try:
+        for path in (*SOURCES, "papaya/tsa/enclave.toml"):
+            os.utime(elsewhere / path, (1, 1))
+            (elsewhere / path).chmod(0o755)
+        (elsewhere / "papaya/not_measured.py").write_text("never in the enclave")
+        monkeypatch.chdir(elsewhere)
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+        second = build(from_folder(Path()), wheels)
+    finally:
+        os.umask(before)
+    assert first == second
+
+
+def test_the_artifact_holds_what_its_manifest_says_and_no_more(tmp_path: Path) -> None:
+    sources = make_sources(tmp_path / "sources")
+    data = build(from_folder(sources), make_wheels(tmp_path / "wheels"))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = archive.namelist()
+        files = {name: archive.read(name) for name in names}
+        assert {info.compress_type for info in archive.infolist()} == {zipfile.ZIP_STORED}
+        assert {info.date_time for info in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    assert names == ["MANIFEST.sha256", *sorted(names[1:])]
+    assert names[1:] == [*SOURCES[:1], *SOURCES[1:], "papaya/tsa/enclave.toml", f"wheels/{WHEEL}"]
+    manifest = files.pop("MANIFEST.sha256")
+    listed = dict(line.split("  ")[::-1] for line in manifest.decode().splitlines())
+    assert listed == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    assert hashlib.sha256(manifest).digest() == measure(from_folder(sources))
+
+
+def test_build_writes_the_artifact_and_prints_its_hash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources, wheels = make_sources(tmp_path / "sources"), make_wheels(tmp_path / "wheels")
+    output = tmp_path / "tsa.zip"
+    options = ["--source", str(sources), "--wheels", str(wheels), "--output", str(output)]
+    assert run("build", *options) == 0
+    assert capsys.readouterr().out.strip() == measure(from_folder(sources)).hex()
+    assert run("build", *options, "--format", "json") == 0
+    found = msgspec.json.decode(capsys.readouterr().out)
+    assert found["artifact"] == measure(from_folder(sources)).hex()
+    assert found["file_sha256"] == hashlib.sha256(output.read_bytes()).hexdigest()
+
+
+def test_a_revision_is_built_without_checking_it_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clone = make_sources(tmp_path / "clone")
+    expected = measure(from_folder(clone)).hex()
+    revision = commit(clone)
+    make_sources(clone, "changed since\n")
+    assert run("measure", "--source", str(clone), "--revision", revision) == 0
+    assert capsys.readouterr().out.strip() == expected
+    assert measure(from_folder(clone)).hex() != expected
+
+
+def test_a_wheel_with_another_hash_is_refused(tmp_path: Path) -> None:
+    wheels = make_wheels(tmp_path / "wheels")
+    (wheels / WHEEL).write_bytes(WHEEL_BYTES + b"!")
+    with pytest.raises(OperatorError, match="does not have the SHA-256"):
+        build(from_folder(make_sources(tmp_path / "sources")), wheels)
+
+
+def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    sources = from_folder(make_sources(tmp_path / "sources"))
+    with pytest.raises(NoWheels, match="pip could not fetch") as refused:
+        build(sources)
+    assert "--wheels DIR" in refused.value.hint
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoWheels, match="is not in"):
+        build(sources, tmp_path / "empty")
+
+
+def test_sources_that_are_not_there_are_told(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="sources are not there"):
+        run("measure", "--source", str(tmp_path))
+
+
+def test_a_lock_that_makes_no_sense_is_told(tmp_path: Path) -> None:
+    sources = make_sources(tmp_path / "sources")
+    (sources / "papaya/tsa/enclave.toml").write_text("nonsense")
+    with pytest.raises(OperatorError, match="is not a lock"):
+        run("measure", "--source", str(sources))
+
+
+@pytest.mark.parametrize("revision", ["0" * 40, "--help", "-c"])
+def test_a_revision_that_is_not_there_is_told(tmp_path: Path, revision: str) -> None:
+    clone = make_sources(tmp_path / "clone")
+    commit(clone)
+    with pytest.raises(OperatorError, match="revision"):
+        from_revision(clone, revision)("papaya/__init__.py")
