@@ -86,6 +86,21 @@ class Ledger:
             *(row.sum for row in self.records.values()),
         )
 
+    def take_owners_changes(self, rows: Mapping[str, Row]) -> bool:
+        """Adopt version rows that the task's owner marked or an evaluation pinned meanwhile.
+
+        True only if they are all that has changed: then a refused transaction changed nothing,
+        nothing of ours came late, and it may be made again from the new rows.
+        """
+        found = Ledger.read(self.task, self.fence, rows)
+        if found is None or found.versions == self.versions or found.config != self.config:
+            return False
+        ours = (self.optimizer, self.records, self.consumed)
+        if (found.optimizer, found.records, found.consumed) != ours:
+            return False
+        self.versions = found.versions
+        return True
+
     # -- a group commit ---------------------------------------------------------------------
 
     def record(self, records: Iterable[RecordRow]) -> Transaction:

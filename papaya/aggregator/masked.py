@@ -12,6 +12,7 @@ unmasking, a sum that no honest clients can have made is refused, and its buffer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -109,6 +110,9 @@ def unmasked_mean(
     parameters = config.public_parameters
     assert parameters is not None
     members = sorted(member.offer for member in record.members)
+    if any(a == b for a, b in pairwise(members)):
+        # An index is drawn once in the life of a trusted party.
+        raise TrustedPartyError(LOST, "the seeds of this buffer were taken by two trusted parties")
     masks = trusted.release(parameters, record.target, members)
     found = unmask(total.vector, masks, len(members), parameters)
     mean: Vector = np.divide(found.vector, found.weight, dtype=FLOAT64).astype(FLOAT32)

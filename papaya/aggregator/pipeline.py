@@ -4,12 +4,14 @@
                 full and durable ─▶ Step ─▶ version
 
 One storage operation is on its way at a time. Whenever its outcome is not `committed`, nothing is
-guessed: the task is loaded again and the rows decide. Knows nothing of clients or tickets.
+guessed: the rows are read again and decide. If all that changed is a mark or a pin on a version
+that was to be deleted, the step is written again; else the task is loaded again. Knows nothing of
+clients or tickets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from papaya.aggregator import regime
 from papaya.aggregator.buffer import Buffer
@@ -25,9 +27,16 @@ from papaya.aggregator.work import (
     Stepped,
 )
 from papaya.errors import InvariantError
-from papaya.machine import Effects, Transact
+from papaya.machine import Effects, Read, Transact
 from papaya.messages.base import SessionId
-from papaya.messages.storage import Member, RecordRow, Transaction, VersionRow
+from papaya.messages.storage import (
+    Member,
+    RecordRow,
+    Row,
+    Transaction,
+    VersionRow,
+    holder_prefixes,
+)
 
 _NEVER = float("inf")
 
@@ -44,6 +53,7 @@ class Pipeline:
         self._goal = self.config.aggregation_goal
         self._buffers = {t: Buffer.of_record(r, self._goal) for t, r in ledger.records.items()}
         self._transaction: Transaction | None = None
+        self._step: tuple[float, Stepped, float] | None = None
         self._is_busy = True  # until the sums are restored
         self._commit_due = _NEVER
         self._last_commit = -_NEVER
@@ -76,7 +86,10 @@ class Pipeline:
     def place(self, member: Member, sealed: bytes) -> Fold | None:
         """Take a place in the first buffer with room; None when all are full for now."""
         first = self.ledger.version + 1
-        for target in range(first, first + regime.open_buffers(self.config)):
+        end = first + regime.open_buffers(self.config)
+        # Behind the last version that the owner wants there is none to take a place in.
+        last = self.config.stop.versions or end
+        for target in range(first, min(end, last + 1)):
             buffer = self._buffer(target)
             if buffer.has_room and regime.accepts(self.config, member.version, target):
                 buffer.folding[member.session] = member
@@ -147,13 +160,29 @@ class Pipeline:
         return self._transact(self.ledger.record(records))
 
     def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
-        return self._transact(self.ledger.advance(now, message, ticket_life_s))
+        self._step = (now, message, ticket_life_s)
+        return self._transact(self.ledger.advance(*self._step))
+
+    def on_refused(self) -> Effects:
+        """Look what has changed, if it may be the owner who changed it; nothing to do otherwise."""
+        if self._step is None:
+            return []
+        self.token = next(self._tokens)
+        return [Read(self.token, holder_prefixes(self.ledger.task))]
+
+    def on_rows(self, rows: Mapping[str, Row]) -> Effects:
+        """The rows after a refusal: the step again, or nothing when more than marks changed."""
+        assert self._step is not None
+        if not self.ledger.take_owners_changes(rows):
+            return []
+        return self._transact(self.ledger.advance(*self._step))
 
     def on_committed(self, now: float) -> tuple[list[SessionId], bool, Effects]:
         """Sessions that became durable, whether there is a new version, and what is now garbage."""
         transaction, self._transaction = self._transaction, None
         assert transaction is not None
         self._is_busy = False
+        self._step = None
         if isinstance(transaction.put[0][1], VersionRow):
             garbage = self.ledger.advanced(transaction)
             del self._buffers[self.ledger.version]

@@ -93,12 +93,12 @@ class HeldTask:
         return self.phase is Phase.SERVING and token == self.pipeline.token
 
     def on_rows(self, rows: Rows) -> Effects:
+        if self.phase is Phase.SERVING:
+            return self.pipeline.on_rows(dict(rows.rows)) or self.load()
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
-        problem = why_not_served(
-            ledger.config, self._server.chunk_bytes, self._slots.buffers
-        )
+        problem = why_not_served(ledger.config, self._server.chunk_bytes, self._slots.buffers)
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
@@ -337,6 +337,8 @@ class HeldTask:
         return effects
 
     def on_transacted(self, now: float, message: Transacted) -> Effects:
+        if message.outcome == "refused":
+            return self.pipeline.on_refused() or self.load()
         if message.outcome != "committed":
             return self.load()
         durable, has_advanced, effects = self.pipeline.on_committed(now)

@@ -13,7 +13,20 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from papaya import __version__
-from papaya.cli import client, compare, demo, serve, simulate, status, swarm, task, token
+from papaya.cli import (
+    audit,
+    client,
+    compare,
+    demo,
+    log,
+    serve,
+    simulate,
+    status,
+    swarm,
+    task,
+    token,
+    tsa,
+)
 from papaya.cli.output import silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
@@ -53,7 +66,20 @@ def _parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"papaya {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, serve, task, status, client, token, compare, simulate, swarm):
+    for command in (
+        demo,
+        serve,
+        task,
+        status,
+        client,
+        token,
+        compare,
+        simulate,
+        swarm,
+        tsa,
+        log,
+        audit,
+    ):
         command.add_to(commands)
     return parser
 

@@ -143,7 +143,8 @@ class DeviceAuth:
     """What the device API asks. `verify_now` first; `verify` where that is UNDECIDED.
 
     Whom an operator's own verifier let in is remembered for a minute, by the hash of the token, so
-    that the chunks of an upload do not ask a database each. Refusals are not remembered.
+    that a device that checks in again at once does not ask a database again. Refusals are not
+    remembered.
     """
 
     def __init__(

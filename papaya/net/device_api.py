@@ -35,7 +35,7 @@ from papaya.net.auth import UNDECIDED, DeviceAuth
 from papaya.net.collectors import DriverMetrics
 from papaya.net.device_openapi import device_document
 from papaya.net.host import Host
-from papaya.net.http.exchange import Exchange
+from papaya.net.http.exchange import Exchange, as_refusal
 from papaya.net.http.routes import Buffered, Route
 from papaya.store.blobs import FolderBlobs
 
@@ -46,8 +46,7 @@ _PARAMETERS = re.compile(
     r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/version-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
 )
 _TOKEN_HINT = "send the header Authorization: Bearer <device token>"
-_CLOSING_RETRY_S = 1.0
-_MAX_IDENTITIES = 20_000
+_STOPPING = Retry("this selector is stopping", 1.0)
 _FOREVER = "public, max-age=31536000, immutable"
 
 
@@ -104,9 +103,9 @@ class Door:
         self._auth = auth
         self._blobs = blobs
         self._metrics = metrics
-        self._held: dict[str, tuple[Exchange, Waiting]] = {}
+        self._held: dict[object, tuple[Exchange, Waiting]] = {}  # by identity, if there is one
         self._verifying: set[asyncio.Task[None]] = set()
-        self.is_closing = False
+        self._is_closing = False
 
     def routes(self) -> list[Route]:
         return [
@@ -115,6 +114,12 @@ class Door:
             Buffered("GET", "/v1/openapi.json", self._on_openapi),
             *participation_routes(self._selector.deliver, self._count_answer),
         ]
+
+    def close(self) -> None:
+        """No further check-ins: those that are held are told to come again, and not assigned."""
+        self._is_closing = True
+        for exchange, waiting in tuple(self._held.values()):
+            self._let_go(exchange, waiting, _STOPPING)
 
     def _count_answer(self, message: Message) -> None:
         self._metrics.answers.add(1, type(message).__name__)
@@ -134,10 +139,17 @@ class Door:
             self._admit(exchange, body, identity)
 
     async def _verify(self, exchange: Exchange, body: bytes) -> None:
-        identity = await self._auth.verify(exchange.head.headers.get("authorization"))
-        self._admit(exchange, body, identity)
+        try:
+            identity = await self._auth.verify(exchange.head.headers.get("authorization"))
+            self._admit(exchange, body, identity)
+        except Exception as error:
+            refusal = as_refusal(error)
+            if exchange.is_open:
+                exchange.answer_problem(refusal.status, str(refusal))
 
     def _admit(self, exchange: Exchange, body: bytes, identity: str | None) -> None:
+        if not exchange.is_open:
+            return  # it hung up while it was verified
         if identity is None:
             refused = Refused("the device token is missing or not valid", _TOKEN_HINT)
             answer(exchange, refused, UNAUTHORIZED)
@@ -145,25 +157,33 @@ class Door:
         message = parse(CheckIn, exchange, body)
         if message is None:
             return
-        if self.is_closing:
-            answer(exchange, Retry("this selector is stopping", _CLOSING_RETRY_S))
+        if self._is_closing:
+            answer(exchange, _STOPPING)
             return
         self._metrics.check_ins.add()
-        waiting = Waiting(exchange, self._count_answer)
-        if identity:
-            self._hold_once(identity, exchange, waiting)
-        exchange.on_gone(partial(self._selector.deliver, Gone(), waiting))
+        self._hold(identity or exchange, exchange, message)
+
+    def _hold(self, key: object, exchange: Exchange, message: Message) -> None:
+        """A device that checks in again has given up its earlier request."""
+        if (earlier := self._held.get(key)) is not None:
+            self._let_go(*earlier, Retry("you checked in again", 0.0))
+        waiting = Waiting(exchange, partial(self._on_answer, key))
+        self._held[key] = (exchange, waiting)
+        exchange.on_gone(partial(self._on_gone, key, waiting))
         self._selector.deliver(message, waiting)
 
-    def _hold_once(self, identity: str, exchange: Exchange, waiting: Waiting) -> None:
-        """A device that checks in again has given up its earlier request."""
-        if len(self._held) >= _MAX_IDENTITIES:
-            self._held = {name: held for name, held in self._held.items() if held[0].is_open}
-        earlier = self._held.pop(identity, None)
-        self._held[identity] = (exchange, waiting)
-        if earlier is not None and earlier[0].is_open:
-            self._selector.deliver(Gone(), earlier[1])
-            answer(earlier[0], Retry("you checked in again", 0.0))
+    def _on_answer(self, key: object, message: Message) -> None:
+        self._held.pop(key, None)
+        self._count_answer(message)
+
+    def _on_gone(self, key: object, waiting: Waiting) -> None:
+        self._held.pop(key, None)
+        self._selector.deliver(Gone(), waiting)
+
+    def _let_go(self, exchange: Exchange, waiting: Waiting, why: Retry) -> None:
+        self._selector.deliver(Gone(), waiting)
+        if exchange.is_open:
+            waiting.answer(why)
 
     # -- parameters -------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from papaya.machine import Effect, Effects, Forward, Handle, Machine, Read, Repl
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, ChunkOffer, Refused, Retry
 from papaya.messages.storage import Outcome, Row, Rows, Transacted, Transaction
+from papaya.net.arrivals import Arrivals
 from papaya.net.buffers import BufferPool
 from papaya.net.clock import Clock
 from papaya.net.workers import Workers
@@ -62,7 +63,6 @@ class Host:
         self.machine = machine
         self._clock = clock
         self._state = state
-        self._messenger = messenger
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
@@ -98,9 +98,16 @@ class Host:
             self.perform(effects)
 
     def perform(self, effects: Effects) -> None:
-        for effect in effects:
-            self._carry_out[type(effect)](effect)
-        self._arm()
+        """Each on its own: one that fails must not take the others with it."""
+        try:
+            for effect in effects:
+                try:
+                    self._carry_out[type(effect)](effect)
+                except Exception:
+                    kind = type(effect).__name__
+                    logger.exception("%s: %s could not be carried out", self.machine.node, kind)
+        finally:
+            self._arm()
 
     # -- timers -----------------------------------------------------------------------------
 
@@ -166,9 +173,13 @@ class AggregatorHost(Host):
         messenger: Messenger,
         workers: Workers,
         pool: BufferPool,
+        tell_arriving_s: float,
     ) -> None:
+        """`tell_arriving_s`: how often the machine hears of a body that is still arriving."""
         super().__init__(machine, clock, state, messenger)
+        self.tell_arriving_s = tell_arriving_s
         self.pool = pool
+        self.arrivals = Arrivals()
         self.workers = workers
         self._kept: object = None
         heavy: tuple[type[Effect], ...] = (
@@ -177,11 +188,14 @@ class AggregatorHost(Host):
             Snapshot,
             Restore,
             Step,
-            Drop,
             DeleteBlobs,
         )
         self._carry_out |= dict.fromkeys(heavy, workers.perform)
         self._carry_out[Keep] = self._keep
+        self._carry_out[Drop] = self._drop
+
+    def now(self) -> float:
+        return self._clock.now()
 
     def wants(self, offer: ChunkOffer, reply_to: Handle) -> bool:
         """Should the body be read? If not, the machine has answered."""
@@ -203,3 +217,7 @@ class AggregatorHost(Host):
     def _keep(self, effect: Keep) -> None:
         self._kept = effect.data
         self.workers.perform(effect)
+
+    def _drop(self, effect: Drop) -> None:
+        self.workers.perform(effect)
+        self.arrivals.break_off(effect.task, effect.session)

@@ -11,7 +11,7 @@ from papaya.messages import wire
 from papaya.net.auth import admits
 from papaya.net.http.exchange import Exchange
 from papaya.net.http.routes import Buffered, Route
-from papaya.net.peers import MESSAGES_PATH, TO_HEADER, Peers
+from papaya.net.peers import MESSAGES_PATH, TAKEN, TO_HEADER, Peers
 from papaya.net.token_files import Secret
 
 
@@ -23,13 +23,15 @@ def message_route(peers: Peers) -> Route:
         if host is None:
             raise ProtocolError("the node that this message is for does not run here")
         host.deliver(wire.between_servers.parse(body))
-        exchange.answer(204)
+        exchange.answer(TAKEN)
 
     return Buffered("POST", MESSAGES_PATH, on_message, wire.MAX_MESSAGE_BYTES)
 
 
 def guarded(routes: Iterable[Route], secret: Secret, refusal: bytes) -> list[Route]:
-    """The same routes, for those who show the token; the others are answered 401 `refusal`."""
+    """The same routes, for those who show the token; the others are answered 401 `refusal`, and
+    nothing of what they send is kept.
+    """
 
     def checked(exchange: Exchange) -> bool:
         if admits(secret, exchange.head.headers.get("authorization")):
@@ -42,13 +44,7 @@ def guarded(routes: Iterable[Route], secret: Secret, refusal: bytes) -> list[Rou
 
 def _guarded(route: Route, is_admitted: Callable[[Exchange], bool]) -> Route:
     if isinstance(route, Buffered):
-        handle = route.handle
-
-        def handle_if_admitted(exchange: Exchange, body: bytes) -> None:
-            if is_admitted(exchange):
-                handle(exchange, body)
-
-        return msgspec.structs.replace(route, handle=handle_if_admitted)
+        return msgspec.structs.replace(route, admits=is_admitted)
     receive = route.receive
     return msgspec.structs.replace(
         route, receive=lambda exchange: receive(exchange) if is_admitted(exchange) else None

@@ -1,6 +1,7 @@
 """What an operator looks at: /health and /metrics on the admin listener of every role.
 
-Both need no token: they tell counts and names of tasks, nothing that a device sent.
+Both need no token: they tell counts and names of tasks, nothing that a device sent. /health is 503
+while the state store fails: such a server answers everyone and gets nothing done.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from papaya.net.http.exchange import Exchange
 from papaya.net.http.listening import Listening
 from papaya.net.http.routes import Buffered, Route
 from papaya.net.metrics import CONTENT_TYPE, Registry
+from papaya.net.state_thread import StateThread
 from papaya.selector.selector import Selector
 
 Now = Callable[[], float]
@@ -32,7 +34,8 @@ Now = Callable[[], float]
 class Operations:
     """The metrics of one process."""
 
-    def __init__(self, now: Now) -> None:
+    def __init__(self, now: Now, state: StateThread) -> None:
+        self._state = state
         self.registry = Registry()
         self.driver = DriverMetrics(self.registry)
         self._now = now
@@ -67,7 +70,8 @@ class Operations:
 
     def _on_health(self, exchange: Exchange, body: bytes) -> None:
         nodes = [host.machine.node for host in self._hosts]
-        exchange.answer(200, msgspec.json.encode({"papaya": __version__, "nodes": nodes}))
+        health = {"papaya": __version__, "nodes": nodes, "problem": self._state.problem}
+        exchange.answer(503 if self._state.problem else 200, msgspec.json.encode(health))
 
     def _on_metrics(self, exchange: Exchange, body: bytes) -> None:
         for host in self._hosts:

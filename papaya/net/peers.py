@@ -4,7 +4,8 @@
     Forward   a device's request to the task's aggregator; the answer goes back as it came
 
 A node's id carries its address (`aggregator@10.0.0.7:8752`), so a route or a report is all that it
-takes to reach it. Every request shows the servers' token. It repeats nothing: machines do.
+takes to reach it. Every request shows the servers' token. It repeats nothing: machines do. Bodies
+have connections of their own, so that slow devices cannot keep heartbeats and orders waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ logger = logging.getLogger("papaya.net")
 MESSAGES_PATH = "/internal/messages"
 TO_HEADER = "papaya-to"
 
+TAKEN = 204
+
 _MAX_QUEUED = 256
+_MAX_COMPLAINTS = 1024
+_HINTS = {
+    400: "another node runs at its address now, or another version of Papaya",
+    401: "all servers need the same server.token in their data folder",
+}
 _SEND_TIMEOUT_S = 5.0
 _RELAY_TIMEOUT_S = 30.0
 
@@ -44,15 +52,22 @@ def address_of(node: NodeId) -> str:
 class Peers:
     """The messenger of every host in this process."""
 
-    def __init__(self, connections: Connections, token: str, retry_s: float) -> None:
-        """`retry_s`: when devices come again while their aggregator cannot be reached."""
+    def __init__(
+        self, connections: Connections, relays: Connections, token: str, retry_s: float
+    ) -> None:
+        """`relays` are for the bodies of chunks.
+
+        `retry_s`: when devices come again while their aggregator cannot be reached.
+        """
         self.hosts: dict[NodeId, Host] = {}
-        self.connections = connections
+        self.relays = relays
+        self._connections = connections
         self.headers = (("Authorization", f"Bearer {token}"),)
         self._retry_s = retry_s
         self._loop = asyncio.get_running_loop()
         self._queues: dict[NodeId, deque[Message]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._complained: set[tuple[NodeId, int]] = set()
         self.lost = 0
 
     def send(self, to: NodeId, message: Message) -> None:
@@ -80,7 +95,8 @@ class Peers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.connections.close()
+        await self._connections.close()
+        await self.relays.close()
 
     async def _send_all(self, to: NodeId) -> None:
         """Until the queue is empty; the next message starts it again."""
@@ -90,18 +106,27 @@ class Peers:
             address = address_of(to)
             while queue:
                 body = wire.encode(queue.popleft())
-                await self.connections.request(
+                response = await self._connections.request(
                     address, "POST", MESSAGES_PATH, headers, body, _SEND_TIMEOUT_S
                 )
+                if response.status != TAKEN:
+                    self._refused(to, response.status)
         except (PapayaError, OSError, TimeoutError) as error:
             self.lost += 1 + len(queue)
             logger.info("%s cannot be reached: %s", to, error)
         finally:
             del self._queues[to]
 
+    def _refused(self, to: NodeId, status: int) -> None:
+        self.lost += 1
+        if (to, status) not in self._complained and len(self._complained) < _MAX_COMPLAINTS:
+            self._complained.add((to, status))
+            hint = _HINTS.get(status, "look at its log, and compare the versions of both servers")
+            logger.warning("%s refuses messages with status %d (hint: %s)", to, status, hint)
+
     async def _relay(self, request: Waiting, to: NodeId, message: Message) -> None:
         try:
-            response = await self.connections.request(
+            response = await self._connections.request(
                 address_of(to),
                 "POST",
                 PATHS[type(message)],

@@ -8,6 +8,7 @@ tried on one machine; it is named INSECURE.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -42,7 +43,16 @@ def route(folder: Path) -> Route:
 
 
 def own_record(data: Path, measurement: bytes) -> int:
-    """The leaf of this very binary in the server's own log, appended if it is not there."""
+    """The leaf of this very binary in the server's own log, appended if it is not there.
+
+    Every aggregator on this data folder, and every thread of it, may ask at the same time.
+    """
+    with (data / "log.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _own_record(data, measurement)
+
+
+def _own_record(data: Path, measurement: bytes) -> int:
     key = _own_key(data / "log.key")
     folder = LogFolder(data / "log")
     if not (data / "log" / "checkpoint").exists():
@@ -60,16 +70,28 @@ def own_record(data: Path, measurement: bytes) -> int:
         "papaya tsa measure",
     )
     leaf_index = folder.append([record.encode()], key).size - 1
-    known.write_text(f"{measurement.hex()} {leaf_index}\n")
+    _write(known, f"{measurement.hex()} {leaf_index}\n", 0o644)
     return leaf_index
 
 
 def _own_key(path: Path) -> SignerKey:
+    """Its public half beside it, there whenever the log is."""
     if path.exists():
-        return SignerKey.parse(path.read_text().strip())
-    key = SignerKey(_NAME, secrets.token_bytes(32), LOG_SIGNATURE)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(f"{key.reveal()}\n")
-    path.with_name(f"{path.name}.pub").write_text(f"{key.verifier}\n")
+        key = SignerKey.parse(path.read_text().strip())
+    else:
+        key = SignerKey(_NAME, secrets.token_bytes(32), LOG_SIGNATURE)
+        _write(path, f"{key.reveal()}\n", 0o600)
+    public = path.with_name(f"{path.name}.pub")
+    if not public.exists():
+        _write(public, f"{key.verifier}\n", 0o644)
     return key
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    """All of it or nothing: the server may be killed, and others wait for the file."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(text)
+    os.replace(temporary, path)

@@ -70,9 +70,9 @@ class Resources:
         heartbeat_s = self.deployment.server.heartbeat_s
         publish_s = 3 * heartbeat_s
         self.keys = await load_or_create(self.awaited, self.clock.now(), os.urandom, publish_s)
-        connections = Connections(ssl=between_servers(self.deployment))
+        tls = between_servers(self.deployment)
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
-        self.peers = Peers(connections, token, retry_s)
+        self.peers = Peers(Connections(ssl=tls), Connections(ssl=tls), token, retry_s)
         self._exits.push_async_callback(self.peers.close)
 
     async def close(self) -> None:

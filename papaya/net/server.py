@@ -56,6 +56,7 @@ logger = logging.getLogger("papaya.net")
 _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
 _KEY_LIFE_S = 7 * 86400.0
+_TELLS_PER_HEARTBEAT = 4
 
 
 class Server:
@@ -65,6 +66,7 @@ class Server:
         self.deployment = deployment
         self.roles = roles
         self.addresses: dict[str, str] = {}
+        self.failed = asyncio.Event()  # it should be stopped, and started again
         self._is_alone = roles == ROLES and not deployment.coordinators
         self._limits = Limits(max_connections=deployment.max_connections)
         self._listeners: list[Listening] = []
@@ -80,7 +82,7 @@ class Server:
         self._resources = await Resources.open(self.deployment, self._name())
         try:
             self._tls = server_context(self.deployment)
-            self._operations = Operations(self._resources.clock.now)
+            self._operations = Operations(self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
             for role in self.roles:
@@ -98,7 +100,7 @@ class Server:
     async def stop(self) -> None:
         """Clean: no new devices, uploads on their way get their answer, then everything closes."""
         if self._door is not None:
-            self._door.is_closing = True
+            self._door.close()
         await self._uploads_are_over()
         for task in self._background:
             task.cancel()
@@ -121,7 +123,15 @@ class Server:
                 await asyncio.sleep(_QUIET_POLL_S)
 
     def _look_after(self, work: Coroutine[Any, Any, None]) -> None:
-        self._background.append(asyncio.get_running_loop().create_task(work))
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._on_background_end)
+        self._background.append(task)
+
+    def _on_background_end(self, task: asyncio.Task[None]) -> None:
+        """None of them ends by itself: a server without it would look alive and not be."""
+        if not task.cancelled():
+            logger.critical("a part of the server has failed", exc_info=task.exception())
+            self.failed.set()
 
     async def _refresh_keys(self) -> None:
         """Every heartbeat, so that a key is known everywhere before it seals."""
@@ -177,13 +187,16 @@ class Server:
             case "selector":
                 return Host(Selector(node, boot, server, keyring, self._coordinators()), *around)
             case "aggregator":
-                aggregator = Aggregator(node, boot, server, keyring, self._coordinators())
-                return self._make_aggregator_host(aggregator)
+                pool = self._upload_pool()
+                among = (keyring, self._coordinators(), pool.count)
+                return self._make_aggregator_host(Aggregator(node, boot, server, *among), pool)
 
-    def _make_aggregator_host(self, machine: Aggregator) -> AggregatorHost:
+    def _upload_pool(self) -> BufferPool:
+        chunk_bytes = self.deployment.server.chunk_bytes
+        return BufferPool((self.deployment.upload_memory_mb << 20) // chunk_bytes or 1, chunk_bytes)
+
+    def _make_aggregator_host(self, machine: Aggregator, pool: BufferPool) -> AggregatorHost:
         shared, deployment = self._resources, self.deployment
-        chunk_bytes = deployment.server.chunk_bytes
-        pool = BufferPool((deployment.upload_memory_mb << 20) // chunk_bytes or 1, chunk_bytes)
         threads = deployment.fold_threads
         workers = Workers(
             threaded_shards(threads, pool, self._trusted_party()),
@@ -192,7 +205,9 @@ class Server:
             threads,
             observe=self._operations.driver.work_seconds.observe,
         )
-        return AggregatorHost(machine, shared.clock, self._state(), shared.peers, workers, pool)
+        around = (shared.clock, self._state(), shared.peers)
+        tell_s = deployment.server.heartbeat_s / _TELLS_PER_HEARTBEAT
+        return AggregatorHost(machine, *around, workers, pool, tell_s)
 
     def _state(self) -> MeasuredState:
         return MeasuredState(self._resources.state, self._operations.driver)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import NamedTuple, Protocol
@@ -25,6 +26,7 @@ logger = logging.getLogger("papaya.store")
 MAX_SHARED = 64
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
+_READ_FAILED = "the last read failed"
 
 
 class StateStore(Protocol):
@@ -55,6 +57,7 @@ class StateThread:
         self._first_retry_s = first_retry_s
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Write | _Read | None] = SimpleQueue()
+        self.problem = ""  # why the last commit or read failed; empty when it did not
         self._closing = Event()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._thread = Thread(target=self._run, name="papaya-state", daemon=True)
@@ -75,6 +78,18 @@ class StateThread:
         self._thread.join()  # it has nothing left to do
 
     def _run(self) -> None:
+        """However it ends, the store is closed and whoever waits for that is told."""
+        try:
+            with closing(self._store):
+                self._serve()
+        except Exception:
+            self.problem = "the state store's thread has failed"
+            logger.exception(self.problem)
+        finally:
+            with suppress(RuntimeError):  # the loop is gone: nobody waits
+                self._loop.call_soon_threadsafe(self._closed.set_result, None)
+
+    def _serve(self) -> None:
         asked = self._queue.get()
         while asked is not None:
             if isinstance(asked, _Write):
@@ -82,8 +97,6 @@ class StateThread:
             else:
                 self._read(asked)
                 asked = self._queue.get()
-        self._store.close()
-        self._loop.call_soon_threadsafe(self._closed.set_result, None)
 
     def _write(self, first: _Write) -> _Write | _Read | None:
         """Commit it together with the writes that wait behind it; give back what comes next."""
@@ -103,6 +116,7 @@ class StateThread:
         except Exception:  # a bug in the store must not stop the machines without a word
             logger.exception("the state store failed in %d transactions", len(writes))
             outcomes = ["unknown"] * len(writes)
+        self.problem = "the last commit failed" if "unknown" in outcomes else ""
         for write, outcome in zip(writes, outcomes, strict=True):
             self._loop.call_soon_threadsafe(write.done, outcome)
 
@@ -112,10 +126,14 @@ class StateThread:
             try:
                 rows = self._store.read(read.prefixes)
             except PapayaError as error:
+                self.problem = _READ_FAILED
                 logger.error("%s; again in %.1f s; hint: %s", error, wait_s, error.hint)
             except Exception:
+                self.problem = _READ_FAILED
                 logger.exception("a read of %s failed; again in %.1f s", read.prefixes, wait_s)
             else:
+                if self.problem == _READ_FAILED:
+                    self.problem = ""
                 self._loop.call_soon_threadsafe(read.done, rows)
                 return
             if self._closing.wait(wait_s):

@@ -66,10 +66,7 @@ class TrustedLink:
     def close(self) -> None:
         with self._guard:
             self._disconnect()
-            if self._child is not None:
-                self._child.terminate()
-                self._child.wait()
-                self._child = None
+            self._end_child()
 
     # -- the connection -----------------------------------------------------------------------
 
@@ -98,24 +95,37 @@ class TrustedLink:
         if self._deployment.trusted_party:
             return self._deployment.trusted_party
         if self._child is None or self._child.poll() is not None:
-            self._child = self._start_child()
+            self._end_child()
+            self._start_child()
         return f"unix:{(self._data / 'tsa.sock').resolve()}"
 
-    def _start_child(self) -> subprocess.Popen[str]:
+    def _start_child(self) -> None:
+        """It ends when our end of its standard input closes: with us, however we end. Signals to
+        our group are not for it: uploads that are on their way need it to the last.
+        """
         address = f"unix:{(self._data / 'tsa.sock').resolve()}"
         logger.warning(
             "INSECURE: the trusted party runs as a child of this server, with software evidence "
             "that proves nothing; only devices that are told to will believe it"
         )
-        command = [sys.executable, "-m", "papaya.cli.main", "serve", "tsa", "--listen", address]
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        options = ["serve", "tsa", "--listen", address, "--until-eof"]
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "papaya.cli.main", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
         )
-        assert child.stdout is not None
-        if not child.stdout.readline():  # it says where it listens, once it does
-            child.wait()
+        assert self._child.stdout is not None
+        if not self._child.stdout.readline():  # it says where it listens, once it does
+            self._end_child()
             raise Unavailable("the trusted party did not start; its own words are in the log")
-        return child
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+            self._child.communicate()  # closes its streams, and waits for it
+            self._child = None
 
     # -- evidence ---------------------------------------------------------------------------
 

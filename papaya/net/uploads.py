@@ -4,8 +4,9 @@
                                                  ▶ other server: cut through, piece by piece
 
 Paper, "Participation": "the client uploads the model in chunks". The bytes are looked at once, by
-the aggregator. A body is refused before it is read when the machine does not want it or no buffer
-is free. Only a whole chunk reaches a machine.
+the aggregator. A body is refused before it is read when the machine does not want it, when two of
+the same upload are on their way already, or when no buffer is free. Only a whole chunk reaches a
+machine; of a slow one it hears that bytes arrive.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import binascii
 import re
 from collections.abc import Callable
 
+from papaya.aggregator.upload import Owner
+from papaya.aggregator.work import Arriving
 from papaya.config.server import MAX_CHUNK_BYTES
 from papaya.errors import ProtocolError
 from papaya.machine import Forward, Reply
 from papaya.messages.base import NodeId
 from papaya.messages.participation import MAX_CHUNKS, Chunk, ChunkOffer, Refused, Retry
+from papaya.messages.tickets import claim_of
 from papaya.net.answers import CHUNK_PATH, CRC32_HEADER, TICKET_HEADER, Waiting, answer, pass_on
 from papaya.net.clock import Clock
 from papaya.net.collectors import DriverMetrics
@@ -37,31 +41,40 @@ _BUSY_RETRY_S = 0.5
 _ANSWER_TIMEOUT_S = 30.0
 
 
-class Arriving:
+class ArrivingChunk:
     """A chunk whose body is being received into a pooled buffer."""
 
     def __init__(
         self,
         host: AggregatorHost,
+        owner: Owner,
         buffer: memoryview,
         offer: ChunkOffer,
         crc32: int,
         waiting: Waiting,
     ) -> None:
         self._host = host
+        self._owner = owner
         self._buffer = buffer
         self._offer = offer
         self._crc32 = crc32
         self._waiting = waiting
         self._count = 0
+        self._told_at = host.now()
+        host.arrivals.add(owner, self)
 
     def buffer(self, remaining: int) -> memoryview:
         return self._buffer[self._count : self._count + remaining]
 
     def received(self, count: int) -> None:
         self._count += count
+        now = self._host.now()
+        if now - self._told_at >= self._host.tell_arriving_s:
+            self._told_at = now
+            self._host.deliver(Arriving(*self._owner))
 
     def finished(self) -> None:
+        self._host.arrivals.remove(self._owner, self)
         offer = self._offer
         data = self._buffer[: offer.length]
         # A machine only asks for its length and its checksum, and passes it on to be kept.
@@ -69,7 +82,12 @@ class Arriving:
         self._host.take(chunk, self._buffer, self._waiting)
 
     def broken(self) -> None:
+        self._host.arrivals.remove(self._owner, self)
         self._host.pool.give_back(self._buffer)
+
+    def break_off(self) -> None:
+        """The endpoint calls `broken` afterwards."""
+        self._waiting.answer(Retry("the upload has lost its slot", 0.0))
 
 
 class Uploads:
@@ -85,7 +103,7 @@ class Uploads:
     ) -> None:
         self._clock = clock
         self._peers = peers
-        self._relays = Relays(peers.connections)
+        self._relays = Relays(peers.relays)
         self._selector = selector
         self._aggregators = aggregators
         self._bytes = metrics.upload_bytes
@@ -126,12 +144,17 @@ class Uploads:
     ) -> Receiver | None:
         if not host.wants(offer, waiting):
             return None
+        claim = claim_of(offer.ticket)  # the machine has opened the ticket and found it good
+        owner = (claim.task, claim.session)
+        if not host.arrivals.has_room(owner):
+            waiting.answer(Retry("chunks of this upload are already on their way", _BUSY_RETRY_S))
+            return None
         buffer = host.pool.take()
         if buffer is None:
             waiting.answer(Retry("all upload buffers are taken", _BUSY_RETRY_S))
             return None
         self._bytes.add(offer.length, "taken_in")
-        return Arriving(host, buffer, offer, crc32, waiting)
+        return ArrivingChunk(host, owner, buffer, offer, crc32, waiting)
 
     def _pass_on(self, exchange: Exchange, to: NodeId) -> Receiver:
         head = exchange.head

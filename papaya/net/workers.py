@@ -23,7 +23,7 @@ from contextlib import suppress
 from functools import partial
 from threading import Condition, Lock, Thread
 from time import perf_counter
-from typing import Final, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -54,7 +54,6 @@ FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 
 Work = GetOffers | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
-KINDS: Final = (Keep, Fold, Snapshot, Restore, Step, Drop, DeleteBlobs)
 
 
 class BlobStore(Protocol):
@@ -199,7 +198,10 @@ class Workers:
 
     def _deliver_all(self, messages: list[Message]) -> None:
         for message in messages:
-            self._deliver(message)
+            try:
+                self._deliver(message)
+            except Exception:
+                logger.exception("%s could not be delivered", type(message).__name__)
 
     def _try_later(self, job: LoneJob) -> None:
         delay_s = min(self._first_retry_s * 2 ** (job.attempts - 1), LONGEST_RETRY_S)

@@ -10,9 +10,10 @@ later request by its ticket. It keeps nothing that a crash could lose: devices r
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import nlargest
+from typing import TypeAlias
 
 from papaya.config import ServerConfig
 from papaya.errors import InvariantError, ProtocolError, TicketError
@@ -30,14 +31,19 @@ _MAX_REPORTED_CLASSES = 256
 
 
 class Waiting:
-    """A held check-in. Its handle is cleared when it is answered."""
+    """A held check-in."""
 
     __slots__ = ("deadline", "device_class", "handle")
 
     def __init__(self, deadline: float, device_class: DeviceClass, handle: Handle) -> None:
         self.deadline = deadline
         self.device_class = device_class
-        self.handle: Handle | None = handle
+        self.handle = handle
+
+
+# Oldest first, by the handle, of which each stands for one request. Not a dict: to find the first
+# that is left, a dict passes over all that were taken out before it.
+Queue: TypeAlias = OrderedDict[Handle, Waiting]
 
 
 class Selector:
@@ -61,8 +67,8 @@ class Selector:
         self._seen: dict[int, float] = {}
         self._map = AssignmentMap()
         self._pacing = Pacing(boot, config)
-        self._held: dict[DeviceClass, deque[Waiting]] = {}
-        self._in_order: deque[Waiting] = deque()
+        self._held: dict[DeviceClass, Queue] = {}
+        self._in_order: Queue = OrderedDict()
         self._welcome: dict[DeviceClass, bool] = {}
         self._distinctions = Distinctions()
         self._unfilled: dict[SessionId, tuple[int, float]] = {}
@@ -102,14 +108,15 @@ class Selector:
         if not self._in_order:
             return due
         sweep = self._expired_at + self._config.held_report_interval_s
-        return min(due, max(self._in_order[0].deadline, sweep))
+        return min(due, max(self._oldest(self._in_order).deadline, sweep))
 
     def check(self) -> None:
-        waiting = sum(entry.handle is not None for entry in self._in_order)
-        if waiting != self.held_count or waiting > self._config.max_held:
+        waiting = len(self._in_order)
+        by_class = sum(len(queue) for queue in self._held.values())
+        if not waiting == by_class == self.held_count or waiting > self._config.max_held:
             raise InvariantError(
-                f"{self.node}: holds {waiting} check-ins, counts {self.held_count}, "
-                f"may hold {self._config.max_held}"
+                f"{self.node}: holds {waiting} check-ins, {by_class} by class, counts "
+                f"{self.held_count}, may hold {self._config.max_held}"
             )
 
     # -- selection --------------------------------------------------------------------------
@@ -125,24 +132,22 @@ class Selector:
         if self.held_count >= self._config.max_held:
             return [self._reject(reply_to, "too many devices are waiting")]
         waiting = Waiting(now + self._config.hold_s, device_class, reply_to)
-        self._in_order.append(waiting)
+        self._in_order[reply_to] = waiting
         self.held_count += 1
         queue = self._held.get(device_class)
         if queue is None:
-            self._held[device_class] = deque((waiting,))
+            self._held[device_class] = OrderedDict(((reply_to, waiting),))
             self._report_within(now, self._config.min_report_interval_s)
         else:
-            queue.append(waiting)
+            queue[reply_to] = waiting
             self._report_within(now, self._config.held_report_interval_s)
         return self._report_if_due(now)
 
     def _on_gone(self, now: float, handle: Handle) -> Effects:
-        for waiting in self._in_order:
-            if waiting.handle is handle:
-                self._held[waiting.device_class].remove(waiting)
-                self._answer(waiting, None)
-                self._report_within(now, self._config.held_report_interval_s)
-                break
+        waiting = self._in_order.get(handle)
+        if waiting is not None:
+            self._let_go(waiting)
+            self._report_within(now, self._config.held_report_interval_s)
         return []
 
     def _is_welcome(self, device_class: DeviceClass) -> bool:
@@ -164,24 +169,24 @@ class Selector:
 
     def _expire(self, now: float) -> Effects:
         effects: Effects = []
-        while self._in_order and (
-            self._in_order[0].handle is None or self._in_order[0].deadline <= now
-        ):
-            waiting = self._in_order.popleft()
-            if waiting.handle is not None:
-                self._held[waiting.device_class].remove(waiting)
-                effects.append(self._answer(waiting, None))
-                self._report_within(now, self._config.held_report_interval_s)
+        while self._in_order and (waiting := self._oldest(self._in_order)).deadline <= now:
+            self._let_go(waiting)
+            effects.append(self._reject(waiting.handle, "nothing came up while you waited"))
+            self._report_within(now, self._config.held_report_interval_s)
         return effects
 
-    def _answer(self, waiting: Waiting, accepted: Accepted | None) -> Reply:
-        handle, waiting.handle = waiting.handle, None
-        self.held_count -= 1
-        if not self._held[waiting.device_class]:
+    def _let_go(self, waiting: Waiting) -> None:
+        """It is answered, or gone: either way it is held no longer."""
+        del self._in_order[waiting.handle]
+        queue = self._held[waiting.device_class]
+        del queue[waiting.handle]
+        if not queue:
             del self._held[waiting.device_class]
-        if accepted is None:
-            return self._reject(handle, "nothing came up while you waited")
-        return Reply(handle, accepted)
+        self.held_count -= 1
+
+    @staticmethod
+    def _oldest(queue: Queue) -> Waiting:
+        return next(iter(queue.values()))
 
     # -- orders and reports -----------------------------------------------------------------
 
@@ -234,7 +239,9 @@ class Selector:
                 assignment.task, session, assignment.seq, assignment.confirm_by
             )
             accepted = Accepted(self._keyring.seal(ticket), assignment.task, session)
-            effects.append(self._answer(queue.popleft(), accepted))
+            waiting = self._oldest(queue)
+            self._let_go(waiting)
+            effects.append(Reply(waiting.handle, accepted))
         return effects
 
     def _report_within(self, now: float, interval_s: float) -> None:

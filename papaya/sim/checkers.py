@@ -13,7 +13,7 @@ from hashlib import blake2b
 import numpy as np
 
 from papaya.aggregator.aggregator import Aggregator
-from papaya.client.work import Finish
+from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import SyncFL, TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning import parameters
@@ -45,19 +45,16 @@ from papaya.messages.storage import (
     record_key,
     version_key,
 )
-from papaya.messages.tickets import claim_of
+from papaya.messages.tickets import UploadTicket, claim_of
 from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import Device
 from papaya.sim.hosts import Host
+from papaya.sim.secure_checks import SecureAuditor
+from papaya.sim.secure_checks import demand as _demand
 from papaya.sim.storage import Writer
 from papaya.sim.trainers import protocol_vector
 
 _CONTROL = (AggregatorOrders, AggregatorReport, SelectorOrders, SelectorReport)
-
-
-def _demand(holds: bool, promise: str) -> None:
-    if not holds:
-        raise InvariantError(promise)
 
 
 def _task_in(key: str) -> TaskId:
@@ -87,6 +84,12 @@ class TaskBooks:
         self.tickets: dict[bytes, None] = {}
         self.granted_at: dict[SessionId, list[int]] = {}
         self.acknowledged: dict[SessionId, None] = {}
+        self.dropped = 0
+
+    @property
+    def steps(self) -> int:
+        """Versions that differ from their predecessors."""
+        return self.version - self.dropped
 
 
 class CheckedCluster(Cluster):
@@ -98,6 +101,7 @@ class CheckedCluster(Cluster):
         self._trace = blake2b(digest_size=16)
         self._named: dict[BlobKey, int] = {}
         super().__init__(config, seed)
+        self._secure = SecureAuditor(config.tasks, self.state.rows, self.trusted)
         for row in self.state.rows.values():
             self._name(row, +1)
         self.state.observers.append(self._on_transaction)
@@ -132,8 +136,23 @@ class CheckedCluster(Cluster):
 
     def observe_request(self, device: Device, message: Message) -> None:
         joined = device.machine.joined
-        if joined is not None and isinstance(message, Report):
+        if joined is None:
+            return
+        if isinstance(message, Report):
             self.books[joined.task].trained_from[joined.session] = joined.version
+        if self._secure.audits(joined.task):
+            self._secure.on_request(joined.session, message, self.config.server.chunk_bytes)
+
+    def seal(self, device: Device, work: Seal) -> Sealed:
+        done, is_lie = self.seal_or_lie(device, work)
+        joined = device.machine.joined
+        assert joined is not None
+        self._secure.on_sealed(joined, device.visit.examples, work, done, is_lie)
+        return done
+
+    def seal_or_lie(self, device: Device, work: Seal) -> tuple[Sealed, bool]:
+        """What a device sends, and whether its seed is not that of its mask."""
+        return super().seal(device, work), False
 
     def observe_reply(self, host: Host, reply: Reply) -> None:
         match reply.message:
@@ -182,7 +201,7 @@ class CheckedCluster(Cluster):
                 self._check_record(_task_in(key), row, before.get(key))
             case VersionRow() if row.version > 0:
                 self._check_holder(writer, _task_in(key))
-                self._check_version(_task_in(key), row, before)
+                self._check_version(writer, _task_in(key), row, before)
             case ConsumedRow():
                 self._check_consumed(_task_in(key), row)
 
@@ -216,7 +235,10 @@ class CheckedCluster(Cluster):
                     _demand(member.session not in sessions, f"{member.session} is in two records")
         for member in row.members:
             self._check_member(task, member, row.target)
-        self._check_sum(books.config, row)
+        if self._secure.audits(task):
+            self._secure.check_record(task, row, self.blobs.get(row.sum))
+        else:
+            self._check_sum(books.config, row)
 
     def _check_member(self, task: TaskId, member: Member, target: int) -> None:
         books, session = self.books[task], member.session
@@ -255,7 +277,9 @@ class CheckedCluster(Cluster):
         )
         _demand(same, f"the sum of record {row.target} of {config.task} is not that of its members")
 
-    def _check_version(self, task: TaskId, row: VersionRow, before: dict[str, Row]) -> None:
+    def _check_version(
+        self, writer: Writer, task: TaskId, row: VersionRow, before: dict[str, Row]
+    ) -> None:
         books = self.books[task]
         _demand(
             row.version == books.version + 1,
@@ -267,19 +291,43 @@ class CheckedCluster(Cluster):
             f"version {row.version} of {task} was made without using up its record",
         )
         assert isinstance(record, RecordRow)
-        self._check_step(books.config, row, record, before)
+        old = self.state.rows[version_key(task, row.version - 1)]
+        assert isinstance(old, VersionRow)
+        if self._secure.audits(task) and row.parameters == old.parameters:
+            books.dropped += 1
+            self._secure.check_dropped(task, record, before[optimizer_key(task)])
+            self._check_drop_is_counted(writer, task)
+        else:
+            self._check_step(books.config, row, record, old, before)
         books.version = row.version
 
+    def _check_drop_is_counted(self, writer: Writer, task: TaskId) -> None:
+        host = self.hosts[writer[0]]
+        if (
+            host.is_alive
+            and isinstance(host.machine, Aggregator)
+            and host.machine.boot == writer[1]
+        ):
+            counters = host.machine.tasks[task].counters
+            counted = any(name.startswith("buffers_dropped_") for name in counters)
+            _demand(counted, f"{writer[0]} dropped a buffer of {task} without counting it")
+
     def _check_step(
-        self, config: TaskConfig, row: VersionRow, record: RecordRow, before: dict[str, Row]
+        self,
+        config: TaskConfig,
+        row: VersionRow,
+        record: RecordRow,
+        old: VersionRow,
+        before: dict[str, Row],
     ) -> None:
         optimizer = server_optimizer(config.optimizer)
         length = config.model_length
-        old = self.state.rows[version_key(config.task, row.version - 1)]
         state = before[optimizer_key(config.task)]
-        assert isinstance(old, VersionRow)
         assert isinstance(state, OptimizerRow)
-        mean = WeightedSum.decode(self.blobs.get(record.sum), length).mean()
+        if self._secure.audits(config.task):
+            mean = self._secure.expected_mean(config.task, record)
+        else:
+            mean = WeightedSum.decode(self.blobs.get(record.sum), length).mean()
         expected, _ = optimizer.step(
             parameters.decode(self.blobs.get(old.parameters), length),
             mean,
@@ -318,6 +366,9 @@ class CheckedCluster(Cluster):
         if granted.ticket not in books.tickets:
             books.tickets[granted.ticket] = None
             books.granted_at.setdefault(ticket.session, []).append(version)
+            if self._secure.audits(ticket.task):
+                assert isinstance(ticket, UploadTicket)
+                self._secure.on_granted(ticket.session, ticket.offer, version, granted.secure)
 
     def _on_acknowledged(self, reply: Reply) -> None:
         ticket = claim_of(reply.to.request.ticket)

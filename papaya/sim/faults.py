@@ -49,6 +49,8 @@ class Faults:
             self._bad_storage,
             self._power_loss,
         ]
+        if any(task.secure_aggregation is not None for task in cluster.config.tasks):
+            kinds += [self._crash_trusted, self._crash_trusted]
         # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
         self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
         cluster.engine.after(0.0, self._next)
@@ -140,11 +142,17 @@ class Faults:
     def _power_loss(self) -> None:
         for host in self._cluster.hosts.values():
             host.crash()
+        self._cluster.trusted.crash(self._a_while())
         self._cluster.blobs.lose_power()
         for node in self._cluster.hosts:
             self._cluster.engine.after(self._a_while(), self._restart, node)
 
+    def _crash_trusted(self) -> None:
+        """Seeds, groups and offers are lost; it is back at once, or after a while."""
+        self._cluster.trusted.crash(self._rng.choice((0.0, self._a_while())))
+
     def _heal(self) -> None:
+        self._cluster.trusted.come_back()
         self._cluster.network.heal()
         self._cluster.network.use(self._cluster.config.network)
         self._use_storage(self._cluster.config.storage)
@@ -188,8 +196,11 @@ class Hostile:
         """The whole upload again: its chunks, then its completion."""
         chosen = self._rng.choice(self._recorded)
         assert isinstance(chosen, Chunk | Complete)
-        chunks = [m for m in self._recorded if isinstance(m, Chunk) and m.ticket == chosen.ticket]
-        self._ask([*chunks, Complete(chosen.ticket, chosen.upload)])
+        of_it = [m for m in self._recorded if getattr(m, "ticket", None) == chosen.ticket]
+        chunks = [message for message in of_it if isinstance(message, Chunk)]
+        seals = [message.sealed for message in of_it if isinstance(message, Complete)]
+        sealed = seals[0] if seals else self._rng.randbytes(64)
+        self._ask([*chunks, Complete(chosen.ticket, chosen.upload, sealed)])
 
     def _forge(self) -> None:
         task = self._rng.choice(self._cluster.config.tasks)

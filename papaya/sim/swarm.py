@@ -16,11 +16,13 @@ from random import Random
 
 from msgspec import Struct
 
+from papaya.client.work import Seal, Sealed
 from papaya.config import (
     AsyncFL,
     DeviceConfig,
     OptimizerConfig,
     Requirements,
+    SecureAggregation,
     ServerConfig,
     SyncFL,
     TaskConfig,
@@ -40,6 +42,9 @@ from papaya.sim.storage import StorageConfig
 _LABELS = ("red", "green", "blue")
 _NEW_VERSIONS = 2
 _MAX_EVENTS = 3_000_000
+_OPEN_BUFFERS = 2
+_CLIP = 64.0
+"""Above the norm of every update that a simulated device makes."""
 
 
 class SwarmResult(Struct, frozen=True):
@@ -60,10 +65,18 @@ class SwarmCluster(CheckedCluster):
     hostile: Hostile | None = None
 
     def train(self, session: SessionId, length: int) -> bytes:
-        """One device in sixteen has diverged: its update must be refused."""
+        """One device in sixteen has diverged: its update must be refused, or not leave it."""
         if session[0] == "0":
             return array("f", [nan] * length).tobytes()
         return super().train(session, length)
+
+    def seal_or_lie(self, device: Device, work: Seal) -> tuple[Sealed, bool]:
+        """One device in 256 sends a vector that its seed does not unmask."""
+        done, _ = super().seal_or_lie(device, work)
+        assert device.machine.joined is not None
+        if device.machine.joined.session[:2] == "11":
+            return Sealed(done.update[::-1], done.sealed), True
+        return done, False
 
     def observe_request(self, device: Device, message: Message) -> None:
         super().observe_request(device, message)
@@ -114,28 +127,31 @@ def _check_liveness(cluster: SwarmCluster) -> None:
     """
     healed_at = cluster.engine.now
     counted = cluster.endings.get("counted", 0)
-    goals = {task: books.version + _NEW_VERSIONS for task, books in cluster.books.items()}
+    goals = {task: books.steps + _NEW_VERSIONS for task, books in cluster.books.items()}
 
     def all_live() -> bool:
         if cluster.engine.events > _MAX_EVENTS:
             raise PapayaError(f"{_MAX_EVENTS} events and no end: something goes in circles")
         heard = cluster.endings.get("counted", 0) > counted
-        return heard and all(cluster.books[t].version >= goal for t, goal in goals.items())
+        return heard and all(cluster.books[t].steps >= goal for t, goal in goals.items())
 
     cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
     if cluster.endings.get("counted", 0) == counted:
         raise PapayaError("no client heard that it was counted after the faults stopped")
     for task, goal in goals.items():
-        if cluster.books[task].version < goal:
+        if cluster.books[task].steps < goal:
             raise PapayaError(
-                f"task {task} made {_NEW_VERSIONS - goal + cluster.books[task].version} of "
+                f"task {task} made {_NEW_VERSIONS - goal + cluster.books[task].steps} of "
                 f"{_NEW_VERSIONS} new versions in {cluster.engine.now - healed_at:.0f} s after "
                 "the faults stopped"
             )
 
 
 def liveness_bound_s(config: ClusterConfig) -> float:
-    """Election, recovery and failure detection, then the slowest way to fill the buffers."""
+    """Election, recovery and failure detection, then the slowest way to fill the buffers.
+
+    Buffers that were open when the trusted party crashed are filled, and dropped.
+    """
     server = config.server
     settle_s = 3 * server.leader_lease_s + server.recovery_s + 4 * server.dead_after_s
     per_version_s = max(
@@ -143,7 +159,9 @@ def liveness_bound_s(config: ClusterConfig) -> float:
         * (1 + task.aggregation_goal / task.concurrency)
         for task in config.tasks
     )
-    return settle_s + (_NEW_VERSIONS + 1) * per_version_s
+    is_secure = any(task.secure_aggregation is not None for task in config.tasks)
+    dropped = _OPEN_BUFFERS if is_secure else 0
+    return settle_s + (_NEW_VERSIONS + 1 + dropped) * per_version_s
 
 
 def random_cluster(rng: Random) -> ClusterConfig:
@@ -199,6 +217,7 @@ def _random_task(rng: Random, task: str) -> TaskConfig:
     is_async = rng.random() < 0.6
     goal = rng.choice((1, 2, 5, concurrency + 3))
     labels = (rng.choice(_LABELS),) if rng.random() < 0.5 else ()
+    secure = SecureAggregation(rng.choice((None, 1))) if rng.random() < 0.35 else None
     return TaskConfig(
         task=task,
         concurrency=concurrency,
@@ -206,6 +225,8 @@ def _random_task(rng: Random, task: str) -> TaskConfig:
         regime=AsyncFL(goal, max_staleness=rng.choice((0, 2, 50)))
         if is_async
         else SyncFL(over_selection=rng.choice((0.0, 0.3))),
+        secure_aggregation=secure,
+        clip=None if secure is None else _CLIP,
         optimizer=OptimizerConfig(kind=rng.choice(("fedavg", "fedadam", "fedyogi"))),
         requirements=Requirements(labels=labels),
         training_timeout_s=rng.choice((15.0, 30.0)),
@@ -224,7 +245,8 @@ def _random_kinds(rng: Random) -> tuple[DeviceKind, ...]:
 
 def _describe(config: ClusterConfig) -> str:
     tasks = ", ".join(
-        f"{type(task.regime).__name__}(C={task.concurrency}, K={task.aggregation_goal})"
+        f"{type(task.regime).__name__}(C={task.concurrency}, K={task.aggregation_goal}"
+        f"{'' if task.threshold is None else f', t={task.threshold}'})"
         for task in config.tasks
     )
     return (

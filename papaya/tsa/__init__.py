@@ -1,1 +1,4 @@
-"""The trusted party (paper, "Secure Aggregation"): all that runs inside the enclave, no more."""
+"""The trusted party (paper, "Secure Aggregation"), and what talks to it.
+
+`enclave.toml` lists what runs inside the enclave.
+"""

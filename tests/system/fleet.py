@@ -16,6 +16,7 @@ from typing import Self
 
 from papaya.client.eligibility import Eligibility
 from papaya.client.example_store import ExampleStore
+from papaya.client.executor import TaskTerms
 from papaya.client.work import Finish, Trained
 from papaya.config import DeviceConfig
 from papaya.messages.base import Message, SessionId
@@ -33,8 +34,9 @@ from papaya.messages.participation import (
 )
 from papaya.messages.selection import Rejected
 from papaya.messages.tickets import claim_of
-from papaya.net.device import Assignment, Device, DeviceProcess, Pacing
+from papaya.net.device import Assignment, Device, DeviceProcess, Pacing, ProtocolTrainer
 from papaya.net.device.selectors import Selectors
+from papaya.net.device.trust import Trust
 from papaya.net.token_files import Secret
 from papaya.sim.trainers import protocol_update
 
@@ -171,13 +173,14 @@ class WatchedSelectors(Selectors):
 
 
 class WatchedProcess(DeviceProcess):
-    def __init__(self, book: Book, certificates: Path | None) -> None:
+    def __init__(self, book: Book, certificates: Path | None, trust: Trust | None) -> None:
         super().__init__(
             now=time.time,
             pacing=Pacing(pause_s=0, backoff_s=0.05, max_backoff_s=0.2),
             eligibility=Eligibility((), ()),
             max_parallel=1000,
             certificates=certificates,
+            trust=trust,
         )
         self._book = book
 
@@ -193,25 +196,20 @@ Work = Callable[[Assignment], Awaitable[None]]
 Evaluation = Callable[[Assignment], bytes]
 
 
-class NoTraining:
+class NoTraining(ProtocolTrainer):
     """Waits for `work`, then uploads integers that name the session."""
 
-    engine = "torch"
-    modules: tuple[str, ...] = ()
-
     def __init__(self, work: Work, evaluation: Evaluation | None) -> None:
+        super().__init__(protocol_update, seconds=lambda: 0.0)
         self._work = work
         self._evaluation = evaluation
-
-    def knows(self, program: str) -> bool:
-        return True
 
     async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
         await self._work(assignment)
         if assignment.evaluates:
             assert self._evaluation is not None
             return Trained(self._evaluation(assignment), 1)
-        return Trained(protocol_update(assignment.session, assignment.update_length), 1)
+        return await super().train(assignment, store)
 
 
 class Fleet:
@@ -263,18 +261,20 @@ async def fleet(
     *,
     certificates: Path | None = None,
     evaluation: Evaluation | None = None,
+    trust: Trust | None = None,
+    terms: TaskTerms | None = None,
     seed: int = 1,
 ) -> AsyncIterator[Fleet]:
     """`work(book, i)` says what the i-th device does instead of training."""
     book = Book()
     folder.mkdir(parents=True, exist_ok=True)
-    async with WatchedProcess(book, certificates) as process:
+    async with WatchedProcess(book, certificates, trust) as process:
         devices = [
             Device(
                 process,
                 selectors=selectors,
                 store=folder / f"device-{i}.db",
-                trainer=NoTraining(work(book, i), evaluation),
+                trainer=NoTraining(work(book, i), evaluation, terms),
                 token=token,
                 name=f"device-{i}",
                 config=_CONFIG,

@@ -50,8 +50,10 @@ class ServerProcess:
         folder: Path,
         deployment: dict[str, Toml],
         server: dict[str, Toml],
+        environment: dict[str, str],
     ) -> None:
         self.name = name
+        self._environment = environment
         self.data = Path(str(deployment["data"]))
         self.addresses: dict[str, str] = {}
         self.log: deque[str] = deque(maxlen=_LOGGED_LINES)
@@ -77,7 +79,7 @@ class ServerProcess:
         assert not self.is_running, f"{self.name} runs already"
         self._note(f"-- {self.name} starts")
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment
         )
         self._reader = Thread(target=self._read_log, args=(self._process,), daemon=True)
         self._reader.start()
@@ -162,12 +164,22 @@ class ServerProcess:
 
 
 class Installation:
-    """The servers of one data folder. Use it with `with`: nothing outlives the test."""
+    """The servers of one data folder. Use it with `with`: nothing outlives the test.
 
-    def __init__(self, folder: Path) -> None:
+    Numba costs more than all the rest of a start. It is hidden from servers that start often,
+    unless `compiled`; what it compiles has tests of its own.
+    """
+
+    def __init__(self, folder: Path, *, compiled: bool = False) -> None:
         self.folder = folder
         self.data = folder / "data"
         self.servers: list[ServerProcess] = []
+        self._environment = environment()
+        if not compiled:
+            hiding = folder / "without-numba"
+            hiding.mkdir()
+            (hiding / "numba.py").write_text("raise ImportError\n", encoding="ascii")
+            self._environment["PYTHONPATH"] = str(hiding)
         self._reserved: list[socket.socket] = []
 
     def add(
@@ -182,7 +194,8 @@ class Installation:
         own: dict[str, Toml] = {"data": str(self.data)}
         own |= {listener: self.reserve() for listener in ("devices", "admin", "servers")}
         own |= deployment or {}
-        added = ServerProcess(name, role, self.folder, own, {**SERVER, **(server or {})})
+        rest = {**SERVER, **(server or {})}
+        added = ServerProcess(name, role, self.folder, own, rest, self._environment)
         self.servers.append(added)
         return added
 

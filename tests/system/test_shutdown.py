@@ -29,7 +29,7 @@ CONFIG = TaskConfig(
 
 
 def test_a_clean_stop_answers_uploads_and_a_restart_goes_on_exactly_there(tmp_path: Path) -> None:
-    with Installation(tmp_path) as installation:
+    with Installation(tmp_path, compiled=True) as installation:
         server = installation.add().start()
         Admin(server.addresses["admin"], installation.secret("admin.token")).submit(CONFIG)
         asyncio.run(_stop_and_go_on(installation, server))

@@ -246,7 +246,7 @@ def test_every_command_can_be_typed() -> None:
         program, *arguments = shlex.split(command)
         if program == "make":
             assert arguments[0] in targets, f"{name_of(page)}: {command}"
-        elif arguments in (["task"], ["token"]):  # a group of commands, named as such
+        elif arguments in (["task"], ["token"], ["log"], ["tsa"]):  # a group, named as such
             with pytest.raises(SystemExit, match="0"):
                 cli._parser().parse_args([*arguments, "--help"])
         else:

@@ -160,7 +160,12 @@ class _Pool:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._pass_on(turn.result())
             raise
-        return link if link is not None else await self._connect()
+        if link is None:
+            return await self._connect()
+        if link.can_be_used:
+            return link
+        link.abort()  # It died on its way here: the place that it frees is somebody's next turn.
+        return await self.lend()
 
     async def fresh(self) -> Link:
         """A connection that has never been used: those that are kept may be as dead as the last."""

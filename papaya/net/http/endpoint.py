@@ -49,9 +49,7 @@ class Endpoint(asyncio.BufferedProtocol):
         self._received = 0
         self._linger_until = 0  # bytes received, not time
         self._is_reading = True
-        self._is_advancing = False
-        self._is_closing = False
-        self._is_lingering = False
+        self._is_advancing = self._is_closing = self._is_lingering = False
 
     # --- What the loop calls --------------------------------------------------------------------
 
@@ -254,6 +252,8 @@ class Endpoint(asyncio.BufferedProtocol):
                 raise HttpError(413, f"at most {route.max_body_bytes} bytes are taken here")
             if not isinstance(route, Buffered):
                 self._receive(exchange, route.receive(exchange))
+            elif not route.admits(exchange):
+                self._receive(exchange, None)
             elif len(self._pending) >= head.length:
                 body, self._pending = self._pending[: head.length], self._pending[head.length :]
                 self._left = 0

@@ -52,13 +52,22 @@ def end_receiver(receiver: Receiver, is_whole: bool) -> None:
         log.exception("a receiver failed at its end")
 
 
+def everyone(exchange: Exchange) -> bool:
+    """No question is asked."""
+    return True
+
+
 class Buffered(msgspec.Struct, frozen=True):
-    """The handler gets the whole body, and answers now or later."""
+    """The handler gets the whole body, and answers now or later.
+
+    `admits` is asked before any of the body is kept; False means that it has answered already.
+    """
 
     method: str
     path: str
     handle: Callable[[Exchange, bytes], None]
     max_body_bytes: int = 0
+    admits: Callable[[Exchange], bool] = everyone
 
 
 class Streamed(msgspec.Struct, frozen=True):

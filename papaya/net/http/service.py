@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from papaya.net.http.exchange import log
 from papaya.net.http.limits import Limits
 from papaya.net.http.routes import Route, Routes
 
@@ -92,6 +93,9 @@ class Service:
     def _sweep(self) -> None:
         now = self.loop.time()
         self.date = f"Date: {formatdate(usegmt=True)}\r\n"
-        for connection in tuple(self.connections):
-            connection.look_at_the_clock(now)
         self._timer = self.loop.call_later(self.limits.sweep_s, self._sweep)
+        for connection in tuple(self.connections):
+            try:
+                connection.look_at_the_clock(now)
+            except Exception:
+                log.exception("a connection could not be swept")

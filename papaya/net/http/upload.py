@@ -49,7 +49,9 @@ class Upload:
         self._early = bytearray()  # written before there was a connection
         self._link: Link | None = None
         self._is_over = False
-        self._answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._moved_at = self._loop.time()
+        self._answer: asyncio.Future[Response] = self._loop.create_future()
         self._opening: asyncio.Task[None] | None = None
         if (link := pool.kept()) is not None:
             self._use(link)
@@ -66,19 +68,24 @@ class Upload:
         """The next bytes of the body. `data` may be used again when this returns."""
         if self._is_over:
             return
+        self._moved_at = self._loop.time()
         if self._link is None:
             self._early += data
         else:
             self._link.send(data)
 
     async def response(self, timeout_s: float) -> Response:
-        """The answer, as soon as it is there; what is not sent by then never will be."""
+        """The answer, as soon as it is there; what is not sent by then never will be.
+
+        Time runs from the last piece of the body: a body may be slow, the far side may not.
+        """
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._answer
-        except TimeoutError as error:
-            message = f"{self._pool.address} did not answer in {timeout_s:g} s"
-            raise PeerUnavailable(message) from error
+            while not self._answer.done():
+                left_s = self._moved_at + timeout_s - self._loop.time()
+                if left_s <= 0:
+                    raise PeerUnavailable(f"{self._pool.address} did not answer in {timeout_s:g} s")
+                await asyncio.wait((self._answer,), timeout=left_s)
+            return await self._answer
         finally:
             self.abort()
 
@@ -97,22 +104,21 @@ class Upload:
 
     async def _open(self) -> None:
         try:
-            link = await self._pool.lend()
+            self._use(await self._pool.lend())
         except Exception as error:
             self._opening = None
             self._fail(error)
             self.abort()
         else:
             self._opening = None
-            self._use(link)
-            link.send(bytes(self._early))
-            self._early.clear()
         self._on_room()
 
     def _use(self, link: Link) -> None:
         self._link = link
         link.on_room = self._on_room
         link.begin(*self._head).add_done_callback(self._answered)
+        link.send(bytes(self._early))
+        self._early.clear()
 
     def _answered(self, answer: asyncio.Future[Response]) -> None:
         if not answer.cancelled() and not self._answer.done():

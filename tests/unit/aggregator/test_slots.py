@@ -160,7 +160,7 @@ def test_idle_slots_are_listed_longest_first() -> None:
 # -- memory ---------------------------------------------------------------------------------
 
 
-def offer(world: World, phone: Phone, index: int = 0) -> Message | None:
+def offer(phone: Phone, index: int = 0) -> Message | None:
     """The head of a chunk is there: should its body be read?"""
     return phone.ask(ChunkOffer(phone.ticket, "u1", index, len(FIRST)))
 
@@ -179,8 +179,8 @@ def test_an_upload_begins_only_if_there_is_memory_for_all_of_it() -> None:
     one, other = world.joined(node, 2)
     one.report()
     other.report()
-    assert offer(world, one) is None
-    assert isinstance(offer(world, other), Retry), "slots are free, memory is not"
+    assert offer(one) is None
+    assert isinstance(offer(other), Retry), "slots are free, memory is not"
     assert isinstance(other.chunk(0, FIRST), Retry)
     assert node.machine._slots.used == 4 / 7
     one.send(1)
@@ -199,7 +199,7 @@ def test_a_task_whose_updates_do_not_fit_into_memory_is_halted_with_the_reason()
 def test_a_client_that_announces_chunks_and_sends_none_loses_its_slot() -> None:
     world, node, phone = an_uploader()
     for _ in range(4):
-        assert offer(world, phone) is None
+        assert offer(phone) is None
         world.pass_s(H / 2)
     assert Drop(TASK, 1, phone.session) in node.log, "what arrives is broken off"
 
@@ -208,7 +208,7 @@ def test_bytes_that_arrive_keep_the_slot_and_the_session() -> None:
     """A chunk slower than a heartbeat, or than three of them, is still on its way."""
     world, node, phone = an_uploader()
     phone.chunk(0, FIRST)
-    assert offer(world, phone, 1) is None
+    assert offer(phone, 1) is None
     for _ in range(8):
         world.pass_s(H / 2)
         node.receive(Arriving(TASK, phone.session))
@@ -217,7 +217,7 @@ def test_bytes_that_arrive_keep_the_slot_and_the_session() -> None:
 
 
 def test_bytes_for_nobody_change_nothing() -> None:
-    world, node, phone = an_uploader()
+    _, node, phone = an_uploader()
     node.receive(Arriving(TASK, phone.session))
     node.receive(Arriving(TASK, "stranger"))
     node.receive(Arriving("no-task", "stranger"))
@@ -225,16 +225,16 @@ def test_bytes_for_nobody_change_nothing() -> None:
 
 
 def test_a_session_that_ends_breaks_off_what_arrives_for_it() -> None:
-    world, node, phone = an_uploader()
-    assert offer(world, phone) is None
+    _, node, phone = an_uploader()
+    assert offer(phone) is None
     phone.leave()
     assert Drop(TASK, 1, phone.session) in node.log
     assert node.machine._slots.used == 0
 
 
 def test_chunks_that_arrive_together_do_not_break_each_other_off() -> None:
-    world, node, phone = an_uploader()
-    assert offer(world, phone, 0) is offer(world, phone, 1) is None
+    _, node, phone = an_uploader()
+    assert offer(phone, 0) is offer(phone, 1) is None
     phone.chunk(1, SECOND)
     assert node.did(Drop) == []
 

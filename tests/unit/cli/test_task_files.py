@@ -98,14 +98,11 @@ def test_a_name_that_is_taken_is_told(server: AdminServer, task_file: Path) -> N
     assert "--name" in error.value.hint
 
 
-def test_secure_aggregation_is_refused_before_anything_is_sent(
-    server: AdminServer, task_file: Path
-) -> None:
+def test_secure_aggregation_is_one_setting(server: AdminServer, task_file: Path) -> None:
     settings = ("--set", "secure_aggregation={}", "--set", "clip=1.0")
-    with pytest.raises(OperatorError, match="secure aggregation, which is not available yet"):
-        run(server, "task", "submit", task_file, *settings)
-    assert server.call(server.system.service.tasks()) == ()
-    assert server.system.blobs.keys("tiny") == []
+    assert run(server, "task", "submit", task_file, *settings) == 0
+    [view] = server.call(server.system.service.tasks())
+    assert view.task == "tiny"
 
 
 # -- history ------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_a_selector_that_miscounts_says_so() -> None:
     selector = an_open_selector(max_held=2)
     selector.receive(BOOT + 1, check_in(), "d")
     selector.held_count = 0
-    with pytest.raises(InvariantError, match="holds 1 check-ins, counts 0, may hold 2"):
+    with pytest.raises(InvariantError, match="holds 1 check-ins, 1 by class, counts 0"):
         selector.check()
 
 
@@ -362,3 +362,42 @@ def test_a_device_that_hung_up_is_not_given_a_session() -> None:
     assert accepted(effects) == {stays: "s1"}
     selector.receive(BOOT + 4, Gone(), gone)
     selector.check()
+
+
+def test_devices_that_hang_up_leave_nothing_behind() -> None:
+    """One device stays and others come and go: neither memory nor time may grow with them."""
+    selector = an_open_selector(max_held=3)
+    stays, others = object(), [object() for _ in range(1000)]
+    selector.receive(BOOT + 1, check_in(), stays)
+    for number, handle in enumerate(others):
+        device = PHONE if number % 2 else TABLET
+        assert rejected(selector.receive(BOOT + 1, check_in(device), handle)) == []
+        selector.receive(BOOT + 1, Gone(), handle)
+        selector.check()  # counts what is kept, answered or not
+    assert selector.held_count == 1
+    effects = selector.receive(BOOT + 2, orders(2, assignments=(assign("s1"),)))
+    assert accepted(effects) == {stays: "s1"}
+    selector.check()
+
+
+def test_ten_thousand_hang_ups_cost_no_more_than_their_check_ins() -> None:
+    """The newest first: whoever looks for each from the oldest on takes a minute."""
+    selector = an_open_selector(max_held=10_000)
+    handles = [object() for _ in range(10_000)]
+    for handle in handles:
+        selector.receive(BOOT + 1, check_in(), handle)
+    compared = 0
+
+    class Counted:
+        """Comparisons show how many were looked at."""
+
+        def __hash__(self) -> int:
+            return 1
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return self is other
+
+    selector.receive(BOOT + 1, Gone(), Counted())
+    assert compared < 100

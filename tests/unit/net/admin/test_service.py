@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from papaya.config import EvaluationPlan, SecureAggregation, StopRule, TaskConfig
+from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.config.checks import MAX_COUNT
 from papaya.errors import OperatorError
 from papaya.learning import parameters
@@ -119,10 +119,6 @@ BAD_SUBMISSIONS: dict[str, tuple[TaskConfig, str]] = {
         "no evaluation could start by the plan of task other: concurrency",
     ),
     "another length": (structs.replace(TASK, task="other", model_length=7), "6 parameters"),
-    "secure aggregation": (
-        structs.replace(TASK, task="other", clip=1.0, secure_aggregation=SecureAggregation()),
-        "not available yet",
-    ),
 }
 
 

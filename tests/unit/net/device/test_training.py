@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from papaya.client.example_store import ExampleStore, UseRefused, split_of
-from papaya.client.executor import Job, JobFailed, JobResult, TaskFile
+from papaya.client.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
 from papaya.client.use_policy import Policy
 from papaya.client.work import Finish, Trained
 from papaya.errors import ConfigError, OperatorError, ProtocolError
@@ -39,12 +39,12 @@ class FakeExecutor:
 
 def task_file(task: str = "next-word", examples: Examples | None = None) -> TaskFile:
     asked = examples or Examples("text", newest_first=False)
-    return TaskFile("my_task.py", task, "sha256:ab", 3, 1500, asked)
+    return TaskFile("my_task.py", task, "sha256:ab", TaskTerms(False, 3, 1500, 50, None), asked)
 
 
 def assignment(evaluates: bool = False, model_length: int = 3) -> Assignment:
     task = "next-word-check" if evaluates else "next-word"
-    return Assignment(task, "next-word", "s", PARAMETERS, model_length, 3, evaluates, 30.0)
+    return Assignment(task, "next-word", "s", PARAMETERS, model_length, 3, evaluates, False, 30.0)
 
 
 def trained(executor: FakeExecutor, work: Assignment, now: float = 0.0) -> Trained:
@@ -87,7 +87,7 @@ def test_no_examples_no_training() -> None:
 
 def test_a_task_that_the_owner_does_not_allow_gets_no_example() -> None:
     executor = FakeExecutor(task_file("another"))
-    work = Assignment("another", "another", "s", PARAMETERS, 3, 3, False, 30.0)
+    work = Assignment("another", "another", "s", PARAMETERS, 3, 3, False, False, 30.0)
     with pytest.raises(UseRefused):
         trained(executor, work)
     assert executor.jobs == []
@@ -105,7 +105,7 @@ def test_a_task_may_go_by_another_name_if_the_device_is_told() -> None:
     trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), {"words-2": "next-word"})
     assert trainer.tasks == ("next-word", "words-2")
     assert not trainer.knows("words-3")
-    work = Assignment("words-2", "words-2", "s", PARAMETERS, 3, 3, False, 30.0)
+    work = Assignment("words-2", "words-2", "s", PARAMETERS, 3, 3, False, False, 30.0)
     with ExampleStore(":memory:", {"text": POLICY}) as store:
         store.add("text", EXAMPLES, 0.0)
         with pytest.raises(UseRefused):  # the examples' owner has to allow it by that name

@@ -13,6 +13,7 @@ from papaya.net.http.connection import Connections, PeerUnavailable
 from papaya.net.http.exchange import Exchange
 from papaya.net.http.head import HttpError
 from papaya.net.http.limits import Limits, PeerLimits
+from papaya.net.http.link import Link
 from papaya.net.http.routes import Buffered
 from tests.unit.net.http.loopback import LOOPS, Shop, a_server, run
 
@@ -241,6 +242,62 @@ def test_one_who_waited_takes_the_place_of_a_connection_that_died() -> None:
             slow.cancel()
             assert (await waits).body == b"x"
             await asyncio.gather(slow, gives_up, return_exceptions=True)
+
+    run(main())
+
+
+@both_loops
+def test_a_connection_that_dies_between_two_hands_is_replaced(loop: str) -> None:
+    """The far side closes just when the next in line is given its turn."""
+    shop = Shop()
+
+    async def main() -> None:
+        limits = PeerLimits(max_connections=1)
+        async with a_server(shop.routes) as server, some_connections(limits) as connections:
+            address = f"127.0.0.1:{server.port}"
+            first = asyncio.create_task(connections.request(address, "POST", "/hold"))
+            while not shop.held:
+                await asyncio.sleep(0)
+            upload = connections.open_upload(address, "PUT", "/stream/a", (), 4)
+            upload.write(b"data")
+            second = asyncio.create_task(connections.request(address, "POST", "/echo", (), b"x"))
+            await asyncio.sleep(0)
+            pool = connections._pool(address)
+            pass_on = pool._pass_on
+
+            def pass_on_and_cut(link: Link | None) -> None:
+                pool._pass_on = pass_on  # type: ignore[method-assign]
+                pass_on(link)
+                assert link is not None
+                link.abort()
+
+            pool._pass_on = pass_on_and_cut  # type: ignore[method-assign]
+            shop.held[0].answer(200, b"0")
+            assert (await first).body == b"0"
+            assert (await upload.response(10)).status == 200
+            assert (await second).body == b"x"
+            assert server.connections == 1
+
+    run(main(), loop)
+
+
+def test_the_time_for_an_answer_runs_from_the_last_piece_of_the_body() -> None:
+    """A slow device is not the far side's silence."""
+    shop = Shop()
+
+    async def main() -> None:
+        async with a_server(shop.routes) as server, some_connections() as connections:
+            address = f"127.0.0.1:{server.port}"
+            upload = connections.open_upload(address, "PUT", "/stream/a", (), 30)
+            answer = asyncio.create_task(upload.response(1.0))
+            for _ in range(30):
+                await asyncio.sleep(0.05)
+                upload.write(b"x")
+            assert (await answer).status == 200
+            silent = connections.open_upload(address, "PUT", "/stream/a", (), 8)
+            silent.write(b"x")
+            with pytest.raises(PeerUnavailable, match=r"did not answer in 0\.1 s"):
+                await silent.response(0.1)
 
     run(main())
 

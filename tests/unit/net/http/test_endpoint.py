@@ -339,3 +339,32 @@ def test_an_address_that_cannot_be_listened_on_is_the_operators_to_mend(host: st
             return refused.value.hint
 
     assert run(main())
+
+
+@both_loops
+def test_who_is_not_admitted_is_answered_before_the_body(loop: str) -> None:
+    handled: list[bytes] = []
+
+    def handle(exchange: Exchange, body: bytes) -> None:
+        handled.append(body)
+        exchange.answer(200)
+
+    def admits(exchange: Exchange) -> bool:
+        if exchange.head.headers.get("token") == "right":
+            return True
+        exchange.answer(401)
+        return False
+
+    async def main() -> None:
+        async with a_server([Buffered("POST", "/x", handle, 1 << 20, admits)]) as server:
+            async with a_client(server.port) as client:
+                client.send(a_request("POST", "/x", 1000 * b"x")[:-1])
+                assert (await client.response()).status == 401, "and its last byte never came"
+            async with a_client(server.port) as client:
+                client.send(a_request("POST", "/x", b"whole"))
+                assert (await client.response()).status == 401
+                client.send(a_request("POST", "/x", b"mine", [("Token", "right")]))
+                assert (await client.response()).status == 200
+
+    run(main(), loop)
+    assert handled == [b"mine"]

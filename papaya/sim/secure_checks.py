@@ -1,0 +1,233 @@
+"""What must hold under secure aggregation, checked by watching from outside (DESIGN 7).
+
+The auditor knows what nobody in the system does: what each device trained on, what it masked, which
+seed the trusted party took where, which sums it gave away. From that it recomputes every masked sum
+and every step, in whole numbers, and demands:
+
+- a device seals one update once, for an offer that nobody else got, and sends those bytes only;
+- a seed is taken into one group, and a record names only members whose seeds are in its group;
+- masks are released for exactly the members of a full and durable record;
+- a version is one step with its members' fixed-point sum, or its predecessor again: only if a seed
+  is lost with an earlier trusted party, or a member lied about its seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from papaya.client.work import Seal, Sealed
+from papaya.config import TaskConfig
+from papaya.errors import InvariantError
+from papaya.learning.parameters import FLOAT32, Vector, decode_tensors
+from papaya.messages.base import Message, SessionId, TaskId
+from papaya.messages.participation import Chunk, Complete, Joined, SecureOffer
+from papaya.messages.storage import (
+    Member,
+    OptimizerRow,
+    RecordRow,
+    Row,
+    optimizer_key,
+    record_key,
+)
+from papaya.secagg.offer import Offer
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.words import WORD, Words
+from papaya.sim.trainers import protocol_vector
+from papaya.sim.trusted import TrustedTwin
+
+Seed = tuple[bytes, int]
+"""An identity of the trusted party, and an index of its offers."""
+
+
+class Granted(NamedTuple):
+    """To whom an offer was given, and what that client was told to be the current version."""
+
+    session: SessionId
+    version: int
+
+
+class SealedOnce(NamedTuple):
+    """All that one device ever sends of one update, and the truth under the mask."""
+
+    seed: Seed
+    update: bytes
+    sealed: bytes
+    examples: int
+    staleness: int
+    is_lie: bool
+
+
+def demand(holds: bool, promise: str) -> None:
+    if not holds:
+        raise InvariantError(promise)
+
+
+class SecureAuditor:
+    """Books over all secure tasks of a cluster. `rows` are those of the state store."""
+
+    def __init__(
+        self, tasks: Sequence[TaskConfig], rows: dict[str, Row], trusted: TrustedTwin
+    ) -> None:
+        self._rows = rows
+        self._trusted = trusted
+        self._parameters = {
+            task.task: task.public_parameters
+            for task in tasks
+            if task.public_parameters is not None
+        }
+        self._task_of = {found.digest(): task for task, found in self._parameters.items()}
+        self._granted: dict[Seed, Granted] = {}
+        self._sealed: dict[SessionId, SealedOnce] = {}
+        self._group_of: dict[Seed, int] = {}
+        self._released: dict[tuple[bytes, TaskId, int], tuple[int, ...]] = {}
+        trusted.on_accepted = self._on_accepted
+        trusted.on_released = self._on_released
+
+    def audits(self, task: TaskId) -> bool:
+        return task in self._parameters
+
+    # -- devices ----------------------------------------------------------------------------
+
+    def on_granted(
+        self, session: SessionId, index: int, version: int, offer: SecureOffer | None
+    ) -> None:
+        if offer is None:
+            raise InvariantError(f"{session} was granted an upload without an offer")
+        found = Offer.decode(offer.offer).index
+        demand(found == index, f"the ticket of {session} names offer {index}, it got {found}")
+        granted = self._granted.setdefault((offer.identity, index), Granted(session, version))
+        demand(
+            granted == (session, version),
+            f"offer {index} was given to {granted.session} and to {session}",
+        )
+
+    def on_sealed(
+        self, joined: Joined, examples: int, work: Seal, done: Sealed, is_lie: bool
+    ) -> None:
+        """A device has made what it will send. `examples` is what it really trained on."""
+        session = joined.session
+        demand(session not in self._sealed, f"the update of {session} was sealed twice")
+        is_finite = bool(np.isfinite(np.frombuffer(work.update, FLOAT32)).all())
+        demand(is_finite, f"{session} masked NaN or infinity")
+        seed = work.offer.identity, Offer.decode(work.offer.offer).index
+        granted = self._granted.get(seed)
+        demand(
+            granted is not None and granted.session == session,
+            f"{session} sealed for offer {seed[1]}, which it was not given",
+        )
+        assert granted is not None
+        staleness = granted.version - joined.version
+        truth = seed, done.update, done.sealed, examples, staleness, is_lie
+        self._sealed[session] = SealedOnce(*truth)
+
+    def on_request(self, session: SessionId, message: Message, chunk_bytes: int) -> None:
+        """Whatever is lost, the bytes are the same: sealed twice they would tell two sums apart."""
+        if not isinstance(message, Chunk | Complete):
+            return
+        sealed = self._sealed.get(session)
+        if sealed is None:
+            raise InvariantError(f"{session} sends an update that it has not masked")
+        if isinstance(message, Complete):
+            demand(message.sealed == sealed.sealed, f"{session} sends another sealed seed")
+        else:
+            start = message.index * chunk_bytes
+            same = message.data == sealed.update[start : start + chunk_bytes]
+            demand(same, f"{session} sends another masked update")
+
+    # -- the trusted party ------------------------------------------------------------------
+
+    def _on_accepted(self, index: int, group: int) -> None:
+        seed = self._trusted.identity_public_key, index
+        demand(seed in self._granted, f"seed {index} was taken, but its offer was given to nobody")
+        known = self._group_of.setdefault(seed, group)
+        demand(known == group, f"seed {index} was taken into group {known} and into {group}")
+
+    def _on_released(self, digest: bytes, group: int, members: tuple[int, ...]) -> None:
+        task = self._task_of[digest]
+        key = self._trusted.identity_public_key, task, group
+        if key not in self._released:
+            record = self._rows.get(record_key(task, group))
+            goal = self._parameters[task].aggregation_goal
+            is_closed = isinstance(record, RecordRow) and len(record.members) == goal
+            demand(is_closed, f"masks of group {group} of {task} were released before it closed")
+            assert isinstance(record, RecordRow)
+            self._released[key] = tuple(sorted(member.offer for member in record.members))
+        demand(
+            members == self._released[key],
+            f"masks of {members} were released, group {group} of {task} has {self._released[key]}",
+        )
+
+    # -- records and versions ---------------------------------------------------------------
+
+    def check_record(self, task: TaskId, row: RecordRow, blob: bytes) -> None:
+        """The masked sum is that of its members, whose seeds are in the record's group."""
+        expected = np.zeros(self._parameters[task].vector_words, WORD)
+        for member in row.members:
+            expected += self._masked_by(member, row.target)
+        tensors, _ = decode_tensors(blob, ["masked"], expected.size, WORD)
+        same = bool(np.array_equal(tensors["masked"], expected))
+        demand(same, f"the masked sum of record {row.target} of {task} is not that of its members")
+
+    def _masked_by(self, member: Member, target: int) -> Words:
+        session = member.session
+        demand(session in self._sealed, f"{session} is counted, but it masked nothing")
+        sealed = self._sealed[session]
+        demand(
+            (member.offer, member.staleness) == (sealed.seed[1], sealed.staleness),
+            f"{session} sealed for offer {sealed.seed[1]} at staleness {sealed.staleness}, its "
+            f"record says {member.offer} at {member.staleness}",
+        )
+        group = self._group_of.get(sealed.seed)
+        demand(
+            group == target,
+            f"{session} is in record {target}, its seed in group {group} of the trusted party",
+        )
+        return np.frombuffer(sealed.update, WORD)
+
+    def check_dropped(self, task: TaskId, record: RecordRow, before: Row) -> None:
+        """Its version is the predecessor again: there must have been a reason.
+
+        `before` is the optimizer row that the version replaced.
+        """
+        assert isinstance(before, OptimizerRow)
+        demand(
+            self._rows[optimizer_key(task)] == OptimizerRow(record.target, before.state),
+            f"version {record.target} of {task} dropped its buffer and changed the optimizer",
+        )
+        now = self._trusted.identity_public_key
+        sealed = [self._sealed[member.session] for member in record.members]
+        is_lost = any(member.seed[0] != now for member in sealed)
+        demand(
+            is_lost or any(member.is_lie for member in sealed),
+            f"version {record.target} of {task} dropped a buffer that could be used",
+        )
+
+    def expected_mean(self, task: TaskId, record: RecordRow) -> Vector:
+        """The mean of the members' updates, through the fixed point and back, in whole numbers."""
+        parameters = self._parameters[task]
+        total, weight = [0] * parameters.length, 0
+        for member in record.members:
+            sealed = self._sealed[member.session]
+            demand(not sealed.is_lie, f"{member.session} lied about its seed and was stepped with")
+            vector = protocol_vector(member.session, parameters.length)
+            steps, share = _fixed_point(parameters, vector, sealed)
+            total = [a + b for a, b in zip(total, steps, strict=True)]
+            weight += share
+        sums = np.array([float(step) * parameters.step for step in total]).astype(FLOAT32)
+        mean: Vector = (sums.astype(float) / (weight / parameters.levels)).astype(FLOAT32)
+        return mean
+
+
+def _fixed_point(
+    parameters: PublicParameters, vector: Sequence[float], sealed: SealedOnce
+) -> tuple[list[int], int]:
+    """What an honest device has to add, before its mask: weighted update, and weight."""
+    weight = min(sealed.examples, parameters.max_examples) / parameters.max_examples
+    factor = weight * (1 / sqrt(1 + sealed.staleness)) * (parameters.levels / parameters.clip)
+    limit = parameters.levels
+    steps = [max(-limit, min(limit, round(value * factor))) for value in vector]
+    return steps, round(weight * limit)
