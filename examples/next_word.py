@@ -25,6 +25,7 @@ from papaya.learning.task import (
     EvaluationPlan,
     Examples,
     OptimizerConfig,
+    SecureAggregation,
     Task,
 )
 
@@ -106,6 +107,8 @@ task = Task(
     concurrency=24,
     optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.2, beta2=0.99),
     evaluation=EvaluationPlan(every_versions=5, clients=16),
+    secure_aggregation=SecureAggregation(),  # the server sees sums of 10 updates, and no update
+    clip=2.0,  # nearly all updates are shorter; the first ones, before it learns, are the longest
     participation_gap_s=0.0,  # a demonstration: the same devices come back at once
     sample=load_examples("import os\n\ndef main():\n    print(os.getcwd())\n"),
 )

@@ -28,8 +28,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "regime": "AsyncFL or SyncFL. Switching is this one line.",
         "optimizer": "The server optimizer, which turns a full buffer into the next version.",
         "requirements": "What a device must declare to be compatible.",
-        "secure_aggregation": "Checked, but **not yet available**: a task that sets it is refused: "
-        "see [limitations](limitations.md#secure-aggregation).",
+        "secure_aggregation": "Updates are masked, and the server sees sums only: see [secure "
+        "aggregation](secure-aggregation.md). Needs `clip`. None: updates are in the clear.",
         "training_timeout_s": "How long a client may take to download and to train.",
         "upload_timeout_s": "How long a client may take from reporting to its last chunk.",
         "max_examples": "The most examples that count for one client's weight.",
@@ -86,9 +86,11 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "folder, made when the child is started.",
         "fold_threads": "Worker threads of an aggregator, each with its own intermediate "
         "aggregate.",
-        "upload_memory_mb": "Buffers for uploads on their way: make it at least `upload_slots` x "
-        "the largest model.",
-        "max_connections": "Connections to one listener at a time.",
+        "upload_memory_mb": "Buffers for uploads on their way. An upload begins when there is room "
+        "for all of it and two chunks more, so `upload_slots` x the largest model serves as many "
+        "clients at once as there are slots; a model that does not fit at all is not served.",
+        "max_connections": "Connections to one listener at a time; less where the system's limit "
+        "on open files (`ulimit -n`) does not allow as many.",
         "drain_s": "How long a stopping server waits for uploads on their way.",
         "server": "The protocol's own settings, see below.",
     },

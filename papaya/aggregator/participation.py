@@ -277,7 +277,9 @@ class Participation:
         if answer is not None:
             return [Reply(reply_to, answer)]
         if crc32(chunk.data) != chunk.crc32:
-            return [Reply(reply_to, Retry("the chunk was damaged on its way", 0.0))]
+            # With nothing to keep there is no claim on the slot that the offer was given.
+            released = held.reclaim_slot(session) if session.upload is None else []
+            return [*released, Reply(reply_to, Retry("the chunk was damaged on its way", 0.0))]
         self._slots.touch(now, (held.task, session.id))
         size, piece = held.ledger.config.update_bytes, self._config.chunk_bytes
         upload = session.upload

@@ -43,12 +43,16 @@ def keep_until(expires: float, config: TaskConfig, server: ServerConfig) -> floa
 
 
 class Session:
-    """One active client. `upload_ticket` is set by its report; `in_buffer` once it is folded."""
+    """One active client. `upload_ticket` is set by its report; `in_buffer` once it is folded.
+
+    `not_in`: versions to come whose group does not have its seed.
+    """
 
     __slots__ = (
         "answer_to",
         "id",
         "in_buffer",
+        "not_in",
         "offer",
         "sealed",
         "sealed_seed",
@@ -70,6 +74,7 @@ class Session:
         self.in_buffer = False
         self.offer: SecureOffer | None = None
         self.sealed_seed = b""
+        self.not_in: list[int] = []
         self.answer_to: list[Handle] = []
 
     @property

@@ -30,7 +30,9 @@ from typing import Any, Literal, NamedTuple
 
 from papaya.aggregator.masked import (
     LOST,
+    USED,
     MaskedSum,
+    SeedElsewhere,
     TrustedParty,
     TrustedPartyError,
     masked_update,
@@ -54,6 +56,7 @@ from papaya.aggregator.work import (
 from papaya.config import TaskConfig
 from papaya.errors import OperatorError, UpdateRefused
 from papaya.learning import parameters
+from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.kernels import NUMPY, Kernel
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import BytesLike, Contribution, WeightedSum, admit
@@ -197,14 +200,14 @@ class Shards:
         members: list[Any] = []
         try:
             for work, upload in given:
-                refused = None
+                refused, elsewhere = None, False
                 try:
                     members.append(self._member(work, _in_order(upload)))
                     sessions.append(work.session)
                 except UpdateRefused as error:
-                    refused = error.reason
-                task = work.config.task
-                results.append(Folded(task, work.seq, work.target, work.session, refused))
+                    refused, elsewhere = error.reason, isinstance(error, SeedElsewhere)
+                place = work.config.task, work.seq, work.target, work.session
+                results.append(Folded(*place, refused, elsewhere))
             if members:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
                 buffer = self._buffer(config.task, seq, target)
@@ -283,11 +286,15 @@ class Shards:
         config = work.config
         if config.secure_aggregation is None:
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
+            if config.evaluates is not None:
+                admit_evaluation(update.pieces, config.evaluates.max_examples)
             return Contribution(update, work.examples, work.staleness)
         update_pieces = masked_update(config, pieces)
         try:
             self._party().accept(work.offer, work.target, work.sealed)
         except TrustedPartyError as error:
+            if error.reason == USED:
+                raise SeedElsewhere("seed_refused", str(error)) from error
             is_lost = error.reason == LOST
             reason: SeedRefusal = "trusted_party_lost" if is_lost else "seed_refused"
             raise UpdateRefused(reason, str(error)) from error

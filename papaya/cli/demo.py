@@ -1,8 +1,13 @@
 """`papaya demo`: the real system on one machine, for a minute.
 
-It runs the commands that anybody would: `papaya serve`, `papaya task submit examples/next_word.py`,
-a few `papaya client` with some devices each, `papaya task export`. Real processes, real sockets, a
-real model on real texts (`papaya/cli/demo_texts.py`); every number that is printed was measured.
+It runs the commands that anybody would: `papaya serve`, `papaya task submit` with a copy of
+examples/next_word.py that has this run's settings in its last lines, a few `papaya client` with
+some devices each, `papaya task export`. Real processes, real sockets, a real model on real texts
+(`papaya/cli/demo_texts.py`); every number that is printed was measured.
+
+Secure aggregation is on, unless --clear: the server sees masked updates and sums of at least K. Its
+trusted party is a child of the server, with INSECURE software evidence, which the devices of the
+demonstration are told to believe.
 
 What is not real are the devices' lives: they are assumed to be idle, charging and on an unmetered
 network, and take part again at once. Everything but the results is gone at the end: processes,
@@ -20,10 +25,10 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgspec
-
 import papaya
 from papaya.cli.admin_client import AdminClient
+from papaya.cli.demo_files import write_task, write_trust
+from papaya.cli.demo_privacy import SOFTWARE, Onlooker
 from papaya.cli.demo_processes import Processes, interrupted_by_signals, wait_s
 from papaya.cli.demo_progress import Recorder, view_for
 from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
@@ -41,7 +46,7 @@ from papaya.cli.output import (
     writing,
 )
 from papaya.cli.watch import follow
-from papaya.config import AsyncFL, SyncFL
+from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.errors import OperatorError, PapayaError
 from papaya.net.admin.views import TaskDetail
 
@@ -50,6 +55,7 @@ TASK_FILE = Path(papaya.__file__).parents[1] / "examples" / "next_word.py"
 _MOST_PROCESSES = 3
 _DEVICES_IN_A_PROCESS = 16
 _LOOK_S = 0.5
+_GLANCES = 5  # at the server's disk, between two looks: a sum of few clients is soon one of many
 _PATIENCE_S = 180.0  # beyond the time of training: to start, and to evaluate the last version
 _EVALUATE_UPDATES = 50
 _EXTRAS = {"aiohttp": "device", "torch": "torch", "matplotlib": "sim", "rich": "sim"}
@@ -79,6 +85,9 @@ def add_to(commands: Commands) -> None:
     )
     parser.set_defaults(run=run)
     parser.add_argument("--sync", action="store_true", help="SyncFL instead of AsyncFL")
+    parser.add_argument(
+        "--clear", action="store_true", help="without secure aggregation: updates in the clear"
+    )
     parser.add_argument("--devices", type=whole(2), default=48, metavar="N", help="one text each")
     parser.add_argument(
         "--concurrency", type=whole(1), default=24, metavar="C", help="clients at a time"
@@ -112,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
     output = make_folder(options.output)
     logs = make_folder(output / "logs")
     note(_introduction(options, regime, texts))
+    note("In the clear: the server will see every update.\n" if options.clear else f"{SOFTWARE}\n")
     with (
         interrupted_by_signals(),
         tempfile.TemporaryDirectory(prefix="papaya-demo-", ignore_cleanup_errors=True) as folder,
@@ -180,28 +190,36 @@ def _train(
     processes: Processes,
 ) -> Summary:
     (folder / "papaya.toml").write_text(_SERVER, encoding="utf-8")
+    task_file = folder / TASK_FILE.name
+    write_task(task_file, TASK_FILE, regime, options.concurrency, is_clear=options.clear)
     addresses = processes.start_server("server", "--config", str(folder / "papaya.toml"))
     admin, token = f"http://{addresses['admin']}", folder / "data" / "admin.token"
     owner = ("--admin", admin, "--token-file", str(token))
-    settings = _settings(options, regime)
-    processes.start("submit", "task", "submit", str(TASK_FILE), *owner, *settings)
-    _start_devices(addresses["devices"], texts, folder, processes)
+    settings = _settings(options, _goal(options, regime))
+    processes.start("submit", "task", "submit", str(task_file), *owner, *settings)
     from papaya.cli import demo_plot  # which takes a second, and there is one now
 
     processes.finish("submit")
+    trust = None if options.clear else folder / "trust.toml"
+    if trust is not None:
+        write_trust(trust, folder / "data", addresses["devices"], _goal(options, regime))
+    _start_devices(addresses["devices"], task_file, trust, texts, folder, processes)
     client = AdminClient(admin, token.read_text(encoding="ascii").strip())
+    onlooker = Onlooker(folder / "data" / "blobs", TASK)
     with view_for(partial(_done, options)) as view:
         recorder = Recorder(client, view, 60 * options.minutes + _PATIENCE_S)
         detail = follow(
-            client, TASK, "evaluated", _LOOK_S, recorder, sleep=partial(wait_s, processes)
+            client, TASK, "evaluated", _LOOK_S, recorder, sleep=partial(_wait, processes, onlooker)
         )
+    seen = None if options.clear else onlooker.sample(detail.config.update_bytes // 4)
     model, table, plot = (
         options.output / name for name in ("model.safetensors", "metrics.csv", "perplexity.png")
     )
     processes.run("export", "task", "export", TASK, "--output", str(model), *owner)
     processes.run("metrics", "task", "metrics", TASK, "--output", str(table), *owner)
     points = all_points(client, TASK)
-    summary = summarize(detail, points, recorder.samples, options.devices, (model, plot, table))
+    files = (model, plot, table)
+    summary = summarize(detail, points, recorder.samples, options.devices, files, seen)
     with writing(plot):
         demo_plot.draw(
             plot,
@@ -214,15 +232,20 @@ def _train(
     return summary
 
 
-def _settings(options: argparse.Namespace, regime: AsyncFL | SyncFL) -> list[str]:
+def _wait(processes: Processes, onlooker: Onlooker, seconds: float) -> None:
+    for _ in range(_GLANCES):
+        wait_s(processes, seconds / _GLANCES)
+        onlooker.look()
+
+
+def _goal(options: argparse.Namespace, regime: AsyncFL | SyncFL) -> int:
+    config = TaskConfig(task=TASK, concurrency=options.concurrency, model_length=1, regime=regime)
+    return config.aggregation_goal
+
+
+def _settings(options: argparse.Namespace, goal: int) -> list[str]:
     """The task's own, for the size and the time of this run."""
-    if isinstance(regime, AsyncFL):
-        goal = float(regime.aggregation_goal or 1)
-    else:
-        goal = options.concurrency / (1 + regime.over_selection)
     settings = {
-        "regime": msgspec.json.encode(regime).decode(),
-        "concurrency": options.concurrency,
         "stop.hours": options.minutes / 60,
         "evaluation.every_versions": max(1, round(_EVALUATE_UPDATES / goal)),
         "evaluation.clients": max(1, options.devices // 3),
@@ -232,13 +255,20 @@ def _settings(options: argparse.Namespace, regime: AsyncFL | SyncFL) -> list[str
     return [word for field, value in settings.items() for word in ("--set", f"{field}={value}")]
 
 
-def _start_devices(address: str, texts: list[Path], folder: Path, processes: Processes) -> None:
+def _start_devices(
+    address: str,
+    task_file: Path,
+    trust: Path | None,
+    texts: list[Path],
+    folder: Path,
+    processes: Processes,
+) -> None:
     places = [folder / f"texts-{number + 1}" for number in range(_processes(len(texts)))]
     parallel = max(1, len(os.sched_getaffinity(0)) // len(places))
     for number, devices in enumerate(deal_out(texts, places)):
         options = {
             "--server": f"http://{address}",
-            "--task": str(TASK_FILE),
+            "--task": str(task_file),
             "--token-file": str(folder / "data" / "device.token"),
             "--devices": str(devices),
             "--store": str(folder / f"devices-{number + 1}"),
@@ -248,6 +278,8 @@ def _start_devices(address: str, texts: list[Path], folder: Path, processes: Pro
             "--pause": "0",
             "--max-parallel": str(parallel),
         }
+        if trust is not None:
+            options["--trust"] = str(trust)
         words = [word for option in options.items() for word in option]
         processes.start(f"devices-{number + 1}", "client", *words)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from papaya.cli.demo_privacy import SOFTWARE, MaskedSample
 from papaya.cli.demo_progress import Sample, utilization, versions_per_minute
 from papaya.cli.watch import curve, mean_staleness
 from papaya.messages.storage import PointRow
@@ -19,7 +20,10 @@ _TASK_FILE = "examples/next_word.py"
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """`perplexity`: of each evaluation, by version. `trips`: complete uploads, counted or not."""
+    """`perplexity`: of each evaluation, by version. `trips`: complete uploads, counted or not.
+
+    `threshold`: the fewest clients whose sum the server could see; None when it saw every update.
+    """
 
     regime: str
     devices: int
@@ -34,6 +38,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     counted: int
     utilization: float
     mean_staleness: float
+    threshold: int | None
+    masked_sample: MaskedSample | None
     model: str
     plot: str
     metrics: str
@@ -66,6 +72,7 @@ def summarize(
     samples: list[Sample],
     devices: int,
     files: tuple[Path, Path, Path],
+    masked_sample: MaskedSample | None,
 ) -> Summary:
     task, plan = detail.task, detail.config.evaluation
     made = [point for point in points if point.members]
@@ -86,6 +93,8 @@ def summarize(
         counted=counted,
         utilization=utilization(samples, task.concurrency),
         mean_staleness=mean_staleness(made),
+        threshold=detail.config.threshold,
+        masked_sample=masked_sample,
         model=model,
         plot=plot,
         metrics=metrics,
@@ -115,4 +124,20 @@ def text_of(summary: Summary) -> str:
         "go on": f"{command} task submit {_TASK_FILE} --checkpoint {model}",
     }
     head = f"{summary.title}: {summary.seconds:.0f} s of training"
-    return "\n".join([head, *(f"  {name:12} {words}".rstrip() for name, words in lines.items())])
+    told = [f"  {name:12} {words}".rstrip() for name, words in lines.items()]
+    warning = [] if summary.threshold is None else ["", SOFTWARE]
+    return "\n".join([head, *told, *warning, f"The server saw {seen_by_server(summary)}"])
+
+
+def seen_by_server(summary: Summary) -> str:
+    """In one line, from what was counted, and from what lay on its disk."""
+    if summary.threshold is None:
+        return f"{summary.trips:,} updates in the clear, each by itself."
+    sample, noise = summary.masked_sample, ""
+    if sample is not None:
+        what = "one of them" if sample.clients == 1 else f"a sum of {sample.clients}"
+        noise = f" ({what}, from its disk: {sample.bits_per_byte:.3f} of 8 bits a byte)"
+    return (
+        f"{summary.trips:,} masked updates, which are noise{noise}, and {summary.version} sums of "
+        f"{summary.threshold} or more."
+    )

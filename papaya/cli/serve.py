@@ -5,7 +5,8 @@
     papaya serve aggregator --config ...        one role; the others run elsewhere
 
 It says where it listens on stdout and everything else on stderr. SIGTERM or SIGINT stops it
-cleanly, within `drain_s`. Killing it loses nothing that was acknowledged.
+cleanly, within `drain_s`. Killing it loses nothing that was acknowledged. A server of which a part
+has failed stops with exit code 70, for whoever supervises it to start it again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from papaya.cli import serve_tsa
 from papaya.cli.output import Commands, add_format, note, positive, print_data, print_json
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, read_deployment
+from papaya.errors import InvariantError
+from papaya.net.open_files import raise_limit
 from papaya.net.server import Server
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -105,7 +108,7 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool) -> None:
-    server = Server(deployment, roles)
+    server = Server(deployment, roles, open_files=raise_limit())
     await server.start()
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -113,10 +116,22 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
         loop.add_signal_handler(number, stopping.set)
     try:
         _say_where(server, is_json)
-        await stopping.wait()
+        await _first(stopping, server.failed)
         note("stopping: uploads that are on their way may finish")
     finally:
         await server.stop()
+    if server.failed.is_set():
+        raise InvariantError(
+            "a part of the server has failed, so the server has stopped",
+            hint="nothing acknowledged is lost: start it again, and report the log above",
+        )
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _say_where(server: Server, is_json: bool) -> None:

@@ -15,13 +15,14 @@ from random import Random
 from typing import Any
 from zlib import crc32
 
-from papaya.client.history import History
+from papaya.client.history import History, evaluations_of
 from papaya.client.work import (
     Answered,
     Download,
     Downloaded,
     Ending,
     Finish,
+    Moving,
     Remember,
     Request,
     Seal,
@@ -86,6 +87,7 @@ class Client:
     ) -> None:
         self.stage = Stage.CHECKING_IN
         self.joined: Joined | None = None
+        self._remembered_as = ""
         self._selectors = selectors
         self._selector = int(rng.random() * len(selectors))
         self._capabilities = capabilities
@@ -123,6 +125,10 @@ class Client:
                 return self._on_answer(now, message)
             case Unanswered():
                 return self._on_unanswered(now, message.attempt)
+            case Moving():
+                if message.attempt == self._pending_attempt:
+                    self._resend_at = now + self._config.request_timeout_s
+                return []
             case Downloaded():
                 return self._on_downloaded()
             case Trained():
@@ -245,7 +251,12 @@ class Client:
         self.joined = joined
         self._ticket = joined.ticket
         gap_s, limit = joined.participation_gap_s, joined.max_participations
-        if not self.history.allows(now, joined.task, gap_s, limit):
+        if joined.evaluates:
+            self._remembered_as = evaluations_of(joined.parameters)
+            self.history.learn(joined.task, self._remembered_as)
+        else:
+            self._remembered_as = joined.task
+        if not self.history.allows(now, self._remembered_as, gap_s, limit):
             return self._leave("gave_up", "this device has taken part too recently or too often")
         self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
@@ -318,9 +329,9 @@ class Client:
         self._to_send = list(range(self._chunks))
         joined = self.joined
         participated = self.history.record(
-            now, joined.task, joined.participation_gap_s, joined.max_participations
+            now, self._remembered_as, joined.participation_gap_s, joined.max_participations
         )
-        return [Remember(joined.task, participated), *self._send_next(now)]
+        return [Remember(self._remembered_as, participated), *self._send_next(now)]
 
     @property
     def _chunks(self) -> int:

@@ -37,6 +37,7 @@ class DeviceHistory:
 
     def __init__(self, path: StrPath) -> None:
         self._file = DeviceFile(path, _SCHEMA)
+        self._evaluations: dict[TaskId, TaskId] = {}  # which ones it met, until it is closed
 
     def close(self) -> None:
         self._file.close()
@@ -52,7 +53,7 @@ class DeviceHistory:
         select = "SELECT task, count, last_at, gap_s, max_count FROM participation"
         with self._file.transaction():
             entries = {task: Participated(*entry) for task, *entry in self._file.rows(select)}
-        return History(floor_s, entries)
+        return History(floor_s, entries, self._evaluations)
 
     def remember(self, task: TaskId, participated: Participated) -> None:
         """Durable when it returns. Raises if it is not the next participation after the last."""

@@ -2,8 +2,10 @@
 fair and unbiased client selection").
 
 At most one participation per task within its gap, never below the device's own floor, and at most
-the task's maximum. It survives restarts: a threshold or a privacy budget counts devices only
-because of it. Recorded before the first byte of an update leaves the device.
+the task's maximum. Evaluations of one program count together, apart from its training: each of them
+is a task of its own, and the floor would mean nothing if a server could start another. It survives
+restarts: a threshold or a privacy budget counts devices only because of it. Recorded before the
+first byte of an update leaves the device.
 """
 
 from __future__ import annotations
@@ -12,7 +14,15 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from papaya.messages.base import MAX_EXCLUDED, TaskId
+from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
+
+_EVALUATE = "/evaluate"  # no task is called so
+_MAX_EVALUATIONS = MAX_EXCLUDED
+
+
+def evaluations_of(parameters: BlobKey) -> TaskId:
+    """What evaluations of the program that these parameters belong to are remembered as."""
+    return parameters.partition("/")[0] + _EVALUATE
 
 
 class Participated(Struct, frozen=True, gc=False):
@@ -28,10 +38,22 @@ class History:
     """The rule, over entries that the driver keeps durable."""
 
     def __init__(
-        self, floor_s: float, entries: Mapping[TaskId, Participated] | None = None
+        self,
+        floor_s: float,
+        entries: Mapping[TaskId, Participated] | None = None,
+        evaluations: dict[TaskId, TaskId] | None = None,
     ) -> None:
+        """`evaluations`: what `learn` was told, if it is to outlive this object."""
         self._floor_s = floor_s
         self._entries = dict(entries or {})
+        self._evaluations = {} if evaluations is None else evaluations
+
+    def learn(self, task: TaskId, together: TaskId) -> None:
+        """A task that the device met is an evaluation: barred for as long as the others are."""
+        self._evaluations.pop(task, None)
+        self._evaluations[task] = together
+        while len(self._evaluations) > _MAX_EVALUATIONS:
+            del self._evaluations[next(iter(self._evaluations))]
 
     def allows(self, now: float, task: TaskId, gap_s: float, limit: int | None) -> bool:
         entry = self._entries.get(task)
@@ -44,12 +66,18 @@ class History:
         """Tasks to name at check-in, newest first; `allows` is asked again after joining."""
         if not self._entries:
             return ()
-        barred = [
-            (-entry.last_at, task)
+        barred = {
+            task: -entry.last_at
             for task, entry in self._entries.items()
             if not self.allows(now, task, entry.gap_s, entry.limit)
+        }
+        named = [(since, task) for task, since in barred.items() if not task.endswith(_EVALUATE)]
+        named += [
+            (barred[together], task)
+            for task, together in self._evaluations.items()
+            if together in barred
         ]
-        return tuple(task for _, task in sorted(barred)[:MAX_EXCLUDED])
+        return tuple(task for _, task in sorted(named)[:MAX_EXCLUDED])
 
     def record(self, now: float, task: TaskId, gap_s: float, limit: int | None) -> Participated:
         before = self._entries.get(task)

@@ -1,6 +1,6 @@
 """What a client asks of its device, and what comes back.
 
-Request     ask a selector                              → Answered or Unanswered
+Request     ask a selector           → Moving, while a chunk is; then Answered or Unanswered
 Download    parameters by key, from the CDN             → Downloaded or WorkFailed
 Train       the executor on local data                  → Trained or WorkFailed
 Seal        mask the update for an offer it believes    → Sealed or WorkFailed
@@ -29,6 +29,12 @@ class Request(Effect, frozen=True):
 class Answered(Message, frozen=True):
     attempt: int
     answer: Message
+
+
+class Moving(Message, frozen=True):
+    """Bytes of a chunk still leave the device: it is slow, not lost."""
+
+    attempt: int
 
 
 class Unanswered(Message, frozen=True):

@@ -11,7 +11,7 @@ import math
 
 from msgspec import Struct
 
-from papaya.config.checks import require, require_count
+from papaya.config.checks import MAX_COUNT, require, require_count
 
 # Of evaluations under secure aggregation: a bound on every coordinate that one client may upload,
 # and one version is all that there is. Devices compare them with what they are offered.
@@ -74,6 +74,9 @@ class Evaluated(Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     parameters: str
     model_length: int
+    max_examples: int = MAX_COUNT
+    """That one client may judge it by: those of the task that it evaluates."""
 
     def __post_init__(self) -> None:
-        require_count("evaluates.model_length", self.model_length)
+        for field in ("model_length", "max_examples"):
+            require_count(f"evaluates.{field}", getattr(self, field))

@@ -9,25 +9,35 @@ edges are fixed, the same for every task: a device learns nothing about others f
 is resolution: a percentile is widened to the whole bucket that it falls into, and `Share.clients`
 says how many that were.
 
-Refused: sums of another length, negative counts, examples without clients, no clients at all.
+One client weighs in the mean by its examples, so a server takes no more of them than the task
+allows a client, and no loss beyond `MAX_LOSS` for each: `admit_evaluation`, before an upload enters
+the sum. So no absurd upload ends a task. A lie within these bounds counts, by its share.
+
+Refused: sums of another length, negative counts, examples without clients, no clients at all, and
+sums that clients within those bounds cannot have made.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
 
-from papaya.errors import InvariantError, ProtocolError
+from papaya.errors import InvariantError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 
 # The smallest data volume of each bucket: powers of two, because volumes are heavy-tailed.
 BUCKETS: Final = (0, *(2**power for power in range(1, 16)))
 _COLUMNS: Final = 3  # sum of loss x examples, sum of examples, sum of clients
 EVALUATION_LENGTH: Final = _COLUMNS * len(BUCKETS)
-_MAX_LOSS: Final = 700.0  # exp of more is not a float64
+# The mean loss of one client, either way; a larger one counts as this. For log-losses it is far
+# beyond the worst model; scale another kind of loss until it fits.
+MAX_LOSS: Final = 1000.0
+_ROUNDED: Final = 1 + 2.0**-16  # sums that went through float32
+_MOST_FINITE: Final = 700.0  # exp of more is not a float64
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -40,7 +50,7 @@ class Share(msgspec.Struct, frozen=True):
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss) if self.loss < _MAX_LOSS else math.inf
+        return math.exp(self.loss) if self.loss < _MOST_FINITE else math.inf
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
@@ -61,11 +71,27 @@ def bucket(volume: int) -> int:
 def evaluation_vector(volume: int, loss_sum: float, examples: int) -> Vector:
     """What one device uploads: its sums in the bucket of its data volume, zero elsewhere."""
     table = np.zeros((len(BUCKETS), _COLUMNS), FLOAT32)
-    table[bucket(volume)] = (loss_sum, examples, 1)
+    most = MAX_LOSS * examples
+    table[bucket(volume)] = (min(max(loss_sum, -most), most), examples, 1)
     return table.reshape(-1)
 
 
-def summarize(sums: Tensor) -> EvaluationResult:
+def admit_evaluation(pieces: Sequence[Vector], max_examples: int) -> None:
+    """Is this what `evaluation_vector` makes on some device? UpdateRefused if not."""
+    table = np.concatenate(pieces).astype(FLOAT64).reshape(-1, _COLUMNS)
+    filled = table[np.any(table != 0, axis=1)]
+    if len(filled) != 1:
+        raise UpdateRefused("over_norm", f"{len(filled)} buckets are filled by one client")
+    loss_sum, examples, clients = (float(value) for value in filled[0])
+    if clients != 1 or examples != round(examples) or not 1 <= examples <= max_examples:
+        raise UpdateRefused(
+            "over_norm", f"one client counts as {clients:g}, with {examples:g} examples"
+        )
+    if abs(loss_sum) > MAX_LOSS * examples * _ROUNDED:
+        raise UpdateRefused("over_norm", f"a loss of {loss_sum / examples:g} is out of bounds")
+
+
+def summarize(sums: Tensor, max_examples: float = math.inf) -> EvaluationResult:
     """The result that these sums over devices say, or ProtocolError."""
     if sums.shape != (EVALUATION_LENGTH,):
         raise ProtocolError(f"an evaluation is {EVALUATION_LENGTH} numbers, not {sums.shape}")
@@ -76,6 +102,10 @@ def summarize(sums: Tensor) -> EvaluationResult:
         raise ProtocolError("an evaluation holds a count below zero, NaN or infinity")
     if (examples[clients == 0] != 0).any():
         raise ProtocolError("an evaluation holds examples of no client")
+    if (examples > clients * max_examples).any():
+        raise ProtocolError(f"an evaluation holds more than {max_examples} examples of a client")
+    if (np.abs(table[:, 0]) > MAX_LOSS * examples * _ROUNDED + 1).any():
+        raise ProtocolError(f"an evaluation holds a mean loss beyond {MAX_LOSS:g}")
     if not examples.sum() > 0:
         raise ProtocolError("an evaluation of no examples has no mean loss")
     return EvaluationResult(

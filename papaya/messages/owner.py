@@ -218,7 +218,13 @@ def evaluation_config(
         participation_gap_s=0.0,
         commit_interval_s=config.commit_interval_s,
         stop=StopRule(versions=1, hours=plan.timeout_s / 3600),
-        evaluates=Evaluated(config.task, version.version, version.parameters, config.model_length),
+        evaluates=Evaluated(
+            config.task,
+            version.version,
+            version.parameters,
+            config.model_length,
+            config.max_examples,
+        ),
     )
 
 

@@ -16,15 +16,19 @@ logger = logging.getLogger("papaya.net")
 
 RESERVED = 256
 LEAST = 512
+PLENTY = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raise the soft limit on open files to the hard one; the limit that holds comes back."""
+    """Raises the soft limit on open files to the hard one. The limit that now holds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
+    if soft == resource.RLIM_INFINITY:
+        return PLENTY
+    possible = PLENTY if hard == resource.RLIM_INFINITY else hard
+    if soft < possible:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
+            resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
+            soft = possible
         except (OSError, ValueError) as error:
             logger.info("the limit on open files stays at %d: %s", soft, error)
     return soft

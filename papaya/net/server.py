@@ -43,6 +43,7 @@ from papaya.net.http.listening import Listening, serve
 from papaya.net.http.routes import Route
 from papaya.net.internal_api import guarded, message_route
 from papaya.net.measured_state import MeasuredState
+from papaya.net.open_files import connections_within
 from papaya.net.operations import Operations
 from papaya.net.resources import Resources
 from papaya.net.tls import server_context
@@ -62,13 +63,23 @@ _TELLS_PER_HEARTBEAT = 4
 class Server:
     """One process. `start` returns when every listener answers."""
 
-    def __init__(self, deployment: Deployment, roles: tuple[Role, ...] = ROLES) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        roles: tuple[Role, ...] = ROLES,
+        open_files: int | None = None,
+    ) -> None:
+        """`open_files`: what the process may have open; None does not look at it."""
         self.deployment = deployment
         self.roles = roles
         self.addresses: dict[str, str] = {}
         self.failed = asyncio.Event()  # it should be stopped, and started again
         self._is_alone = roles == ROLES and not deployment.coordinators
-        self._limits = Limits(max_connections=deployment.max_connections)
+        most = deployment.max_connections
+        if open_files is not None:
+            listeners = 1 + ("selector" in roles) + (not self._is_alone)
+            most = connections_within(open_files, most, listeners)
+        self._limits = Limits(max_connections=most)
         self._listeners: list[Listening] = []
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}

@@ -125,6 +125,8 @@ class Selector:
         if check_in.protocol != PROTOCOL_VERSION:
             reason = f"protocol {check_in.protocol} is not spoken here, {PROTOCOL_VERSION} is"
             return [Reply(reply_to, Refused(reason, "update the client"))]
+        if reply_to in self._in_order:
+            return []  # a network that doubles a request: it is held once and answered once
         self._pacing.arrived()
         device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):

@@ -6,26 +6,39 @@ runs; nothing here is reachable without asking for it by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from msgspec.structs import replace
 
+from papaya.aggregator import masked
 from papaya.aggregator.ledger import Ledger
+from papaya.aggregator.masked import TrustedPartyError
+from papaya.aggregator.offers import Offers
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.phase import Phase
 from papaya.aggregator.sessions import Session
-from papaya.aggregator.shards import Blobs
+from papaya.aggregator.shards import Blobs, Shards
 from papaya.aggregator.task import HeldTask
-from papaya.aggregator.work import Stepped
+from papaya.aggregator.trusted import TrustedPartyOverTsa
+from papaya.aggregator.work import Fold, Offer, Stepped
+from papaya.client.client import Client
 from papaya.coordinator.coordinator import Coordinator
-from papaya.errors import OperatorError
-from papaya.machine import Transact
+from papaya.errors import OperatorError, UpdateRefused
+from papaya.learning.weighting import BytesLike
+from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, TaskId
+from papaya.messages.participation import Complete, SecureOffer
 from papaya.messages.storage import Member, Row, Transaction, record_key
 from papaya.messages.tickets import AnyTicket, Keyring, claim_of
+from papaya.secagg import offer as secagg
+from papaya.secagg.fixed_point import Encoder
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
+from papaya.secagg.words import Entropy, Reals, Words
 from papaya.sim.hosts import AggregatorHost
+from papaya.tsa.trusted_aggregator import TrustedAggregator
 
 
 def _no_fence(self: Ledger) -> tuple[str, Row | None]:
@@ -85,6 +98,87 @@ def _tell_before_writing(self: AggregatorHost, blobs: Blobs, result: Message) ->
     self.local(self.cluster.config.storage.blob_s, self.write_blobs, blobs)
 
 
+_accept = TrustedAggregator.accept
+
+
+def _accept_again(
+    self: TrustedAggregator, index: int, group: int, sealed: bytes, now: float
+) -> None:
+    pending = {i: (t, t.pending[i]) for i, t in self._task_of_pending.items() if i == index}
+    _accept(self, index, group, sealed, now)
+    for task, kept in pending.values():
+        task.pending[index] = kept
+        self._task_of_pending[index] = task
+
+
+_member = Shards._member
+
+
+def _fold_before_accept(self: Shards, work: Fold, pieces: list[BytesLike]) -> Any:
+    try:
+        return _member(self, work, pieces)
+    except UpdateRefused as refused:
+        if isinstance(refused.__cause__, TrustedPartyError):
+            return pieces
+        raise
+
+
+_release = TrustedPartyOverTsa.release
+
+
+def _release_fewer(
+    self: TrustedPartyOverTsa, parameters: PublicParameters, group: int, members: Sequence[int]
+) -> Words:
+    enough = len(members) > parameters.threshold
+    return _release(self, parameters, group, members[1:] if enough else members)
+
+
+def _peek(self: Offers, now: float) -> tuple[Offer, SecureOffer] | None:
+    if not self._stock or self._terms is None:
+        return None
+    return self._stock[0], replace(self._terms, offer=self._stock[0].message)
+
+
+_seal = UnsealedUpdate.seal
+
+
+def _believe_to_be_fresh(
+    self: UnsealedUpdate,
+    terms: Terms,
+    offer: secagg.Offer,
+    current_version: int,
+    now: float,
+    entropy: Entropy,
+) -> SealedUpdate:
+    return _seal(self, terms, offer, self._initial_version, now, entropy)
+
+
+_ask = Client._ask
+
+
+def _seal_again(self: Client, now: float, message: Message) -> Effects:
+    if isinstance(message, Complete) and self._failures > 0:
+        message = replace(message, sealed=message.sealed[::-1])
+    return _ask(self, now, message)
+
+
+def _accept_nan(self: Encoder, values: Reals, scaled: Reals) -> None:
+    scaled[...] = 0.0
+
+
+_on_stepped = HeldTask.on_stepped
+
+
+def _drop_in_silence(self: HeldTask, now: float, message: Stepped) -> Effects:
+    return _on_stepped(self, now, replace(message, dropped=""))
+
+
+def _give_up_after_a_crash(self: Shards, work: Any, total: Any) -> Any:
+    if isinstance(total, masked.MaskedSum):
+        raise TrustedPartyError(masked.LOST, "dropped without asking")
+    return total.mean()
+
+
 _Patch = tuple[type, str, Callable[..., Any] | property]
 
 BUGS: dict[str, tuple[_Patch, ...]] = {
@@ -101,6 +195,15 @@ BUGS: dict[str, tuple[_Patch, ...]] = {
     "staleness-from-the-wrong-version": ((Participation, "_staleness", _staleness_from_next),),
     "fsync-forgotten": ((AggregatorHost, "write_blobs", _write_without_sync),),
     "row-before-blob": ((AggregatorHost, "_written", _tell_before_writing),),
+    "seed-accepted-twice": ((TrustedAggregator, "accept", _accept_again),),
+    "fold-before-accept": ((Shards, "_member", _fold_before_accept),),
+    "release-of-another-list": ((TrustedPartyOverTsa, "release", _release_fewer),),
+    "offer-used-for-two-sessions": ((Offers, "take", _peek),),
+    "staleness-not-computed-by-the-client": ((UnsealedUpdate, "seal", _believe_to_be_fresh),),
+    "update-sealed-twice": ((Client, "_ask", _seal_again),),
+    "nan-under-the-mask": ((Encoder, "_clamp", _accept_nan),),
+    "drop-not-counted": ((HeldTask, "on_stepped", _drop_in_silence),),
+    "buffer-dropped-without-a-reason": ((Shards, "_mean", _give_up_after_a_crash),),
 }
 
 

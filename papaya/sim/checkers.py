@@ -49,8 +49,7 @@ from papaya.messages.tickets import UploadTicket, claim_of
 from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import Device
 from papaya.sim.hosts import Host
-from papaya.sim.secure_checks import SecureAuditor
-from papaya.sim.secure_checks import demand as _demand
+from papaya.sim.secure_checks import SecureAuditor, demand
 from papaya.sim.storage import Writer
 from papaya.sim.trainers import protocol_vector
 
@@ -177,7 +176,7 @@ class CheckedCluster(Cluster):
                 self._name(before[key], -1)
             self._name(row, +1)
             for blob in _blobs_of(row):
-                _demand(blob in self.blobs.blobs, f"row {key} names blob {blob}, which is missing")
+                demand(blob in self.blobs.blobs, f"row {key} names blob {blob}, which is missing")
             self._check_put(writer, key, row, before)
 
     def _name(self, row: Row, count: int) -> None:
@@ -185,7 +184,7 @@ class CheckedCluster(Cluster):
             self._named[blob] = self._named.get(blob, 0) + count
 
     def _on_lost_blob(self, blob: BlobKey) -> None:
-        _demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
+        demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
 
     def _check_put(self, writer: Writer, key: str, row: Row, before: dict[str, Row]) -> None:
         match row:
@@ -195,7 +194,7 @@ class CheckedCluster(Cluster):
                 old = before.get(key)
                 if isinstance(old, LeaderRow):
                     steps = row.epoch - old.epoch
-                    _demand(steps in (0, 1), f"leader epoch went from {old.epoch} to {row.epoch}")
+                    demand(steps in (0, 1), f"leader epoch went from {old.epoch} to {row.epoch}")
             case RecordRow():
                 self._check_holder(writer, _task_in(key))
                 self._check_record(_task_in(key), row, before.get(key))
@@ -207,12 +206,12 @@ class CheckedCluster(Cluster):
 
     def _check_fence(self, key: str, row: FenceRow, old: Row | None) -> None:
         if isinstance(old, FenceRow):
-            _demand(row.seq == old.seq + 1, f"{key} went from {old.seq} to {row.seq}")
+            demand(row.seq == old.seq + 1, f"{key} went from {old.seq} to {row.seq}")
 
     def _check_holder(self, writer: Writer, task: TaskId) -> None:
         fence = self.state.rows[fence_key(task)]
         assert isinstance(fence, FenceRow)
-        _demand(
+        demand(
             writer == (fence.aggregator, fence.boot),
             f"{writer[0]}@{writer[1]} wrote to task {task}, which "
             f"{fence.aggregator}@{fence.boot} holds",
@@ -220,19 +219,19 @@ class CheckedCluster(Cluster):
 
     def _check_record(self, task: TaskId, row: RecordRow, old: Row | None) -> None:
         books = self.books[task]
-        _demand(row.target > books.version, f"record {row.target} of {task} is of the past")
+        demand(row.target > books.version, f"record {row.target} of {task} is of the past")
         goal = books.config.aggregation_goal
-        _demand(len(row.members) <= goal, f"record {row.target} of {task} is over its goal")
+        demand(len(row.members) <= goal, f"record {row.target} of {task} is over its goal")
         sessions = {member.session: None for member in row.members}
-        _demand(len(sessions) == len(row.members), f"a session is twice in record {row.target}")
+        demand(len(sessions) == len(row.members), f"a session is twice in record {row.target}")
         if isinstance(old, RecordRow):
             for member in old.members:
-                _demand(member.session in sessions, f"{member.session} fell out of its record")
+                demand(member.session in sessions, f"{member.session} fell out of its record")
         for key in (record_key(task, t) for t in (row.target - 1, row.target + 1)):
             other = self.state.rows.get(key)
             if isinstance(other, RecordRow):
                 for member in other.members:
-                    _demand(member.session not in sessions, f"{member.session} is in two records")
+                    demand(member.session not in sessions, f"{member.session} is in two records")
         for member in row.members:
             self._check_member(task, member, row.target)
         if self._secure.audits(task):
@@ -242,24 +241,24 @@ class CheckedCluster(Cluster):
 
     def _check_member(self, task: TaskId, member: Member, target: int) -> None:
         books, session = self.books[task], member.session
-        _demand(session in books.assigned, f"{session} was never assigned to {task}")
-        _demand(
+        demand(session in books.assigned, f"{session} was never assigned to {task}")
+        demand(
             session not in books.counted,
             f"{session} is counted by version {books.counted.get(session)} and again by {target}",
         )
         base = books.trained_from.get(session)
-        _demand(member.version == base, f"{session} started from {base}, not {member.version}")
+        demand(member.version == base, f"{session} started from {base}, not {member.version}")
         granted_at = books.granted_at.get(session, ())
-        _demand(
+        demand(
             member.version + member.staleness in granted_at,
             f"{session} has staleness {member.staleness} from {base}, reported at {granted_at}",
         )
-        _demand(
+        demand(
             0 <= member.staleness <= books.config.max_staleness,
             f"{session} has staleness {member.staleness}, above {books.config.max_staleness}",
         )
         if isinstance(books.config.regime, SyncFL):
-            _demand(member.version == target - 1, f"{session} is of another round than {target}")
+            demand(member.version == target - 1, f"{session} is of another round than {target}")
 
     def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
         """Every update is in the sum once: integers that name their session, weighted anew."""
@@ -275,18 +274,18 @@ class CheckedCluster(Cluster):
             and np.allclose(found.mean(), expected / weight, rtol=1e-4, atol=1e-4)
             and found.weight == weight
         )
-        _demand(same, f"the sum of record {row.target} of {config.task} is not that of its members")
+        demand(same, f"the sum of record {row.target} of {config.task} is not that of its members")
 
     def _check_version(
         self, writer: Writer, task: TaskId, row: VersionRow, before: dict[str, Row]
     ) -> None:
         books = self.books[task]
-        _demand(
+        demand(
             row.version == books.version + 1,
             f"version {row.version} of {task} follows version {books.version}",
         )
         record = before.get(record_key(task, row.version))
-        _demand(
+        demand(
             isinstance(record, RecordRow) and record_key(task, row.version) not in self.state.rows,
             f"version {row.version} of {task} was made without using up its record",
         )
@@ -310,7 +309,7 @@ class CheckedCluster(Cluster):
         ):
             counters = host.machine.tasks[task].counters
             counted = any(name.startswith("buffers_dropped_") for name in counters)
-            _demand(counted, f"{writer[0]} dropped a buffer of {task} without counting it")
+            demand(counted, f"{writer[0]} dropped a buffer of {task} without counting it")
 
     def _check_step(
         self,
@@ -334,7 +333,7 @@ class CheckedCluster(Cluster):
             optimizer.decode_state(self.blobs.get(state.state), length),
         )
         found = parameters.decode(self.blobs.get(row.parameters), length)
-        _demand(
+        demand(
             bool(np.array_equal(found, expected)),
             f"version {row.version} of {config.task} is not one step from its predecessor",
         )
@@ -342,7 +341,7 @@ class CheckedCluster(Cluster):
     def _check_consumed(self, task: TaskId, row: ConsumedRow) -> None:
         books = self.books[task]
         goal = books.config.aggregation_goal
-        _demand(len(row.members) == goal, f"version {row.version} has {len(row.members)} members")
+        demand(len(row.members) == goal, f"version {row.version} has {len(row.members)} members")
         for member in row.members:
             self._check_member(task, member, row.version)
             books.counted[member.session] = row.version
@@ -351,10 +350,10 @@ class CheckedCluster(Cluster):
         match row:
             case RecordRow():
                 made = [r.version for _, r in change.put if isinstance(r, VersionRow)]
-                _demand(made == [row.target], f"{key} was deleted without becoming a version")
+                demand(made == [row.target], f"{key} was deleted without becoming a version")
             case ConsumedRow():
                 still = [m.session for m in row.members if m.keep_until > self.engine.now]
-                _demand(not still, f"{key} was forgotten while tickets of {still[:1]} are valid")
+                demand(not still, f"{key} was forgotten while tickets of {still[:1]} are valid")
 
     # -- answers ----------------------------------------------------------------------------
 

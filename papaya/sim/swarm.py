@@ -95,7 +95,7 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
             _run(cluster, rng)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
-            where = next(frame for frame in reversed(frames) if frame.name != "_demand")
+            where = next(frame for frame in reversed(frames) if frame.name != "demand")
             failure = (
                 f"{type(error).__name__} at {cluster.engine.now:.3f} s: {error} "
                 f"({PurePath(where.filename).name}:{where.lineno})"

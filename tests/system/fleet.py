@@ -162,10 +162,15 @@ class WatchedSelectors(Selectors):
     book: Book
 
     async def ask(
-        self, selector: str, token: Secret | None, message: Message, timeout_s: float
+        self,
+        selector: str,
+        token: Secret | None,
+        message: Message,
+        timeout_s: float,
+        moving: Callable[[], None] = lambda: None,
     ) -> Message | None:
         self.book.on_request(selector, message)
-        answer = await super().ask(selector, token, message, timeout_s)
+        answer = await super().ask(selector, token, message, timeout_s, moving)
         if self.book.loses(answer):
             return None
         self.book.on_answer(message, answer)
@@ -199,10 +204,16 @@ Evaluation = Callable[[Assignment], bytes]
 class NoTraining(ProtocolTrainer):
     """Waits for `work`, then uploads integers that name the session."""
 
-    def __init__(self, work: Work, evaluation: Evaluation | None) -> None:
+    def __init__(
+        self, work: Work, evaluation: Evaluation | None, terms: TaskTerms | None = None
+    ) -> None:
         super().__init__(protocol_update, seconds=lambda: 0.0)
         self._work = work
         self._evaluation = evaluation
+        self._terms = terms
+
+    def terms(self, program: str) -> TaskTerms | None:
+        return self._terms
 
     async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
         await self._work(assignment)

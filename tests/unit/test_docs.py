@@ -7,6 +7,7 @@ patterns below. A page that is generated must be what its generator makes of the
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import shlex
 import tomllib
@@ -18,18 +19,24 @@ import msgspec
 import pytest
 
 from papaya import __version__
+from papaya.attestation.policy import DevicePolicy
 from papaya.cli import main as cli
 from papaya.client.use_policy import parse_policies
 from papaya.config import TaskConfig
 from papaya.config.deployment import Deployment
 from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.participation import AbortReason, Chunk, DiscardReason, Joined
+from papaya.messages.participation import AbortReason, Chunk, DiscardReason, SecureOffer
 from papaya.messages.selection import Capabilities
 from papaya.net.admin.routes import AdminRoutes
 from papaya.net.admin.service import AdminService
 from papaya.net.admin.views import Evaluate, Mark, NewTask, Reason, RollBack
 from papaya.net.device_openapi import device_document
+from papaya.secagg.channel import SEALED_BYTES
+from papaya.secagg.offer import OFFER_BYTES
+from papaya.secagg.parameters import SCHEME, PublicParameters
+from papaya.tsa.errors import Reason as TsaReason
+from papaya.tsa.wire import Operation
 from tools import configuration_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +44,12 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
 PROTOCOL = ROOT / "docs" / "spec" / "protocol.md"
 ADMIN_API = ROOT / "docs" / "admin-api.md"
+SECURE = ROOT / "docs" / "secure-aggregation.md"
+SECURE_SPEC = ROOT / "docs" / "spec" / "secure-aggregation.md"
 FOLDERS = ("papaya", "tests", "tools", "docs", "bench", "examples", "experiments")
+
+# What a page may name without telling how to type it.
+NAMED_AS_SUCH = [["task"], ["token"], ["log"], ["tsa"], ["audit"]]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
@@ -246,7 +258,7 @@ def test_every_command_can_be_typed() -> None:
         program, *arguments = shlex.split(command)
         if program == "make":
             assert arguments[0] in targets, f"{name_of(page)}: {command}"
-        elif arguments in (["task"], ["token"], ["log"], ["tsa"]):  # a group, named as such
+        elif arguments in NAMED_AS_SUCH:
             with pytest.raises(SystemExit, match="0"):
                 cli._parser().parse_args([*arguments, "--help"])
         else:
@@ -276,7 +288,9 @@ def test_the_page_about_tasks_shows_a_whole_task_file() -> None:
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: name_of(block.page))
 def test_every_file_of_settings_is_accepted(block: Block) -> None:
-    if "[collections." in block.text:
+    if "log_key" in block.text:
+        msgspec.toml.decode(block.text, type=DevicePolicy)
+    elif "[collections." in block.text:
         assert parse_policies(block.text.encode(), name_of(block.page))
     else:
         msgspec.convert(tomllib.loads(block.text), Deployment)
@@ -312,14 +326,9 @@ MESSAGES = [
 ]
 
 
-# Of secure aggregation, which no server offers yet: such a task is refused at submission.
-SECURE_FIELDS = {"secure", "sealed"}
-SECURE_REASONS = {"seed_refused", "trusted_party_lost"}
-
-
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_the_protocols_page_has_every_field_of_every_message(kind: type[msgspec.Struct]) -> None:
-    assert fields_on_the_page(kind.__name__) == set(kind.__struct_fields__) - SECURE_FIELDS
+    assert fields_on_the_page(kind.__name__) == set(kind.__struct_fields__)
 
 
 def test_the_protocols_page_has_every_path_and_every_reason() -> None:
@@ -327,7 +336,7 @@ def test_the_protocols_page_has_every_path_and_every_reason() -> None:
     paths = [path for path in device_document()["paths"] if "/parameters/" not in path]
     assert len(paths) > 5
     assert [path for path in (*paths, "/v1/parameters/{key}") if path not in page] == []
-    reasons = {*get_args(AbortReason), *get_args(DiscardReason)} - SECURE_REASONS
+    reasons = {*get_args(AbortReason), *get_args(DiscardReason)}
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in page] == []
     assert f"This is protocol version {PROTOCOL_VERSION}." in page
 
@@ -339,10 +348,42 @@ def test_every_message_in_the_protocols_conversation_is_one() -> None:
     for line in lines:
         message = msgspec.json.decode(line, type=dict[str, object])
         kind = kinds[str(message.pop("type"))]
-        assert set(message) == set(kind.__struct_fields__) - SECURE_FIELDS, line
+        assert set(message) == set(kind.__struct_fields__), line
         # Bounds, base64 and types, as the parser checks them.
-        extra = {"secure": False} if kind is Joined else {}
-        wire.to_device.parse(msgspec.json.encode({"type": kind.__name__, **extra, **message}))
+        wire.to_device.parse(msgspec.json.encode({"type": kind.__name__, **message}))
+
+
+def test_the_protocols_page_has_every_field_of_an_offer() -> None:
+    assert column(PROTOCOL, "of the offer") == list(SecureOffer.__struct_fields__)
+
+
+def test_the_devices_policy_is_documented_field_by_field() -> None:
+    assert column(SECURE, "field") == list(DevicePolicy.__struct_fields__)
+
+
+def test_the_secure_specification_has_the_numbers_of_the_code() -> None:
+    page = text_of(SECURE_SPEC)
+    fields = [field.name for field in dataclasses.fields(PublicParameters)]
+    assert sorted(column(SECURE_SPEC, "parameter")) == sorted(fields)
+    for number in (*Operation, *TsaReason):
+        assert re.search(rf"\| {number.value} \| `{number.name}`", page), number
+    assert f"{OFFER_BYTES} bytes:" in page
+    assert f"\n{SEALED_BYTES} bytes. Refused" in page
+    assert f"Scheme `{SCHEME}`" in page
+
+
+def test_the_public_parameters_of_the_secure_specification_have_their_hash() -> None:
+    page = text_of(SECURE_SPEC)
+    [(encoded, digest)] = re.findall(r'^(\{"aggreg.*\})\nSHA-256: (\w+)$', page, re.MULTILINE)
+    assert PublicParameters.decode(encoded.encode()).digest().hex() == digest
+
+
+def column(page: Path, heading: str) -> list[str]:
+    """The names in the first column of the table that has this heading."""
+    [table] = re.findall(
+        rf"^ *\| {heading} \|.*?(?=\n\n|\Z)", text_of(page), re.MULTILINE | re.DOTALL
+    )
+    return re.findall(r"^ *\| `(\w+)` \|", table, re.MULTILINE)
 
 
 def test_the_admin_page_has_every_route() -> None:

@@ -79,7 +79,9 @@ async def result(blobs: Blobs, evaluation: TaskRow, version: VersionRow) -> Eval
     """What the evaluation's version 1 says; ProtocolError when clients uploaded nonsense."""
     data = await blobs.get(version.parameters)
     mean = parameters.decode(data, EVALUATION_LENGTH).astype(FLOAT64)
-    return summarize(mean * evaluation.config.aggregation_goal)
+    pinned = evaluation.config.evaluates
+    assert pinned is not None
+    return summarize(mean * evaluation.config.aggregation_goal, pinned.max_examples)
 
 
 def with_result(point: PointRow, found: EvaluationResult) -> PointRow:

@@ -11,8 +11,10 @@ configured servers alone.
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
@@ -31,6 +33,10 @@ from papaya.net.token_files import Secret
 
 MAX_ANSWER_BYTES = 64 << 10
 _SILENT = 3
+_NO_TIMEOUT = aiohttp.ClientTimeout()
+_PIECE_BYTES = 64 << 10
+_SEND_BUFFER_BYTES = 128 << 10
+_TELLS_PER_TIMEOUT = 4
 # What a peer, the network or the name service can make a request end with.
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError, EOFError)
 
@@ -55,7 +61,7 @@ def open_session(
     """One pool of connections for all devices of a process. Call it inside a running loop."""
     trusted = client_context(None if certificates is None else str(certificates))
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=trusted),
+        connector=aiohttp.TCPConnector(limit=0, ssl=trusted, socket_factory=_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         headers={"User-Agent": f"papaya/{__version__}", "Accept-Encoding": "identity"},
@@ -91,21 +97,32 @@ class Selectors:
         self._failures: dict[str, int] = {}
 
     async def ask(
-        self, selector: str, token: Secret | None, message: Message, timeout_s: float
+        self,
+        selector: str,
+        token: Secret | None,
+        message: Message,
+        timeout_s: float,
+        moving: Callable[[], None] = lambda: None,
     ) -> Message | None:
-        """None: no answer came, or nothing that is one."""
+        """None: no answer came, or nothing that is one.
+
+        A long body has `timeout_s` for each piece, and `moving` is told a few times in that time.
+        """
         method, path, headers, body = _http(message)
         if token is not None and isinstance(message, CheckIn):  # from then on tickets do
             headers["Authorization"] = f"Bearer {token.reveal()}"
         try:
-            async with self._session.request(
-                method,
-                selector + path,
-                data=body,
-                headers=headers,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=timeout_s),
-            ) as response:
+            async with (
+                asyncio.timeout(timeout_s) as patience,
+                self._session.request(
+                    method,
+                    selector + path,
+                    data=_in_pieces(body, patience, timeout_s, moving),
+                    headers=headers | {"Content-Length": str(len(body))},
+                    allow_redirects=False,
+                    timeout=_NO_TIMEOUT,
+                ) as response,
+            ):
                 answer = wire.to_device.parse(await read_bounded(response, MAX_ANSWER_BYTES))
         except ProtocolError as error:
             self._mark(selector, f"it answers, but {error}")
@@ -123,6 +140,35 @@ class Selectors:
         self._failures[selector] = after
         if (before == _SILENT) != (after == _SILENT):
             self._told(selector, problem)
+
+
+def _in_pieces(
+    body: bytes, patience: asyncio.Timeout, timeout_s: float, moving: Callable[[], None]
+) -> bytes | AsyncIterator[memoryview]:
+    """A body that takes as long as the line needs, while it moves."""
+    if len(body) <= _PIECE_BYTES:
+        return body
+
+    async def pieces() -> AsyncIterator[memoryview]:
+        loop = asyncio.get_running_loop()
+        told_at, view = loop.time(), memoryview(body)
+        for start in range(0, len(body), _PIECE_BYTES):
+            yield view[start : start + _PIECE_BYTES]
+            now = loop.time()
+            patience.reschedule(now + timeout_s)
+            if now - told_at >= timeout_s / _TELLS_PER_TIMEOUT:
+                told_at = now
+                moving()
+
+    return pieces()
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that holds little of what is sent, so that what it has taken has nearly arrived."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return made
 
 
 def _http(message: Message) -> tuple[str, str, dict[str, str], bytes]:

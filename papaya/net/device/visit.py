@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NamedTuple
 
 from papaya.client.client import Client, Stage
@@ -21,6 +22,7 @@ from papaya.client.work import (
     Download,
     Downloaded,
     Finish,
+    Moving,
     Remember,
     Request,
     Seal,
@@ -150,8 +152,9 @@ class Visit:
         config, message = self._equipment.config, effect.message
         is_held = isinstance(message, CheckIn)
         timeout_s = config.check_in_timeout_s if is_held else config.request_timeout_s
+        moving = partial(self._inbox.put_nowait, Moving(effect.attempt))
         answer = await self._process.selectors.ask(
-            effect.selector, self._equipment.token, message, timeout_s
+            effect.selector, self._equipment.token, message, timeout_s, moving
         )
         outcome = Unanswered(effect.attempt) if answer is None else Answered(effect.attempt, answer)
         self._inbox.put_nowait(outcome)

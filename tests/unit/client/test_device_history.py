@@ -130,3 +130,12 @@ def test_a_table_that_is_gone_lets_nothing_be_remembered(tmp_path: Path) -> None
             database.commit()
         with pytest.raises(OperatorError, match="cannot be used"):
             history.remember("a", FIRST)
+
+
+def test_evaluations_that_the_device_met_are_known_at_its_next_visit(tmp_path: Path) -> None:
+    with DeviceHistory(tmp_path / "device.db") as kept:
+        history = kept.load(100.0)
+        history.learn("words-eval-1", "words/evaluate")
+        kept.remember("words/evaluate", history.record(1000.0, "words/evaluate", 0.0, None))
+        assert kept.load(100.0).excluded(1050.0) == ("words-eval-1",)
+        assert kept.load(100.0).excluded(1100.0) == ()

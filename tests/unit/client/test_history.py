@@ -12,7 +12,7 @@ from papaya.client.client import Stage
 from papaya.client.history import History, Participated
 from papaya.client.work import Finish, Remember, Request
 from papaya.messages.base import MAX_EXCLUDED
-from papaya.messages.participation import Leave
+from papaya.messages.participation import Joined, Leave
 from papaya.messages.selection import CheckIn
 from tests.unit.client.builders import ASSIGNED, START, Phone, joined
 
@@ -195,3 +195,77 @@ def test_a_client_that_sent_something_has_taken_part_however_it_ended() -> None:
     phone.wait(1000.0)
     assert [finish.ending for finish in phone.endings] == ["gave_up"]
     assert phone.history.excluded(phone.now) == ("next-word",)
+
+
+# --- Evaluations
+
+
+def evaluates(number: int, program: str = "next-word") -> Joined:
+    return joined(
+        task=f"{program[:40]}-eval-{number}",
+        parameters=f"{program}/1/version-{number}-{'0' * 32}",
+        evaluates=True,
+        participation_gap_s=0.0,
+    )
+
+
+def visit(history: History, now: float, offer: Joined) -> Phone:
+    """As far as the first chunk, if the device lets it come to that."""
+    phone = Phone(history=history)
+    phone.now = now
+    phone.until(Stage.JOINING).answer(offer)
+    if phone.stage is not Stage.OVER:
+        phone.until(Stage.UPLOADING)
+    return phone
+
+
+def test_the_floor_holds_for_all_evaluations_of_a_program_together() -> None:
+    """Each is a task of its own, without a gap: a server could ask for one every few seconds."""
+    history = History(FLOOR_S)
+    first = visit(history, START, evaluates(1))
+    assert [e.task for e in first.effects if isinstance(e, Remember)] == ["next-word/evaluate"]
+    second = visit(history, START + 10, evaluates(2))
+    assert [finish.ending for finish in second.endings] == ["gave_up"]
+    assert isinstance(second.messages[-1], Leave)
+    other = visit(history, START + 10, evaluates(2, "other-program"))
+    assert other.stage is Stage.UPLOADING
+    assert visit(history, START + FLOOR_S, evaluates(3)).stage is Stage.UPLOADING
+
+
+def test_training_and_evaluation_of_a_program_do_not_rule_each_other_out() -> None:
+    history = History(FLOOR_S)
+    assert visit(history, START, joined()).stage is Stage.UPLOADING
+    assert visit(history, START, evaluates(1)).stage is Stage.UPLOADING
+
+
+def test_without_a_floor_every_evaluation_is_taken() -> None:
+    history = History(0.0)
+    for number in range(5):
+        assert visit(history, START, evaluates(number)).stage is Stage.UPLOADING
+
+
+def test_evaluations_that_a_device_met_are_named_while_they_are_ruled_out() -> None:
+    """It would be assigned to them again and again otherwise."""
+    history = History(FLOOR_S)
+    long = "x" * 64
+    for offer in (evaluates(1), evaluates(2), joined(), evaluates(7, long)):
+        visit(history, START, offer)
+    again = Phone(history=history)
+    again.start()
+    [check_in] = again.messages
+    assert isinstance(check_in, CheckIn)
+    assert sorted(check_in.excluded) == [
+        "next-word",
+        "next-word-eval-1",
+        "next-word-eval-2",
+        f"{long[:40]}-eval-7",
+    ]
+    assert history.excluded(START + FLOOR_S) == ("next-word",)
+
+
+def test_no_more_evaluations_are_known_than_a_check_in_may_carry() -> None:
+    history = History(FLOOR_S)
+    for number in range(3 * MAX_EXCLUDED):
+        visit(history, START, evaluates(number))
+    assert len(history.excluded(START)) == MAX_EXCLUDED
+    assert f"next-word-eval-{3 * MAX_EXCLUDED - 1}" in history.excluded(START)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.client.client import Stage
-from papaya.client.work import Finish, Remember, Request, Trained
+from papaya.client.work import Finish, Moving, Remember, Request, Trained
 from papaya.messages import wire
 from papaya.messages.participation import (
     MAX_CHUNKS,
@@ -88,6 +88,32 @@ def test_a_lost_chunk_is_sent_again_as_it_was() -> None:
     sent = chunks(phone)
     assert [chunk.index for chunk in sent] == [0, 1, 1]
     assert sent[1] == sent[2]
+
+
+def test_a_chunk_that_moves_is_not_sent_again_until_the_upload_ends() -> None:
+    """A device that needs eleven seconds for a chunk is slow, not lost."""
+    phone = Phone().until(Stage.UPLOADING)
+    for _ in range(14):
+        phone.wait(8.0)
+        phone.receive(Moving(phone.asked.attempt))
+    assert [chunk.index for chunk in chunks(phone)] == [0]
+    phone.answer(ChunkReceived("u", 0))
+    assert [chunk.index for chunk in chunks(phone)] == [0, 1]
+    phone.wait(8.1)
+    assert [finish.ending for finish in phone.endings] == ["gave_up"]
+
+
+def test_a_chunk_that_stands_still_is_sent_again() -> None:
+    phone = Phone().until(Stage.UPLOADING)
+    first = phone.asked.attempt
+    phone.wait(8.0)
+    phone.receive(Moving(first))
+    phone.wait(20.0)
+    assert [chunk.index for chunk in chunks(phone)][:2] == [0, 0]
+    sent = len(chunks(phone))
+    phone.receive(Moving(first))
+    phone.wait(20.0)
+    assert len(chunks(phone)) > sent, "a request that was given up moves nothing"
 
 
 def test_the_upload_has_a_deadline_of_its_own_that_resending_does_not_move() -> None:

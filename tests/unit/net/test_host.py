@@ -206,3 +206,23 @@ def test_a_stopped_machine_hears_and_does_nothing_more() -> None:
         assert (bench.machine.heard, bench.machine.woken) == ([], [])
 
     on_a_loop(run)
+
+
+def test_an_effect_that_fails_does_not_take_the_others_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Waiting):
+        def answer(self, message: Message) -> None:
+            raise ZeroDivisionError
+
+    async def run() -> None:
+        bench, waiting = Bench(), Waiting()
+        bench.machine.answer = [Reply(Broken(), Left()), Reply(waiting, Left())]
+        bench.machine.due = 100.0
+        bench.host.deliver(Alive())
+        assert waiting.answers == [Left()]
+        while not bench.machine.woken:
+            await asyncio.sleep(0.001)
+
+    on_a_loop(run)
+    assert "Reply could not be carried out" in caplog.text

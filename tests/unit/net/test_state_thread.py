@@ -165,3 +165,58 @@ def test_to_close_does_not_wait_for_a_disk_that_cannot_be_read() -> None:
     run(store, use)
     assert heard == []
     assert store.calls[-1] == "close"
+
+
+def test_it_tells_whether_the_store_works() -> None:
+    store = FakeStore(RuntimeError("a bug"))
+    store.let.set()
+    problems: list[str] = []
+
+    async def use(thread: StateThread) -> None:
+        for _ in range(2):
+            outcome = asyncio.get_running_loop().create_future()
+            thread.transact(change(1), outcome.set_result)
+            await outcome
+            problems.append(thread.problem)
+        store.failures = [OperatorError("the disk is gone") for _ in range(10_000)]
+        read = asyncio.get_running_loop().create_future()
+        thread.read((), read.set_result)
+        while not thread.problem:
+            await asyncio.sleep(0.001)
+        problems.append(thread.problem)
+        store.failures.clear()
+        await read
+        problems.append(thread.problem)
+        await thread.close()
+
+    run(store, use)
+    assert problems == ["the last commit failed", "", "the last read failed", ""]
+
+
+def test_a_read_that_works_does_not_hide_a_commit_that_did_not() -> None:
+    store = FakeStore(RuntimeError("a bug"))
+    store.let.set()
+
+    async def use(thread: StateThread) -> None:
+        read = asyncio.get_running_loop().create_future()
+        thread.transact(change(1), lambda outcome: None)
+        thread.read((), read.set_result)
+        await read
+        assert thread.problem == "the last commit failed"
+        await thread.close()
+
+    run(store, use)
+
+
+def test_a_store_that_cannot_be_closed_does_not_keep_the_server_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Unclosable(FakeStore):
+        def close(self) -> None:
+            raise OSError("the disk is gone")
+
+    async def use(thread: StateThread) -> None:
+        await asyncio.wait_for(thread.close(), 10.0)
+
+    run(Unclosable(), use)
+    assert "the disk is gone" in caplog.text

@@ -14,7 +14,7 @@ from papaya.machine import Reply
 from papaya.messages.base import PROTOCOL_VERSION
 from papaya.messages.control import Advertised, Held
 from papaya.messages.participation import Alive, Refused
-from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Gone, Rejected
+from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Rejected
 from papaya.selector.classes import Distinctions
 from tests.unit.selector.builders import (
     BOOT,
@@ -349,55 +349,3 @@ def test_devices_of_one_class_fit_the_same_tasks(
         assert kept.fits("t", requirements) == device.fits("t", requirements)
     if distinctions.class_of(check_in(one)) == distinctions.class_of(check_in(other)):
         assert one.fits("t", requirements) == other.fits("t", requirements)
-
-
-def test_a_device_that_hung_up_is_not_given_a_session() -> None:
-    selector = an_open_selector()
-    gone, stays = object(), object()
-    selector.receive(BOOT + 1, check_in(), gone)
-    selector.receive(BOOT + 1, check_in(), stays)
-    assert answers(selector.receive(BOOT + 2, Gone(), gone)) == {}
-    assert selector.held_count == 1
-    effects = selector.receive(BOOT + 3, orders(2, assignments=(assign("s1", "s2"),)))
-    assert accepted(effects) == {stays: "s1"}
-    selector.receive(BOOT + 4, Gone(), gone)
-    selector.check()
-
-
-def test_devices_that_hang_up_leave_nothing_behind() -> None:
-    """One device stays and others come and go: neither memory nor time may grow with them."""
-    selector = an_open_selector(max_held=3)
-    stays, others = object(), [object() for _ in range(1000)]
-    selector.receive(BOOT + 1, check_in(), stays)
-    for number, handle in enumerate(others):
-        device = PHONE if number % 2 else TABLET
-        assert rejected(selector.receive(BOOT + 1, check_in(device), handle)) == []
-        selector.receive(BOOT + 1, Gone(), handle)
-        selector.check()  # counts what is kept, answered or not
-    assert selector.held_count == 1
-    effects = selector.receive(BOOT + 2, orders(2, assignments=(assign("s1"),)))
-    assert accepted(effects) == {stays: "s1"}
-    selector.check()
-
-
-def test_ten_thousand_hang_ups_cost_no_more_than_their_check_ins() -> None:
-    """The newest first: whoever looks for each from the oldest on takes a minute."""
-    selector = an_open_selector(max_held=10_000)
-    handles = [object() for _ in range(10_000)]
-    for handle in handles:
-        selector.receive(BOOT + 1, check_in(), handle)
-    compared = 0
-
-    class Counted:
-        """Comparisons show how many were looked at."""
-
-        def __hash__(self) -> int:
-            return 1
-
-        def __eq__(self, other: object) -> bool:
-            nonlocal compared
-            compared += 1
-            return self is other
-
-    selector.receive(BOOT + 1, Gone(), Counted())
-    assert compared < 100

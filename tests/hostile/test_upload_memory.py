@@ -1,0 +1,85 @@
+"""Clients that want more of an aggregator's memory than there is: each gets its turn, none all."""
+
+from __future__ import annotations
+
+import re
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from papaya.config import ServerConfig
+from tests.hostile.running_server import DEADLINE_S, Answer, RunningServer
+
+CHUNK_BYTES = 64 << 10
+BUFFERS = 16  # in a megabyte
+
+
+def a_server(folder: Path) -> RunningServer:
+    config = ServerConfig(heartbeat_s=0.5, hold_s=0.5, chunk_bytes=CHUNK_BYTES, min_retry_s=0.01)
+    return RunningServer(folder, server=config, upload_memory_mb=1)
+
+
+def free_buffers(server: RunningServer) -> int:
+    text = server.ask("GET", "/metrics", listener="admin").body.decode()
+    [(_, found)] = re.findall(r"^(papaya_\w*buffers\w*) ([0-9.e+]+)$", text, re.MULTILINE)
+    return int(float(found))
+
+
+def length_of(chunks: int) -> int:
+    return chunks * CHUNK_BYTES // 4
+
+
+def sent(server: RunningServer, ticket: str, index: int, data: bytes) -> Answer:
+    """Again and again, as a client does."""
+    answer: Answer = server.until(
+        lambda: server.chunk(ticket, index, data), lambda answer: answer.kind != "Retry"
+    )
+    return answer
+
+
+def test_uploads_that_do_not_fit_together_all_come_to_their_end(tmp_path: Path) -> None:
+    """Eight of ten chunks each, and room for one at a time: else each would hold a few for ever."""
+    with a_server(tmp_path) as server:
+        server.submit(model_length=length_of(10))
+
+        def upload(_: int) -> Any:
+            ticket = server.report()["ticket"]
+            for index in range(10):
+                assert sent(server, ticket, index, bytes(CHUNK_BYTES)).kind == "ChunkReceived"
+            return server.complete(ticket).message
+
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(upload, range(8)))
+        assert answers == [{"type": "Completed", "discarded": None}] * 8
+        assert free_buffers(server) == BUFFERS
+
+
+def test_a_model_that_does_not_fit_is_named_instead_of_promised(tmp_path: Path) -> None:
+    with a_server(tmp_path) as server:
+        server.submit(model_length=length_of(BUFFERS))
+        task = server.until(
+            lambda: server.admin("GET", "/admin/tasks/words").message["task"],
+            lambda task: task["halted"],
+        )
+        assert "upload_memory_mb" in task["halted"]
+
+
+def test_one_ticket_cannot_hold_every_buffer(tmp_path: Path) -> None:
+    """And what it does hold goes when nothing more comes of it."""
+    with a_server(tmp_path) as server, ExitStack() as lines:
+        server.submit(model_length=length_of(2))
+        greedy, honest = server.report()["ticket"], server.report()["ticket"]
+        head = (
+            f"PUT /v1/uploads/u/chunks/0 HTTP/1.1\r\nHost: x\r\nContent-Length: {CHUNK_BYTES}\r\n"
+            f"Papaya-Ticket: {greedy}\r\nPapaya-Crc32: 00000000\r\n\r\n"
+        )
+        for _ in range(BUFFERS):
+            line = socket.create_connection(server.address("devices"), timeout=DEADLINE_S)
+            lines.enter_context(line).sendall(head.encode() + b"x")
+        server.until(lambda: free_buffers(server), lambda free: free == BUFFERS - 2)
+        for index in range(2):
+            assert sent(server, honest, index, bytes(CHUNK_BYTES)).kind == "ChunkReceived"
+        assert server.complete(honest).kind == "Completed"
+        server.until(lambda: free_buffers(server), lambda free: free == BUFFERS)

@@ -1,0 +1,415 @@
+"""Secure aggregation with real processes: a trusted party that is started, killed and left alone.
+
+Devices seal for real and upload integers that name their session, so a version still tells whose
+updates it is made of, by far more than fixed point rounds away. What may be lost is what the
+trusted party alone knew; it is counted, and versions only grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from papaya.aggregator.masked import MaskedSum
+from papaya.attestation.policy import DevicePolicy
+from papaya.cli.demo_progress import reading
+from papaya.client.executor import TaskTerms
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    OptimizerConfig,
+    Requirements,
+    SecureAggregation,
+    TaskConfig,
+)
+from papaya.learning.evaluation import evaluation_vector
+from papaya.messages.base import SessionId
+from papaya.messages.storage import RecordRow
+from papaya.net.device import Device
+from papaya.net.device.events import Ended, Event
+from papaya.net.device.trust import Trust
+from papaya.secagg.parameters import EXTRA_WORDS
+from papaya.tsa.client import TrustedAggregatorClient
+from tests.system.admin import Admin
+from tests.system.fleet import Book, NoTraining, WatchedProcess, Work, briefly, fleet
+from tests.system.oracle import Books
+from tests.system.processes import PAPAYA, Installation, ServerProcess, Toml, environment
+
+_STEP_S = 60.0
+_GOAL = 4
+_DEVICES = 10
+_SERVER: dict[str, Toml] = {"heartbeat_s": 0.8}
+# No client weighs more than another, so the mean names its members as it does in the clear.
+CONFIG = TaskConfig(
+    task="masked",
+    concurrency=8,
+    model_length=48,
+    regime=AsyncFL(aggregation_goal=_GOAL),
+    optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+    secure_aggregation=SecureAggregation(),
+    clip=64.0,
+    max_examples=1,
+    participation_gap_s=0.0,
+    commit_interval_s=0.02,
+    keep_versions=100_000,
+    training_timeout_s=3600.0,
+)
+TERMS = TaskTerms(
+    secure=True,
+    model_length=CONFIG.model_length,
+    max_examples=CONFIG.max_examples,
+    max_staleness=CONFIG.max_staleness,
+    clip=CONFIG.clip,
+)
+_LOST = "papaya_task_buffers_dropped_trusted_party_lost_total"
+
+
+# -- a server, devices that believe its trusted party, and books --------------------------------
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """For what other processes do: they tell states, not events."""
+    ends_at = time.monotonic() + _STEP_S
+    while not is_so():
+        assert time.monotonic() < ends_at, f"not within {_STEP_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def admin_of(installation: Installation, server: ServerProcess) -> Admin:
+    return Admin(server.addresses["admin"], installation.secret("admin.token"))
+
+
+def url(selector: ServerProcess) -> str:
+    return f"http://{selector.addresses['devices']}"
+
+
+def trust(installation: Installation, selector: ServerProcess, **changes: Any) -> Trust:
+    """What the owner of a device writes down, once the log of the installation is there."""
+    key = installation.data / "log.key.pub"
+    until(key.exists, "a trusted party is started, and logged")
+    policy = DevicePolicy(
+        log_key=key.read_text().strip(),
+        log_url=f"{url(selector)}/v1/log",
+        platforms=("software",),
+        allow_insecure_software=True,
+        allow_smt=True,
+        minimum_threshold=_GOAL,
+    )
+    checkpoint = installation.folder / "log-checkpoint"
+    return Trust(structs.replace(policy, **changes), checkpoint, time.time)
+
+
+class SecureBooks(Books):
+    """`dropped`: versions that are the one before, because their masks were lost."""
+
+    @property
+    def dropped(self) -> list[int]:
+        found = self.versions
+        return [v for v in found if v and found[v].parameters == found[v - 1].parameters]
+
+    def _check_version(self, version: int) -> None:
+        if version in self.dropped:
+            assert len(self.consumed[version].members) == _GOAL
+        else:
+            super()._check_version(version)
+
+    def _check_sum(self, record: RecordRow) -> None:
+        words = self.config.model_length + EXTRA_WORDS
+        total = MaskedSum.decode(self.blobs.get(record.sum), words)
+        assert total.weight == record.weight == len(record.members)
+
+
+class Turnstile:
+    """Lets sessions finish their training until `target` are counted in all: no more, no fewer."""
+
+    def __init__(self, target: int) -> None:
+        self.target: float = target
+        self._passed: set[SessionId] = set()
+
+    def work(self, book: Book, index: int) -> Work:
+        async def wait(assignment: Any) -> None:
+            await book.until(lambda: self._has_room(book), 2 * _STEP_S, "a turn")
+            self._passed.add(assignment.session)
+
+        return wait
+
+    def _has_room(self, book: Book) -> bool:
+        on_their_way = self._passed - set(book.ended)
+        return len(book.acknowledged) + len(on_their_way) < self.target
+
+
+async def counted(book: Book, count: int) -> None:
+    await book.until(lambda: len(book.acknowledged) >= count, _STEP_S, f"{count} are counted")
+
+
+async def over_a_failure(
+    installation: Installation, selector: ServerProcess, fail: Callable[[], None]
+) -> Book:
+    """One version and half of the next are there; then `fail`; then two versions more."""
+    half = _GOAL + _GOAL // 2
+    turnstile = Turnstile(half)
+    believed = await asyncio.to_thread(trust, installation, selector)
+    folder, token = installation.folder / "devices", installation.secret("device.token")
+    async with fleet(
+        folder, [url(selector)], token, _DEVICES, turnstile.work, trust=believed, terms=TERMS
+    ) as flying:
+        await counted(flying.book, half)
+        await asyncio.to_thread(fail)
+        turnstile.target = float("inf")
+        flying.book.next_era()
+        await counted(flying.book, half + 3 * _GOAL)
+        await flying.go_home(_STEP_S)
+    return flying.book
+
+
+def test_masked_updates_make_versions_and_evaluations(tmp_path: Path) -> None:
+    config = structs.replace(CONFIG, evaluation=EvaluationPlan(every_versions=2, clients=_GOAL))
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=_SERVER).start()
+        admin = admin_of(installation, server)
+        admin.submit(config)
+        book = asyncio.run(_until_evaluated(installation, server, admin))
+        assert server.stop() == 0
+        books = SecureBooks(installation.data, CONFIG.task)
+        books.check(book.of(CONFIG.task))
+        assert books.newest >= 2
+        assert books.dropped == []
+
+
+async def _until_evaluated(installation: Installation, server: ServerProcess, admin: Admin) -> Book:
+    believed = await asyncio.to_thread(trust, installation, server)
+    folder, token = installation.folder / "devices", installation.secret("device.token")
+    async with fleet(
+        folder,
+        [url(server)],
+        token,
+        _DEVICES,
+        briefly,
+        evaluation=lambda _: evaluation_vector(0, 35.0, 10).tobytes(),
+        trust=believed,
+        terms=TERMS,
+    ) as flying:
+        line = await asyncio.to_thread(
+            admin.until_task,
+            CONFIG.task,
+            lambda line: line["version"] >= 2 and line["loss"] is not None,
+            _STEP_S,
+        )
+        assert line["loss"] == pytest.approx(3.5, abs=1e-3)
+        await flying.go_home(_STEP_S)
+    return flying.book
+
+
+def test_a_killed_server_loses_what_its_trusted_party_knew_and_goes_on(tmp_path: Path) -> None:
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=_SERVER).start()
+        admin_of(installation, server).submit(CONFIG)
+
+        def fail() -> None:
+            [child] = children(server)
+            server.kill()
+            until(lambda: not is_alive(child), "the trusted party ends with its server")
+            server.start()
+
+        book = asyncio.run(over_a_failure(installation, server, fail))
+        check_one_buffer_was_dropped(installation, server, book)
+
+
+def test_a_killed_trusted_party_is_started_again(tmp_path: Path) -> None:
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=_SERVER).start()
+        admin_of(installation, server).submit(CONFIG)
+        killed: list[int] = []
+
+        def fail() -> None:
+            [child] = children(server)
+            os.kill(child, signal.SIGKILL)
+            killed.append(child)
+
+        book = asyncio.run(over_a_failure(installation, server, fail))
+        assert server.is_running
+        [child] = children(server)
+        assert child not in killed
+        # Offers of the first one were still in stock: whoever took one is told, and not counted.
+        assert "discarded: trusted_party_lost" in book.endings()
+        check_one_buffer_was_dropped(installation, server, book)
+
+
+def check_one_buffer_was_dropped(
+    installation: Installation, server: ServerProcess, book: Book
+) -> None:
+    admin = admin_of(installation, server)
+    _, metrics = admin.ask("GET", "/metrics")
+    assert reading(metrics.decode(), _LOST, CONFIG.task) == 1
+    assert server.stop() == 0
+    books = SecureBooks(installation.data, CONFIG.task)
+    books.check(book.acknowledged)  # which also says that no version is missing
+    assert books.dropped == [2]
+    assert books.newest >= 4
+
+
+def children(server: ServerProcess) -> list[int]:
+    """Process ids of the trusted parties that a server has started."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+        if parent == server.process.pid and b"\0tsa\0" in command:
+            found.append(int(process.name))
+    return found
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# -- devices that refuse ------------------------------------------------------------------------
+
+
+def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> None:
+    masked = structs.replace(CONFIG, requirements=Requirements(labels=("masked",)))
+    clear = structs.replace(
+        CONFIG,
+        task="clear",
+        secure_aggregation=None,
+        requirements=Requirements(labels=("clear",)),
+    )
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=_SERVER).start()
+        admin = admin_of(installation, server)
+        admin.submit(masked)
+        admin.submit(clear)
+        known = trust(installation, server)
+        unbelieving = trust(installation, server, platforms=("sgx",), allow_insecure_software=False)
+        careful = trust(installation, server, minimum_threshold=_GOAL + 1)
+        strict = structs.replace(TERMS, max_examples=2)
+        for number, (believed, label, terms, reason) in enumerate(
+            (
+                (None, "masked", TERMS, "believes no trusted party"),
+                (unbelieving, "masked", TERMS, "software"),
+                (careful, "masked", TERMS, f"at least {_GOAL + 1}"),
+                (known, "masked", strict, "the manifest says 2"),
+                (known, "clear", TERMS, "asks for secure aggregation"),
+                (known, "masked", structs.replace(TERMS, secure=False), "does not know secure"),
+            )
+        ):
+            place = installation.folder / f"refuses-{number}"
+            detail, book = asyncio.run(
+                _one_visit(installation, server, place, believed, label, terms)
+            )
+            assert reason in detail
+            assert (book.chunks, book.completing) == (0, set()), f"something left it: {detail}"
+        _, metrics = admin.ask("GET", "/metrics")
+        for task in (masked.task, clear.task):
+            assert reading(metrics.decode(), "papaya_task_joined_total", task) >= 1
+            assert reading(metrics.decode(), "papaya_task_trips_total", task) == 0
+        assert server.stop() == 0
+
+
+async def _one_visit(
+    installation: Installation,
+    server: ServerProcess,
+    place: Path,
+    believed: Trust | None,
+    label: str,
+    terms: TaskTerms,
+) -> tuple[str, Book]:
+    """Visits until one has joined; what the device tells its owner of it."""
+    book, told = Book(), list[Event]()
+    place.mkdir()
+    async with WatchedProcess(book, None, believed) as process:
+        with Device(
+            process,
+            selectors=[url(server)],
+            store=place / "device.db",
+            trainer=NoTraining(briefly(book, 0), None, terms),
+            token=installation.secret("device.token"),
+            labels=(label,),
+            notify=told.append,
+        ) as device:
+            async with asyncio.timeout(_STEP_S):
+                while not book.joined:
+                    finish = await device.visit()
+    assert finish.ending == "failed"
+    [*_, ended] = [event for event in told if isinstance(event, Ended)]
+    return ended.detail, book
+
+
+# -- roles apart --------------------------------------------------------------------------------
+
+
+@contextmanager
+def trusted_process(folder: Path) -> Iterator[str]:
+    """`papaya serve tsa` on its own, which outlives every aggregator; its address."""
+    command = [*PAPAYA, "serve", "tsa", "--listen", f"unix:{folder / 'tsa.sock'}"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            assert process.wait(_STEP_S) == 0
+
+
+def test_a_killed_aggregator_loses_nothing_while_the_trusted_party_lives(tmp_path: Path) -> None:
+    with trusted_process(tmp_path) as party, Installation(tmp_path) as installation:
+        leader = installation.reserve()
+        shared: dict[str, Toml] = {"coordinators": [leader], "trusted_party": party}
+
+        def add(role: str, number: int = 0, **own: str) -> ServerProcess:
+            deployment = {**shared, **own}
+            name = f"{role}-{number}"
+            return installation.add(name, role, deployment=deployment, server=_SERVER).start()
+
+        coordinator = add("coordinator", servers=leader)
+        selector = add("selector")
+        aggregators = [add("aggregator", number) for number in range(2)]
+        admin = admin_of(installation, coordinator)
+        admin.submit(CONFIG)
+
+        def fail() -> None:
+            holder(admin, aggregators).kill()
+
+        book = asyncio.run(over_a_failure(installation, selector, fail))
+        for server in installation.servers:
+            assert not server.is_running or server.stop() == 0
+        books = SecureBooks(installation.data, CONFIG.task)
+        books.check(book.acknowledged)
+        assert books.newest >= 4
+        assert books.dropped == []
+        check_releases_are_repeated(party, books)
+
+
+def holder(admin: Admin, aggregators: list[ServerProcess]) -> ServerProcess:
+    node = admin.until_task(CONFIG.task, lambda line: line["holder"], _STEP_S)["holder"]
+    [found] = [a for a in aggregators if node == f"aggregator@{a.addresses['servers']}"]
+    return found
+
+
+def check_releases_are_repeated(party: str, books: SecureBooks) -> None:
+    """A successor that finds a full buffer asks for what its predecessor may have got already."""
+    parameters = CONFIG.public_parameters
+    assert parameters is not None
+    members = [member.offer for member in books.consumed[books.newest].members]
+    with TrustedAggregatorClient(party) as client:
+        first, again = (client.release(parameters, books.newest, members) for _ in range(2))
+        assert first.tobytes() == again.tobytes()
