@@ -62,6 +62,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "version": "The version.",
         "parameters": "The key of its parameters.",
         "model_length": "How many parameters it has.",
+        "max_examples": "The most examples that one client may judge it by: the task's own.",
     },
     Deployment: {
         "data": "The folder of the state database, the blobs and the tokens.",

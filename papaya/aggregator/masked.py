@@ -32,13 +32,6 @@ from papaya.secagg.words import WORD, Words
 LOST = "trusted_party_lost"
 
 
-USED = "refused_index_used"
-
-
-class SeedElsewhere(UpdateRefused):
-    """The seed's offer was used: by a crashed holder, maybe, that put it into another group."""
-
-
 class TrustedPartyError(Exception):
     """It refused, or is LOST: gone, or no longer the one that took the seeds."""
 

@@ -58,6 +58,11 @@ class Offers:
                 return offer, structs.replace(self._terms, offer=offer.message)
         return None
 
+    def on_lost(self, offer: SecureOffer) -> None:
+        """The trusted party does not know an offer any more: nor those that it made beside it."""
+        if self._terms is not None and offer.identity == self._terms.identity:
+            self._stock.clear()
+
     def next_wake(self) -> float:
         """When an empty stock is to be asked for again."""
         is_low = len(self._stock) <= self._wanted // 2

@@ -11,7 +11,7 @@ clients or tickets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from papaya.aggregator import regime
 from papaya.aggregator.buffer import Buffer
@@ -83,7 +83,7 @@ class Pipeline:
         """Acknowledged updates of the next version: their clients are no longer active."""
         return len(self.current.folded) if self.acknowledges_folded else self.current.durable
 
-    def place(self, member: Member, sealed: bytes = b"", not_in: Sequence[int] = ()) -> Fold | None:
+    def place(self, member: Member, sealed: bytes) -> Fold | None:
         """Take a place in the first buffer with room; None when all are full for now."""
         first = self.ledger.version + 1
         end = first + regime.open_buffers(self.config)
@@ -91,8 +91,7 @@ class Pipeline:
         last = self.config.stop.versions or end
         for target in range(first, min(end, last + 1)):
             buffer = self._buffer(target)
-            is_possible = target not in not_in and buffer.has_room
-            if is_possible and regime.accepts(self.config, member.version, target):
+            if buffer.has_room and regime.accepts(self.config, member.version, target):
                 buffer.folding[member.session] = member
                 return Fold(
                     self.config,

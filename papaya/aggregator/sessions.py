@@ -43,16 +43,12 @@ def keep_until(expires: float, config: TaskConfig, server: ServerConfig) -> floa
 
 
 class Session:
-    """One active client. `upload_ticket` is set by its report; `in_buffer` once it is folded.
-
-    `not_in`: versions to come whose group does not have its seed.
-    """
+    """One active client. `upload_ticket` is set by its report; `in_buffer` once it is folded."""
 
     __slots__ = (
         "answer_to",
         "id",
         "in_buffer",
-        "not_in",
         "offer",
         "sealed",
         "sealed_seed",
@@ -74,7 +70,6 @@ class Session:
         self.in_buffer = False
         self.offer: SecureOffer | None = None
         self.sealed_seed = b""
-        self.not_in: list[int] = []
         self.answer_to: list[Handle] = []
 
     @property

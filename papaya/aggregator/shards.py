@@ -30,9 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from papaya.aggregator.masked import (
     LOST,
-    USED,
     MaskedSum,
-    SeedElsewhere,
     TrustedParty,
     TrustedPartyError,
     masked_update,
@@ -200,14 +198,14 @@ class Shards:
         members: list[Any] = []
         try:
             for work, upload in given:
-                refused, elsewhere = None, False
+                refused = None
                 try:
                     members.append(self._member(work, _in_order(upload)))
                     sessions.append(work.session)
                 except UpdateRefused as error:
-                    refused, elsewhere = error.reason, isinstance(error, SeedElsewhere)
-                place = work.config.task, work.seq, work.target, work.session
-                results.append(Folded(*place, refused, elsewhere))
+                    refused = error.reason
+                task = work.config.task
+                results.append(Folded(task, work.seq, work.target, work.session, refused))
             if members:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
                 buffer = self._buffer(config.task, seq, target)
@@ -293,8 +291,6 @@ class Shards:
         try:
             self._party().accept(work.offer, work.target, work.sealed)
         except TrustedPartyError as error:
-            if error.reason == USED:
-                raise SeedElsewhere("seed_refused", str(error)) from error
             is_lost = error.reason == LOST
             reason: SeedRefusal = "trusted_party_lost" if is_lost else "seed_refused"
             raise UpdateRefused(reason, str(error)) from error

@@ -245,7 +245,7 @@ class HeldTask:
         member = session.as_member(
             keep_until(session.ticket.expires, self.pipeline.config, self._server)
         )
-        fold = self.pipeline.place(member, session.sealed_seed, session.not_in)
+        fold = self.pipeline.place(member, session.sealed_seed)
         if fold is not None:
             return [fold]
         self._overflow.append(session.id)
@@ -269,11 +269,8 @@ class HeldTask:
 
     def _on_refused(self, session: Session, message: Folded) -> Effects:
         self.pipeline.refuse(message)
-        if message.elsewhere:
-            session.not_in.append(message.target)
-            if len(session.not_in) < regime.open_buffers(self.pipeline.config):
-                # A crash or a lost commit came between its seed and its record: the other group.
-                return [*self._send_again(session), *self._place_overflow()]
+        if message.refused == "trusted_party_lost" and self.offers and session.offer:
+            self.offers.on_lost(session.offer)
         session.upload = None
         answer = Completed(message.refused)
         effects = self._end(session, answer, f"discarded_{message.refused}")

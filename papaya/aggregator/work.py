@@ -79,8 +79,6 @@ class Folded(Message, frozen=True):
     target: int
     session: SessionId
     refused: DiscardReason | None = None
-    elsewhere: bool = False
-    """The trusted party has used this seed's offer: maybe for another group that is open."""
 
 
 class Snapshot(Effect, frozen=True):

@@ -10,8 +10,9 @@ is resolution: a percentile is widened to the whole bucket that it falls into, a
 says how many that were.
 
 One client weighs in the mean by its examples, so a server takes no more of them than the task
-allows a client, and no loss beyond `MAX_LOSS` for each: `admit_evaluation`, before an upload enters
-the sum. So no absurd upload ends a task. A lie within these bounds counts, by its share.
+allows a client, and no loss below zero or above `MAX_LOSS` for each: `admit_evaluation`, before an
+upload enters the sum. So no absurd upload ends a task. A lie within these bounds counts, by its
+share of the examples.
 
 Refused: sums of another length, negative counts, examples without clients, no clients at all, and
 sums that clients within those bounds cannot have made.
@@ -26,15 +27,15 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from papaya.errors import InvariantError, ProtocolError, UpdateRefused
+from papaya.errors import InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 
 # The smallest data volume of each bucket: powers of two, because volumes are heavy-tailed.
 BUCKETS: Final = (0, *(2**power for power in range(1, 16)))
 _COLUMNS: Final = 3  # sum of loss x examples, sum of examples, sum of clients
 EVALUATION_LENGTH: Final = _COLUMNS * len(BUCKETS)
-# The mean loss of one client, either way; a larger one counts as this. For log-losses it is far
-# beyond the worst model; scale another kind of loss until it fits.
+# The mean loss of one client; a larger one counts as this. For log-losses it is far beyond the
+# worst model; scale another kind of loss until it fits.
 MAX_LOSS: Final = 1000.0
 _ROUNDED: Final = 1 + 2.0**-16  # sums that went through float32
 _MOST_FINITE: Final = 700.0  # exp of more is not a float64
@@ -71,8 +72,12 @@ def bucket(volume: int) -> int:
 def evaluation_vector(volume: int, loss_sum: float, examples: int) -> Vector:
     """What one device uploads: its sums in the bucket of its data volume, zero elsewhere."""
     table = np.zeros((len(BUCKETS), _COLUMNS), FLOAT32)
-    most = MAX_LOSS * examples
-    table[bucket(volume)] = (min(max(loss_sum, -most), most), examples, 1)
+    if loss_sum < 0:
+        raise OperatorError(
+            f"the mean loss on held-out data is {loss_sum / examples:g}, below zero",
+            hint="add a constant to the loss of the task's file, so that none is negative",
+        )
+    table[bucket(volume)] = (min(loss_sum, MAX_LOSS * examples), examples, 1)
     return table.reshape(-1)
 
 
@@ -87,11 +92,11 @@ def admit_evaluation(pieces: Sequence[Vector], max_examples: int) -> None:
         raise UpdateRefused(
             "over_norm", f"one client counts as {clients:g}, with {examples:g} examples"
         )
-    if abs(loss_sum) > MAX_LOSS * examples * _ROUNDED:
+    if not 0 <= loss_sum <= MAX_LOSS * examples * _ROUNDED:
         raise UpdateRefused("over_norm", f"a loss of {loss_sum / examples:g} is out of bounds")
 
 
-def summarize(sums: Tensor, max_examples: float = math.inf) -> EvaluationResult:
+def summarize(sums: Tensor, max_examples: int = 2**32) -> EvaluationResult:
     """The result that these sums over devices say, or ProtocolError."""
     if sums.shape != (EVALUATION_LENGTH,):
         raise ProtocolError(f"an evaluation is {EVALUATION_LENGTH} numbers, not {sums.shape}")
@@ -104,8 +109,8 @@ def summarize(sums: Tensor, max_examples: float = math.inf) -> EvaluationResult:
         raise ProtocolError("an evaluation holds examples of no client")
     if (examples > clients * max_examples).any():
         raise ProtocolError(f"an evaluation holds more than {max_examples} examples of a client")
-    if (np.abs(table[:, 0]) > MAX_LOSS * examples * _ROUNDED + 1).any():
-        raise ProtocolError(f"an evaluation holds a mean loss beyond {MAX_LOSS:g}")
+    if (table[:, 0] < -1).any() or (table[:, 0] > MAX_LOSS * examples * _ROUNDED + 1).any():
+        raise ProtocolError(f"an evaluation holds a mean loss below zero or above {MAX_LOSS:g}")
     if not examples.sum() > 0:
         raise ProtocolError("an evaluation of no examples has no mean loss")
     return EvaluationResult(

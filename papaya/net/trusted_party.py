@@ -1,15 +1,18 @@
 """The trusted party beside a server: its connection, its child process, its evidence.
 
-A connection that broke is made again at the next call; a trusted party that was restarted in
-between has another identity and knows none of the old offers, which `papaya/aggregator/trusted.py`
-tells as lost. The child is started when a task first asks for it and ends with the server: what it
-held is lost then, as DESIGN says, and counted. Calls block, so they belong on threads.
+A connection that broke is made again, and the call repeated if it is still the same party; one
+that was restarted in between has another identity and knows none of the old offers, which
+`papaya/aggregator/trusted.py` tells as lost. The child is started when a task first asks for it. It
+outlives a server that is killed, so that the next one finds its open groups; a server that stops
+cleanly ends it, and what it held is lost and counted. Calls block, so they belong on threads.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -31,6 +34,7 @@ from papaya.tsa.measurement import measure
 logger = logging.getLogger("papaya.net")
 
 _COLLATERAL_LIFE_S = 3600.0
+_PID_FILE = "tsa.pid"
 T = TypeVar("T")
 
 
@@ -43,7 +47,7 @@ class TrustedLink:
         self._now = now
         self._guard = Lock()
         self._client: TrustedAggregatorClient | None = None
-        self._child: subprocess.Popen[str] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._collateral = (b"", float("-inf"))
         self.party = TrustedPartyOverTsa(self, self._prove)
 
@@ -66,11 +70,13 @@ class TrustedLink:
     def close(self) -> None:
         with self._guard:
             self._disconnect()
-            self._end_child()
+            if not self._deployment.trusted_party:
+                self._end_child()
 
     # -- the connection -----------------------------------------------------------------------
 
     def _call(self, ask: Callable[[TrustedAggregatorClient], T]) -> T:
+        """Repeated once, on a new connection to the same party: it does nothing twice."""
         client = self._connected()
         try:
             return ask(client)
@@ -78,54 +84,72 @@ class TrustedLink:
             with self._guard:
                 if self._client is client:
                     self._disconnect()
-            raise
+            again = self._connected()
+            if again.identity_public_key != client.identity_public_key:
+                raise
+            return ask(again)
 
     def _connected(self) -> TrustedAggregatorClient:
         with self._guard:
             if self._client is None:
-                self._client = TrustedAggregatorClient(self._address())
+                self._client = self._connect()
             return self._client
+
+    def _connect(self) -> TrustedAggregatorClient:
+        """To the one that runs; on one machine it is started if none does."""
+        address = self._deployment.trusted_party or self._own_address
+        try:
+            return TrustedAggregatorClient(address)
+        except Unavailable:
+            if self._deployment.trusted_party:
+                raise
+        self._start_child()
+        return TrustedAggregatorClient(address)
 
     def _disconnect(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
 
-    def _address(self) -> str:
-        if self._deployment.trusted_party:
-            return self._deployment.trusted_party
-        if self._child is None or self._child.poll() is not None:
-            self._end_child()
-            self._start_child()
+    # -- the child ----------------------------------------------------------------------------
+
+    @property
+    def _own_address(self) -> str:
         return f"unix:{(self._data / 'tsa.sock').resolve()}"
 
     def _start_child(self) -> None:
-        """It ends when our end of its standard input closes: with us, however we end. Signals to
-        our group are not for it: uploads that are on their way need it to the last.
-        """
-        address = f"unix:{(self._data / 'tsa.sock').resolve()}"
         logger.warning(
             "INSECURE: the trusted party runs as a child of this server, with software evidence "
             "that proves nothing; only devices that are told to will believe it"
         )
-        options = ["serve", "tsa", "--listen", address, "--until-eof"]
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "papaya.cli.main", *options],
-            stdin=subprocess.PIPE,
+        command = [sys.executable, "-m", "papaya.cli.main", "serve", "tsa"]
+        child = subprocess.Popen(
+            [*command, "--listen", self._own_address],
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
+            start_new_session=True,  # a Ctrl-C for the server is not meant for it
         )
-        assert self._child.stdout is not None
-        if not self._child.stdout.readline():  # it says where it listens, once it does
-            self._end_child()
+        assert child.stdout is not None
+        with child.stdout:
+            is_listening = child.stdout.readline() != b""  # it says where, once it does
+        if not is_listening:
+            child.wait()
             raise Unavailable("the trusted party did not start; its own words are in the log")
+        self._child = child
+        (self._data / _PID_FILE).write_text(f"{child.pid}\n")
 
     def _end_child(self) -> None:
+        """Ours, or the one that a killed predecessor left on the same folder."""
+        try:
+            pid = int((self._data / _PID_FILE).read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return
+        if self._own_address.encode() in command.split(b"\0"):
+            os.kill(pid, signal.SIGTERM)
         if self._child is not None:
-            self._child.terminate()
-            self._child.communicate()  # closes its streams, and waits for it
-            self._child = None
+            self._child.wait()
+        (self._data / _PID_FILE).unlink(missing_ok=True)
 
     # -- evidence ---------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from papaya.errors import InvariantError
-from papaya.messages.base import TaskId
+from papaya.learning.evaluation import EVALUATION_LENGTH, evaluation_vector
+from papaya.messages.base import SessionId, TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     ConsumedRow,
@@ -35,6 +36,11 @@ class OwnedCluster(CheckedCluster):
         self.restarted: dict[TaskId, int] = {}
         self.given_up = 0
         super().__init__(config, seed)
+
+    def train(self, session: SessionId, length: int) -> bytes:
+        if length == EVALUATION_LENGTH:
+            return evaluation_vector(volume=8, loss_sum=24.0, examples=8).tobytes()
+        return super().train(session, length)
 
     def rows_of(self, task: TaskId) -> TaskRows:
         return TaskRows(task, self.state.snapshot(holder_prefixes(task)))

@@ -16,6 +16,7 @@ from papaya.aggregator.shards import blob_key, initial_blobs
 from papaya.config import AsyncFL, EvaluationPlan, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning import parameters
+from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.learning.parameters import FLOAT32
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
@@ -107,8 +108,8 @@ class Owner:
     def evaluate(self, task: TaskId) -> Transaction:
         rows = self._cluster.rows_of(task)
         plan = EvaluationPlan(clients=2)
-        config = owner.evaluation_config(rows.row.config, rows.newest, plan, length=6)
-        blobs = initial_blobs(config, np.zeros(6, FLOAT32))
+        config = owner.evaluation_config(rows.row.config, rows.newest, plan, EVALUATION_LENGTH)
+        blobs = initial_blobs(config, np.zeros(EVALUATION_LENGTH, FLOAT32))
         for key, data in blobs:
             self._cluster.blobs.put(key, data)
         now = self._cluster.engine.now

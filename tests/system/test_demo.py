@@ -72,6 +72,11 @@ def test_a_short_demo_learns_and_leaves_only_its_results(tmp_path: Path) -> None
     assert summary["version"] >= 4
     assert summary["trips"] >= summary["counted"] == 2 * summary["version"]
     assert 0 < summary["utilization"] <= 1
+    assert summary["threshold"] == 2
+    assert "INSECURE: the trusted party runs in software" in done.stderr
+    # The demo looks ten times a second: on a busy machine it may see none of so few.
+    seen = summary["masked_sample"]
+    assert seen is None or seen["bits_per_byte"] > 7.99
     assert summary["perplexity"]["0"] > summary["perplexity"][str(summary["version"])] > 1
 
     loaded = load_task(ROOT / "examples" / "next_word.py")
@@ -100,7 +105,8 @@ def test_an_interrupted_demo_ends_whatever_it_started(tmp_path: Path) -> None:
                 if "version 0" in line:  # the task is there, devices are on their way
                     break
             running = marked(mark)
-            assert sum(" serve " in command for command in running) == 1
+            assert sum(" serve --config " in command for command in running) == 1
+            assert sum(" serve tsa " in command for command in running) == 1
             assert sum(" client " in command for command in running) == 1
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)

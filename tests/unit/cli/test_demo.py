@@ -8,10 +8,15 @@ import signal
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from papaya.aggregator.masked import MaskedSum
 from papaya.cli import demo_plot
+from papaya.cli.demo import TASK_FILE
+from papaya.cli.demo_files import write_task, write_trust
+from papaya.cli.demo_privacy import SOFTWARE, MaskedSample, Onlooker, bits_per_byte
 from papaya.cli.demo_processes import Processes, interrupted_by_signals
 from papaya.cli.demo_progress import (
     LineView,
@@ -24,10 +29,14 @@ from papaya.cli.demo_progress import (
 from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
 from papaya.cli.demo_texts import LIBRARY, deal_out, find_texts
 from papaya.cli.main import main
-from papaya.config import EvaluationPlan, TaskConfig
+from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, SyncFL, TaskConfig
 from papaya.errors import OperatorError
+from papaya.learning.task import load_task
 from papaya.messages.storage import PointRow
 from papaya.net.admin.views import TaskDetail, TaskView
+from papaya.net.device.trust import read_policy
+from papaya.secagg.words import WORD
+from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey
 
 POINTS = (
     PointRow(0, 100.0, 0, 0, 0.0, 7.6, 2000.0),
@@ -41,7 +50,13 @@ SAMPLES = [Sample(1.0, 0, 0, 0), Sample(11.0, 20, 12, 1), Sample(13.0, 22, 25, 2
 def a_detail(points: tuple[PointRow, ...] = POINTS) -> TaskDetail:
     evaluated = [point for point in points if point.loss is not None]
     config = TaskConfig(
-        task="next-word", concurrency=24, model_length=8, evaluation=EvaluationPlan(clients=16)
+        task="next-word",
+        concurrency=24,
+        model_length=8,
+        regime=AsyncFL(aggregation_goal=10),
+        secure_aggregation=SecureAggregation(),
+        clip=2.0,
+        evaluation=EvaluationPlan(clients=16),
     )
     view = TaskView(
         task="next-word",
@@ -66,9 +81,9 @@ def a_detail(points: tuple[PointRow, ...] = POINTS) -> TaskDetail:
     )
 
 
-def a_summary(points: tuple[PointRow, ...] = POINTS) -> Summary:
+def a_summary(points: tuple[PointRow, ...] = POINTS, sample: MaskedSample | None = None) -> Summary:
     files = (Path("runs/m.safetensors"), Path("runs/p.png"), Path("runs/m.csv"))
-    return summarize(a_detail(points), list(points), SAMPLES, 48, files)
+    return summarize(a_detail(points), list(points), SAMPLES, 48, files, sample)
 
 
 # -- texts --------------------------------------------------------------------------------------
@@ -136,7 +151,7 @@ def test_the_summary_is_what_was_measured() -> None:
     assert summary.trips == 30  # the last look at the aggregator was before version 3
     assert summary.mean_staleness == 2.0
     text = text_of(summary)
-    assert len(text.splitlines()) <= 12
+    assert len(text.splitlines()) <= 14
     assert "2,000 → 100" in text
     assert "88 % of the slots" in text
     assert "load_file('runs/m.safetensors')" in text
@@ -181,6 +196,77 @@ def test_a_terminal_has_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     for words in ("AsyncFL, training", "perplexity", "100", "█", "utilization", "88 %"):
         assert words in shown
+
+
+# -- privacy ------------------------------------------------------------------------------------
+
+
+def test_the_last_line_says_what_the_server_saw() -> None:
+    *_, warning, last = text_of(a_summary(sample=MaskedSample(1, 40, 7.9994))).splitlines()
+    assert warning == SOFTWARE
+    assert "INSECURE" in warning
+    assert last == (
+        "The server saw 30 masked updates, which are noise (one of them, from its disk: 7.999 of "
+        "8 bits a byte), and 3 sums of 10 or more."
+    )
+    few = text_of(a_summary(sample=MaskedSample(3, 40, 7.5))).splitlines()[-1]
+    assert "(a sum of 3, from its disk" in few
+    never = text_of(a_summary()).splitlines()[-1]
+    assert never == "The server saw 30 masked updates, which are noise, and 3 sums of 10 or more."
+
+
+def test_in_the_clear_it_saw_everything() -> None:
+    text = text_of(msgspec.structs.replace(a_summary(), threshold=None))
+    assert "INSECURE" not in text
+    assert text.splitlines()[-1] == "The server saw 30 updates in the clear, each by itself."
+
+
+def test_the_onlooker_takes_the_smallest_sum(tmp_path: Path) -> None:
+    onlooker = Onlooker(tmp_path, "next-word")
+    onlooker.look()
+    assert onlooker.sample(1000) is None
+    folder = tmp_path / "next-word" / "1"
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(1).integers(0, 1 << 32, 1000, WORD)
+    for clients, vector in ((7, np.zeros(1000, WORD)), (2, noise), (3, np.ones(1000, WORD))):
+        name = f"sum-12-{clients}-{clients:032x}"
+        (folder / name).write_bytes(MaskedSum(vector, float(clients)).encode())
+        onlooker.look()
+    (folder / "version-12-ab").write_bytes(b"")
+    onlooker.look()
+    sample = onlooker.sample(1000)
+    assert sample == MaskedSample(2, 4000, bits_per_byte(noise))
+    assert sample.bits_per_byte > 7.9
+
+
+def test_what_is_not_masked_is_not_noise() -> None:
+    """Small numbers in fixed point, as an update in the clear would be: half the bytes tell."""
+    update = np.random.default_rng(1).normal(0, 1 << 12, 10_000).astype(np.int32)
+    assert bits_per_byte(update.view(WORD)) < 6
+    assert bits_per_byte(np.zeros(10, WORD)) == 0
+
+
+@pytest.mark.parametrize("regime", [AsyncFL(aggregation_goal=3), SyncFL(over_selection=0.5)])
+@pytest.mark.parametrize("is_clear", [False, True])
+def test_the_copy_of_the_task_has_the_settings_of_the_run(
+    regime: AsyncFL | SyncFL, is_clear: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "next_word.py"
+    write_task(path, TASK_FILE, regime, 6, is_clear=is_clear)
+    config = load_task(path).config()
+    assert (config.task, config.regime, config.concurrency) == ("next-word", regime, 6)
+    assert config.secure_aggregation == (None if is_clear else SecureAggregation())
+
+
+def test_devices_believe_the_log_and_sums_of_the_goal(tmp_path: Path) -> None:
+    key = SignerKey("log.example/1", bytes(32), LOG_SIGNATURE).verifier
+    (tmp_path / "log.key.pub").write_text(f"{key}\n")
+    write_trust(tmp_path / "trust.toml", tmp_path, "127.0.0.1:8750", 10)
+    policy = read_policy(tmp_path / "trust.toml")
+    assert policy.log_key == str(key)
+    assert policy.log_url == "http://127.0.0.1:8750/v1/log"
+    assert policy.accepts("software")
+    assert policy.minimum_threshold == 10
 
 
 # -- processes ----------------------------------------------------------------------------------
