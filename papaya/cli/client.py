@@ -17,7 +17,7 @@ from papaya.cli.output import Commands, add_format, note, plural, positive, whol
 from papaya.client.eligibility import CONDITIONS
 from papaya.config import DeviceConfig
 from papaya.errors import OperatorError
-from papaya.net.clock import Clock
+from papaya.net.clock import device_clock
 
 SERVER = "http://127.0.0.1:8750"
 _NO_FLOOR = "0 lets one device take part at once again, as a demonstration does"
@@ -194,7 +194,7 @@ async def _run(options: argparse.Namespace) -> None:
     from papaya.net.device import Device, DeviceProcess, DeviceRuntime, Limits, Pacing
     from papaya.net.device.memory import memory_mb
 
-    clock, printer = Clock(), Printer(options.format)
+    clock, printer = device_clock(), Printer(options.format)
     is_waiting = hasattr(options, "protocol_only")  # which takes no core
     stores = device_stores(options.store, options.devices)
     tokens = device_tokens(options.token_file, options.devices)

@@ -94,7 +94,8 @@ def import_examples(
     tasks: Sequence[str],
     now: float,
 ) -> None:
-    """Deal the files out: file i goes to device i, and round again.
+    """Deal the files out: file i goes to device i, and round again. What a device has it is not
+    given again, so the same command may be started again and again.
 
     A collection that nobody declared is declared for the tasks of this command: who imports
     examples and names task files wants them used.
@@ -105,7 +106,7 @@ def import_examples(
                 device.store.declare({collection: Policy(tasks=tuple(tasks))})
         files, added = files_in(path), 0
         for number, examples in enumerate(examples_of(files, task_files)):
-            added += devices[number % len(devices)].store.add(collection, examples, now)
+            added += devices[number % len(devices)].store.add_new(collection, examples, now)
         note(f"{added:,} examples of {plural(len(files), 'file')} for collection {collection}")
 
 

@@ -60,11 +60,6 @@ def add_to(commands: Commands) -> None:
         default="software",
         help="what vouches for the trusted party (tsa)",
     )
-    parser.add_argument(
-        "--until-eof",
-        action="store_true",
-        help="end when standard input ends, that is, with whoever started it (tsa)",
-    )
     parser.add_argument("--verbose", action="store_true", help="log more")
     add_format(parser)
 

@@ -1,17 +1,12 @@
 """`papaya serve tsa`: the trusted party of secure aggregation, as its own process.
 
 It prints the address that it listens on and nothing else, ever. On `software` its quotes prove
-nothing, and it says so. With --until-eof it ends with the process that holds the other end of its
-standard input, however that one ends: a server that is killed leaves no trusted party behind.
+nothing, and it says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
-from threading import Thread
 
 from papaya.attestation.software import SoftwarePlatform
 from papaya.cli.output import note, print_data
@@ -25,8 +20,6 @@ def run(options: argparse.Namespace) -> int:
     platform = _platform(options.platform)
     if platform.name == "software":
         note("INSECURE: software evidence proves nothing; use it to try things out")
-    if options.until_eof:
-        Thread(target=_end_with_stdin, daemon=True).start()
     try:
         serve_until_signal(options.listen, print_data, platform.quote)
     except (OSError, ValueError) as error:
@@ -35,13 +28,6 @@ def run(options: argparse.Namespace) -> int:
             hint="use unix:/path/to/socket or tcp:127.0.0.1:PORT",
         ) from error
     return 0
-
-
-def _end_with_stdin() -> None:
-    # Unbuffered: a reader that holds the buffer's lock would stand in the way of the exit.
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _platform(name: str) -> Platform:

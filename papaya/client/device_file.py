@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from papaya.errors import OperatorError
@@ -36,7 +38,7 @@ class DeviceFile:
         self._lock = threading.Lock()
         with self._explained():
             if path != _IN_MEMORY:
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                _make_private(Path(path))
             self._database = sqlite3.connect(
                 path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
@@ -99,3 +101,21 @@ class DeviceFile:
                 f"the device's file {self.path} cannot be used: {error}",
                 hint="check its folder, its permissions and the free space",
             ) from error
+
+
+def _make_private(path: Path) -> None:
+    """A new file that only its owner may read; one that is there stays as its owner has it.
+
+    It is linked into place and never opened here: to close any descriptor of a database drops the
+    locks that this process holds on it, which several connections of a device do.
+    """
+    if path.exists():
+        return
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(handle)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        pass  # another process was faster
+    finally:
+        os.unlink(temporary)

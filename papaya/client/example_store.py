@@ -44,6 +44,7 @@ CREATE TABLE IF NOT EXISTS example (
     content BLOB NOT NULL
 ) STRICT;
 CREATE INDEX IF NOT EXISTS example_by_age ON example (collection, added_at, id);
+CREATE INDEX IF NOT EXISTS example_by_bucket ON example (collection, bucket);
 CREATE TABLE IF NOT EXISTS collection (name TEXT PRIMARY KEY, policy BLOB NOT NULL) STRICT;
 """
 
@@ -115,15 +116,11 @@ class ExampleStore:
 
     def add(self, collection: str, examples: Iterable[bytes], now: float) -> int:
         """All of them or none; returns how many. Those that are surplus are deleted at once."""
-        rows = [(collection, now, bucket_of(example), example) for example in map(_small, examples)]
-        with self._current():
-            self._policy(collection)
-            self._file.insert(
-                "INSERT INTO example (collection, added_at, bucket, content) VALUES (?, ?, ?, ?)",
-                rows,
-            )
-            self._sweep(now)
-        return len(rows)
+        return self._add(collection, examples, now, only_new=False)
+
+    def add_new(self, collection: str, examples: Iterable[bytes], now: float) -> int:
+        """Those whose content was not in the collection before; returns how many."""
+        return self._add(collection, examples, now, only_new=True)
 
     def query(
         self,
@@ -187,6 +184,26 @@ class ExampleStore:
         with self._file.transaction():
             self._policies = {name: self._parsed(text) for name, text in self._file.rows(select)}
             yield
+
+    def _add(
+        self, collection: str, examples: Iterable[bytes], now: float, *, only_new: bool
+    ) -> int:
+        rows = [(collection, now, bucket_of(example), example) for example in map(_small, examples)]
+        with self._current():
+            self._policy(collection)
+            if only_new:
+                self._sweep(now)  # what is expired does not count
+                rows = [row for row in rows if not self._has(collection, row[2], row[3])]
+            self._file.insert(
+                "INSERT INTO example (collection, added_at, bucket, content) VALUES (?, ?, ?, ?)",
+                rows,
+            )
+            self._sweep(now)
+        return len(rows)
+
+    def _has(self, collection: str, bucket: int, example: bytes) -> bool:
+        select = "SELECT 1 FROM example WHERE collection = ? AND bucket = ? AND content = ? LIMIT 1"
+        return bool(self._file.rows(select, collection, bucket, example))
 
     def _parsed(self, policy: bytes) -> Policy:
         try:

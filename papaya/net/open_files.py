@@ -41,14 +41,4 @@ def connections_within(limit: int, wanted: int, listeners: int) -> int:
             f"this process may open {limit} files, a server needs {LEAST}",
             hint="ulimit -n 65536, or LimitNOFILE=65536 in its systemd unit",
         )
-    possible = (limit - RESERVED) // (listeners + 1)
-    if possible < wanted:
-        logger.warning(
-            "max_connections = %d does not fit into %d open files: each listener takes %d "
-            "(hint: ulimit -n %d)",
-            wanted,
-            limit,
-            possible,
-            wanted * (listeners + 1) + RESERVED,
-        )
-    return min(possible, wanted)
+    return min(wanted, (limit - RESERVED) // (listeners + 1))

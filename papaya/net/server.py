@@ -104,6 +104,7 @@ class Server:
             self._operations.watch(self._hosts.values())
             await self._open_doors()
             self._look_after(self._refresh_keys())
+            self._tell_if_capped()
         except BaseException:
             await self.stop()
             raise
@@ -124,6 +125,16 @@ class Server:
         if self._trusted is not None:
             await asyncio.to_thread(self._trusted.close)
         await self._resources.close()
+
+    def _tell_if_capped(self) -> None:
+        asked, given = self.deployment.max_connections, self._limits.max_connections
+        if given < asked:
+            logger.warning(
+                "max_connections = %d does not fit into the limit on open files: each listener "
+                "takes %d (hint: raise it, with ulimit -n or LimitNOFILE)",
+                asked,
+                given,
+            )
 
     async def _uploads_are_over(self) -> None:
         host = self._hosts.get("aggregator")

@@ -123,18 +123,21 @@ class TrustedLink:
             "that proves nothing; only devices that are told to will believe it"
         )
         command = [sys.executable, "-m", "papaya.cli.main", "serve", "tsa"]
-        child = subprocess.Popen(
-            [*command, "--listen", self._own_address],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C for the server is not meant for it
-        )
+        words = self._data / "tsa.log"  # not our own stderr: whoever reads that waits for its end
+        with words.open("wb") as stderr:
+            child = subprocess.Popen(
+                [*command, "--listen", self._own_address],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,  # a Ctrl-C for the server is not meant for it
+            )
         assert child.stdout is not None
         with child.stdout:
             is_listening = child.stdout.readline() != b""  # it says where, once it does
         if not is_listening:
             child.wait()
-            raise Unavailable("the trusted party did not start; its own words are in the log")
+            raise Unavailable(f"the trusted party did not start; its own words are in {words}")
         self._child = child
         (self._data / _PID_FILE).write_text(f"{child.pid}\n")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Protocol
 
 import numpy as np
 
@@ -19,18 +20,22 @@ from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, Terms, UnsealedUpdate
 from papaya.secagg.words import Words
-from papaya.sim.engine import Engine
 from papaya.tsa.errors import Unavailable
 from papaya.tsa.trusted_aggregator import TrustedAggregator
+
+
+class Clock(Protocol):
+    @property
+    def now(self) -> float: ...
 
 
 class TrustedTwin:
     """`on_accepted` hears of every seed that was taken, `on_released` of every sum given away."""
 
-    def __init__(self, engine: Engine, rng: Random) -> None:
+    def __init__(self, clock: Clock, rng: Random) -> None:
         self.on_accepted: Callable[[int, int], None] = lambda index, group: None
         self.on_released: Callable[[bytes, int, tuple[int, ...]], None] = lambda *released: None
-        self._engine = engine
+        self._clock = clock
         self._rng = rng
         self.crash()
         self.party = TrustedPartyOverTsa(self, lambda digest: Evidence("software", b"", b"", -1))
@@ -39,19 +44,19 @@ class TrustedTwin:
         """It comes back after so long, with nothing."""
         self._tsa = TrustedAggregator(self._rng.randbytes)
         self.identity_public_key = self._tsa.identity_public_key
-        self._back_at = self._engine.now + away_s
+        self._back_at = self._clock.now + away_s
 
     def come_back(self) -> None:
-        self._back_at = self._engine.now
+        self._back_at = self._clock.now
 
     def register(self, parameters: PublicParameters) -> bytes:
         return self._reached().register(parameters.encode())
 
     def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
-        return self._reached().offers(parameters_hash, count, self._engine.now)
+        return self._reached().offers(parameters_hash, count, self._clock.now)
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
-        self._reached().accept(index, group, sealed, self._engine.now)
+        self._reached().accept(index, group, sealed, self._clock.now)
         self.on_accepted(index, group)
 
     def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
@@ -60,7 +65,7 @@ class TrustedTwin:
         return masks
 
     def _reached(self) -> TrustedAggregator:
-        if self._engine.now < self._back_at:
+        if self._clock.now < self._back_at:
             raise Unavailable("the trusted party is away")
         return self._tsa
 

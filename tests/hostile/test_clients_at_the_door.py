@@ -90,7 +90,9 @@ def test_any_requests_are_answered_forwarded_or_held(
 def test_every_answer_can_be_parsed_by_the_device(request: Message, has_orders: bool) -> None:
     selector = an_open_selector() if has_orders else a_selector()
     effects = knock(selector, BOOT, wire.encode(request), "d") + selector.wake(BOOT + 1000)
-    for answer in answers(effects).values():
+    found = answers(effects)
+    assert "d" in found or any(isinstance(effect, Forward) for effect in effects)
+    for answer in found.values():
         assert wire.to_device.parse(wire.encode(answer)) == answer
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from papaya.config import TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning.evaluation import EVALUATION_LENGTH, evaluation_vector
+from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
@@ -22,6 +26,7 @@ from papaya.sim.cluster import ClusterConfig
 from papaya.sim.storage import Writer
 
 OWNER: Writer = ("owner", 0.0)
+AN_EVALUATION = evaluation_vector(volume=8, loss_sum=24.0, examples=8)
 
 
 def demand(holds: bool, promise: str) -> None:
@@ -39,8 +44,16 @@ class OwnedCluster(CheckedCluster):
 
     def train(self, session: SessionId, length: int) -> bytes:
         if length == EVALUATION_LENGTH:
-            return evaluation_vector(volume=8, loss_sum=24.0, examples=8).tobytes()
+            return AN_EVALUATION.tobytes()
         return super().train(session, length)
+
+    def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
+        if config.evaluates is None:
+            super()._check_sum(config, row)
+            return
+        found = WeightedSum.decode(self.blobs.get(row.sum), config.model_length)
+        same = np.array_equal(found.vector, len(row.members) * AN_EVALUATION)
+        demand(same, f"the sum of {config.task} is not that of its members")
 
     def rows_of(self, task: TaskId) -> TaskRows:
         return TaskRows(task, self.state.snapshot(holder_prefixes(task)))

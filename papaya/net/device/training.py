@@ -20,6 +20,7 @@ from papaya.client.executor import Executor, Job, JobFailed, TaskTerms
 from papaya.client.sandbox import Sandbox
 from papaya.client.work import Trained
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
 
 
@@ -161,7 +162,8 @@ async def sandboxed(
 
 
 class ProtocolTrainer:
-    """Waits as long as training would, and uploads what `update(session, length)` says.
+    """Waits as long as training would, and uploads what `update(session, length)` says. Any model
+    that it is to evaluate has a loss of 1.
 
     For load and chaos tests: `seconds` and `examples` draw how long and on how many.
     """
@@ -188,5 +190,7 @@ class ProtocolTrainer:
 
     async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
         await asyncio.sleep(self._seconds())
+        if assignment.evaluates:
+            return Trained(evaluation_vector(volume=1, loss_sum=1.0, examples=1).tobytes(), 1)
         update = self._update(assignment.session, assignment.update_length)
         return Trained(update, self._examples())

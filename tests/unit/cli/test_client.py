@@ -11,18 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import numpy as np
 import pytest
 
 from papaya.cli import client
+from papaya.cli.client_setup import import_examples
 from papaya.cli.examples import examples_of, files_in
 from papaya.client.example_store import ExampleStore
+from papaya.client.use_policy import Policy
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning import parameters
 from papaya.messages.participation import Completed, Report
 from papaya.messages.selection import CheckIn
+from papaya.net.device import Device
 from tests.unit.net.device.fake_selector import FakeSelector, answer, joined, raw, serving
 
 ASSUMED = ["--assume", "idle,charging,unmetered", "--participation-floor", "0", "--pause", "0"]
@@ -204,6 +209,25 @@ def test_one_token_for_all_or_one_for_each(tmp_path: Path) -> None:
     files = ["--token-file", "a", "--token-file", "b"]
     with pytest.raises(OperatorError, match="2 token files"):
         run("--protocol-only", "1", "--devices", "3", "--store", str(tmp_path), *files)
+
+
+def test_to_start_again_imports_nothing_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("one\ntwo\n")
+    (texts / "b.txt").write_text("three\n")
+    policies = {"words": Policy(tasks=("next-word",))}
+    for added in (3, 0):
+        with (
+            ExampleStore(tmp_path / "1.db", policies) as one,
+            ExampleStore(tmp_path / "2.db", policies) as two,
+        ):
+            devices = cast(list[Device], [SimpleNamespace(store=one), SimpleNamespace(store=two)])
+            import_examples([("words", texts)], devices, [], [], 0.0)
+            assert [sum(store.counts("words", 0.0).values()) for store in (one, two)] == [2, 1]
+        assert f"{added} examples" in capsys.readouterr().err
 
 
 def test_lines_are_examples_and_folders_are_read_in_order(tmp_path: Path) -> None:

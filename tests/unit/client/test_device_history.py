@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from papaya.client.device_file import DeviceFile
 from papaya.client.device_history import DeviceHistory
 from papaya.client.example_store import ExampleStore
 from papaya.client.history import History, Participated
@@ -139,3 +142,29 @@ def test_evaluations_that_the_device_met_are_known_at_its_next_visit(tmp_path: P
         kept.remember("words/evaluate", history.record(1000.0, "words/evaluate", 0.0, None))
         assert kept.load(100.0).excluded(1050.0) == ("words-eval-1",)
         assert kept.load(100.0).excluded(1100.0) == ()
+
+
+_TAKES_THE_LOCK = """
+import sqlite3, sys
+other = sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None)
+try:
+    other.execute("BEGIN IMMEDIATE")
+except sqlite3.OperationalError as error:
+    print(error, end="")
+finally:
+    other.close()
+"""
+
+
+def test_to_open_the_file_again_drops_no_lock_of_this_process(tmp_path: Path) -> None:
+    """POSIX drops all locks of a process on a file when it closes any descriptor of it."""
+    path = tmp_path / "device.db"
+    first = DeviceFile(path, "")
+    with first.transaction():
+        second = DeviceFile(path, "")
+        asked = [sys.executable, "-c", _TAKES_THE_LOCK, str(path)]
+        found = subprocess.run(asked, capture_output=True, text=True, check=True)
+    second.close()
+    first.close()
+    assert found.stdout == "database is locked"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["device.db"]

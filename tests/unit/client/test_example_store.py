@@ -254,6 +254,23 @@ def test_against_a_slow_reference(
         assert found_in_files(folder, marker) == (example in rest)
 
 
+def test_only_what_is_new_is_added() -> None:
+    with ExampleStore(":memory:", {"text": policy(), "other": policy()}) as store:
+        assert store.add_new("text", [b"a", b"b", b"b"], 0.0) == 3, "a text may say it twice"
+        assert store.add_new("text", [b"a", b"b", b"b", b"c"], 1.0) == 1
+        assert store.add_new("text", [b"a", b"b", b"b", b"c"], 2.0) == 0
+        assert everything(store, 2.0) == [b"a", b"b", b"b", b"c"]
+        assert store.add_new("other", [b"a"], 2.0) == 1
+        assert store.add("text", [b"a"], 2.0) == 1, "an app may add what it likes"
+
+
+def test_what_has_expired_is_new_again() -> None:
+    with ExampleStore(":memory:", {"text": policy(max_age_s=10.0)}) as store:
+        assert store.add_new("text", [b"a"], 0.0) == 1
+        assert store.add_new("text", [b"a"], 9.0) == 0
+        assert store.add_new("text", [b"a"], 10.0) == 1
+
+
 # --- Splits
 
 

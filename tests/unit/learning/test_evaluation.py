@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.errors import InvariantError, ProtocolError
+from papaya.errors import InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.evaluation import (
     BUCKETS,
     EVALUATION_LENGTH,
+    MAX_LOSS,
     Share,
+    admit_evaluation,
     bucket,
     evaluation_vector,
     summarize,
@@ -89,13 +91,63 @@ def test_counts_that_went_through_a_float32_mean_are_whole_again() -> None:
         (lambda sums: -sums, "below zero"),
         (lambda sums: sums * 0, "no examples"),
         (lambda sums: sums * np.tile([1, 1, 0], len(BUCKETS)), "of no client"),
+        (lambda sums: sums * np.tile([1, 51, 1], len(BUCKETS)), "more than 100 examples"),
+        (lambda sums: sums * np.tile([1e6, 1, 1], len(BUCKETS)), "above 1000"),
+        (lambda sums: sums * np.tile([-1e6, 1, 1], len(BUCKETS)), "loss below zero"),
     ],
 )
 def test_unusable_sums_are_refused(change, complaint: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ProtocolError, match=complaint):
-        summarize(change(the_sums([(3, 2, 2)])))
+        summarize(change(the_sums([(3, 2, 2)])), max_examples=100)
 
 
 def test_a_device_cannot_have_fewer_than_no_examples() -> None:
     with pytest.raises(InvariantError, match="-1"):
         evaluation_vector(-1, 0.0, 1)
+
+
+# -- what one client may upload -----------------------------------------------------------------
+
+
+@given(
+    volume=st.integers(0, 10**9),
+    loss=st.floats(0, 1e30),
+    examples=st.integers(1, 1500),
+    cut=st.integers(0, EVALUATION_LENGTH),
+)
+def test_what_devices_make_is_admitted(volume: int, loss: float, examples: int, cut: int) -> None:
+    vector = evaluation_vector(volume, loss * examples, examples)
+    admit_evaluation([vector[:cut], vector[cut:]], max_examples=1500)
+    found = summarize(vector.astype(np.float64), max_examples=1500)
+    assert found.all.loss == pytest.approx(min(loss, MAX_LOSS), rel=1e-5, abs=1e-30)
+
+
+ABSURD: dict[str, list[tuple[int, tuple[float, float, float]]]] = {
+    "a loss far below zero": [(3, (-1e6, 1, 1))],
+    "a loss below zero": [(3, (-0.5, 1, 1))],
+    "a loss far above": [(3, (1e6, 1, 1))],
+    "more examples than a client has": [(3, (1.0, 1501, 1))],
+    "no examples": [(3, (1.0, 0, 1))],
+    "half an example": [(3, (1.0, 0.5, 1))],
+    "fewer than none": [(3, (1.0, -20, 1))],
+    "many clients": [(3, (1.0, 20, 19))],
+    "no client": [(3, (1.0, 20, 0))],
+    "minus one client": [(3, (1.0, 20, -1))],
+    "two buckets": [(3, (1.0, 20, 1)), (4, (1.0, 20, 1))],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_what_no_device_makes_is_refused(what: str) -> None:
+    table = np.zeros((len(BUCKETS), 3), np.float32)
+    for row, values in ABSURD[what]:
+        table[row] = values
+    with pytest.raises(UpdateRefused):
+        admit_evaluation([table.reshape(-1)], max_examples=1500)
+
+
+def test_a_device_does_not_hide_a_loss_below_zero() -> None:
+    with pytest.raises(OperatorError, match="below zero") as refused:
+        evaluation_vector(10, -3.0, 2)
+    assert "add a constant" in refused.value.hint

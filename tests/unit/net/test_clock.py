@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 
-from papaya.net.clock import Clock
+import pytest
+
+from papaya.client.example_store import ExampleStore
+from papaya.client.use_policy import Policy
+from papaya.net.clock import Clock, device_clock
 
 
 class Times:
@@ -40,3 +44,19 @@ def test_by_default_it_is_the_time_of_this_machine() -> None:
     # The two system clocks are read one after the other, and differ by what lies between.
     assert abs(first - before) < 60
     assert first <= second
+
+
+def test_a_device_grows_older_in_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Suspended, CLOCK_MONOTONIC stands still and CLOCK_BOOTTIME goes on; examples must expire."""
+    since_boot = 1000.0
+
+    def clock_gettime(clock: int) -> float:
+        return since_boot if clock == time.CLOCK_BOOTTIME else 1000.0
+
+    monkeypatch.setattr(time, "clock_gettime", clock_gettime)
+    clock = device_clock()
+    policy = Policy(tasks=("words",), max_age_s=86400.0, validation=0.0, test=0.0)
+    with ExampleStore(":memory:", {"typed": policy}) as store:
+        store.add("typed", [b"secret"], clock.now())
+        since_boot += 3 * 86400.0
+        assert store.query("typed", "words", "train", 10, True, clock.now()) == []

@@ -22,19 +22,14 @@ def test_the_limit_is_raised_as_far_as_it_goes() -> None:
 
 
 @pytest.mark.parametrize(("limit", "listeners"), [(1024, 2), (4096, 3), (20_000, 2)])
-def test_all_listeners_together_leave_files_for_everything_else(
-    limit: int, listeners: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_listeners_together_leave_files_for_everything_else(limit: int, listeners: int) -> None:
     each = connections_within(limit, 20_000, listeners)
     assert each > 0
     assert each * listeners < limit - RESERVED
-    assert f"each listener takes {each}" in caplog.text
-    assert f"ulimit -n {20_000 * (listeners + 1) + RESERVED}" in caplog.text
 
 
-def test_what_fits_is_given_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fits_is_given() -> None:
     assert connections_within(1 << 20, 20_000, 3) == 20_000
-    assert caplog.text == ""
 
 
 def test_a_process_that_may_open_too_little_is_refused() -> None:

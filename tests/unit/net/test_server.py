@@ -14,6 +14,7 @@ from papaya.errors import OperatorError, ProtocolError
 from papaya.net.http.connection import Connections
 from papaya.net.peers import address_of
 from papaya.net.server import Server
+from tests.unit.net.http.loopback import a_client, a_request
 
 
 def deployment(folder: Path, **changes: object) -> Deployment:
@@ -120,3 +121,90 @@ def test_the_address_of_a_node_is_in_its_name() -> None:
     assert address_of("aggregator@10.0.0.7:8752") == "10.0.0.7:8752"
     with pytest.raises(ProtocolError, match="names no address"):
         address_of("aggregator")
+
+
+def test_a_stranger_is_refused_before_what_it_sends_is_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path), ("coordinator",))
+        await server.start()
+        try:
+            for listener, path in (("servers", "/internal/messages"), ("admin", "/admin/tasks")):
+                port = int(server.addresses[listener].rpartition(":")[2])
+                async with a_client(port) as client:
+                    client.send(a_request("POST", path, bytes(1000))[:-1])
+                    response = await asyncio.wait_for(client.response(), 10.0)
+                    assert response.status == 401, "its last byte never came"
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_server_whose_store_fails_is_not_healthy(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        connections = Connections()
+        try:
+            where = server.addresses["admin"]
+            assert (await connections.request(where, "GET", "/health")).status == 200
+            server._resources.state.problem = "the last commit failed"
+            health = await connections.request(where, "GET", "/health")
+            assert health.status == 503
+            assert json.loads(health.body)["problem"] == "the last commit failed"
+        finally:
+            await connections.close()
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_part_that_fails_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def fails() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        try:
+            assert not server.failed.is_set()
+            server._look_after(fails())
+            await asyncio.wait_for(server.failed.wait(), 10.0)
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+    assert "ZeroDivisionError: a bug" in caplog.text
+
+
+def test_parts_that_are_stopped_have_not_failed(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        await server.stop()
+        assert not server.failed.is_set()
+
+    asyncio.run(run())
+
+
+def test_connections_are_capped_by_open_files(tmp_path: Path) -> None:
+    asked = deployment(tmp_path, max_connections=900)
+    assert Server(asked)._limits.max_connections == 900
+    assert Server(asked, open_files=256 + 3 * 500)._limits.max_connections == 500
+    assert Server(asked, ("coordinator",), open_files=256 + 3 * 500)._limits.max_connections == 500
+    assert Server(asked, ("selector",), open_files=256 + 4 * 500)._limits.max_connections == 500
+
+
+def test_a_server_that_takes_fewer_connections_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run(open_files: int) -> None:
+        asked = deployment(tmp_path, max_connections=900)
+        server = Server(asked, open_files=open_files)
+        await server.start()
+        await server.stop()
+
+    asyncio.run(run(256 + 3 * 900))
+    assert "max_connections" not in caplog.text
+    asyncio.run(run(256 + 3 * 500))
+    assert "each listener takes 500 (hint: raise it, with ulimit -n" in caplog.text

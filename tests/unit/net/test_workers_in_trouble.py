@@ -15,6 +15,7 @@ from papaya.aggregator.work import (
     Snapshotted,
 )
 from papaya.errors import OperatorError
+from papaya.messages.base import Message
 from papaya.messages.storage import Member, RecordRow
 from tests.unit.net.worker_builders import (
     SNAPSHOT,
@@ -163,3 +164,24 @@ def test_what_cannot_be_deleted_holds_nothing_up(caplog: pytest.LogCaptureFixtur
     assert [type(told) for told in driver.told] == [Restored, Folded, Snapshotted]
     assert driver.workers.counters.storage_errors == 3
     assert "left behind" in caplog.text
+
+
+def test_a_result_that_cannot_be_delivered_does_not_take_the_others_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = Restored("words", 1), Restored("words", 2)
+
+    async def test(driver: Driver) -> None:
+        told: list[Message] = []
+
+        def deliver(message: Message) -> None:
+            if message == first:
+                raise ZeroDivisionError
+            told.append(message)
+
+        driver.workers._deliver = deliver
+        driver.workers._deliver_all([first, second])
+        assert told == [second]
+
+    run(test, MemoryBlobs(WORDS))
+    assert "Restored could not be delivered" in caplog.text

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from papaya.client.example_store import ExampleStore, UseRefused, split_of
@@ -14,6 +15,8 @@ from papaya.client.use_policy import Policy
 from papaya.client.work import Finish, Trained
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.definition import Examples
+from papaya.learning.evaluation import admit_evaluation
+from papaya.learning.parameters import FLOAT32
 from papaya.net.device import Assignment, ExecutorTrainer, ProtocolTrainer
 from papaya.net.device.memory import memory_mb
 from tests.unit.net.device.fake_selector import PARAMETERS, UPDATE, device, process, serving
@@ -144,6 +147,8 @@ def test_a_protocol_trainer_uploads_what_names_the_session() -> None:
     )
     with ExampleStore(":memory:") as store:
         assert asyncio.run(trainer.train(assignment(), store)) == Trained(b"sss", 9)
+        evaluated = asyncio.run(trainer.train(assignment(evaluates=True), store))
+    admit_evaluation([np.frombuffer(evaluated.update, FLOAT32)], max_examples=1)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""Devices refuse what their owners do not believe, and nothing of an update leaves them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from msgspec import structs
+
+from papaya.cli.demo_progress import reading
+from papaya.client.executor import TaskTerms
+from papaya.config import Requirements
+from papaya.net.device import Device
+from papaya.net.device.events import Ended, Event
+from papaya.net.device.trust import Trust
+from tests.system.fleet import Book, NoTraining, WatchedProcess, briefly
+from tests.system.processes import Installation, ServerProcess
+from tests.system.test_secure import CONFIG, GOAL, SERVER, STEP_S, TERMS, admin_of, trust, url
+
+
+def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> None:
+    masked = structs.replace(CONFIG, requirements=Requirements(labels=("masked",)))
+    clear = structs.replace(
+        CONFIG,
+        task="clear",
+        secure_aggregation=None,
+        requirements=Requirements(labels=("clear",)),
+    )
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=SERVER).start()
+        admin = admin_of(installation, server)
+        admin.submit(masked)
+        admin.submit(clear)
+        known = trust(installation, server)
+        unbelieving = trust(installation, server, platforms=("sgx",), allow_insecure_software=False)
+        careful = trust(installation, server, minimum_threshold=GOAL + 1)
+        strict = structs.replace(TERMS, max_examples=2)
+        for number, (believed, label, terms, reason) in enumerate(
+            (
+                (None, "masked", TERMS, "believes no trusted party"),
+                (unbelieving, "masked", TERMS, "software"),
+                (careful, "masked", TERMS, f"at least {GOAL + 1}"),
+                (known, "masked", strict, "the manifest says 2"),
+                (known, "clear", TERMS, "asks for secure aggregation"),
+                (known, "masked", structs.replace(TERMS, secure=False), "does not know secure"),
+            )
+        ):
+            place = installation.folder / f"refuses-{number}"
+            detail, book = asyncio.run(
+                _one_visit(installation, server, place, believed, label, terms)
+            )
+            assert reason in detail
+            assert (book.chunks, book.completing) == (0, set()), f"something left it: {detail}"
+        _, metrics = admin.ask("GET", "/metrics")
+        for task in (masked.task, clear.task):
+            assert reading(metrics.decode(), "papaya_task_joined_total", task) >= 1
+            assert reading(metrics.decode(), "papaya_task_trips_total", task) == 0
+        assert server.stop() == 0
+
+
+async def _one_visit(
+    installation: Installation,
+    server: ServerProcess,
+    place: Path,
+    believed: Trust | None,
+    label: str,
+    terms: TaskTerms,
+) -> tuple[str, Book]:
+    """Visits until one has joined; what the device tells its owner of it."""
+    book, told = Book(), list[Event]()
+    place.mkdir()
+    async with WatchedProcess(book, None, believed) as process:
+        with Device(
+            process,
+            selectors=[url(server)],
+            store=place / "device.db",
+            trainer=NoTraining(briefly(book, 0), None, terms),
+            token=installation.secret("device.token"),
+            labels=(label,),
+            notify=told.append,
+        ) as device:
+            async with asyncio.timeout(STEP_S):
+                finish = await device.visit()
+                while not book.joined:
+                    finish = await device.visit()
+    assert finish.ending == "failed"
+    [*_, ended] = [event for event in told if isinstance(event, Ended)]
+    return ended.detail, book

@@ -1,0 +1,293 @@
+"""Masked sums in shards: many threads, cuts at any time, steps again after any crash."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from threading import Lock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from papaya.aggregator.masked import MaskedSum
+from papaya.aggregator.shards import Blobs, Shards, initial_blobs
+from papaya.aggregator.work import Fold, Folded, GetOffers, Restore, Snapshot, Step, Stepped
+from papaya.client.work import Seal, Sealed
+from papaya.config import TaskConfig
+from papaya.learning import parameters
+from papaya.learning.parameters import FLOAT32
+from papaya.messages.base import BlobKey
+from papaya.messages.participation import SecureOffer
+from papaya.messages.storage import Member, RecordRow, VersionRow
+from papaya.secagg.words import WORD
+from papaya.sim.trusted import TrustedTwin, sealed
+from tests.unit.aggregator.builders import MODEL_LENGTH, TASK
+from tests.unit.aggregator.secure_builders import CLIP, MAX_EXAMPLES, STEP, a_secure_task, mean_of
+
+SEQ, TARGET = 1, 1
+ABC = (("a", 1.0), ("b", 2.0), ("c", 6.0))
+
+
+class Clock:
+    now = 0.0
+
+
+class OneAtATime(TrustedTwin):
+    """As in a running server, where a lock guards the connection."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        super().__init__(Clock(), Random(4))
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None:
+        with self._lock:
+            super().accept(index, group, sealed)
+
+
+class Aggregation:
+    """A trusted party, the blobs of one task, and shards that may be replaced by a successor's."""
+
+    def __init__(self, config: TaskConfig, shards: int = 1) -> None:
+        self.config = config
+        self.rng = Random(3)
+        self.trusted = OneAtATime()
+        self.count = shards
+        first = initial_blobs(config, np.zeros(MODEL_LENGTH, FLOAT32))
+        self.base = VersionRow(0, first[0][0], 0, 0.0)
+        self.optimizer = first[1][0]
+        self.blobs: dict[BlobKey, bytes] = dict(first)
+        self.members: dict[str, Member] = {}
+        self.crash()
+
+    def crash(self) -> None:
+        """All that is in the memory of the aggregator is gone."""
+        self.shards = Shards(self.count, lock=Lock, trusted=self.trusted.party)
+
+    def seal(self, session: str, *values: float, examples: int = MAX_EXAMPLES) -> Sealed:
+        """What one device sends, and its place in a record."""
+        offered = self.shards.get_offers(GetOffers(self.config, SEQ, 1))
+        assert offered.terms is not None
+        [offer] = offered.offers
+        terms = offered.terms
+        secure = SecureOffer(
+            terms.parameters,
+            offer.message,
+            terms.identity,
+            terms.platform,
+            terms.evidence,
+            terms.collateral,
+            terms.leaf,
+        )
+        vector = np.zeros(MODEL_LENGTH, FLOAT32)
+        vector[: len(values)] = values
+        self.members[session] = Member(session, 0, 0, 1, 100.0, offer.index)
+        return sealed(Seal(TASK, secure, vector.tobytes(), examples, 0, 0), 0.0, self.rng)
+
+    def fold(self, session: str, done: Sealed, target: int = TARGET, shard: int = 0) -> Folded:
+        offer = self.members[session].offer
+        work = Fold(self.config, SEQ, target, session, 1, 0, offer, done.sealed)
+        [folded] = self.shards.fold_all([(work, {0: done.update})], shard)
+        return folded
+
+    def record(self, target: int = TARGET) -> RecordRow:
+        snapshotted, blobs = self.shards.snapshot(Snapshot(TASK, SEQ, (target,)))
+        self.write(blobs)
+        [found] = snapshotted.sums
+        members = tuple(self.members[session] for session in found.sessions)
+        return RecordRow(target, found.blob, members, found.weight)
+
+    def write(self, blobs: Blobs) -> None:
+        self.blobs.update(blobs)
+
+    def restore(self, record: RecordRow) -> None:
+        self.shards.restore(Restore(self.config, SEQ, (record,), ()), self.blobs.__getitem__)
+
+    def step(self, record: RecordRow) -> tuple[Stepped, Blobs]:
+        work = Step(self.config, SEQ, self.base, self.optimizer, record)
+        stepped, blobs = self.shards.step(work, self.blobs.__getitem__)
+        assert isinstance(stepped, Stepped)
+        return stepped, blobs
+
+    def version(self, record: RecordRow) -> list[float]:
+        """The parameters of the next version: with FedAvg from zero, the mean itself."""
+        stepped, blobs = self.step(record)
+        assert stepped.dropped == ""
+        found: list[float] = parameters.decode(dict(blobs)[stepped.parameters], 4).tolist()
+        return found
+
+
+def masked_words(aggregation: Aggregation, record: RecordRow) -> list[int]:
+    data = aggregation.blobs[record.sum]
+    words: list[int] = MaskedSum.decode(data, MODEL_LENGTH + 2).vector.tolist()
+    return words
+
+
+updates = st.lists(
+    st.tuples(st.lists(st.floats(-30, 30, width=32), min_size=4, max_size=4), st.integers(1, 150)),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=40)
+@given(updates, st.integers(0, 7))
+def test_the_step_is_that_of_the_clients_whatever_was_cut_when(
+    clients: list[tuple[list[float], int]], cut_after: int
+) -> None:
+    """Within the derived bound of the float mean; a record cut half-way changes nothing."""
+    aggregation = Aggregation(a_secure_task(len(clients)), shards=3)
+    for number, (values, examples) in enumerate(clients):
+        done = aggregation.seal(f"s{number}", *values, examples=examples)
+        assert aggregation.fold(f"s{number}", done, shard=number % 3).refused is None
+        if number == cut_after:
+            aggregation.record()
+    weights = [min(examples, MAX_EXAMPLES) / MAX_EXAMPLES for _, examples in clients]
+    expected = mean_of([values for values, _ in clients], weights)
+    found = aggregation.version(aggregation.record())
+    error = len(clients) * STEP / sum(weights) + 1e-4
+    assert found == pytest.approx(expected, abs=error, rel=1e-5)
+
+
+def test_many_threads_fold_at_once_and_a_snapshot_comes_between() -> None:
+    clients, workers = 64, 4
+    aggregation = Aggregation(a_secure_task(clients), shards=workers)
+    sent = {f"s{i}": aggregation.seal(f"s{i}", float(i % 7), -1.0) for i in range(clients)}
+    halves = list(sent.items())[: clients // 2], list(sent.items())[clients // 2 :]
+    records = []
+    with ThreadPoolExecutor(workers) as threads:
+        for half in halves:
+            jobs = [
+                threads.submit(aggregation.fold, session, done, TARGET, number % workers)
+                for number, (session, done) in enumerate(half)
+            ]
+            assert all(job.result().refused is None for job in jobs)
+            records.append(aggregation.record())
+    first, record = records
+    assert {member.session for member in first.members} == dict(halves[0]).keys()
+    assert {member.session for member in record.members} == sent.keys()
+    expected = np.zeros(MODEL_LENGTH + 2, WORD)
+    for done in sent.values():
+        expected += np.frombuffer(done.update, WORD)
+    assert masked_words(aggregation, record) == expected.tolist()
+    mean = sum(i % 7 for i in range(clients)) / clients
+    assert aggregation.version(record) == pytest.approx([mean, -1.0, 0.0, 0.0], abs=1e-4)
+
+
+def test_restored_from_a_record_the_step_gives_the_same_bytes() -> None:
+    """A crash between the release and the commit: the trusted party says the same again."""
+    aggregation = Aggregation(a_secure_task(2))
+    for session, value in (("a", 3.0), ("b", 5.0)):
+        aggregation.fold(session, aggregation.seal(session, value))
+    record = aggregation.record()
+    first = aggregation.step(record)
+    aggregation.crash()
+    aggregation.restore(record)
+    assert aggregation.step(record) == first
+    assert aggregation.step(record) == first
+    assert first[0].dropped == ""
+
+
+def test_a_record_that_was_cut_before_a_crash_is_filled_up_by_the_successor() -> None:
+    aggregation = Aggregation(a_secure_task(3))
+    sent = {name: aggregation.seal(name, value) for name, value in ABC}
+    aggregation.fold("a", sent["a"])
+    record = aggregation.record()
+    aggregation.fold("b", sent["b"])  # its seed is taken, its record was never written
+    aggregation.crash()
+    aggregation.restore(record)
+    assert aggregation.fold("b", sent["b"]).refused is None
+    assert aggregation.fold("c", sent["c"]).refused is None
+    assert aggregation.version(aggregation.record()) == pytest.approx([3, 0, 0, 0], abs=1e-4)
+
+
+def test_a_seed_that_was_taken_and_never_recorded_is_left_out_of_the_masks() -> None:
+    """Step 3 of the ideal functionality: the server names whom it has."""
+    aggregation = Aggregation(a_secure_task(2))
+    sent = {name: aggregation.seal(name, value) for name, value in ABC}
+    aggregation.fold("a", sent["a"])
+    record = aggregation.record()
+    aggregation.fold("b", sent["b"])
+    aggregation.crash()
+    aggregation.restore(record)
+    aggregation.fold("c", sent["c"])
+    assert aggregation.version(aggregation.record()) == pytest.approx([3.5, 0, 0, 0], abs=1e-4)
+    late = aggregation.fold("b", sent["b"], target=TARGET + 1)
+    assert late.refused == "seed_refused"
+
+
+def test_an_upload_of_the_wrong_size_uses_up_no_offer() -> None:
+    aggregation = Aggregation(a_secure_task(1))
+    done = aggregation.seal("a", 1.0)
+    wrong = Sealed(done.update[:-4], done.sealed)
+    assert aggregation.fold("a", wrong).refused == "wrong_size"
+    assert aggregation.fold("a", done).refused is None
+
+
+def test_a_refused_seed_reaches_no_sum_and_its_neighbours_do() -> None:
+    aggregation = Aggregation(a_secure_task(2))
+    sent = {name: aggregation.seal(name, 2.0) for name in "abc"}
+    tampered = Sealed(sent["b"].update, sent["b"].sealed[:-1] + b"\0")
+    given = [("a", sent["a"]), ("b", tampered), ("c", sent["c"])]
+    works = [
+        Fold(aggregation.config, SEQ, TARGET, s, 1, 0, aggregation.members[s].offer, d.sealed)
+        for s, d in given
+    ]
+    folded = aggregation.shards.fold_all(
+        [(work, {0: done.update}) for work, (_, done) in zip(works, given, strict=True)], 0
+    )
+    assert [found.refused for found in folded] == [None, "seed_refused", None]
+    record = aggregation.record()
+    assert [member.session for member in record.members] == ["a", "c"]
+    assert aggregation.version(record) == pytest.approx([2, 0, 0, 0], abs=1e-4)
+
+
+def test_seeds_of_a_trusted_party_that_is_gone_are_refused_and_its_buffer_is_dropped() -> None:
+    aggregation = Aggregation(a_secure_task(2))
+    held = {name: aggregation.seal(name, 2.0) for name in "abc"}
+    aggregation.fold("a", held["a"])
+    aggregation.fold("b", held["b"])
+    record = aggregation.record()
+    aggregation.trusted.crash()
+    assert aggregation.fold("c", held["c"], target=TARGET + 1).refused == "trusted_party_lost"
+    stepped, blobs = aggregation.step(record)
+    assert stepped.dropped == "trusted_party_lost"
+    assert (stepped.version, blobs) == (TARGET, [])
+    same = (aggregation.base.parameters, aggregation.optimizer)
+    assert (stepped.parameters, stepped.optimizer) == same
+
+
+def test_a_buffer_with_seeds_of_two_lives_is_dropped() -> None:
+    aggregation = Aggregation(a_secure_task(2))
+    aggregation.fold("a", aggregation.seal("a", 2.0))
+    aggregation.trusted.crash()
+    assert aggregation.fold("b", aggregation.seal("b", 2.0)).refused is None
+    assert aggregation.step(aggregation.record())[0].dropped == "trusted_party_lost"
+
+
+def test_a_vector_that_its_seed_does_not_unmask_is_found_out() -> None:
+    aggregation = Aggregation(a_secure_task(2))
+    aggregation.fold("a", aggregation.seal("a", 2.0))
+    liar = aggregation.seal("b", 2.0)
+    aggregation.fold("b", Sealed(liar.update[::-1], liar.sealed))
+    assert aggregation.step(aggregation.record())[0].dropped == "implausible"
+
+
+def test_while_it_is_away_there_are_no_offers_and_no_folds() -> None:
+    aggregation = Aggregation(a_secure_task(1))
+    done = aggregation.seal("a", CLIP)
+    aggregation.trusted.crash(away_s=5.0)
+    offered = aggregation.shards.get_offers(GetOffers(aggregation.config, SEQ, 8))
+    assert (offered.offers, offered.terms) == ((), None)
+    assert "away" in offered.problem
+    assert aggregation.fold("a", done).refused == "trusted_party_lost"
+
+
+def test_an_aggregator_without_a_trusted_party_says_so() -> None:
+    config = a_secure_task(1)
+    offered = Shards().get_offers(GetOffers(config, SEQ, 8))
+    assert offered.problem == "no trusted party runs here"
+    work = Fold(config, SEQ, TARGET, "a", 1, 0, 0, bytes(64))
+    [folded] = Shards().fold_all([(work, {0: bytes(config.update_bytes)})], 0)
+    assert folded.refused == "trusted_party_lost"

@@ -1,0 +1,280 @@
+"""A secure task at its holder: offers, crashes of either side, buffers that are of no use."""
+
+from __future__ import annotations
+
+import pytest
+
+from papaya.aggregator.work import Fold, GetOffers, Snapshot, Step
+from papaya.config import SyncFL
+from papaya.machine import Transact
+from papaya.messages.participation import (
+    Completed,
+    Incomplete,
+    Joined,
+    Retry,
+    UploadGranted,
+)
+from papaya.messages.storage import OptimizerRow, RecordRow, VersionRow
+from papaya.messages.tickets import UploadTicket
+from papaya.secagg.offer import Offer
+from tests.unit.aggregator.builders import KEYRING, SERVER, TASK
+from tests.unit.aggregator.secure_builders import (
+    SecureNode,
+    SecurePhone,
+    SecureWorld,
+    a_secure_task,
+    a_secure_world,
+    make_secure_version,
+)
+
+H = SERVER.heartbeat_s
+COUNTED = Completed()
+
+
+def successor(world: SecureWorld, node: SecureNode) -> SecureNode:
+    """The holder dies; another one takes the task, past its adoption window."""
+    world.crash(node)
+    heir = world.start("agg-2")
+    world.place(heir)
+    return heir
+
+
+# -- what is asked of whom ----------------------------------------------------------------------
+
+
+def test_offers_are_there_before_the_first_client_reports() -> None:
+    _, node = a_secure_world()
+    assert len(node.did(GetOffers)) == 1
+
+
+def test_a_report_is_answered_with_an_offer_and_its_ticket_names_it() -> None:
+    world, node = a_secure_world()
+    phones = world.secure_phones(node, 3)
+    given = []
+    for phone in phones:
+        granted = phone.report()
+        assert isinstance(granted, UploadGranted)
+        assert granted.secure is not None
+        ticket = KEYRING.open(granted.ticket, UploadTicket)
+        assert ticket.offer == Offer.decode(granted.secure.offer).index
+        assert phone.report() == granted  # a lost answer is given again, with the same offer
+        given.append(ticket.offer)
+    assert len(set(given)) == 3
+
+
+def test_nobody_is_told_a_weight_nor_says_how_many_examples_it_has() -> None:
+    world, node = a_secure_world()
+    [phone] = world.secure_phones(node, 1)
+    phone.upload_for_good(1.0, examples=70)
+    [member] = world.members()
+    assert member.examples == 1
+
+
+def test_without_offers_a_client_waits_and_keeps_its_session() -> None:
+    world = SecureWorld()
+    world.trusted.crash(away_s=3 * H)
+    node = world.start()
+    world.place(node)
+    world.pass_s(H)
+    [phone] = world.secure_phones(node, 1)
+    for _ in range(2):
+        assert isinstance(phone.report(), Retry)
+        world.pass_s(0.9 * H)
+    world.pass_s(H)
+    assert isinstance(phone.report(), UploadGranted)
+    phone.seal(1.0)
+    assert phone.send_for_good() == COUNTED
+
+
+def test_each_version_is_the_mean_of_its_members() -> None:
+    world, node = a_secure_world(a_secure_task(goal=3, threshold=2))
+    phones = world.secure_phones(node, 3)
+    for phone, value, examples in zip(phones, (3.0, -6.0, 12.0), (100, 50, 25), strict=True):
+        phone.upload(value, examples=examples)
+    world.pass_s(1.0)
+    assert world.version == 1
+    mean = (3.0 * 1 - 6.0 * 0.5 + 12.0 * 0.25) / 1.75
+    assert world.parameters(1) == pytest.approx([mean, 0, 0, 0], abs=1e-5)
+    assert node.dropped() == {}
+
+
+def test_staleness_damps_under_the_mask() -> None:
+    world, node = a_secure_world(a_secure_task(goal=1))
+    slow = world.secure_phones(node, 1)[0]
+    for _ in range(3):
+        make_secure_version(world, node, 0.0)
+    slow.upload_for_good(8.0)
+    assert world.version == 4
+    assert world.parameters(4)[0] == pytest.approx(8.0 / 2.0, abs=1e-5)
+
+
+def test_a_round_of_syncfl_is_aggregated_alike() -> None:
+    world, node = a_secure_world(a_secure_task(goal=2, regime=SyncFL(0.0), concurrency=2))
+    for turn in (1, 2):
+        make_secure_version(world, node, 2.0)
+        assert world.version == turn
+    assert world.parameters(2)[0] == pytest.approx(4.0, abs=1e-5)
+
+
+# -- an aggregator crashes, the trusted party lives -----------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Fold, Snapshot, Transact, Step])
+def test_a_crash_of_the_holder_at_any_point_loses_nothing(kind: type) -> None:
+    """It dies with one piece of work undone; its clients go on at the successor."""
+    world, node = a_secure_world(a_secure_task(goal=2))
+    first, second = world.secure_phones(node, 2)
+    assert first.upload_for_good(2.0) == COUNTED
+    node.hold(kind)
+    second.upload(6.0)
+    world.pass_s(1.0)
+    heir = successor(world, node)
+    second.node = heir
+    assert second.send_for_good() == COUNTED
+    assert world.version == 1
+    assert sorted(world.consumed()) == sorted([first.session, second.session])
+    assert world.parameters(1)[0] == pytest.approx(4.0, abs=1e-5)
+    assert heir.dropped() == {}
+
+
+def test_a_crash_between_release_and_commit_repeats_the_same_step() -> None:
+    world, node = a_secure_world(a_secure_task(goal=2))
+    phones = world.secure_phones(node, 2)
+    node.hold(Step)
+    for phone in phones:
+        phone.upload(3.0)
+    world.pass_s(1.0)
+    node.hold(Transact)
+    node.release_one()  # the masks are out, the version is written, its row is not
+    assert world.version == 0
+    heir = successor(world, node)
+    assert world.version == 1
+    assert world.parameters(1)[0] == pytest.approx(3.0, abs=1e-5)
+    assert heir.dropped() == {}
+    assert [phone.ask_again(heir) for phone in phones] == [COUNTED] * 2
+
+
+def test_the_seed_s_place_taken_meanwhile_costs_the_client_its_update() -> None:
+    """Its seed is in group 1, which others filled: it can be in no other sum, and it is told."""
+    world, node = a_secure_world(a_secure_task(goal=1))
+    slow, quick = world.secure_phones(node, 2)
+    node.hold(Snapshot)
+    slow.upload(2.0)
+    quick.granted_and_sealed(5.0)
+    world.pass_s(1.0)
+    heir = successor(world, node)
+    quick.node = slow.node = heir
+    assert quick.send_for_good() == COUNTED
+    assert slow.send_for_good() == Completed("seed_refused")
+    assert heir.held().counters["discarded_seed_refused"] == 1
+    make_secure_version(world, heir, 5.0)
+    assert (world.version, heir.dropped()) == (2, {})
+
+
+def test_an_unknown_outcome_asks_for_the_same_bytes_again() -> None:
+    world, node = a_secure_world(a_secure_task(goal=1))
+    [phone] = world.secure_phones(node, 1)
+    node.hold(Transact)
+    handle = phone.upload(2.0)
+    world.pass_s(1.0)
+    node.settle("lost")
+    node.release()
+    assert isinstance(world.answers[handle], Incomplete)
+    assert phone.send_for_good() == COUNTED
+    assert world.parameters(1)[0] == pytest.approx(2.0, abs=1e-5)
+
+
+# -- the trusted party crashes --------------------------------------------------------------------
+
+
+def test_an_open_buffer_becomes_its_predecessor_and_is_counted() -> None:
+    world, node = a_secure_world(a_secure_task(goal=2))
+    make_secure_version(world, node, 1.0)
+    before = world.parameters(1)
+    old, new = world.secure_phones(node, 2)
+    assert old.upload_for_good(9.0) == COUNTED
+    world.trusted.crash()
+    assert new.upload_for_good(9.0) == Completed("trusted_party_lost")  # an offer of the old stock
+    [late] = world.secure_phones(node, 1)
+    assert late.upload_for_good(9.0) == COUNTED
+    assert world.version == 2
+    assert world.parameters(2) == before
+    assert node.dropped() == {"trusted_party_lost": 1}
+    assert {m.session for m in world.consumed_members()} >= {old.session, late.session}
+    assert world.store.all(RecordRow) == []
+
+
+def drop_a_buffer(world: SecureWorld, node: SecureNode) -> SecurePhone:
+    """Goal 1: one client is in a durable record when the trusted party crashes."""
+    node.hold(Step)
+    [phone] = world.secure_phones(node, 1)
+    assert phone.upload_for_good(9.0) == COUNTED
+    world.trusted.crash()
+    node.release()
+    return phone
+
+
+def test_a_dropped_buffer_changes_nothing_but_the_version() -> None:
+    world, node = a_secure_world(a_secure_task(goal=1))
+    make_secure_version(world, node, 1.0)
+    [head] = world.store.all(OptimizerRow)
+    drop_a_buffer(world, node)
+    [after] = world.store.all(OptimizerRow)
+    assert after == OptimizerRow(2, head.state)
+    rows = {row.version: row for row in world.store.all(VersionRow)}
+    assert rows[2].parameters == rows[1].parameters
+
+
+def test_after_a_restart_training_goes_on_with_new_offers_soon() -> None:
+    """One lost upload is enough to distrust the whole stock, not one for each offer in it."""
+    world, node = a_secure_world(a_secure_task(goal=1, concurrency=40))
+    make_secure_version(world, node)
+    world.trusted.crash()
+    phones = world.secure_phones(node, 5)
+    answers = [phone.upload_for_good(1.0) for phone in phones]
+    assert answers == [Completed("trusted_party_lost"), *[COUNTED] * 4]
+    assert (world.version, node.dropped()) == (5, {})
+
+
+def test_a_member_whose_buffer_was_dropped_cannot_be_counted_again() -> None:
+    world, node = a_secure_world(a_secure_task(goal=1))
+    phone = drop_a_buffer(world, node)
+    assert (world.version, node.dropped()) == (1, {"trusted_party_lost": 1})
+    assert phone.send_for_good() == COUNTED  # what it was told before stays true
+    heir = successor(world, node)
+    assert phone.ask_again(heir) == COUNTED
+    assert world.version == 1
+
+
+def test_bytes_that_two_versions_share_live_as_long_as_the_younger_one() -> None:
+    config = a_secure_task(goal=1, keep_versions=1, max_staleness=2, concurrency=30)
+    world, node = a_secure_world(config)
+    make_secure_version(world, node, 4.0)
+    drop_a_buffer(world, node)
+    shared = {row.version: row.parameters for row in world.store.all(VersionRow)}[2]
+    was_alone = False
+    for _ in range(6):
+        world.pass_s(200.0)
+        make_secure_version(world, node, 4.0)
+        named = {row.version: row.parameters for row in world.store.all(VersionRow)}
+        assert all(blob in world.blobs for blob in named.values())
+        was_alone |= 1 not in named and named.get(2) == shared
+    assert was_alone
+    assert shared not in world.blobs
+
+
+def test_a_task_in_the_clear_never_asks_for_offers() -> None:
+    world, node = a_secure_world(a_secure_task(secure_aggregation=None))
+    [phone] = world.secure_phones(node, 1)
+    granted = phone.report()
+    assert isinstance(granted, UploadGranted)
+    assert granted.secure is None
+    assert node.did(GetOffers) == []
+    assert node.held(TASK).offers is None
+
+
+def test_joining_says_that_the_update_will_be_masked() -> None:
+    world, node = a_secure_world()
+    answer = world.phone(node).join()
+    assert isinstance(answer, Joined)
+    assert answer.secure
