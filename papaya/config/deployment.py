@@ -46,7 +46,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     log: str | None = None
     fold_threads: int = 2
     upload_memory_mb: int = 1024
-    max_connections: int = 20_000
+    max_connections: int = 5_000
     drain_s: float = 10.0
     server: ServerConfig = ServerConfig()
 

@@ -74,18 +74,22 @@ class SecureAuditor:
     ) -> None:
         self._rows = rows
         self._trusted = trusted
-        self._parameters = {
-            task.task: task.public_parameters
-            for task in tasks
-            if task.public_parameters is not None
-        }
-        self._task_of = {found.digest(): task for task, found in self._parameters.items()}
+        self._parameters: dict[TaskId, PublicParameters] = {}
+        self._task_of: dict[bytes, TaskId] = {}
+        for task in tasks:
+            self.watch(task)
         self._granted: dict[Seed, Granted] = {}
         self._sealed: dict[SessionId, SealedOnce] = {}
         self._group_of: dict[Seed, int] = {}
         self._released: dict[tuple[bytes, TaskId, int], tuple[int, ...]] = {}
         trusted.on_accepted = self._on_accepted
         trusted.on_released = self._on_released
+
+    def watch(self, config: TaskConfig) -> None:
+        """A task that was submitted, at the start or later; only secure ones are audited."""
+        if config.public_parameters is not None:
+            self._parameters[config.task] = config.public_parameters
+            self._task_of[config.public_parameters.digest()] = config.task
 
     def audits(self, task: TaskId) -> bool:
         return task in self._parameters

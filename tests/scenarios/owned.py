@@ -6,7 +6,7 @@ import numpy as np
 
 from papaya.config import TaskConfig
 from papaya.errors import InvariantError
-from papaya.learning.evaluation import EVALUATION_LENGTH, evaluation_vector
+from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.owner import TaskRows
@@ -43,7 +43,9 @@ class OwnedCluster(CheckedCluster):
         super().__init__(config, seed)
 
     def train(self, session: SessionId, length: int) -> bytes:
-        if length == EVALUATION_LENGTH:
+        """What is masked, no aggregator can judge: there, devices upload their names as ever."""
+        [books] = [books for books in self.books.values() if session in books.assigned]
+        if books.config.evaluates is not None and books.config.secure_aggregation is None:
             return AN_EVALUATION.tobytes()
         return super().train(session, length)
 
@@ -66,6 +68,7 @@ class OwnedCluster(CheckedCluster):
         match row:
             case TaskRow():
                 self.books.setdefault(task, TaskBooks(row.config))
+                self._secure.watch(row.config)
             case FenceRow():
                 self._check_fence(key, row, before.get(key))
             case VersionRow() if row.restarts and key not in before:

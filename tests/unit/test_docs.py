@@ -7,7 +7,6 @@ patterns below. A page that is generated must be what its generator makes of the
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 import shlex
 import tomllib
@@ -26,17 +25,12 @@ from papaya.config import TaskConfig
 from papaya.config.deployment import Deployment
 from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.participation import AbortReason, Chunk, DiscardReason, SecureOffer
+from papaya.messages.participation import AbortReason, Chunk, DiscardReason
 from papaya.messages.selection import Capabilities
 from papaya.net.admin.routes import AdminRoutes
 from papaya.net.admin.service import AdminService
 from papaya.net.admin.views import Evaluate, Mark, NewTask, Reason, RollBack
 from papaya.net.device_openapi import device_document
-from papaya.secagg.channel import SEALED_BYTES
-from papaya.secagg.offer import OFFER_BYTES
-from papaya.secagg.parameters import SCHEME, PublicParameters
-from papaya.tsa.errors import Reason as TsaReason
-from papaya.tsa.wire import Operation
 from tools import configuration_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +38,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
 PROTOCOL = ROOT / "docs" / "spec" / "protocol.md"
 ADMIN_API = ROOT / "docs" / "admin-api.md"
-SECURE = ROOT / "docs" / "secure-aggregation.md"
-SECURE_SPEC = ROOT / "docs" / "spec" / "secure-aggregation.md"
 FOLDERS = ("papaya", "tests", "tools", "docs", "bench", "examples", "experiments")
 
 # What a page may name without telling how to type it.
@@ -351,39 +343,6 @@ def test_every_message_in_the_protocols_conversation_is_one() -> None:
         assert set(message) == set(kind.__struct_fields__), line
         # Bounds, base64 and types, as the parser checks them.
         wire.to_device.parse(msgspec.json.encode({"type": kind.__name__, **message}))
-
-
-def test_the_protocols_page_has_every_field_of_an_offer() -> None:
-    assert column(PROTOCOL, "of the offer") == list(SecureOffer.__struct_fields__)
-
-
-def test_the_devices_policy_is_documented_field_by_field() -> None:
-    assert column(SECURE, "field") == list(DevicePolicy.__struct_fields__)
-
-
-def test_the_secure_specification_has_the_numbers_of_the_code() -> None:
-    page = text_of(SECURE_SPEC)
-    fields = [field.name for field in dataclasses.fields(PublicParameters)]
-    assert sorted(column(SECURE_SPEC, "parameter")) == sorted(fields)
-    for number in (*Operation, *TsaReason):
-        assert re.search(rf"\| {number.value} \| `{number.name}`", page), number
-    assert f"{OFFER_BYTES} bytes:" in page
-    assert f"\n{SEALED_BYTES} bytes. Refused" in page
-    assert f"Scheme `{SCHEME}`" in page
-
-
-def test_the_public_parameters_of_the_secure_specification_have_their_hash() -> None:
-    page = text_of(SECURE_SPEC)
-    [(encoded, digest)] = re.findall(r'^(\{"aggreg.*\})\nSHA-256: (\w+)$', page, re.MULTILINE)
-    assert PublicParameters.decode(encoded.encode()).digest().hex() == digest
-
-
-def column(page: Path, heading: str) -> list[str]:
-    """The names in the first column of the table that has this heading."""
-    [table] = re.findall(
-        rf"^ *\| {heading} \|.*?(?=\n\n|\Z)", text_of(page), re.MULTILINE | re.DOTALL
-    )
-    return re.findall(r"^ *\| `(\w+)` \|", table, re.MULTILINE)
 
 
 def test_the_admin_page_has_every_route() -> None:

@@ -247,4 +247,4 @@ def test_forgetting_an_evaluation_touches_no_other_task() -> None:
     rows[task_key("next-word-eval-3")] = row
     assert apply(rows, owner.forget(row, rows))
     assert rows == kept
-    assert AsyncFL(aggregation_goal=20) == row.config.regime
+    assert AsyncFL(20, max_staleness=1) == row.config.regime

@@ -59,6 +59,16 @@ def test_a_device_that_fits_a_task_with_demand_waits() -> None:
     selector.check()
 
 
+def test_a_check_in_that_the_network_doubled_is_held_once() -> None:
+    selector = an_open_selector()
+    for moment in (1, 2):
+        assert answers(selector.receive(BOOT + moment, check_in(), "d")) == {}
+        assert selector.held_count == 1
+        selector.check()
+    assert rejected(selector.wake(BOOT + 1000)) == ["d"]
+    selector.check()
+
+
 FITS_NOTHING: list[dict[str, Any]] = [
     {"wanting": ()},
     {"wanting": ("another",)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
@@ -19,10 +20,13 @@ class Listener(asyncio.Protocol):
     def __init__(self, length: int) -> None:
         self.length = length
         self.pieces: list[bytes] = []
+        self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append(data)
@@ -42,6 +46,7 @@ async def request(body: bytes) -> list[bytes]:
         assert response.status == 200
     finally:
         await connections.close()
+        await listener.lost.wait()
         server.close()
     return listener.pieces
 

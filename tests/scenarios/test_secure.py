@@ -1,0 +1,120 @@
+"""Whole systems under virtual time with secure aggregation: what crashes, what goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from papaya.config import AsyncFL, SecureAggregation, ServerConfig, SyncFL, TaskConfig
+from papaya.sim.checkers import CheckedCluster
+from papaya.sim.cluster import ClusterConfig
+from papaya.sim.population import PopulationConfig
+
+H = 2.0
+ASYNC = AsyncFL(5)
+SYNC = SyncFL(0.3)
+
+
+def a_cluster(regime: AsyncFL | SyncFL, aggregators: int = 1, seed: int = 1) -> CheckedCluster:
+    """Its every step is audited, in whole numbers."""
+    task = TaskConfig(
+        task="words",
+        concurrency=12,
+        model_length=6,
+        regime=regime,
+        clip=64.0,
+        secure_aggregation=SecureAggregation(3),
+        training_timeout_s=20.0,
+        participation_gap_s=0.0,
+    )
+    config = ClusterConfig(
+        tasks=(task,),
+        server=ServerConfig(heartbeat_s=H, max_retry_s=30.0),
+        population=PopulationConfig(
+            size=500,
+            examples_median=5,
+            execution_per_example_s=0.2,
+            latency_mean_s=0.5,
+            availability=1.0,
+        ),
+        supply=4.0,
+        aggregators=aggregators,
+    )
+    return CheckedCluster(config, seed)
+
+
+def holder(cluster: CheckedCluster) -> str:
+    [name] = [
+        node
+        for node, host in cluster.hosts.items()
+        if host.is_alive and "words" in getattr(host.machine, "tasks", {}) and "agg" in node
+    ]
+    return name
+
+
+def grow(cluster: CheckedCluster, versions: int, within_s: float = 1000.0) -> None:
+    """Run until so many more versions were stepped to."""
+    books = cluster.books["words"]
+    goal = books.steps + versions
+    cluster.run(cluster.engine.now + within_s, lambda: books.steps >= goal)
+    assert books.steps >= goal, f"{books.steps} of {goal} versions after {within_s} s"
+
+
+@pytest.mark.parametrize("regime", [ASYNC, SYNC])
+def test_versions_are_made_and_nothing_is_dropped(regime: AsyncFL | SyncFL) -> None:
+    cluster = a_cluster(regime)
+    grow(cluster, 10)
+    assert cluster.books["words"].dropped == 0
+    cluster.check_acknowledged()
+
+
+@pytest.mark.parametrize("regime", [ASYNC, SYNC])
+@pytest.mark.parametrize("away_s", [0.0, 5 * H])
+def test_a_crash_of_the_trusted_party_costs_the_open_buffers_at_most(
+    regime: AsyncFL | SyncFL, away_s: float
+) -> None:
+    cluster = a_cluster(regime)
+    books = cluster.books["words"]
+    for crash in (1, 2, 3):
+        grow(cluster, 3)
+        cluster.run(cluster.engine.now + 0.7 * crash)
+        cluster.trusted.crash(away_s)
+        grow(cluster, 3)
+        assert books.dropped <= 2 * crash
+    cluster.check_acknowledged()
+
+
+def test_a_crash_of_the_holder_drops_nothing_while_the_trusted_party_lives() -> None:
+    cluster = a_cluster(ASYNC, aggregators=2)
+    for _ in range(3):
+        grow(cluster, 3)
+        node = holder(cluster)
+        cluster.hosts[node].crash()
+        grow(cluster, 2)
+        cluster.hosts[node].start()
+    assert cluster.books["words"].dropped == 0
+    cluster.check_acknowledged()
+
+
+def test_both_may_crash_and_training_goes_on() -> None:
+    cluster = a_cluster(ASYNC, aggregators=2)
+    for _ in range(3):
+        grow(cluster, 2)
+        node = holder(cluster)
+        cluster.trusted.crash(H)
+        cluster.hosts[node].crash()
+        grow(cluster, 2)
+        cluster.hosts[node].start()
+    assert cluster.books["words"].dropped <= 6
+    cluster.check_acknowledged()
+
+
+def test_the_same_seed_gives_the_same_trace() -> None:
+    """Keys, seeds and masks are drawn from it too."""
+    traces = []
+    for seed in (1, 1, 2):
+        cluster = a_cluster(ASYNC, seed=seed)
+        grow(cluster, 3)
+        cluster.trusted.crash()
+        grow(cluster, 3)
+        traces.append(cluster.trace_hash)
+    assert traces[0] == traces[1] != traces[2]

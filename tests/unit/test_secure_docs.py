@@ -1,0 +1,52 @@
+"""The pages on secure aggregation say what the code says, number by number."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from papaya.attestation.policy import DevicePolicy
+from papaya.messages.participation import SecureOffer
+from papaya.secagg.channel import SEALED_BYTES
+from papaya.secagg.offer import OFFER_BYTES
+from papaya.secagg.parameters import SCHEME, PublicParameters
+from papaya.tsa.errors import Reason as TsaReason
+from papaya.tsa.wire import Operation
+from tests.unit.test_docs import PROTOCOL, ROOT, text_of
+
+SECURE = ROOT / "docs" / "secure-aggregation.md"
+SECURE_SPEC = ROOT / "docs" / "spec" / "secure-aggregation.md"
+
+
+def test_the_devices_policy_is_documented_field_by_field() -> None:
+    assert column(SECURE, "field") == list(DevicePolicy.__struct_fields__)
+
+
+def test_the_secure_specification_has_the_numbers_of_the_code() -> None:
+    page = text_of(SECURE_SPEC)
+    fields = [field.name for field in dataclasses.fields(PublicParameters)]
+    assert sorted(column(SECURE_SPEC, "parameter")) == sorted(fields)
+    for number in (*Operation, *TsaReason):
+        assert re.search(rf"\| {number.value} \| `{number.name}`", page), number
+    assert f"{OFFER_BYTES} bytes:" in page
+    assert f"\n{SEALED_BYTES} bytes. Refused" in page
+    assert f"Scheme `{SCHEME}`" in page
+
+
+def test_the_public_parameters_of_the_secure_specification_have_their_hash() -> None:
+    page = text_of(SECURE_SPEC)
+    [(encoded, digest)] = re.findall(r'^(\{"aggreg.*\})\nSHA-256: (\w+)$', page, re.MULTILINE)
+    assert PublicParameters.decode(encoded.encode()).digest().hex() == digest
+
+
+def test_the_protocols_page_has_every_field_of_an_offer() -> None:
+    assert column(PROTOCOL, "of the offer") == list(SecureOffer.__struct_fields__)
+
+
+def column(page: Path, heading: str) -> list[str]:
+    """The names in the first column of the table that has this heading."""
+    [table] = re.findall(
+        rf"^ *\| {heading} \|.*?(?=\n\n|\Z)", text_of(page), re.MULTILINE | re.DOTALL
+    )
+    return re.findall(r"^ *\| `(\w+)` \|", table, re.MULTILINE)
