@@ -7,6 +7,7 @@ import pytest
 from papaya.aggregator.work import Fold, GetOffers, Snapshot, Step
 from papaya.config import SyncFL
 from papaya.machine import Transact
+from papaya.messages.owner import TaskRows, rollback
 from papaya.messages.participation import (
     Completed,
     Incomplete,
@@ -278,3 +279,20 @@ def test_joining_says_that_the_update_will_be_masked() -> None:
     answer = world.phone(node).join()
     assert isinstance(answer, Joined)
     assert answer.secure
+
+
+def test_a_roll_back_gives_up_masked_buffers_and_their_groups() -> None:
+    """Seeds of the branch that was given up stay in the trusted party's group, unreleased."""
+    world, node = a_secure_world(a_secure_task(goal=2))
+    make_secure_version(world, node, 4.0)
+    [given_up] = world.secure_phones(node, 1)
+    assert given_up.upload_for_good(60.0) == COUNTED
+    rows = TaskRows(TASK, world.store.rows)
+    change = rollback(rows, 0, rows.optimizer.state, world.now)
+    assert world.store.apply(change) == "committed"
+    heir = successor(world, node)
+    world.pass_s(H)
+    assert (world.version, world.recorded()) == (2, [])
+    make_secure_version(world, heir, 1.0)
+    assert (world.version, heir.dropped()) == (3, {})
+    assert world.parameters(3)[0] == pytest.approx(1.0, abs=1e-5)
