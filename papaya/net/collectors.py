@@ -12,11 +12,13 @@ process that starts anew. It only reads, on the loop's thread, where the machine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import get_args
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.phase import Phase
 from papaya.aggregator.task import HeldTask
 from papaya.coordinator.coordinator import Coordinator
+from papaya.messages.participation import AbortReason, DiscardReason
 from papaya.net.metrics import Collector, Family, Kind, Labels, Registry, Sample, histogram_of
 from papaya.net.workers import Workers
 from papaya.selector.selector import Selector
@@ -36,8 +38,12 @@ _TASK_GAUGES = {
     "serving": "1 while the task serves clients, 0 while it loads or is halted.",
 }
 _REASONED = {
-    "discarded": ("updates_discarded", "Complete uploads that were not counted."),
-    "aborted": ("sessions_aborted", "Sessions that the server ended."),
+    "discarded": (
+        "updates_discarded",
+        "Complete uploads that were not counted.",
+        get_args(DiscardReason),
+    ),
+    "aborted": ("sessions_aborted", "Sessions that the server ended.", get_args(AbortReason)),
 }
 
 
@@ -128,13 +134,13 @@ def _read_task(families: _Families, held: HeldTask, now: float) -> None:
         }
     for name, value in gauges.items():
         families.add(f"papaya_task_{name}", "gauge", _TASK_GAUGES[name], labels, value)
-    for counter, times in held.counters.items():
-        kind, _, reason = counter.partition("_")
-        if kind in _REASONED:
-            name, help_ = _REASONED[kind]
+    for kind, (name, help_, reasons) in _REASONED.items():
+        for reason in reasons:  # from the start, so that a first one is a rise
+            times = held.counters[f"{kind}_{reason}"]
             reasoned = (*labels, ("reason", reason))
             families.add(f"papaya_task_{name}_total", "counter", help_, reasoned, times)
-        else:
+    for counter, times in held.counters.items():
+        if not counter.startswith(tuple(f"{kind}_" for kind in _REASONED)):
             help_ = f"How often at this holder: {counter}."
             families.add(f"papaya_task_{counter}_total", "counter", help_, labels, times)
     families.extend(

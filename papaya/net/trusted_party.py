@@ -13,9 +13,12 @@ import json
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -35,6 +38,7 @@ logger = logging.getLogger("papaya.net")
 
 _COLLATERAL_LIFE_S = 3600.0
 _PID_FILE = "tsa.pid"
+_LONGEST_SOCKET_PATH = 100  # the kernel takes 107
 T = TypeVar("T")
 
 
@@ -115,7 +119,10 @@ class TrustedLink:
 
     @property
     def _own_address(self) -> str:
-        return f"unix:{(self._data / 'tsa.sock').resolve()}"
+        path = (self._data / "tsa.sock").resolve()
+        if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+            path = _private_folder() / f"{sha256(os.fsencode(path)).hexdigest()[:16]}.sock"
+        return f"unix:{path}"
 
     def _start_child(self) -> None:
         logger.warning(
@@ -181,3 +188,13 @@ class TrustedLink:
         except (OSError, ValueError) as error:
             raise Unavailable(f"the collateral in {path} cannot be used: {error}") from error
         return data
+
+
+def _private_folder() -> Path:
+    """A short path for sockets whose own folder has a long one; nobody else's, or none."""
+    folder = Path(tempfile.gettempdir()) / f"papaya-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise Unavailable(f"{folder} is not this user's alone: the trusted party has no place")
+    return folder
