@@ -16,7 +16,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -192,7 +191,7 @@ class TrustedLink:
 
 def _private_folder() -> Path:
     """A short path for sockets whose own folder has a long one; nobody else's, or none."""
-    folder = Path(tempfile.gettempdir()) / f"papaya-{os.getuid()}"
+    folder = Path("/tmp") / f"papaya-{os.getuid()}"  # TMPDIR may be as long
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
