@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from papaya.cli.output import Commands, add_format, note, plural, positive, whole
@@ -211,25 +212,21 @@ async def _run(options: argparse.Namespace) -> None:
         trust=trust_in(getattr(options, "trust", None), options.store, clock.now),
         notify=printer.on_event,
     )
-    config = DeviceConfig(participation_floor_s=options.participation_floor)
     async with shared as process, trainer_for(options, clock) as (trainer, tasks):
         with ExitStack() as opened:
+            make = partial(
+                Device,
+                process,
+                selectors=listed(options.server),
+                trainer=trainer,
+                policies=policies,
+                memory_mb=memory_mb(),
+                labels=listed(options.labels),
+                config=DeviceConfig(participation_floor_s=options.participation_floor),
+                notify=printer.on_event,
+            )
             devices = [
-                opened.enter_context(
-                    Device(
-                        process,
-                        selectors=listed(options.server),
-                        store=store,
-                        trainer=trainer,
-                        policies=policies,
-                        token=token,
-                        name=f"device-{number}",
-                        memory_mb=memory_mb(),
-                        labels=listed(options.labels),
-                        config=config,
-                        notify=printer.on_event,
-                    )
-                )
+                opened.enter_context(make(store=store, token=token, name=f"device-{number}"))
                 for number, (store, token) in enumerate(zip(stores, tokens, strict=True), 1)
             ]
             files = getattr(options, "task", [])
