@@ -93,15 +93,16 @@ def _download(client: AdminClient, detail: TaskDetail, version: str) -> tuple[Ve
 def _save_state_dict(output: Path, manifest: Manifest, vector: Vector) -> None:
     try:
         import torch
+
+        from papaya.learning.torch.module import state_dict
     except ImportError as error:
         raise OperatorError(
             "a .pt file needs torch, which is not installed here",
             hint="pip install 'papaya[torch]', or --output model.safetensors",
         ) from error
-    tensors = manifest.unflatten(vector)
     partial = output.with_name(f".{output.name}.partial")
     try:
-        torch.save({name: torch.tensor(tensor) for name, tensor in tensors.items()}, partial)
+        torch.save(state_dict(manifest, vector), partial)
         partial.replace(output)
     finally:
         partial.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from papaya.cli.admin_client import add_connection, client_for
-from papaya.cli.output import Commands, add_format, note, print_data, print_json, table
+from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json, table
 from papaya.net.admin.views import Status, TaskView
 
 
@@ -77,7 +77,8 @@ def describe(status: Status) -> str:
         header = ("task", "state", "version", "active", "of", "demand", "held", "holder")
         lines += ["", table(header, [_line(view) for view in tasks])]
     if over:
-        lines += ["", f"{over} more tasks are over: papaya task list"]
+        verb = "is" if over == 1 else "are"
+        lines += ["", f"{plural(over, 'more task')} {verb} over: papaya task list"]
     return "\n".join(lines)
 
 
