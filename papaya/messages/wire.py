@@ -1,7 +1,6 @@
 """The one parser of untrusted bytes. It can raise ProtocolError and nothing else.
 
 Control messages are JSON; unknown fields are ignored so that newer peers can talk to older ones.
-What is signed or hashed has one encoding (`canonical`): sorted, no spaces.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ BetweenServers = control.Control
 FROM_DEVICE_TYPES = get_args(FromDevice)
 
 _encoder = msgspec.json.Encoder()
-_canonical = msgspec.json.Encoder(order="sorted")
 _rows = msgspec.json.Decoder(
     storage.LeaderRow
     | storage.EpochRow
@@ -65,11 +63,6 @@ between_servers = Parser(BetweenServers, "a message between servers")
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
-
-
-def canonical(value: object) -> bytes:
-    """The one encoding of a structure that is signed or hashed."""
-    return _canonical.encode(value)
 
 
 def encode_row(row: storage.Row) -> bytes:

@@ -88,6 +88,9 @@ class DriverMetrics:
         self.work_seconds = histogram(
             "papaya_worker_seconds", "Heavy work: fold, snapshot, step, restore.", "work"
         )
+        self.lost_messages = gauge(
+            "papaya_peer_lost_messages", "Messages to other servers that did not arrive."
+        )
         self.commits = counter("papaya_store_commits_total", "Transactions, by outcome.", "outcome")
         self.commit_seconds = histogram(
             "papaya_store_commit_seconds", "From asking for a transaction to its outcome."

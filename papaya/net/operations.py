@@ -25,6 +25,7 @@ from papaya.net.http.exchange import Exchange
 from papaya.net.http.listening import Listening
 from papaya.net.http.routes import Buffered, Route
 from papaya.net.metrics import CONTENT_TYPE, Registry
+from papaya.net.peers import Peers
 from papaya.net.state_thread import StateThread
 from papaya.selector.selector import Selector
 
@@ -41,6 +42,7 @@ class Operations:
         self._now = now
         self._hosts: list[Host] = []
         self._listeners: dict[str, Listening] = {}
+        self._peers: Peers | None = None
 
     def watch(self, hosts: Iterable[Host]) -> None:
         for host in hosts:
@@ -54,6 +56,9 @@ class Operations:
                     self.registry.collect(aggregator_collector(aggregator, self._now))
             if isinstance(host, AggregatorHost):
                 self.registry.collect(workers_collector(host.workers))
+
+    def watch_peers(self, peers: Peers) -> None:
+        self._peers = peers
 
     def watch_listener(self, name: str, listening: Listening) -> None:
         self._listeners[name] = listening
@@ -78,6 +83,8 @@ class Operations:
             if isinstance(host, AggregatorHost):
                 self.driver.queue.set(host.workers.queue_length)
                 self.driver.free_buffers.set(host.pool.free)
+        if self._peers is not None:
+            self.driver.lost_messages.set(self._peers.lost)
         for name, listening in self._listeners.items():
             self.driver.connections.set(listening.connections, name)
         text = self.registry.text()

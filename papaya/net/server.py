@@ -102,6 +102,7 @@ class Server:
                 self._resources.peers.hosts[host.machine.node] = host
                 host.start()
             self._operations.watch(self._hosts.values())
+            self._operations.watch_peers(self._resources.peers)
             await self._open_doors()
             self._look_after(self._refresh_keys())
             self._tell_if_capped()

@@ -165,7 +165,7 @@ class Visit:
             self._parameters = await self._process.downloads.get(
                 effect.parameters, effect.model_length, self._equipment.selectors
             )
-        except ProtocolError as error:
+        except Exception as error:  # `knows` and `terms` are the app's code
             self._fail("no parameters", _in_words(error))
         else:
             self._inbox.put_nowait(Downloaded())
@@ -213,7 +213,7 @@ class Visit:
             async with self._process.training_slot():
                 trained = await self._equipment.trainer.train(assignment, self._equipment.store)
             _check_update(trained, joined.update_length)
-        except Exception as error:  # a trainer is the app's code: whatever it does, we live on
+        except Exception as error:  # `knows` and `terms` are the app's code
             self._fail("no update", _in_words(error))
         else:
             self._inbox.put_nowait(trained)
