@@ -22,13 +22,13 @@ from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.shards import initial_blobs
 from papaya.client.client import Client
 from papaya.client.history import History
-from papaya.client.work import Finish, Seal, Sealed
+from papaya.client.work import Finish, Seal, Sealed, Train
 from papaya.config import DeviceConfig, ServerConfig, TaskConfig
 from papaya.config.checks import require
 from papaya.coordinator.coordinator import Coordinator
 from papaya.learning.parameters import FLOAT32
 from papaya.machine import Reply
-from papaya.messages.base import BlobKey, Message, NodeId, SessionId
+from papaya.messages.base import BlobKey, Message, NodeId
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import submission
 from papaya.messages.tickets import Keyring
@@ -233,9 +233,14 @@ class Cluster:
             told_s = (finish.retry_from_s + finish.retry_until_s) / 2
             self._mean_return_s += (told_s - self._mean_return_s) / self.config.population.size
 
-    def train(self, session: SessionId, length: int) -> bytes:
+    def assigned(self, device: Device) -> None:
+        """A device has joined and begins to download: here its participation starts."""
+
+    def train(self, device: Device, work: Train) -> bytes:
         """What a device's training gives."""
-        return protocol_update(session, length)
+        joined = device.machine.joined
+        assert joined is not None
+        return protocol_update(work.session, joined.update_length)
 
     def seal(self, device: Device, work: Seal) -> Sealed:
         """What a device makes of its update for an offer; SecureAggregationError if it refuses."""

@@ -137,6 +137,7 @@ class Device:
             self._engine.after(stays_s, self.vanish)
 
     def _download(self, effect: Download) -> None:
+        self.cluster.assigned(self)
         self._engine.after(self.visit.latency_s, self._downloaded, effect.parameters)
 
     def _downloaded(self, parameters: str) -> None:
@@ -151,7 +152,7 @@ class Device:
 
     def _trained(self, effect: Train) -> None:
         if self.is_present and self.machine.joined is not None:
-            update = self.cluster.train(effect.session, self.machine.joined.update_length)
+            update = self.cluster.train(self, effect)
             self.deliver(Trained(update, self.visit.examples))
 
     def _seal(self, effect: Seal) -> None:

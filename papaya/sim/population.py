@@ -6,13 +6,8 @@ clients often have more training examples": here execution time is data volume t
 
 Everything about a device is a pure function of (seed, device index, counter): output number
 `counter` of a splitmix64 generator whose state is hashed from the seed, the quantity and the
-device. So it can be drawn in any order, in any block, in any process, and nothing grows with
-`size`.
-
-The draws are the same bit for bit on every machine: normals and exponentials are built from
-integer arithmetic and from +, -, *, /, sqrt, rint, frexp and ldexp on float64, which IEEE 754
-rounds in one way only. `np.exp`, `np.log` and `np.cos` are not used on draws: their last bit
-depends on the CPU. Normals carry 32 bits (|z| < 6.4), uniforms 52.
+device. So it can be drawn in any order, in any block, in any process, the same bit for bit on
+every machine (`draws.py`), and nothing grows with `size`.
 
 It refuses to keep state per device (participation history belongs to the device), to know a
 clock, and to use any generator that has to be advanced.
@@ -23,19 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
+from typing import Final, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, structs
 
 from papaya.errors import ConfigError
+from papaya.sim.draws import (
+    Floats,
+    Indices,
+    Words,
+    counters,
+    exp,
+    normals,
+    splitmix64,
+    splitmix64_words,
+    uniforms,
+)
 
-Words: TypeAlias = npt.NDArray[np.uint64]
 Ints: TypeAlias = npt.NDArray[np.int64]
-Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
-Indices: TypeAlias = npt.NDArray[np.integer[Any]]
 
 SLOT_S: Final = 3600.0
 SLOTS_PER_DAY: Final = 24
@@ -65,6 +68,7 @@ class _Limit(NamedTuple):
 
 
 _SEED: Final = _Limit(0, 2**64 - 1, whole=True)
+_VOLUME_LIMIT: Final = _Limit(1, 10**9, whole=True)
 _SIGMA: Final = _Limit(0, 10)  # e^(10 * 6.4) is still far from overflow
 _LIMITS: Final = {
     "size": _Limit(1, 10**10, whole=True),
@@ -93,6 +97,9 @@ class PopulationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     time, above 0 the devices with much data are also slower per example. `availability` is the
     share of time in which a device is eligible (idle, charging, unmetered); it swings over the
     day as 1 + availability_swing * cos(2 pi now / 24 h): time 0 is the middle of the night.
+
+    `volumes`, if given, are the examples of the clients of a data source. Device i has those of
+    client i modulo their number, z is its client's place among them, and nothing is drawn for it.
     """
 
     size: int = 100_000_000
@@ -107,13 +114,20 @@ class PopulationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     dropout: float = 0.10
     availability: float = 0.5
     availability_swing: float = 0.0
+    volumes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for field in structs.fields(self):
+            if field.name == "volumes":
+                continue
             value, limit = getattr(self, field.name), _LIMITS[field.name]
             if not limit.admits(value):
                 remedy = f"set {field.name} to {limit}, for example {field.default}"
                 raise ConfigError.of(field.name, value, f"must be {limit}", remedy)
+        for volume in self.volumes:
+            if not _VOLUME_LIMIT.admits(volume):
+                remedy = "leave out clients without examples"
+                raise ConfigError.of("one of volumes", volume, f"must be {_VOLUME_LIMIT}", remedy)
         if self.examples_median > self.examples_cap:
             problem = f"is above examples_cap = {self.examples_cap}"
             remedy = f"raise examples_cap to at least {math.ceil(self.examples_median)}"
@@ -170,6 +184,7 @@ class Population:
             raise ConfigError.of("seed", seed, f"must be {_SEED}", f"set seed to {_SEED}")
         self.config = config
         self.seed = seed
+        self._given = _Given(config.volumes) if config.volumes else None
         root = splitmix64(seed, 0)
         self._state = [splitmix64(root, quantity) for quantity in range(_ARRIVAL + 1)]
         # Of 2^32 coins, how many find a device eligible in each slot of the day. Whole numbers:
@@ -188,15 +203,15 @@ class Population:
     def latency_s(self, indices: Indices, participations: Indices) -> Floats:
         # exp(sigma z) has the mean exp(sigma^2 / 2); what is configured is the mean.
         sigma = self.config.latency_sigma
-        z = _normals(self._words(_LATENCY, indices, participations))
-        return self.config.latency_mean_s * _exp(sigma * z - sigma * sigma / 2)
+        z = normals(self._words(_LATENCY, indices, participations))
+        return self.config.latency_mean_s * exp(sigma * z - sigma * sigma / 2)
 
     def drops(self, indices: Indices, participations: Indices) -> Bools:
-        return _uniforms(self._words(_DROPS, indices, participations)) < self.config.dropout
+        return uniforms(self._words(_DROPS, indices, participations)) < self.config.dropout
 
     def drop_point(self, indices: Indices, participations: Indices) -> Floats:
         """Where in its session a device that drops is gone: uniform in the open (0, 1)."""
-        return _uniforms(self._words(_DROP_POINT, indices, participations))
+        return uniforms(self._words(_DROP_POINT, indices, participations))
 
     @overload
     def is_available(self, indices: int, now: float) -> bool: ...
@@ -211,7 +226,9 @@ class Population:
             return self._is_available(indices, float(now))
         phase = (self._words(_SLOT_PHASE, indices) >> np.uint64(40)) * 2.0**-24
         slots = np.floor(now / SLOT_S + phase).astype(np.int64)
-        coins = _splitmix64(self._words(_SLOT, indices), slots.view(np.uint64)) >> np.uint64(32)
+        coins = splitmix64_words(self._words(_SLOT, indices), slots.view(np.uint64)) >> np.uint64(
+            32
+        )
         return coins < self._eligible_below_array[slots % SLOTS_PER_DAY]
 
     def _is_available(self, device: int, now: float) -> bool:
@@ -227,7 +244,7 @@ class Population:
 
     def visitors(self, arrivals: Indices) -> Block:
         """The devices that come by as number `arrivals`, uniform over the fleet, independent."""
-        words = _splitmix64(np.uint64(self._state[_ARRIVAL]), _counters(arrivals))
+        words = splitmix64_words(np.uint64(self._state[_ARRIVAL]), counters(arrivals))
         # The remainder favours low indices by size / 2^64 at most: less than one in a billion.
         return self._block(words % np.uint64(self.config.size), arrivals)
 
@@ -246,24 +263,58 @@ class Population:
     def _device(self, indices: Indices) -> tuple[Ints, Floats]:
         """(examples, execution_s)"""
         config, rho = self.config, self.config.correlation
-        volume = _normals(self._words(_VOLUME, indices))
-        wished = config.examples_median * _exp(config.examples_sigma * volume)
-        examples = np.clip(np.rint(wished), 1, config.examples_cap)
-        own = _normals(self._words(_SLOWNESS, indices))
+        volume, examples = self._volume(indices)
+        own = normals(self._words(_SLOWNESS, indices))
         slowness = rho * volume + math.sqrt(1 - rho * rho) * own
-        noise = _exp(config.execution_sigma * slowness)
+        noise = exp(config.execution_sigma * slowness)
         return examples.astype(np.int64), config.execution_per_example_s * examples * noise
 
-    def _words(self, quantity: int, indices: Indices, counters: Indices | None = None) -> Words:
-        devices = _counters(indices)
+    def _volume(self, indices: Indices) -> tuple[Floats, Floats]:
+        """(z, examples)"""
+        if self._given is not None:
+            return self._given.of(counters(indices))
+        z = normals(self._words(_VOLUME, indices))
+        return z, _volumes(self.config, z)
+
+    def _words(self, quantity: int, indices: Indices, times: Indices | None = None) -> Words:
+        devices = counters(indices)
         if devices.size:
             self._refuse_stranger(int(devices.max()))
-        words = _splitmix64(np.uint64(self._state[quantity]), devices)
-        return words if counters is None else _splitmix64(words, _counters(counters))
+        words = splitmix64_words(np.uint64(self._state[quantity]), devices)
+        return words if times is None else splitmix64_words(words, counters(times))
 
     def _refuse_stranger(self, device: int) -> None:
         if not 0 <= device < self.config.size:
             raise IndexError(f"device {device} is not one of {self.config.size}, counted from 0")
+
+
+def volume_quantiles(config: PopulationConfig, points: int) -> Ints:
+    """The examples of devices at the middles of so many equal shares of the fleet, ascending."""
+    if config.volumes:
+        places = (np.arange(points) + 0.5) * (len(config.volumes) / points)
+        return np.sort(np.array(config.volumes, np.int64))[places.astype(np.int64)]
+    middles = (np.arange(points) + 0.5) * (2.0**64 / points)
+    return _volumes(config, normals(middles.astype(np.uint64))).astype(np.int64)
+
+
+def _volumes(config: PopulationConfig, z: Floats) -> Floats:
+    wished = config.examples_median * exp(config.examples_sigma * z)
+    return np.clip(np.rint(wished), 1, config.examples_cap)
+
+
+class _Given:
+    """Volumes that a data source gives, and the normal scores of their ranks; equals share one."""
+
+    def __init__(self, volumes: tuple[int, ...]) -> None:
+        self._examples = np.array(volumes, np.float64)
+        ordered = np.sort(self._examples)
+        ranks = [np.searchsorted(ordered, self._examples, side) for side in ("left", "right")]
+        middles = (ranks[0] + ranks[1]) * (2.0**63 / len(volumes))
+        self._z = normals(middles.astype(np.uint64))
+
+    def of(self, devices: Words) -> tuple[Floats, Floats]:
+        clients = devices % np.uint64(len(self._examples))
+        return self._z[clients], self._examples[clients]
 
 
 class Arrivals:
@@ -296,99 +347,3 @@ class Arrivals:
 
     def _block_at(self, position: int, n: int) -> Block:
         return self.population.visitors(np.arange(position, position + n))
-
-
-_GOLDEN: Final = 0x9E3779B97F4A7C15
-_MIX_1: Final = 0xBF58476D1CE4E5B9
-_MIX_2: Final = 0x94D049BB133111EB
-_MASK: Final = 2**64 - 1
-
-
-def splitmix64(state: int, counter: int) -> int:
-    """Output number `counter` of the splitmix64 generator (Steele et al. 2014) at `state`."""
-    word = (state + (counter + 1) * _GOLDEN) & _MASK
-    word = (word ^ (word >> 30)) * _MIX_1 & _MASK
-    word = (word ^ (word >> 27)) * _MIX_2 & _MASK
-    return word ^ (word >> 31)
-
-
-def _splitmix64(state: Words | np.uint64, counters: Words) -> Words:
-    """The same for arrays, whose arithmetic is modulo 2^64 already."""
-    words = (counters + np.uint64(1)) * np.uint64(_GOLDEN) + state
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(_MIX_1)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(_MIX_2)
-    return words ^ (words >> np.uint64(31))
-
-
-def _counters(values: Indices) -> Words:
-    """Indices or counters as words. -1 must not become device 2^64 - 1."""
-    if values.dtype.kind not in "iu" or values.ndim == 0:
-        raise TypeError(f"expected an array of integers, not {values!r}")
-    if values.size and values.min() < 0:
-        raise IndexError(f"{values.min()}: device indices and counters start at 0")
-    return values.astype(np.uint64)
-
-
-def _uniforms(words: Words) -> Floats:
-    """The middles of 2^52 equal cells of (0, 1): never 0, never 1."""
-    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-
-
-# AS 241 (Wichura 1988): quotients of polynomials, highest power first, good to 1e-16. Its third
-# region starts where p < 1.4e-11, out of reach of p >= 2^-33.
-_CENTRE: Final = (
-    (2509.0809287301226727, 33430.575583588128105, 67265.770927008700853, 45921.953931549871457,
-     13731.693765509461125, 1971.5909503065514427, 133.14166789178437745, 3.3871328727963666080),
-    (5226.4952788528545610, 28729.085735721942674, 39307.895800092710610, 21213.794301586595867,
-     5394.1960214247511077, 687.18700749205790830, 42.313330701600911252, 1.0),
-)  # fmt: skip
-_TAIL: Final = (
-    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1,
-     1.27045825245236838258, 3.64784832476320460504, 5.76949722146069140550,
-     4.63033784615654529590, 1.42343711074968357734),
-    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2,
-     1.48103976427480074590e-1, 6.89767334985100004550e-1, 1.67638483018380384940,
-     2.05319162663775882187, 1.0),
-)  # fmt: skip
-_LN2: Final = 0.6931471805599453
-_LN2_HIGH, _LN2_LOW = 6.93147180369123816490e-1, 1.90821492927058770002e-10
-_EXP: Final = tuple(1 / math.factorial(k) for k in range(14, -1, -1))
-_ATANH: Final = tuple(1 / (2 * k + 1) for k in range(11, -1, -1))
-
-
-def _normals(words: Words) -> Floats:
-    """Standard normals by the inverse of the distribution function at 2^32 points."""
-    q = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32 - 0.5
-    z = q * _quotient(_CENTRE, 0.180625 - q * q)
-    far = np.abs(q) > 0.425
-    beyond = q[far]
-    root = np.sqrt(-_log(0.5 - np.abs(beyond)))
-    z[far] = np.copysign(_quotient(_TAIL, root - 1.6), beyond)
-    return z
-
-
-def _exp(x: Floats) -> Floats:
-    """e^x = 2^k e^r with |r| <= ln(2)/2."""
-    k = np.rint(x / _LN2)
-    r = (x - k * _LN2_HIGH) - k * _LN2_LOW
-    return np.ldexp(_polynomial(_EXP, r), k.astype(np.int32))
-
-
-def _log(x: Floats) -> Floats:
-    """ln(m 2^k) = 2 atanh((m - 1)/(m + 1)) + k ln(2) for m in [1/2, 1)."""
-    mantissa, k = np.frexp(x)
-    mantissa *= math.sqrt(2)  # centred on 1, where the series is short
-    t: Floats = (mantissa - 1) / (mantissa + 1)
-    return 2 * t * _polynomial(_ATANH, t * t) + (k - 0.5) * _LN2
-
-
-def _quotient(pair: tuple[tuple[float, ...], tuple[float, ...]], x: Floats) -> Floats:
-    return _polynomial(pair[0], x) / _polynomial(pair[1], x)
-
-
-def _polynomial(coefficients: tuple[float, ...], x: Floats) -> Floats:
-    total = np.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        total *= x
-        total += coefficient
-    return total

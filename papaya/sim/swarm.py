@@ -16,7 +16,7 @@ from random import Random
 
 from msgspec import Struct
 
-from papaya.client.work import Seal, Sealed
+from papaya.client.work import Seal, Sealed, Train
 from papaya.config import (
     AsyncFL,
     DeviceConfig,
@@ -28,7 +28,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import PapayaError
-from papaya.messages.base import Message, SessionId
+from papaya.messages.base import Message
 from papaya.messages.selection import Capabilities
 from papaya.sim.bugs import planted
 from papaya.sim.checkers import CheckedCluster
@@ -64,11 +64,11 @@ class SwarmCluster(CheckedCluster):
 
     hostile: Hostile | None = None
 
-    def train(self, session: SessionId, length: int) -> bytes:
+    def train(self, device: Device, work: Train) -> bytes:
         """One device in sixteen has diverged: its update must be refused, or not leave it."""
-        if session[0] == "0":
-            return array("f", [nan] * length).tobytes()
-        return super().train(session, length)
+        update = super().train(device, work)
+        is_diverged = work.session[0] == "0"
+        return array("f", [nan] * (len(update) // 4)).tobytes() if is_diverged else update
 
     def seal_or_lie(self, device: Device, work: Seal) -> tuple[Sealed, bool]:
         """One device in 256 sends a vector that its seed does not unmask."""

@@ -1,0 +1,76 @@
+"""What a workload is: a model, the data of every device, training of many clients, and a judge.
+
+A simulated client is one participation of one device: it trains from the version that it
+downloaded, on the data of its device, and its update is a pure function of (workload, version,
+client, ClientSGD). So updates can be computed late, early, in any batch and in any process, and
+those that nobody counts need not be computed at all.
+
+Paper, "Sampling bias and fairness": a model is judged for all clients and for those whose data
+volume is at or above the 75th and the 99th percentile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from papaya.learning.definition import ClientSGD
+from papaya.learning.parameters import Vector
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Matrix: TypeAlias = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clients:
+    """Participations, as columns of equal length."""
+
+    device: Ints
+    participation: Ints
+    examples: Ints
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    def take(self, rows: Ints | slice) -> Clients:
+        return Clients(self.device[rows], self.participation[rows], self.examples[rows])
+
+
+class Quality(Struct, frozen=True):
+    """Mean losses (natural logarithm), for all clients and for those with much data.
+
+    By examples, as Table 1 of the paper is read here; `all_by_clients` weighs each client alike,
+    which can turn a ranking around.
+    """
+
+    all: float
+    p75: float
+    p99: float
+    all_by_clients: float
+
+
+class Workload(Protocol):
+    """A model and what every device would train it on."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def length(self) -> int:
+        """How many parameters."""
+
+    def initial(self, seed: int) -> Vector:
+        """Version 0."""
+
+    def train(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
+    ) -> Matrix:
+        """Client i trains from models[start[i]] on its own data: row i is its update."""
+
+    def evaluate(self, parameters: Vector) -> Quality:
+        """How good a model is for the whole population."""
