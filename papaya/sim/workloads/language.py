@@ -43,9 +43,9 @@ class LanguageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Two languages of `vocabulary` words that differ in a `conflict` share of contexts."""
 
     vocabulary: int = 96
-    conflict: float = 0.25
-    dialect_volume: float = 100.0
-    dialect_width: float = 0.3
+    conflict: float = 0.4
+    dialect_volume: float = 150.0
+    dialect_width: float = 0.2
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,10 +53,10 @@ class LanguageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         fits = 4 <= self.vocabulary <= _MAX_VOCABULARY
         require(fits, "vocabulary", self.vocabulary, problem, "use 96")
         is_share = 0 <= self.conflict <= 1
-        require(is_share, "conflict", self.conflict, "must be from 0 to 1", "use 0.25")
+        require(is_share, "conflict", self.conflict, "must be from 0 to 1", "use 0.4")
         for field in ("dialect_volume", "dialect_width"):
             value = getattr(self, field)
-            require(0 < value < 1e9, field, value, "must be above 0", "use 100 and 0.3")
+            require(0 < value < 1e9, field, value, "must be above 0", "use 150 and 0.2")
 
 
 class Language:
@@ -66,7 +66,7 @@ class Language:
         self.config = config
         size = config.vocabulary
         rng = np.random.Generator(np.random.PCG64(config.seed))
-        popularity: Floats = 1.0 / (np.arange(size) + 4.0)
+        popularity = 1.0 / np.arange(4.0, size + 4.0)
         logits = rng.normal(size=(size, _FACTORS)) @ rng.normal(size=(_FACTORS, size))
         logits = _SHARPNESS * logits / np.sqrt(_FACTORS) + np.log(popularity)
         common = np.exp(logits - logits.max(axis=1, keepdims=True))

@@ -1,0 +1,96 @@
+"""Functions of single numbers in compiled kernels, written so that LLVM makes vectors of them.
+
+Importing it needs `papaya[numba]`. Good to a few units in the last place of float32. NaN may come
+out as a number: what a kernel gives is checked by its weights, which keep a NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from papaya.sim.workloads._kernels import compiled
+
+_ONE: Final = np.float32(1)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _float_of_bits(context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@compiled(fast=True)
+def _exp(x: Any) -> Any:
+    """e^x for x <= 0, to 2e-7 of its value (Cephes' polynomial)."""
+    x = max(x, np.float32(-87.0))
+    power = np.int32(x * np.float32(1.44269504) - np.float32(0.5))
+    r = x - np.float32(power) * np.float32(0.693359375)
+    r = r + np.float32(power) * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * r + np.float32(1.3981999507e-3)
+    y = y * r + np.float32(8.3334519073e-3)
+    y = y * r + np.float32(4.1665795894e-2)
+    y = y * r + np.float32(1.6666665459e-1)
+    y = y * r + np.float32(5.0000001201e-1)
+    y = y * r * r + r + _ONE
+    return y * _float_of_bits((power + np.int32(127)) << np.int32(23))
+
+
+@compiled(fast=True)
+def _tanh(x: Any) -> Any:
+    """A quotient of polynomials, to 3e-7 (as in Eigen)."""
+    x = min(max(x, np.float32(-7.9053111)), np.float32(7.9053111))
+    s = x * x
+    p = np.float32(-2.76076847742355e-16) * s + np.float32(2.00018790482477e-13)
+    p = p * s + np.float32(-8.60467152213735e-11)
+    p = p * s + np.float32(5.12229709037114e-08)
+    p = p * s + np.float32(1.48572235717979e-05)
+    p = p * s + np.float32(6.37261928875436e-04)
+    p = p * s + np.float32(4.89352455891786e-03)
+    q = np.float32(1.19825839466702e-06) * s + np.float32(1.18534705686654e-04)
+    q = q * s + np.float32(2.26843463243900e-03)
+    q = q * s + np.float32(4.89352518554385e-03)
+    return x * p / q
+
+
+@compiled(fast=True)
+def tanh_all(x: Any, y: Any) -> None:
+    for e in range(x.size):
+        y[e] = _tanh(x[e])
+
+
+@compiled(fast=True)
+def sigmoid_all(x: Any) -> None:
+    half = np.float32(0.5)
+    for e in range(x.size):
+        x[e] = half * _tanh(half * x[e]) + half
+
+
+@compiled(fast=True)
+def surprise(scores: Any, vocabulary: Any, target: Any, scale: Any) -> Any:
+    """Scores of one row into the gradient of `scale` times the loss; returns the loss."""
+    top = scores[0]
+    for v in range(vocabulary):
+        top = max(top, scores[v])
+    wanted = scores[target] - top
+    total = np.float32(0)
+    for v in range(vocabulary):
+        scores[v] = _exp(scores[v] - top)
+    for v in range(vocabulary):
+        total += scores[v]
+    factor = scale / total
+    for v in range(vocabulary):
+        scores[v] *= factor
+    for v in range(vocabulary, scores.size):
+        scores[v] = np.float32(0)
+    scores[target] -= scale
+    return np.log(total) - wanted
+
+

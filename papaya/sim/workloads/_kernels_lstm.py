@@ -1,0 +1,405 @@
+"""The compiled trainer of the LSTM: a client's whole training in one call, one client at a time.
+
+Importing it needs `papaya[numba]`. Only papaya/sim/workloads/lstm.py imports it.
+
+Everything is float32 and lies in panels (see _kernels.py), padded with zeros to whole panels: a
+padded unit keeps c = h = 0 and gets no gradient. Each matrix is held twice, as it is multiplied on
+the way forward and on the way back. What an input word adds to the gates depends on the word only,
+so it is computed once for each word of a batch, and so are its gradients.
+
+    gates_t = table[word_t] + h_t-1 W_hh^T,  in PyTorch's order i f g o; g by tanh, else sigmoid
+    c_t = f c_t-1 + i g;  h_t = o tanh(c_t);  scores_t = h_t W_out^T + b_out
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from papaya.sim.workloads._kernels import (
+    WIDTH,
+    add_product,
+    aligned,
+    compiled,
+    panels_of,
+    rows_of,
+    transpose,
+)
+from papaya.sim.workloads._kernels_functions import sigmoid_all, surprise, tanh_all
+
+_ONE: Final = np.float32(1)
+
+
+class Sizes(NamedTuple):
+    """What the model is, and in how many panels it lies."""
+
+    vocabulary: int
+    embedding: int
+    hidden: int
+    steps: int
+    word_panels: int
+    embedding_panels: int
+    hidden_panels: int
+
+
+class Weights(NamedTuple):
+    """Views of one packed model. `*_back` are the transposes, rebuilt after each step."""
+
+    embedding: Any
+    ih: Any
+    hh: Any
+    out: Any
+    bias_ih: Any
+    bias_hh: Any
+    bias_out: Any
+    ih_back: Any
+    hh_back: Any
+    out_back: Any
+
+
+class Work(NamedTuple):
+    """Scratch for batches of up to `rows` sequences."""
+
+    gates: Any  # [step][4 gates][hidden panel][row][WIDTH]
+    cells: Any  # [step + 1][hidden panel][row][WIDTH]
+    cell_tanh: Any  # [step]...
+    d_hidden: Any  # [step]...
+    d_cell: Any  # one step
+    hidden: Any  # [step + 1][row][hidden]
+    scores: Any  # one step: [word panel][row][WIDTH]
+    score_rows: Any  # one step: [row][word]
+    gate_rows: Any  # one step, or all words: [row][4 gates][hidden]
+    table: Any  # [4 gates][hidden panel][word][WIDTH]
+    d_table: Any
+    word_rows: Any  # [word][embedding]
+    d_words: Any  # [embedding panel][word][WIDTH]
+    d_hh: Any
+    d_out: Any
+    d_bias_out: Any
+
+
+@compiled()
+def weights(ends: Any, packed: Any) -> Any:
+    """The parts of a packed model, in their order."""
+    return Weights(
+        packed[: ends[0]],
+        packed[ends[0] : ends[1]],
+        packed[ends[1] : ends[2]],
+        packed[ends[2] : ends[3]],
+        packed[ends[3] : ends[4]],
+        packed[ends[4] : ends[5]],
+        packed[ends[5] : ends[6]],
+        packed[ends[6] : ends[7]],
+        packed[ends[7] : ends[8]],
+        packed[ends[8] :],
+    )
+
+
+@compiled()
+def scratch(sizes: Any, rows: Any) -> Any:
+    v, e, h = sizes.word_panels * WIDTH, sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
+    t = sizes.steps
+    words = min(sizes.vocabulary, rows * t)
+    return Work(
+        gates=aligned(t * 4 * h * rows),
+        cells=aligned((t + 1) * h * rows),
+        cell_tanh=aligned(t * h * rows),
+        d_hidden=aligned(t * h * rows),
+        d_cell=aligned(h * rows),
+        hidden=aligned((t + 1) * h * rows),
+        scores=aligned(v * rows),
+        score_rows=aligned(v * rows),
+        gate_rows=aligned(4 * h * max(rows, words)),
+        table=aligned(4 * h * words),
+        d_table=aligned(4 * h * words),
+        word_rows=aligned(e * words),
+        d_words=aligned(e * words),
+        d_hh=aligned(h * 4 * h),
+        d_out=aligned(h * v),
+        d_bias_out=aligned(v),
+    )
+
+
+@compiled()
+def _lookup(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any) -> Any:
+    """The words of a batch: slots[word] is their row in the table of what they add to the gates."""
+    words, e = 0, sizes.embedding_panels * WIDTH
+    slots[:] = -1
+    for row in range(first, first + rows):
+        for step in range(sizes.steps):
+            word = tokens[row, step]
+            if slots[word] < 0:
+                slots[word] = words
+                work.word_rows[words * e : (words + 1) * e] = w.embedding[word * e : (word + 1) * e]
+                words += 1
+    panels = 4 * sizes.hidden_panels
+    for p in range(panels):
+        for slot in range(words):
+            for lane in range(WIDTH):
+                unit = p * WIDTH + lane
+                work.table[(p * words + slot) * WIDTH + lane] = w.bias_ih[unit] + w.bias_hh[unit]
+    add_product(work.table, words * WIDTH, work.word_rows, e, 1, w.ih, e * WIDTH,
+                words, panels, sizes.embedding, _ONE)  # fmt: skip
+    return words
+
+
+@compiled()
+def _gather(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: Any, step: Any,
+            panels: Any, gates: Any) -> None:  # fmt: skip
+    for p in range(panels):
+        for row in range(rows):
+            at = (p * words + slots[tokens[first + row, step]]) * WIDTH
+            to = (p * rows + row) * WIDTH
+            for lane in range(WIDTH):
+                gates[to + lane] = table[at + lane]
+
+
+@compiled()
+def _scatter(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: Any, step: Any,
+             panels: Any, gates: Any) -> None:  # fmt: skip
+    for p in range(panels):
+        for row in range(rows):
+            to = (p * words + slots[tokens[first + row, step]]) * WIDTH
+            at = (p * rows + row) * WIDTH
+            for lane in range(WIDTH):
+                table[to + lane] += gates[at + lane]
+
+
+@compiled(fast=True)
+def _remember(i: Any, f: Any, g: Any, before: Any, cell: Any) -> None:
+    for e in range(cell.size):
+        cell[e] = f[e] * before[e] + i[e] * g[e]
+
+
+@compiled()
+def _show(o: Any, cell_tanh: Any, rows: Any, panels: Any, hidden: Any) -> None:
+    """h = o tanh(c), from panels into rows."""
+    for p in range(panels):
+        for row in range(rows):
+            at, to = (p * rows + row) * WIDTH, (row * panels + p) * WIDTH
+            for lane in range(WIDTH):
+                hidden[to + lane] = o[at + lane] * cell_tanh[at + lane]
+
+
+@compiled()
+def _scores(sizes: Any, w: Any, work: Any, rows: Any, hidden: Any) -> None:
+    """The scores of all next words, as rows."""
+    h = sizes.hidden_panels * WIDTH
+    scores = work.scores
+    for p in range(sizes.word_panels):
+        for row in range(rows):
+            for lane in range(WIDTH):
+                scores[(p * rows + row) * WIDTH + lane] = w.bias_out[p * WIDTH + lane]
+    add_product(scores, rows * WIDTH, hidden, h, 1, w.out, h * WIDTH,
+                rows, sizes.word_panels, sizes.hidden, _ONE)  # fmt: skip
+    rows_of(scores, rows, sizes.word_panels, work.score_rows)
+
+
+@compiled()
+def forward(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any,
+            words: Any, step: Any) -> None:  # fmt: skip
+    """One step: gates, cell, hidden state."""
+    h, n = sizes.hidden_panels * WIDTH, sizes.hidden_panels * WIDTH * rows
+    gates = work.gates[step * 4 * n : (step + 1) * 4 * n]
+    hidden = work.hidden[step * n : (step + 1) * n]
+    _gather(work.table, words, slots, tokens, first, rows, step, 4 * sizes.hidden_panels, gates)
+    add_product(gates, rows * WIDTH, hidden, h, 1, w.hh, h * WIDTH,
+                rows, 4 * sizes.hidden_panels, sizes.hidden, _ONE)  # fmt: skip
+    sigmoid_all(gates[: 2 * n])
+    tanh_all(gates[2 * n : 3 * n], gates[2 * n : 3 * n])
+    sigmoid_all(gates[3 * n :])
+    cell = work.cells[(step + 1) * n : (step + 2) * n]
+    _remember(gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], work.cells[step * n :], cell)
+    cell_tanh = work.cell_tanh[step * n : (step + 1) * n]
+    tanh_all(cell, cell_tanh)
+    _show(gates[3 * n :], cell_tanh, rows, sizes.hidden_panels,
+          work.hidden[(step + 1) * n : (step + 2) * n])  # fmt: skip
+
+
+@compiled()
+def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, step: Any) -> Any:
+    """The loss of one step. Leaves its gradients in d_hidden, d_out and d_bias_out."""
+    v, h = sizes.word_panels * WIDTH, sizes.hidden_panels * WIDTH
+    n = h * rows
+    hidden = work.hidden[(step + 1) * n : (step + 2) * n]
+    _scores(sizes, w, work, rows, hidden)
+    scale = np.float32(1.0 / (rows * sizes.steps))
+    loss = 0.0
+    for row in range(rows):
+        scores = work.score_rows[row * v : (row + 1) * v]
+        loss += surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], scale)
+        for lane in range(v):
+            work.d_bias_out[lane] += scores[lane]
+    panels_of(work.score_rows, rows, sizes.word_panels, work.scores)
+    d_hidden = work.d_hidden[step * n : (step + 1) * n]
+    d_hidden[:] = np.float32(0)
+    add_product(d_hidden, rows * WIDTH, work.score_rows, v, 1, w.out_back, v * WIDTH,
+                rows, sizes.hidden_panels, sizes.vocabulary, _ONE)  # fmt: skip
+    add_product(work.d_out, h * WIDTH, hidden, 1, h, work.scores, rows * WIDTH,
+                sizes.hidden, sizes.word_panels, rows, _ONE)  # fmt: skip
+    return loss
+
+
+@compiled(fast=True)
+def _through_cell(d_hidden: Any, cell_tanh: Any, o: Any, d_cell: Any) -> None:
+    for e in range(d_cell.size):
+        d_cell[e] += d_hidden[e] * o[e] * (_ONE - cell_tanh[e] * cell_tanh[e])
+
+
+@compiled(fast=True)
+def _through_output(d_hidden: Any, cell_tanh: Any, o: Any) -> None:
+    for e in range(o.size):
+        o[e] = d_hidden[e] * cell_tanh[e] * o[e] * (_ONE - o[e])
+
+
+@compiled(fast=True)
+def _through_input(d_cell: Any, i: Any, g: Any) -> None:
+    for e in range(i.size):
+        x, y = i[e], g[e]
+        i[e] = d_cell[e] * y * x * (_ONE - x)
+        g[e] = d_cell[e] * x * (_ONE - y * y)
+
+
+@compiled(fast=True)
+def _through_forget(before: Any, f: Any, d_cell: Any) -> None:
+    for e in range(f.size):
+        x, d = f[e], d_cell[e]
+        f[e] = d * before[e] * x * (_ONE - x)
+        d_cell[e] = d * x
+
+
+@compiled()
+def backward(sizes: Any, w: Any, work: Any, rows: Any, step: Any) -> None:
+    """One step back: the gates become their gradients, d_hidden of the step before is complete."""
+    h, n = sizes.hidden_panels * WIDTH, sizes.hidden_panels * WIDTH * rows
+    gates = work.gates[step * 4 * n : (step + 1) * 4 * n]
+    i, f, g, o = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], gates[3 * n :]
+    d_hidden, cell_tanh = work.d_hidden[step * n :], work.cell_tanh[step * n :]
+    d_cell = work.d_cell[:n]
+    _through_cell(d_hidden, cell_tanh, o, d_cell)
+    _through_output(d_hidden, cell_tanh, o)
+    _through_input(d_cell, i, g)
+    _through_forget(work.cells[step * n :], f, d_cell)
+    if step > 0:
+        rows_of(gates, rows, 4 * sizes.hidden_panels, work.gate_rows)
+        add_product(work.d_hidden[(step - 1) * n :], rows * WIDTH, work.gate_rows, 4 * h, 1,
+                    w.hh_back, 4 * h * WIDTH, rows, sizes.hidden_panels, 4 * h, _ONE)  # fmt: skip
+        add_product(work.d_hh, h * WIDTH, work.hidden[step * n :], 1, h, gates, rows * WIDTH,
+                    sizes.hidden, 4 * sizes.hidden_panels, rows, _ONE)  # fmt: skip
+
+
+@compiled(fast=True)
+def _descend(target: Any, gradient: Any, rate: Any) -> None:
+    for e in range(target.size):
+        target[e] -= rate * gradient[e]
+
+
+@compiled()
+def _learn_words(sizes: Any, w: Any, work: Any, slots: Any, words: Any, rate: Any) -> None:
+    """Steps of the input matrix, of the biases and of the embeddings of the batch's words."""
+    e, panels = sizes.embedding_panels * WIDTH, 4 * sizes.hidden_panels
+    add_product(w.ih, e * WIDTH, work.word_rows, 1, e, work.d_table, words * WIDTH,
+                sizes.embedding, panels, words, -rate)  # fmt: skip
+    for p in range(panels):
+        for lane in range(WIDTH):
+            total = np.float32(0)
+            for slot in range(words):
+                total += work.d_table[(p * words + slot) * WIDTH + lane]
+            w.bias_ih[p * WIDTH + lane] -= rate * total
+            w.bias_hh[p * WIDTH + lane] -= rate * total
+    rows_of(work.d_table, words, panels, work.gate_rows)
+    work.d_words[: e * words] = np.float32(0)
+    add_product(work.d_words, words * WIDTH, work.gate_rows, panels * WIDTH, 1, w.ih_back,
+                panels * WIDTH * WIDTH, words, sizes.embedding_panels, panels * WIDTH,
+                _ONE)  # fmt: skip
+    for word in range(sizes.vocabulary):
+        if slots[word] >= 0:
+            for p in range(sizes.embedding_panels):
+                at, to = (p * words + slots[word]) * WIDTH, word * e + p * WIDTH
+                for lane in range(WIDTH):
+                    w.embedding[to + lane] -= rate * work.d_words[at + lane]
+
+
+@compiled()
+def transpose_all(sizes: Any, w: Any) -> None:
+    e, h = sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
+    transpose(w.ih, e, 4 * sizes.hidden_panels, w.ih_back)
+    transpose(w.hh, h, 4 * sizes.hidden_panels, w.hh_back)
+    transpose(w.out, h, sizes.word_panels, w.out_back)
+
+
+@compiled()
+def train_batch(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any,
+                rate: Any) -> None:  # fmt: skip
+    """One step of SGD on the mean loss of sequences `first` to `first + rows`."""
+    n = sizes.hidden_panels * WIDTH * rows
+    words = _lookup(sizes, w, work, tokens, first, rows, slots)
+    d_table = work.d_table[: 4 * sizes.hidden_panels * WIDTH * words]
+    for started in (work.cells[:n], work.hidden[:n], work.d_cell[:n], d_table):
+        started[:] = np.float32(0)
+    for gradient in (work.d_hh, work.d_out, work.d_bias_out):
+        gradient[:] = np.float32(0)
+    for step in range(sizes.steps):
+        forward(sizes, w, work, tokens, first, rows, slots, words, step)
+        judge(sizes, w, work, tokens, first, rows, step)
+    for back in range(sizes.steps):
+        step = sizes.steps - 1 - back
+        backward(sizes, w, work, rows, step)
+        _scatter(work.d_table, words, slots, tokens, first, rows, step, 4 * sizes.hidden_panels,
+                 work.gates[step * 4 * n :])  # fmt: skip
+    _learn_words(sizes, w, work, slots, words, rate)
+    _descend(w.hh, work.d_hh, rate)
+    _descend(w.out, work.d_out, rate)
+    _descend(w.bias_out, work.d_bias_out, rate)
+
+
+@compiled()
+def train(sizes: Any, ends: Any, places: Any, packed: Any, start: Any, tokens: Any, offsets: Any,
+          rate: Any, epochs: Any, batch_size: Any, updates: Any) -> None:  # fmt: skip
+    """Client i trains from packed[start[i]] on its sequences; updates[i] is the difference."""
+    longest = 0
+    for client in range(start.size):
+        longest = max(longest, offsets[client + 1] - offsets[client])
+    work = scratch(sizes, min(longest, batch_size))
+    slots = np.empty(sizes.vocabulary, np.int64)
+    model = aligned(packed.shape[1])
+    w = weights(ends, model)
+    for client in range(start.size):
+        initial = packed[start[client]]
+        model[:] = initial
+        last = offsets[client + 1]
+        for epoch in range(epochs):
+            first = offsets[client]
+            while first < last:
+                rows = min(batch_size, last - first)
+                train_batch(sizes, w, work, tokens, first, rows, slots, rate)
+                first += rows
+                if first < last or epoch + 1 < epochs:
+                    transpose_all(sizes, w)
+        for e in range(places.size):
+            updates[client, e] = model[places[e]] - initial[places[e]]
+
+
+@compiled()
+def losses(sizes: Any, ends: Any, packed: Any, tokens: Any, batch_size: Any) -> Any:
+    """The mean loss of each sequence."""
+    work = scratch(sizes, min(len(tokens), batch_size))
+    slots = np.empty(sizes.vocabulary, np.int64)
+    w = weights(ends, packed)
+    v, h = sizes.word_panels * WIDTH, sizes.hidden_panels * WIDTH
+    found = np.zeros(len(tokens))
+    for first in range(0, len(tokens), batch_size):
+        rows = min(batch_size, len(tokens) - first)
+        n = h * rows
+        words = _lookup(sizes, w, work, tokens, first, rows, slots)
+        work.cells[:n] = np.float32(0)
+        work.hidden[:n] = np.float32(0)
+        for step in range(sizes.steps):
+            forward(sizes, w, work, tokens, first, rows, slots, words, step)
+            _scores(sizes, w, work, rows, work.hidden[(step + 1) * n : (step + 2) * n])
+            for row in range(rows):
+                scores = work.score_rows[row * v : (row + 1) * v]
+                target = tokens[first + row, step + 1]
+                found[first + row] += surprise(scores, sizes.vocabulary, target, _ONE)
+    return found / sizes.steps
