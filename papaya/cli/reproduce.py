@@ -1,0 +1,112 @@
+"""`papaya reproduce`: figures and tables of the paper, its numbers beside ours.
+
+Writes JSON, plots and report.html. Exit code 1 if a claim does not hold. What was recorded stays in
+the folder, so an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from papaya.cli.output import (
+    Commands,
+    Progress,
+    add_format,
+    make_folder,
+    note,
+    print_data,
+    print_json,
+    table,
+    whole,
+)
+from papaya.errors import OperatorError
+from papaya.experiments.catalogue import EXPERIMENTS
+from papaya.experiments.page import shown
+from papaya.experiments.reproduce import reproduce
+from papaya.experiments.result import Result
+from papaya.experiments.scale import SCALES
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "reproduce",
+        help="the paper's figures and tables, its numbers beside ours",
+        description="Reproduce figures and tables of the paper in the simulator.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "what", nargs="+", metavar="figure|table|all", help=f"all, or of: {', '.join(EXPERIMENTS)}"
+    )
+    parser.add_argument(
+        "--scale", choices=SCALES, default="quick", help="quick: minutes; full: the paper's size"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=whole(1),
+        default=argparse.SUPPRESS,
+        metavar="N",
+        help="repetitions of everything (default: 2 for quick, 5 for full)",
+    )
+    parser.add_argument("--jobs", type=whole(1), default=2, metavar="N", help="processes")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="for the files"
+    )
+    add_format(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    keys = _keys(options.what)
+    scale = SCALES[options.scale]
+    seeds = range(1, 1 + getattr(options, "seeds", scale.seeds))
+    folder = make_folder(options.output / scale.name)
+    started = time.monotonic()
+    with Progress() as progress:
+
+        def tell(kind: str, done: int, total: int) -> None:
+            progress.update(kind, done / total, f"{done} of {total} runs")
+
+        def ended(result: Result) -> None:
+            progress.say(f"{result.title}: {_verdict(result)}")
+
+        results = reproduce(
+            keys, scale, list(seeds), folder, jobs=options.jobs, tell=tell, ended=ended
+        )
+    if options.format == "json":
+        print_json(results)
+    else:
+        print_data("\n\n".join(map(_described, results)))
+    minutes = (time.monotonic() - started) / 60
+    note(f"\nreport: {folder / 'report.html'} ({minutes:.1f} minutes)")
+    return 0 if all(check.holds for result in results for check in result.checks) else 1
+
+
+def _keys(what: list[str]) -> list[str]:
+    if "all" in what:
+        return list(EXPERIMENTS)
+    if unknown := [key for key in what if key not in EXPERIMENTS]:
+        raise OperatorError(
+            f"there is no experiment {unknown[0]!r}", hint=f"use all, or of {', '.join(EXPERIMENTS)}"
+        )
+    return what
+
+
+def _verdict(result: Result) -> str:
+    failed = sum(not check.holds for check in result.checks)
+    return "as the paper claims" if not failed else f"{failed} claims do not hold"
+
+
+def _described(result: Result) -> str:
+    rows = [
+        (f.name, f.paper, shown(f) + (" (calibrated input)" if f.kind == "input" else ""))
+        for f in result.findings
+    ]
+    checks = [
+        f"  {'holds' if check.holds else 'FAILS'}: {check.claim}: {check.detail}"
+        for check in result.checks
+    ]
+    notes = [f"  note: {text}" for text in result.notes]
+    heading = table((result.title, "paper", "here"), rows)
+    return "\n".join([heading, *checks, *notes])

@@ -1,0 +1,85 @@
+"""The runs that several experiments share, and how their rates are written.
+
+Paper, "Experimental Setup": SGD on the client, one local epoch with batches of 32, FedAdam on the
+server; AsyncFL with K = 100 unless said otherwise, SyncFL with 30 % over-selection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from papaya.config import AsyncFL, OptimizerConfig, SyncFL
+from papaya.experiments.lab import Lab, Scene, Trial
+from papaya.experiments.scale import CONCURRENCY, GOAL, OVER_SELECTION, Scale
+from papaya.learning.definition import ClientSGD
+from papaya.sim.replay import Curve, Rates
+
+CLIENT: Final = ClientSGD(rate=1.0)
+_EPSILON: Final = 1e-5
+TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
+NO_OVER_SELECTION_CLIENTS: Final = 1000
+
+
+class Reached(NamedTuple):
+    """When a run met the target: infinity if it never did."""
+
+    hours: float
+    trips: float
+    versions: float
+
+
+def rates(rate: float, beta1: float = 0.0) -> Rates:
+    return Rates(CLIENT, OptimizerConfig(rate=rate, beta1=beta1, epsilon=_EPSILON))
+
+
+def sync_scene(scale: Scale, concurrency: int, seed: int) -> Scene:
+    regime = SyncFL(OVER_SELECTION)
+    return Scene(regime=regime, concurrency=concurrency, seed=seed, versions=scale.rounds)
+
+
+def async_scene(scale: Scale, concurrency: int, seed: int, goal: int = GOAL) -> Scene:
+    """The run at the paper's concurrency is long enough for Table 1 as well."""
+    versions = scale.versions if goal == GOAL else max(scale.rounds, scale.versions * GOAL // goal)
+    if (concurrency, goal) == (CONCURRENCY, GOAL):
+        versions = max(versions, math.ceil(scale.table_updates / goal))
+    return Scene(regime=AsyncFL(goal), concurrency=concurrency, seed=seed, versions=versions)
+
+
+def plain_scene(scale: Scale, seed: int) -> Scene:
+    """SyncFL without over-selection: "we set concurrency equal to aggregation goal"."""
+    rounds = math.ceil(scale.table_updates / NO_OVER_SELECTION_CLIENTS)
+    clients = NO_OVER_SELECTION_CLIENTS
+    return Scene(regime=SyncFL(0.0), concurrency=clients, seed=seed, versions=rounds)
+
+
+def reached(lab: Lab, scale: Scale, scenes: Sequence[Scene], chosen: Rates) -> list[Reached]:
+    """For each scene, when its run with these rates met the target of the scale."""
+    loss = math.log(scale.target)
+    trials = [Trial(scene=scene, rates=chosen, target=loss) for scene in scenes]
+    curves = lab.learn(trials)
+    return [met(curves[trial], loss) for trial in trials]
+
+
+def met(curve: Curve, loss: float) -> Reached:
+    point = curve.reached(loss)
+    if point is None:
+        return Reached(math.inf, math.inf, math.inf)
+    return Reached(point.hours, float(point.trips), float(point.version))
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def seeds_of(count: int) -> range:
+    return range(1, count + 1)
+
+
+def tuning_seeds(scale: Scale) -> range:
+    return range(TUNING_SEED, TUNING_SEED + scale.tuning_seeds)
+
+
+def over_seeds(make: Callable[[int], Scene], seeds: Iterable[int]) -> list[Scene]:
+    return [make(seed) for seed in seeds]

@@ -1,0 +1,60 @@
+"""The aggregation goal K at a fixed concurrency: hours to a target and server updates per hour.
+
+Paper, figure "Number of hours to reach a target perplexity of 60 with concurrency = 1,300 and
+varying values of K": "the larger the K is, the slower the convergence time".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from papaya.experiments import charts
+from papaya.experiments.common import async_scene, rates, reached
+from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.result import Check, Finding, Result, number, ratios
+from papaya.experiments.scale import CONCURRENCY, Scale
+
+KEY = "goal-sweep"
+
+
+def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+    return [async_scene(scale, CONCURRENCY, seed, goal) for goal in scale.goals for seed in seeds]
+
+
+def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    chosen = rates(scale.common_rate)
+    hours: dict[int, list[float]] = {}
+    frequency: dict[int, list[float]] = {}
+    for goal in scale.goals:
+        found = [async_scene(scale, CONCURRENCY, seed, goal) for seed in seeds]
+        hours[goal] = [run.hours for run in reached(lab, scale, found, chosen)]
+        reports = [recording.report for recording in lab.record(found).values()]
+        frequency[goal] = [report.tasks[0].versions_per_hour for report in reports]
+    small, large = scale.goals[0], scale.goals[-1]
+    slower = ratios(hours[large], hours[small])
+    panels = [
+        charts.Panel("Hours to the target", "hours", {"AsyncFL": list(hours.items())}),
+        charts.Panel("Server updates per hour", "per hour", {"AsyncFL": list(frequency.items())}),
+    ]
+    return Result(
+        key=KEY,
+        title=f"Aggregation goal K at concurrency {CONCURRENCY}",
+        paper="Figure: hours to a target, and server updates per hour, by K",
+        findings=(
+            Finding(name=f"hours at K = {large} ÷ K = {small}", paper="above 1", values=slower),
+            *(
+                Finding(name=f"hours at K = {g}", paper="–", values=tuple(v), unit="h")
+                for g, v in hours.items()
+            ),
+        ),
+        checks=(
+            Check(
+                f"K = {small} is faster than K = {large}",
+                fmean(slower) > 1,
+                f"{number(fmean(hours[small]))} against {number(fmean(hours[large]))} hours",
+            ),
+        ),
+        plots=(charts.lines(lab.folder, KEY, "aggregation goal K", panels),),
+        notes=(f"One server rate, {scale.common_rate:g}, for every K.",),
+    )

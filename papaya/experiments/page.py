@@ -1,0 +1,91 @@
+"""The report: one HTML file that needs nothing else, the paper's number beside ours."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.scale import Scale
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; }
+h1 { margin-bottom: 0; } h2 { margin-top: 3rem; border-top: 1px solid #ddd; padding-top: 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #eee; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.input { color: #777; } .input td:first-child::after { content: " (calibrated input)"; }
+.holds::before { content: "✓ "; color: #2a7; } .fails::before { content: "✗ "; color: #c33; }
+.fails { color: #c33; } img { max-width: 100%; } .paper, .notes { color: #555; }
+"""
+
+
+def page(results: Sequence[Result], scale: Scale, seeds: Sequence[int], folder: Path) -> str:
+    """All results; the plots are read from the folder."""
+    checks = [check for result in results for check in result.checks]
+    failed = [check for check in checks if not check.holds]
+    verdict = "all hold" if not failed else f"{len(failed)} of {len(checks)} do not hold"
+    seeds_text = ", ".join(map(str, seeds))
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        f"<title>Papaya: the paper's evaluation, {scale.name}</title><style>{_STYLE}</style>",
+        "<h1>The paper's evaluation, reproduced</h1>",
+        (
+            f"<p class=paper>Scale {escape(scale.name)}, seeds {seeds_text}. {len(checks)} claims: "
+            f"{verdict}.</p>"
+        ),
+        (
+            "<p>Grey rows are inputs that were calibrated to the paper: that they agree proves "
+            "nothing. All other numbers came out of the simulation; in brackets the lowest and the "
+            "highest seed.</p>"
+        ),
+        *(_section(result, folder) for result in results),
+    ]
+    return "\n".join(parts)
+
+
+def _section(result: Result, folder: Path) -> str:
+    return "\n".join(
+        [
+            f"<h2 id={escape(result.key)}>{escape(result.title)}</h2>",
+            f"<p class=paper>{escape(result.paper)}</p>",
+            "<table><tr><th><th>paper<th>here<th></tr>",
+            *map(_row, result.findings),
+            "</table><ul style='list-style:none;padding:0'>",
+            *map(_check, result.checks),
+            "</ul>",
+            *(_image(folder / name) for name in result.plots),
+            "<div class=notes>",
+            *(f"<p>{escape(text)}</p>" for text in result.notes),
+            "</div>",
+        ]
+    )
+
+
+def _row(finding: Finding) -> str:
+    return (
+        f"<tr class={finding.kind}><td>{escape(finding.name)}<td>{escape(finding.paper)}"
+        f"<td class=number>{escape(shown(finding))}</tr>"
+    )
+
+
+def shown(finding: Finding) -> str:
+    """The mean with the spread of the seeds."""
+    unit = f" {finding.unit}" if finding.unit else ""
+    if len(finding.values) == 1:
+        return number(finding.mean) + unit
+    low, high = map(number, finding.spread)
+    return f"{number(finding.mean)}{unit} ({low} – {high})"
+
+
+def _check(check: Check) -> str:
+    kind = "holds" if check.holds else "fails"
+    return f"<li class={kind}>{escape(check.claim)}: {escape(check.detail)}</li>"
+
+
+def _image(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f"<img alt='{escape(path.stem)}' src='data:image/png;base64,{data}'>"

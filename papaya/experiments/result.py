@@ -1,0 +1,69 @@
+"""What an experiment found, beside what the paper says.
+
+An *input* was calibrated to the paper or taken from it: that it agrees proves nothing. An
+*outcome* came out of the simulation. A *check* is a claim that must hold, or the reproduction has
+failed. Nothing here knows a value of any outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal
+
+from msgspec import Struct
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One number: the paper's in its own words, ours for each seed."""
+
+    name: str
+    paper: str
+    values: tuple[float, ...]
+    unit: str = ""
+    kind: Literal["outcome", "input"] = "outcome"
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.values)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The lowest and the highest of the seeds."""
+        return min(self.values), max(self.values)
+
+
+class Check(Struct, frozen=True):
+    """`detail` has the numbers on which it was decided."""
+
+    claim: str
+    holds: bool
+    detail: str
+
+
+class Result(Struct, frozen=True, kw_only=True):
+    """One figure or table. `plots` are file names beside the JSON file of the result."""
+
+    key: str
+    title: str
+    paper: str
+    findings: tuple[Finding, ...]
+    checks: tuple[Check, ...] = ()
+    plots: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def number(value: float) -> str:
+    """Three digits that matter, thousands in groups."""
+    if value != value:
+        return "–"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value != 0 and abs(value) < 0.01:
+        return f"{value:.1e}"
+    return f"{value:.3g}"
+
+
+def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
+    """Seed by seed."""
+    return tuple(a / b for a, b in zip(above, below, strict=True))

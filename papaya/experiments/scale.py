@@ -1,0 +1,83 @@
+"""How large a reproduction is. `quick`: all of it in minutes; `full`: the paper's own numbers.
+
+Everything here is an input. Learning rates and targets of `quick` are larger because its runs are
+shorter; concurrencies and goals are the paper's in both.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import Struct
+
+
+class Scale(Struct, frozen=True, kw_only=True):
+    """`rounds` and `versions` bound how far SyncFL and AsyncFL are recorded for learning runs.
+
+    common_rate        the one server rate of the first protocol
+    sync_grid, async_grid   server rates that are tried, neighbours at most a factor 1.5 apart
+    target             perplexity for all clients whose time is measured
+    table_updates      counted updates after which Table 1 is taken
+    window_hours       of control-plane runs, after the warm-up
+    fixed_hour         at which the losses of the training curves are compared
+    """
+
+    name: str
+    seeds: int
+    tuning_seeds: int
+    concurrencies: tuple[int, ...]
+    goals: tuple[int, ...]
+    rounds: int
+    versions: int
+    table_updates: int
+    window_hours: float
+    fixed_hour: float
+    common_rate: float
+    target: float
+    sync_grid: tuple[float, ...]
+    async_grid: tuple[float, ...]
+
+
+def _grid(low: float, count: int, step: float = 1.5) -> tuple[float, ...]:
+    return tuple(low * step**index for index in range(count))
+
+
+QUICK: Final = Scale(
+    name="quick",
+    seeds=2,
+    tuning_seeds=1,
+    concurrencies=(130, 650, 1300, 2600),
+    goals=(100, 400, 1000, 1300),
+    rounds=90,
+    versions=250,
+    table_updates=60_000,
+    window_hours=0.5,
+    fixed_hour=1.0,
+    common_rate=0.01,
+    target=28.0,
+    sync_grid=_grid(0.0133, 9),
+    async_grid=_grid(0.002, 9),
+)
+
+FULL: Final = Scale(
+    name="full",
+    seeds=5,
+    tuning_seeds=2,
+    concurrencies=(130, 260, 520, 1300, 2600),
+    goals=(100, 200, 400, 700, 1000, 1300),
+    rounds=1000,
+    versions=10_000,
+    table_updates=1_000_000,
+    window_hours=2.0,
+    fixed_hour=10.0,
+    common_rate=0.001,  # Adam's default
+    target=28.0,
+    sync_grid=_grid(0.0005, 17),
+    async_grid=_grid(0.0001, 17),
+)
+
+SCALES: Final = {scale.name: scale for scale in (QUICK, FULL)}
+CONCURRENCY: Final = 1300
+GOAL: Final = 100
+OVER_SELECTION: Final = 0.3
+MOST_CLIENTS: Final = 2300

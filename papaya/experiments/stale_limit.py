@@ -1,0 +1,95 @@
+"""A maximum staleness that is too small brings back the bias that AsyncFL avoids.
+
+Paper, appendix: in AsyncFL "users that are still training continue normally, unless their staleness
+would exceed maximum staleness". Those are the slow ones, and the slow ones have the most data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final, Literal
+
+import numpy as np
+
+from papaya.config import AsyncFL
+from papaya.experiments import charts
+from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.scale import CONCURRENCY, GOAL, Scale
+from papaya.sim.population import Population
+from papaya.sim.report import everyone
+
+KEY = "stale-limit"
+_LIMITS: Final = (10, 20, 50, 200)
+_POPULATIONS: Final[tuple[Literal["default", "stress"], ...]] = ("default", "stress")
+_START_S: Final = 600.0
+
+
+def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+    return [_scene(scale, limit, name, seeds[0]) for name in _POPULATIONS for limit in _LIMITS]
+
+
+def _scene(scale: Scale, limit: int, name: Literal["default", "stress"], seed: int) -> Scene:
+    return Scene(
+        regime=AsyncFL(GOAL, limit),
+        concurrency=CONCURRENCY,
+        seed=seed,
+        hours=scale.window_hours / 2,
+        population=name,
+    )
+
+
+def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    kept = {
+        name: [(limit, _kept(lab, _scene(scale, limit, name, seeds[0]))) for limit in _LIMITS]
+        for name in _POPULATIONS
+    }
+    panel = charts.Panel(
+        "Share of the 1 % with most data that is counted",
+        "counted ÷ expected",
+        {f"{name} population": [(x, (y,)) for x, y in found] for name, found in kept.items()},
+    )
+    smallest = fmean(found[0][1] for found in kept.values())
+    largest = fmean(found[-1][1] for found in kept.values())
+    return Result(
+        key=KEY,
+        title="A maximum staleness that is too small re-creates the bias",
+        paper="Appendix: aborting stale clients",
+        findings=tuple(
+            Finding(
+                name=f"{name} population, limit {limit}: top 1 % counted ÷ expected",
+                paper="–",
+                values=(share,),
+            )
+            for name, found in kept.items()
+            for limit, share in found
+        ),
+        checks=(
+            Check(
+                f"limit {_LIMITS[0]} loses most of the clients with the most data, "
+                f"{_LIMITS[-1]} keeps them",
+                smallest < 0.5 < 0.9 < largest,
+                f"{number(smallest)} and {number(largest)} of those expected",
+            ),
+        ),
+        plots=(charts.lines(lab.folder, KEY, "maximum staleness", [panel]),),
+        notes=(
+            (
+                f"C = {CONCURRENCY}, K = {GOAL}: staleness is {CONCURRENCY // GOAL} on average. "
+                "The default limit is 16 C / K."
+            ),
+        ),
+    )
+
+
+def _kept(lab: Lab, scene: Scene) -> float:
+    """Of the devices that can take part, the 1 % with the most data: counted ÷ expected."""
+    [recording] = lab.record([scene]).values()
+    trace = recording.trace
+    population = Population(scene.cluster.population, scene.seed)
+    _, examples = everyone(population, trace.task.training_timeout_s)
+    edge = float(np.percentile(examples, 99))
+    chosen = trace.assigned_s >= _START_S
+    share = float((trace.clients.examples[chosen] >= edge).mean())
+    return share / float((examples >= edge).mean())

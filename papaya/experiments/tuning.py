@@ -1,0 +1,70 @@
+"""Choosing a server rate and a first moment, on seeds that are never reported.
+
+An optimum on the edge of the grid is no optimum: it is returned as such, and fails the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from statistics import fmean
+from typing import NamedTuple
+
+from papaya.experiments.common import met, rates
+from papaya.experiments.lab import Lab, Scene, Trial
+from papaya.experiments.result import Check, number
+from papaya.experiments.scale import Scale
+from papaya.sim.replay import Curve, Rates
+
+
+class Tuned(NamedTuple):
+    """`score`: the mean over the tuning seeds, the lower the better."""
+
+    rates: Rates
+    score: float
+    is_on_edge: bool
+
+    def check(self, name: str) -> Check:
+        optimizer = self.rates.optimizer
+        place = f"rate {number(optimizer.rate or 0.0)}, first moment {optimizer.beta1:g}"
+        return Check(f"{name}: the best rate lies inside the grid", not self.is_on_edge, place)
+
+
+def tuned_for_time(lab: Lab, scale: Scale, scenes: Sequence[Scene], grid: Sequence[float]) -> Tuned:
+    """The fewest hours to the target."""
+    loss = math.log(scale.target)
+    return tuned(lab, scenes, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, loss)
+
+
+def tuned_for_loss(lab: Lab, scenes: Sequence[Scene], grid: Sequence[float]) -> Tuned:
+    """The lowest loss for all clients where the scenes end."""
+    return tuned(lab, scenes, grid, (0.9,), lambda curve: curve.points[-1].quality.all, None)
+
+
+def tuned(
+    lab: Lab,
+    scenes: Sequence[Scene],
+    grid: Sequence[float],
+    moments: Sequence[float],
+    score: Callable[[Curve], float],
+    target: float | None,
+) -> Tuned:
+    """The best of all rates and first moments, by the mean score over the scenes."""
+    candidates = [rates(rate, beta1) for beta1, rate in product(moments, grid)]
+    trials = {
+        chosen: [Trial(scene=scene, rates=chosen, target=target) for scene in scenes]
+        for chosen in candidates
+    }
+    curves = lab.learn(trial for group in trials.values() for trial in group)
+    scores = {
+        chosen: fmean(_score(curves[trial], score) for trial in group)
+        for chosen, group in trials.items()
+    }
+    best = min(candidates, key=lambda chosen: scores[chosen])
+    is_on_edge = best.optimizer.rate in (grid[0], grid[-1])
+    return Tuned(best, scores[best], is_on_edge or math.isinf(scores[best]))
+
+
+def _score(curve: Curve, score: Callable[[Curve], float]) -> float:
+    return math.inf if curve.diverged else score(curve)
