@@ -3,10 +3,10 @@
 Paper, figure "Data transfer time versus aggregation goal": the naive way moves every update of a
 20 MB model into the enclave, this way one sealed seed per client and one sum of masks per buffer.
 Cases: expanding and adding masks ÷ the bare AES-CTR key stream, eight seeds waiting; fixed point,
-masking and sealing on the device ÷ one key stream pass (CPU time of one thread, both); unmasking at
-K = 100 ÷ one 20 MB copy between the two processes; bytes and milliseconds across the boundary for
-K = 1…1000, both ways. Things that are compared take turns, and the best of several turns counts,
-because machines are noisy.
+masking and sealing on the device ÷ one key stream pass (CPU time of one thread, both); release and
+unmasking at K = 100 ÷ one 20 MB copy between the two processes; bytes and milliseconds across the
+boundary for K = 1…1000, both ways (the paper measured K = 1). Things that are compared take turns,
+and the best of several turns counts, because machines are noisy; of the unmasking, the median turn.
 Run as `python bench/secure_aggregation.py [--plot FILE]`; prints one JSON line per case with value,
 target and whether it passed. A wrong result exits with 1; a slow one is only reported.
 """
@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -25,7 +26,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,9 +33,16 @@ from papaya.secagg.mask import Mask, add_masks
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, SealedUpdate, Terms, UnsealedUpdate
-from papaya.secagg.unmask import unmask
+from papaya.secagg.unmask import Unmasking
 from papaya.secagg.words import BLOCK, WORD, Reals, Words, blocks
-from papaya.tsa import endpoint, wire
+from papaya.sim.tee_transfer import (
+    DESIGNS,
+    GOALS,
+    MODEL_BYTES,
+    SEED_MESSAGE_BYTES,
+    measure_transfer,
+)
+from papaya.tsa import endpoint
 from papaya.tsa.client import TrustedAggregatorClient
 from papaya.tsa.process import serve_until_signal
 
@@ -49,7 +56,6 @@ PARAMETERS = PublicParameters(
     max_examples=100, max_staleness=10,
 )  # fmt: skip
 POLICY = Policy(task="bench", length=LENGTH, clip=1.0, max_examples=100, max_staleness=10)
-GOALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
 def require(holds: bool, problem: str) -> None:
@@ -149,36 +155,28 @@ def child(work: Callable[..., None], *arguments: object) -> Iterator[None]:
         process.join()
 
 
-class Boundary(NamedTuple):
-    """Seconds to cross from one process to the other."""
-
-    copy_s: float
-    accept_s: float
-    release_s: float
-
-
-def bench_boundary(client: TrustedAggregatorClient, copier: socket.socket) -> Boundary:
-    """A group of K = 100: each seed accepted, the sum released, unmasked and checked."""
+def bench_boundary(client: TrustedAggregatorClient, copier: socket.socket) -> None:
+    """A group of K = 100: the sum released, unmasked and checked; then its mean, as numbers."""
     total, members = filled_group(client, group=0)
-    copied, crossed, released = [], [], []
-    found = unmask(total, client.release(PARAMETERS, 0, members), GOAL, PARAMETERS)
+    copied, unmasked, decoded = [], [], []
     for _ in range(4 * TURNS):
         copied.append(copy_s(copier))
         start_s = time.perf_counter()
-        masks = client.release(PARAMETERS, 0, members)
-        crossed.append(time.perf_counter() - start_s)
-        found = unmask(total, masks, GOAL, PARAMETERS)
-        released.append(time.perf_counter() - start_s)
+        unmasking = Unmasking(total, GOAL, PARAMETERS)
+        client.release(PARAMETERS, 0, members, unmasking.take)
+        found = unmasking.result()
+        unmasked.append(time.perf_counter() - start_s)
+        mean = found.mean()
+        decoded.append(time.perf_counter() - start_s)
         require(found.weight == GOAL, "the weight of the sum")
-    require(np.allclose(found.vector, GOAL * 2**-13, rtol=1e-3), "the sum itself")
-    one_copy_s = min(copied)
-    for case, taken in (("the release", crossed), ("release, unmasking and checks", released)):
-        ratio = min(taken) / one_copy_s
-        report(
-            f"{case} at K = 100 ÷ one 20 MB copy", ratio, 2.5, ratio <= 2.5,
-            copy_ms=one_copy_s * 1e3, ms=min(taken) * 1e3,
-        )  # fmt: skip
-    return Boundary(one_copy_s, accept_s(client), min(released))
+        require(np.allclose(mean, 2**-13, rtol=1e-3), "the mean")
+    # Two processes wait for each other: who is lucky once proves nothing. The median counts.
+    ratio = statistics.median(b / a for a, b in zip(copied, unmasked, strict=True))
+    report(
+        "release, unmasking and checks at K = 100 ÷ one 20 MB copy", ratio, 2.5, ratio <= 2.5,
+        copy_ms=min(copied) * 1e3, ms=min(unmasked) * 1e3,
+        best_by_best=min(unmasked) / min(copied), with_the_mean_ms=min(decoded) * 1e3,
+    )  # fmt: skip
 
 
 def filled_group(client: TrustedAggregatorClient, group: int) -> tuple[Words, list[int]]:
@@ -204,18 +202,6 @@ def copy_s(copier: socket.socket) -> float:
     return time.perf_counter() - start_s
 
 
-def accept_s(client: TrustedAggregatorClient) -> float:
-    """One seed into the trusted party, without the work that it does later: a model of one."""
-    small = replace(PARAMETERS, task="small", length=1)
-    taken = []
-    for offer in client.offers(client.register(small), 500):
-        sealed = sealed_for(client, offer, small, np.zeros(1, np.float32))
-        start_s = time.perf_counter()
-        client.accept(sealed.index, 0, sealed.sealed)
-        taken.append(time.perf_counter() - start_s)
-    return min(taken)
-
-
 def sealed_for(
     client: TrustedAggregatorClient, offer: Offer, parameters: PublicParameters, delta: Reals
 ) -> SealedUpdate:
@@ -224,42 +210,27 @@ def sealed_for(
     return UnsealedUpdate(delta, 100, 0).seal(terms, offer, 0, time.time(), os.urandom)
 
 
-def bench_bytes(boundary: Boundary, plot: Path | None) -> None:
-    """As in the paper's figure, times for other K follow from the measured ones."""
-    model = 4 * LENGTH
-    seed = len(wire.accept_request(0, 0, bytes(64)))
-    passed = seed <= MAX_SEED_BYTES
-    report("bytes into the trusted party per client", seed, MAX_SEED_BYTES, passed)
-    table = []
+def bench_transfer(plot: Path | None) -> None:
+    """As in the paper's figure, but every point of it is measured."""
+    report(
+        "bytes into the trusted party per client", SEED_MESSAGE_BYTES, MAX_SEED_BYTES,
+        SEED_MESSAGE_BYTES <= MAX_SEED_BYTES,
+    )  # fmt: skip
+    transfers = measure_transfer(GOALS, MODEL_BYTES, naive_up_to=max(GOALS), turns=9)
+    ours, naive = ({t.k: t for t in transfers if t.design == design} for design in DESIGNS)
     for goal in GOALS:
-        naive_bytes = goal * model + model
-        into = goal * seed + len(wire.release_request(bytes(32), 0, range(goal)))
-        ours_bytes = into + model + 4 * 2
-        naive_ms = 1e3 * (goal + 1) * boundary.copy_s
-        ours_ms = 1e3 * (goal * boundary.accept_s + boundary.release_s)
-        table.append((goal, naive_ms, ours_ms))
-        share = ours_bytes / naive_bytes
-        # O(K + m): one model comes out, and less than 256 bytes per client go in.
-        passed = ours_bytes <= model + MAX_SEED_BYTES * (goal + 1)
+        across, naively = (t.bytes_in + t.bytes_out for t in (ours[goal], naive[goal]))
+        # O(K + m): one model comes out, and less than 256 bytes per client go either way.
+        limit = MODEL_BYTES + MAX_SEED_BYTES * (goal + 1)
         report(
-            f"bytes across the boundary ÷ naive, K = {goal}", share, (1 + 1e-4) / (goal + 1),
-            passed, naive_mb=naive_bytes / 1e6, mb=ours_bytes / 1e6, naive_ms=naive_ms, ms=ours_ms,
+            f"bytes across the boundary, K = {goal}", across, limit, across <= limit,
+            naive_bytes=naively, ms=1e3 * (ours[goal].seconds or 0.0),
+            naive_ms=1e3 * (naive[goal].seconds or 0.0),
         )  # fmt: skip
     if plot is not None:
-        draw(table, plot)
+        from papaya.sim.transfer_plot import draw_transfer
 
-
-def draw(table: list[tuple[int, float, float]], file: Path) -> None:
-    from matplotlib.figure import Figure
-
-    goals, naive, ours = zip(*table, strict=True)
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(goals, naive, "o-", label="naive: every update crosses")
-    axes.plot(goals, ours, "s-", label="one seed per client, one sum of masks")
-    axes.set(xscale="log", yscale="log", xlabel="aggregation goal K", ylabel="ms for 20 MB models")
-    axes.legend()
-    figure.savefig(file)
+        draw_transfer(transfers, plot)
 
 
 def main() -> None:
@@ -272,7 +243,8 @@ def main() -> None:
             connected(trusted).close()
             with TrustedAggregatorClient(trusted) as client, connected(copies) as copier:
                 bench_sum_and_client(a_delta(), client)
-                bench_bytes(bench_boundary(client, copier), plot)
+                bench_boundary(client, copier)
+    bench_transfer(plot)
 
 
 if __name__ == "__main__":

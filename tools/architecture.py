@@ -42,7 +42,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # Two drivers of the same machines, which do not know each other.
     "sim": BELOW_DRIVERS,
     "net": BELOW_DRIVERS,
-    "cli": (*BELOW_DRIVERS, "sim", "net"),
+    "experiments": (*BELOW_DRIVERS, "sim"),
+    "cli": (*BELOW_DRIVERS, "sim", "net", "experiments"),
     "__main__": ("cli",),
 }
 

@@ -158,7 +158,8 @@ class Aggregator:
             case Restored():
                 return held.on_restored(now)
             case Offered() if held.offers is not None:
-                held.offers.on_offered(now, message)
+                held.offers.on_offered(now, message, held.pipeline)
+                return held.pipeline.pump(now) if held.phase is Phase.SERVING else []
         return []
 
     def _on_arriving(self, now: float, message: Arriving) -> Effects:

@@ -13,7 +13,11 @@ from papaya.messages.storage import Member, RecordRow
 
 
 class Buffer:
-    """Invariants: durable <= folded; folded + folding <= goal."""
+    """Invariants: durable <= folded; folded + folding <= goal.
+
+    A lost one had seeds at a trusted party that is gone: no client's work is put into it any more,
+    and it is given up as soon as what it holds is durable.
+    """
 
     def __init__(self, target: int, goal: int) -> None:
         self.target = target
@@ -21,6 +25,7 @@ class Buffer:
         self.folding: dict[SessionId, Member] = {}
         self.folded: dict[SessionId, Member] = {}
         self.durable = 0
+        self.is_lost = False
 
     @classmethod
     def of_record(cls, record: RecordRow, goal: int) -> Buffer:
@@ -31,16 +36,18 @@ class Buffer:
 
     @property
     def has_room(self) -> bool:
-        return len(self.folded) + len(self.folding) < self.goal
+        return not self.is_lost and len(self.folded) + len(self.folding) < self.goal
 
     @property
     def is_full(self) -> bool:
-        return len(self.folded) >= self.goal
+        """It takes no more."""
+        return self.is_lost or len(self.folded) >= self.goal
 
     @property
     def is_closed(self) -> bool:
         """Full and durable: ready to become a version."""
-        return self.durable >= self.goal
+        is_settled = not self.folding and not self.is_dirty
+        return self.durable >= self.goal or (self.is_lost and is_settled)
 
     @property
     def is_dirty(self) -> bool:

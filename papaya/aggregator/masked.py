@@ -21,12 +21,12 @@ from papaya.aggregator.work import Offer
 from papaya.config import TaskConfig
 from papaya.errors import UpdateRefused
 from papaya.learning.kernels import Kernel
-from papaya.learning.parameters import FLOAT32, FLOAT64, Vector, decode_tensors, encode_tensors
+from papaya.learning.parameters import Vector, decode_tensors, encode_tensors
 from papaya.learning.weighting import BytesLike
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import RecordRow
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.unmask import unmask
+from papaya.secagg.unmask import TakeBlock, Unmasking
 from papaya.secagg.words import WORD, Words
 
 LOST = "trusted_party_lost"
@@ -52,8 +52,13 @@ class TrustedParty(Protocol):
         ...
 
     def release(
-        self, parameters: PublicParameters, group: int, members: Sequence[int]
-    ) -> Words: ...
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        """`take` hears the sum of the members' masks in blocks, from the first word on.
+
+        If the connection breaks meanwhile, it hears it again from the first word on.
+        """
+        ...
 
 
 class MaskedSum:
@@ -113,7 +118,8 @@ def unmasked_mean(
     if any(a == b for a, b in pairwise(members)):
         # An index is drawn once in the life of a trusted party.
         raise TrustedPartyError(LOST, "the seeds of this buffer were taken by two trusted parties")
-    masks = trusted.release(parameters, record.target, members)
-    found = unmask(total.vector, masks, len(members), parameters)
-    mean: Vector = np.divide(found.vector, found.weight, dtype=FLOAT64).astype(FLOAT32)
-    return mean
+    if len(members) < parameters.aggregation_goal:
+        raise TrustedPartyError(LOST, "given up before it was full: its seeds are lost")
+    unmasking = Unmasking(total.vector, len(members), parameters)
+    trusted.release(parameters, record.target, members, unmasking.take)
+    return unmasking.result().mean()

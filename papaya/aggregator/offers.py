@@ -3,6 +3,11 @@
 A client that reports takes one; a report never waits for the trusted party unless the stock is
 empty. Offers are not tied to a group, so none is lost when a buffer closes. They are cheap and
 they expire: what is left of a stock after a crash is simply forgotten.
+
+New offers also tell whether the trusted party is still the one that took the seeds of the open
+buffers; if not, these are lost, and marked so that no more clients work for them. Two signs, which
+never lie: its identity has changed since seeds were there; or it numbers its offers from below a
+seed that was there before they were made, while one party only counts up.
 """
 
 from __future__ import annotations
@@ -11,10 +16,11 @@ from collections import deque
 
 from msgspec import structs
 
+from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.work import GetOffers, Offer, Offered
 from papaya.config import TaskConfig
 from papaya.machine import Effects
-from papaya.messages.participation import SecureOffer
+from papaya.messages.participation import DiscardReason, SecureOffer
 
 _MOST = 512
 _AGAIN_S = 1.0
@@ -30,25 +36,46 @@ class Offers:
         self._stock: deque[Offer] = deque()
         self._terms: SecureOffer | None = None
         self._is_asked = False
+        self._is_doubted = False
         self._ask_again_at = 0.0
+        self._asked_with: dict[int, int] = {}  # buffers, and the newest seed of each
+        self._had_seeds: tuple[int, ...] = ()  # when the present party was asked
+        self._lost: tuple[int, ...] = ()
         self.problem = ""
 
-    def refill(self, now: float) -> Effects:
-        if self._is_asked or now < self._ask_again_at or len(self._stock) > self._wanted // 2:
-            return []
-        self._is_asked = True
-        return [GetOffers(self._config, self._seq, self._wanted)]
+    @property
+    def _is_low(self) -> bool:
+        return len(self._stock) <= self._wanted // 2
 
-    def on_offered(self, now: float, offered: Offered) -> None:
+    def refill(self, now: float, pipeline: Pipeline) -> Effects:
+        is_due = self._is_low or self._is_doubted
+        if self._is_asked or now < self._ask_again_at or not is_due:
+            return []
+        self._is_asked, self._is_doubted = True, False
+        self._asked_with = pipeline.newest_seeds()
+        return [GetOffers(self._config, self._seq, self._wanted if self._is_low else 1)]
+
+    def on_offered(self, now: float, offered: Offered, pipeline: Pipeline) -> None:
         self._is_asked = False
         self.problem = offered.problem
         if offered.terms is None:
             self._ask_again_at = now + _AGAIN_S  # it may be starting
             return
-        if self._terms is None or offered.terms.identity != self._terms.identity:
+        is_another = self._terms is None or offered.terms.identity != self._terms.identity
+        if is_another:
             self._stock.clear()  # the trusted party was started anew and knows none of these
+        first = offered.offers[0].index
+        behind = (target for target, newest in self._asked_with.items() if newest >= first)
+        self._lost += (*behind, *(self._had_seeds if is_another else ()))
+        self.mark_lost(now, pipeline)
+        self._had_seeds = tuple(self._asked_with)
         self._terms = offered.terms
         self._stock.extend(offered.offers)
+
+    def mark_lost(self, now: float, pipeline: Pipeline) -> None:
+        """Also after the task was loaded again."""
+        self._lost = tuple(target for target in self._lost if target > pipeline.ledger.version)
+        pipeline.lose(now, self._lost)
 
     def take(self, now: float) -> tuple[Offer, SecureOffer] | None:
         """One that outlives the upload, and what its client is told; None when there is none."""
@@ -58,12 +85,16 @@ class Offers:
                 return offer, structs.replace(self._terms, offer=offer.message)
         return None
 
-    def on_lost(self, offer: SecureOffer) -> None:
-        """The trusted party does not know an offer any more: nor those that it made beside it."""
-        if self._terms is not None and offer.identity == self._terms.identity:
-            self._stock.clear()
+    def on_refused(self, reason: DiscardReason | None, offer: SecureOffer | None) -> None:
+        """A seed was not taken. It may be the client's fault; or the party is another one now."""
+        if reason not in ("trusted_party_lost", "seed_refused"):
+            return
+        self._is_doubted = True
+        ours = b"" if self._terms is None else self._terms.identity
+        if reason == "trusted_party_lost" and offer is not None and offer.identity == ours:
+            self._stock.clear()  # it does not know this one, nor those that it made beside it
 
     def next_wake(self) -> float:
-        """When an empty stock is to be asked for again."""
-        is_low = len(self._stock) <= self._wanted // 2
-        return self._ask_again_at if is_low and not self._is_asked else float("inf")
+        """When a low stock is to be asked for again, or whether the party is the same."""
+        is_due = self._is_low or self._is_doubted
+        return self._ask_again_at if is_due and not self._is_asked else float("inf")

@@ -149,9 +149,12 @@ class Participation:
                 raise Ended(Aborted("stale"))
             if session is None:
                 session = self._adopt(now, held, ticket, b"")
-            if session.upload_ticket is None:
+            if not session.is_complete:
+                # A doubled report may have been granted another ticket, with another offer, here:
+                # the one that the client shows is the one it has worked for.
                 held.sessions.rebase(session, ticket, b"")
                 held.sessions.reported(session, ticket, sealed)
+                session.offer = None
         session.seen_at = now
         return session
 

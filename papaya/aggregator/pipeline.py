@@ -11,12 +11,13 @@ clients or tickets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from papaya.aggregator import regime
 from papaya.aggregator.buffer import Buffer
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.work import (
+    UNREACHABLE,
     DeleteBlobs,
     Fold,
     Folded,
@@ -39,6 +40,7 @@ from papaya.messages.storage import (
 )
 
 _NEVER = float("inf")
+_AGAIN_S = 1.0
 
 
 class Pipeline:
@@ -57,6 +59,7 @@ class Pipeline:
         self._is_busy = True  # until the sums are restored
         self._commit_due = _NEVER
         self._last_commit = -_NEVER
+        self._step_due = -_NEVER
 
     def restore(self) -> Restore:
         records = tuple(self.ledger.records.values())
@@ -119,6 +122,22 @@ class Pipeline:
         self._schedule_commit(now, buffer)
         return buffer
 
+    def newest_seeds(self) -> dict[int, int]:
+        """Secure aggregation: each open buffer's largest index of a seed that was taken."""
+        return {
+            target: max(member.offer for member in buffer.folded.values())
+            for target, buffer in self._buffers.items()
+            if buffer.folded and not buffer.is_full
+        }
+
+    def lose(self, now: float, targets: Iterable[int]) -> None:
+        """The seeds of these buffers are gone: nobody else's work shall be lost with them."""
+        for target in targets:
+            buffer = self._buffers.get(target)
+            if buffer is not None and buffer.folded:
+                buffer.is_lost = True
+                self._schedule_commit(now, buffer)
+
     def _buffer(self, target: int) -> Buffer:
         if target not in self._buffers:
             self._buffers[target] = Buffer(target, self._goal)
@@ -127,14 +146,16 @@ class Pipeline:
     # -- one operation at a time ------------------------------------------------------------
 
     def next_wake(self) -> float:
-        return _NEVER if self._is_busy else self._commit_due
+        if self._is_busy:
+            return _NEVER
+        return min(self._commit_due, self._step_due if self.current.is_closed else _NEVER)
 
     def pump(self, now: float) -> Effects:
         """Start the next storage operation, if one is due and none is on its way."""
         if self._is_busy:
             return []
         ledger = self.ledger
-        if self.current.is_closed:
+        if self.current.is_closed and now >= self._step_due:
             self._is_busy = True
             record = ledger.records[self.current.target]
             step = Step(
@@ -160,6 +181,10 @@ class Pipeline:
         return self._transact(self.ledger.record(records))
 
     def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
+        if message.dropped == UNREACHABLE:  # it has the seeds: nothing is lost by asking again
+            self._is_busy = False
+            self._step_due = now + _AGAIN_S
+            return []
         self._step = (now, message, ticket_life_s)
         return self._transact(self.ledger.advance(*self._step))
 

@@ -62,6 +62,8 @@ from papaya.messages.base import BlobKey, SessionId, TaskId
 from papaya.secagg.errors import Implausible
 
 Blobs = list[tuple[BlobKey, bytes]]
+Pieces = Sequence[BytesLike]
+"""A blob that was never put together."""
 ReadBlob = Callable[[BlobKey], bytes]
 Lock = Callable[[], AbstractContextManager[Any]]
 Upload = dict[int, BytesLike]
@@ -77,9 +79,12 @@ class Cut(NamedTuple):
     sums: list[tuple[int, Total, tuple[SessionId, ...]]]
 
 
-def blob_key(task: TaskId, seq: int, what: str, content: bytes) -> BlobKey:
-    """Content-addressed, under the fence of its writer."""
-    return f"{task}/{seq}/{what}-{sha256(content).hexdigest()[:32]}"
+def blob_key(task: TaskId, seq: int, what: str, *content: BytesLike) -> BlobKey:
+    """Content-addressed, under the fence of its writer. The content may be in pieces."""
+    digest = sha256()
+    for piece in content:
+        digest.update(piece)
+    return f"{task}/{seq}/{what}-{digest.hexdigest()[:32]}"
 
 
 def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> Blobs:
@@ -221,18 +226,20 @@ class Shards:
             buffers = {t: self._buffers[work.task, work.seq][t] for t in work.targets}
         return Cut(work, [(target, *buffer.cut()) for target, buffer in buffers.items()])
 
-    def encode(self, cut: Cut) -> tuple[Snapshotted, Blobs]:
+    def encode(self, cut: Cut) -> tuple[Snapshotted, list[tuple[BlobKey, Pieces]]]:
+        """The blobs are views of the sums: to be written, or copied, before the next cut."""
         task, seq = cut.work.task, cut.work.seq
         sums, blobs = [], []
         for target, total, sessions in cut.sums:
-            encoded = total.encode()
-            key = blob_key(task, seq, f"sum-{target}-{len(sessions)}", encoded)
+            pieces = _pieces(total)
+            key = blob_key(task, seq, f"sum-{target}-{len(sessions)}", *pieces)
             sums.append(Sum(target, key, sessions, total.weight))
-            blobs.append((key, encoded))
+            blobs.append((key, pieces))
         return Snapshotted(task, seq, tuple(sums)), blobs
 
     def snapshot(self, work: Snapshot) -> tuple[Snapshotted, Blobs]:
-        return self.encode(self.cut(work))
+        snapshotted, blobs = self.encode(self.cut(work))
+        return snapshotted, [(key, b"".join(pieces)) for key, pieces in blobs]
 
     def restore(self, work: Restore, read: ReadBlob) -> None:
         config = work.config
@@ -329,6 +336,10 @@ def _zero(config: TaskConfig) -> Total:
     if config.secure_aggregation is None:
         return WeightedSum.zero(config.model_length)
     return MaskedSum.zero(config.update_bytes // 4)
+
+
+def _pieces(total: Total) -> Pieces:
+    return total.pieces() if isinstance(total, WeightedSum) else [total.encode()]
 
 
 def _decoded(config: TaskConfig, data: bytes) -> Total:

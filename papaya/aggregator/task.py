@@ -102,8 +102,9 @@ class HeldTask:
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
-        if ledger.config.secure_aggregation is not None and self.offers is None:
-            self.offers = Offers(ledger.config, self.fence.seq)
+        if ledger.config.secure_aggregation is not None:
+            self.offers = self.offers or Offers(ledger.config, self.fence.seq)
+            self.offers.mark_lost(0.0, self.pipeline)
         self._overflow.clear()
         return [*self._settle_sessions(), self.pipeline.restore()]
 
@@ -257,7 +258,7 @@ class HeldTask:
             return []
         self._slots.release((self.task, session.id))
         if message.refused is not None:
-            return self._on_refused(session, message)
+            return self._on_refused(session, message) + self.pipeline.pump(now)
         buffer = self.pipeline.fold(now, message)
         session.in_buffer = True
         effects: Effects = []
@@ -269,8 +270,8 @@ class HeldTask:
 
     def _on_refused(self, session: Session, message: Folded) -> Effects:
         self.pipeline.refuse(message)
-        if message.refused == "trusted_party_lost" and self.offers and session.offer:
-            self.offers.on_lost(session.offer)
+        if self.offers is not None:
+            self.offers.on_refused(message.refused, session.offer)
         session.upload = None
         answer = Completed(message.refused)
         effects = self._end(session, answer, f"discarded_{message.refused}")
@@ -288,10 +289,11 @@ class HeldTask:
     def _end_round(self) -> Effects:
         """SyncFL: "users that are still training are aborted"."""
         effects: Effects = []
-        for session in list(self.sessions.active.values()):
-            if session.is_complete and not session.in_buffer:
+        is_in = self.pipeline.current.has
+        for session in [s for s in self.sessions.active.values() if not is_in(s.id)]:
+            if session.is_complete:
                 effects += self._end(session, _TOO_LATE, "discarded_round_over")
-            elif not session.in_buffer:
+            else:
                 effects += self.end(session, "round_over")
         return effects
 
@@ -311,7 +313,7 @@ class HeldTask:
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
         if message.dropped:
-            self.counters[f"buffers_dropped_{message.dropped}"] += 1
+            self.counters[message.counter] += 1
         life_s = ticket_life_s(self.pipeline.config, self._server)
         return self.pipeline.on_stepped(now, message, life_s)
 
@@ -381,7 +383,8 @@ class HeldTask:
         return [*self.expire(now), *self.refill(now), *self.pipeline.pump(now)]
 
     def refill(self, now: float) -> Effects:
-        return [] if self.offers is None or self.is_over else self.offers.refill(now)
+        offers = None if self.is_over else self.offers
+        return [] if offers is None else offers.refill(now, self.pipeline)
 
     def next_wake(self) -> float:
         if self.phase is not Phase.SERVING:

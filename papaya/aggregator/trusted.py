@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from papaya.aggregator.masked import LOST, TrustedPartyError
-from papaya.aggregator.work import Offer
+from papaya.aggregator.work import UNREACHABLE, Offer
 from papaya.messages.participation import SecureOffer
 from papaya.secagg import offer as secagg
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import Words
+from papaya.secagg.unmask import TakeBlock
 from papaya.tsa.errors import Reason, Refused, Unavailable
 
 _STRANGERS = (
@@ -39,8 +39,8 @@ class Tsa(Protocol):
     def accept(self, index: int, group: int, sealed: bytes) -> None: ...
 
     def release(
-        self, parameters: PublicParameters, group: int, members: Sequence[int]
-    ) -> Words: ...
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None: ...
 
 
 class Evidence(NamedTuple):
@@ -89,20 +89,25 @@ class TrustedPartyOverTsa:
                 if refused.reason is not Reason.REPLAYED:
                     raise
 
-    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
-        with _told():
-            return self._tsa.release(parameters, group, members)
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        with _told(UNREACHABLE):  # it may have the seeds: it is asked again
+            self._tsa.release(parameters, group, members, take)
 
 
 class _told:
-    """Turns what the trusted party says into TrustedPartyError."""
+    """Turns what the trusted party says into TrustedPartyError; `away` when it says nothing."""
+
+    def __init__(self, away: str = LOST) -> None:
+        self._away = away
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Unavailable):
-            raise TrustedPartyError(LOST, str(error)) from error
+            raise TrustedPartyError(self._away, str(error)) from error
         if isinstance(error, Refused):
             is_strange = error.reason in _STRANGERS
             reason = LOST if is_strange else f"refused_{error.reason.name.lower()}"

@@ -127,6 +127,9 @@ class Step(Effect, frozen=True):
     record: RecordRow
 
 
+UNREACHABLE = "trusted_party_unreachable"
+
+
 class Stepped(Message, frozen=True):
     task: TaskId
     seq: int
@@ -134,7 +137,15 @@ class Stepped(Message, frozen=True):
     parameters: BlobKey
     optimizer: BlobKey
     dropped: str = ""
-    """Why the masked buffer could not be used: then the version is its predecessor again."""
+    """Why the masked buffer could not be used: then the version is its predecessor again, or, if
+    the trusted party is UNREACHABLE, the step is to be tried once more.
+    """
+
+    @property
+    def counter(self) -> str:
+        """Under which name it is counted that there is no step."""
+        is_for_now = self.dropped == UNREACHABLE
+        return "steps_postponed" if is_for_now else f"buffers_dropped_{self.dropped}"
 
 
 class StepFailed(Message, frozen=True):

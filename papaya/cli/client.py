@@ -27,7 +27,6 @@ _NO_FLOOR = "0 lets one device take part at once again, as a demonstration does"
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "client",
-        help="run devices that train for a server",
         description="Run one or many devices in this process. They train by task files that are "
         "here already; nothing that a server sends is ever run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -230,9 +229,7 @@ async def _run(options: argparse.Namespace) -> None:
                 for number, (store, token) in enumerate(zip(stores, tokens, strict=True), 1)
             ]
             files = getattr(options, "task", [])
-            await asyncio.to_thread(
-                import_examples, options.imports, devices, files, tasks, clock.now()
-            )
+            await import_examples(options.imports, devices, files, trainer, tasks, clock.now())
             note(f"{plural(len(devices), 'device')} for {', '.join(tasks) or 'any task'}")
             runtime = DeviceRuntime(process, devices)
             with runtime.stopped_by_signals():

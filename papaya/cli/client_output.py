@@ -51,6 +51,8 @@ class Printer:
 
 
 def _line(ended: Ended) -> str:
-    why = "; ".join(filter(None, (ended.reason, ended.detail)))
+    # A device that stops tells the server a coarse reason, and its owner the real one.
+    reason = "" if ended.ending == "stopped" else ended.reason
+    why = "; ".join(filter(None, (reason, ended.detail)))
     words = [ended.device, ended.ending, ended.task or "", f"({why})" if why else ""]
     return " ".join(filter(None, words))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from random import Random
 
 from papaya.cli.examples import examples_of, files_in
 from papaya.cli.output import note, plural
+from papaya.client.example_store import ExampleStore
 from papaya.client.use_policy import Policy, parse_policies
 from papaya.errors import OperatorError
 from papaya.learning.task import module_hash
@@ -87,10 +89,11 @@ def policies_in(path: Path | None) -> dict[str, Policy]:
         ) from error
 
 
-def import_examples(
+async def import_examples(
     imports: Sequence[tuple[str, Path]],
     devices: Sequence[Device],
     task_files: Sequence[Path],
+    trainer: Trainer,
     tasks: Sequence[str],
     now: float,
 ) -> None:
@@ -104,10 +107,22 @@ def import_examples(
         for device in devices:
             if collection not in device.store.collections:
                 device.store.declare({collection: Policy(tasks=tuple(tasks))})
-        files, added = files_in(path), 0
-        for number, examples in enumerate(examples_of(files, task_files)):
-            added += devices[number % len(devices)].store.add_new(collection, examples, now)
-        note(f"{added:,} examples of {plural(len(files), 'file')} for collection {collection}")
+        files = files_in(path)
+        found = await examples_of(files, task_files, trainer)
+        stores = [device.store for device in devices]
+        added = await asyncio.to_thread(_deal_out, found, stores, collection, now)
+        what = f"{plural(len(files), 'file')} for collection {collection}"
+        is_old = any(found) and not added
+        note(f"{what}: already imported" if is_old else f"{added:,} new examples of {what}")
+
+
+def _deal_out(
+    found: Sequence[Sequence[bytes]], stores: Sequence[ExampleStore], collection: str, now: float
+) -> int:
+    return sum(
+        stores[number % len(stores)].add_new(collection, examples, now)
+        for number, examples in enumerate(found)
+    )
 
 
 def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust | None:

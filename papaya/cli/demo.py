@@ -22,6 +22,7 @@ import os
 import tempfile
 import time
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from papaya.cli.admin_client import AdminClient
 from papaya.cli.demo_files import write_task, write_trust
 from papaya.cli.demo_privacy import SOFTWARE, Onlooker
 from papaya.cli.demo_processes import Processes, interrupted_by_signals, wait_s
-from papaya.cli.demo_progress import Recorder, view_for
+from papaya.cli.demo_progress import Recorder, Sample, telling, view_for
 from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
 from papaya.cli.demo_texts import deal_out, find_texts
 from papaya.cli.export import all_points
@@ -78,7 +79,6 @@ max_retry_s = 2.0
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
-        help="a server and devices that train a model, here, in a minute",
         description="Start a server and a few dozen devices on this machine, train a next-word "
         "model on the texts of Python's own library, and save it.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -109,7 +109,18 @@ def add_to(commands: Commands) -> None:
     )
     parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="chooses the texts")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="for the results"
+        "--checkpoint",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="go on from the model of an earlier run",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="DIR",
+        help="for the results (default: runs/demo-async, or as the regime is called)",
     )
     add_format(parser)
 
@@ -118,7 +129,10 @@ def run(options: argparse.Namespace) -> int:
     _require_extras()
     regime = _regime(options)
     texts = find_texts(options.devices, options.seed)
-    output = make_folder(options.output)
+    is_new = not hasattr(options, "checkpoint")
+    if not is_new and not options.checkpoint.is_file():
+        raise OperatorError(f"there is no file {options.checkpoint}", hint="check --checkpoint")
+    output = make_folder(output_of(options))
     logs = make_folder(output / "logs")
     note(_introduction(options, regime, texts))
     note("In the clear: the server will see every update.\n" if options.clear else f"{SOFTWARE}\n")
@@ -127,12 +141,14 @@ def run(options: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="papaya-demo-", ignore_cleanup_errors=True) as folder,
         Processes(logs) as processes,
     ):
-        summary = _train(options, regime, texts, Path(folder), processes)
+        summary = _train(options, regime, texts, Path(folder), output, processes)
+        with telling("devices and server end"):
+            processes.stop()
     if options.format == "json":
         print_json(summary)
     else:
         print_data(text_of(summary))
-    if not summary.has_learned:
+    if is_new and not summary.has_learned:  # what goes on is good already, and noisy
         raise PapayaError(
             "perplexity did not fall", hint=f"papaya demo --minutes {2 * options.minutes:g}"
         )
@@ -149,6 +165,13 @@ def _introduction(options: argparse.Namespace, regime: AsyncFL | SyncFL, texts: 
         "A DEMONSTRATION: devices count as idle, charging and unmetered, and take part again at "
         "once.\n"
     )
+
+
+def output_of(options: argparse.Namespace) -> Path:
+    """Each kind of run has a folder of its own, so that two can be compared."""
+    kind = ("-sync" if options.sync else "-async") + ("-clear" if options.clear else "")
+    found: Path = getattr(options, "output", Path("runs") / f"demo{kind}")
+    return found
 
 
 def _require_extras() -> None:
@@ -187,22 +210,24 @@ def _train(
     regime: AsyncFL | SyncFL,
     texts: list[Path],
     folder: Path,
+    output: Path,
     processes: Processes,
 ) -> Summary:
     (folder / "papaya.toml").write_text(_SERVER, encoding="utf-8")
     task_file = folder / TASK_FILE.name
     write_task(task_file, TASK_FILE, regime, options.concurrency, is_clear=options.clear)
-    addresses = processes.start_server("server", "--config", str(folder / "papaya.toml"))
+    with telling("the server starts"):
+        addresses = processes.start_server("server", "--config", str(folder / "papaya.toml"))
     admin, token = f"http://{addresses['admin']}", folder / "data" / "admin.token"
     owner = ("--admin", admin, "--token-file", str(token))
     settings = _settings(options, _goal(options, regime))
-    processes.start("submit", "task", "submit", str(task_file), *owner, *settings)
-    from papaya.cli import demo_plot  # which takes a second, and there is one now
-
-    processes.finish("submit")
     trust = None if options.clear else folder / "trust.toml"
-    if trust is not None:
-        write_trust(trust, folder / "data", addresses["devices"], _goal(options, regime))
+    with telling("the task is submitted: its file imports PyTorch, which takes a few seconds"):
+        processes.start("submit", "task", "submit", str(task_file), *owner, *settings)
+        import_module("papaya.cli.demo_plot")  # which takes a second, and there is one now
+        processes.finish("submit")
+        if trust is not None:
+            write_trust(trust, folder / "data", addresses["devices"], _goal(options, regime))
     _start_devices(addresses["devices"], task_file, trust, texts, folder, processes)
     client = AdminClient(admin, token.read_text(encoding="ascii").strip())
     onlooker = Onlooker(folder / "data" / "blobs", TASK)
@@ -212,24 +237,25 @@ def _train(
             client, TASK, "evaluated", _LOOK_S, recorder, sleep=partial(_wait, processes, onlooker)
         )
     seen = None if options.clear else onlooker.sample(detail.config.update_bytes // 4)
-    model, table, plot = (
-        options.output / name for name in ("model.safetensors", "metrics.csv", "perplexity.png")
-    )
-    processes.run("export", "task", "export", TASK, "--output", str(model), *owner)
-    processes.run("metrics", "task", "metrics", TASK, "--output", str(table), *owner)
-    points = all_points(client, TASK)
-    files = (model, plot, table)
-    summary = summarize(detail, points, recorder.samples, options.devices, files, seen)
+    with telling("the model and its history are saved"):
+        model, table = output / "model.safetensors", output / "metrics.csv"
+        processes.run("export", "task", "export", TASK, "--output", str(model), *owner)
+        processes.run("metrics", "task", "metrics", TASK, "--output", str(table), *owner)
+        files = (model, output / "perplexity.png", table)
+        points = all_points(client, TASK)
+        summary = summarize(detail, points, recorder.samples, options.devices, files, seen)
+        _draw(summary, perplexities(detail.task.submitted, points), recorder.samples)
+    return summary
+
+
+def _draw(summary: Summary, curve: list[tuple[float, int, float]], samples: list[Sample]) -> None:
+    from papaya.cli import demo_plot
+
+    plot, clients = Path(summary.plot), summary.evaluation_clients
     with writing(plot):
         demo_plot.draw(
-            plot,
-            summary.title,
-            perplexities(detail.task.submitted, points),
-            recorder.samples,
-            summary.concurrency,
-            summary.utilization,
+            plot, summary.title, curve, samples, summary.concurrency, summary.utilization, clients
         )
-    return summary
 
 
 def _wait(processes: Processes, onlooker: Onlooker, seconds: float) -> None:
@@ -252,7 +278,10 @@ def _settings(options: argparse.Namespace, goal: int) -> list[str]:
     }
     if hasattr(options, "versions"):
         settings["stop.versions"] = options.versions
-    return [word for field, value in settings.items() for word in ("--set", f"{field}={value}")]
+    words = [word for field, value in settings.items() for word in ("--set", f"{field}={value}")]
+    if hasattr(options, "checkpoint"):
+        words += ["--checkpoint", str(options.checkpoint)]
+    return words
 
 
 def _start_devices(

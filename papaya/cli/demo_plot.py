@@ -36,20 +36,22 @@ def draw(
     samples: Sequence[Sample],
     concurrency: int,
     utilization: float,
+    evaluation_clients: int,
 ) -> None:
     """`curve`: seconds, version and perplexity of each evaluation."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9, 6), layout="constrained", facecolor="white")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.6, 1))
-        _draw_perplexity(upper, curve)
+        _draw_perplexity(upper, curve, evaluation_clients)
         _draw_active(lower, samples, concurrency)
         lower.set_title(f"Active clients: {100 * utilization:.0f} % of the slots")
         figure.suptitle(title, x=0.01, ha="left", fontsize=12.5, fontweight="bold")
         figure.savefig(path, dpi=150)
 
 
-def _draw_perplexity(axes: Axes, curve: Sequence[tuple[float, int, float]]) -> None:
-    _prepare(axes, "Perplexity on held-out examples", "perplexity")
+def _draw_perplexity(axes: Axes, curve: Sequence[tuple[float, int, float]], clients: int) -> None:
+    title = f"Perplexity on held-out examples; noisy, as each point is of {clients} devices only"
+    _prepare(axes, title, "perplexity")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())

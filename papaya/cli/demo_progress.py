@@ -1,8 +1,8 @@
 """What `papaya demo` sees while it runs, and how it shows it: live, or as lines in a log.
 
-Active clients and trips are the aggregator's own counts, read from its metrics; versions, staleness
-and perplexity are rows of the task's history. Warm-up, the time until the first version, is left
-out of utilization.
+Active clients, trips and updates are the aggregator's own counts, read from its metrics; versions,
+staleness and perplexity are rows of the task's history. Warm-up, the time until the first version,
+is left out of utilization. Not three seconds pass without a word on what happens.
 """
 
 from __future__ import annotations
@@ -10,28 +10,51 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from threading import Event, Thread
 from typing import Any, NamedTuple, TextIO
 
 from papaya.cli.admin_client import AdminClient
-from papaya.cli.watch import Show, curve, mean_staleness
+from papaya.cli.output import note, plural
+from papaya.cli.watch import Show, curve, mean_staleness, versions_per_minute
 from papaya.errors import PapayaError
 from papaya.messages.storage import PointRow
 from papaya.net.admin.views import TaskDetail
 
 _METRICS_BYTES = 4 << 20
-_LINE_EVERY_S = 10.0
+_LINE_EVERY_S = 2.0  # and looks are half a second apart
+_STILL_EVERY_S = 2.5
 _BAR = 52
 _SHOWN = 32
 
 
+@contextmanager
+def telling(what: str, every_s: float = _STILL_EVERY_S) -> Iterator[None]:
+    """Around something that takes a while: says what it is, and now and then that it goes on."""
+    over, started = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(every_s):
+            note(f"  {time.monotonic() - started:.0f} s so far")
+
+    note(what)
+    thread = Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 class Sample(NamedTuple):
-    """`seconds` since the task was submitted."""
+    """`seconds` since the task was submitted; `updates` that wait to become the next version."""
 
     seconds: float
     active: int
     trips: int
+    updates: int
     version: int
 
 
@@ -55,8 +78,9 @@ class Recorder(Show):
             text = self._client.download("/metrics", _METRICS_BYTES)[0].decode()
             active = reading(text, "papaya_task_active_clients", task.task)
             trips = reading(text, "papaya_task_trips_total", task.task)
+            updates = reading(text, "papaya_task_buffer_updates", task.task)
             seconds = time.time() - task.submitted
-            self.samples.append(Sample(seconds, active, trips, task.version))
+            self.samples.append(Sample(seconds, active, trips, updates, task.version))
         self._show.update(self.samples, detail)
 
 
@@ -76,12 +100,20 @@ def utilization(samples: list[Sample], concurrency: int) -> float:
     return sum(sample.active for sample in warm) / concurrency / max(1, len(warm))
 
 
-def versions_per_minute(points: list[PointRow]) -> float:
-    """Between the first version that clients made and the last."""
-    made = [point for point in points if point.members]
-    if len(made) < 2:
-        return 0.0
-    return 60 * (len(made) - 1) / (made[-1].created - made[0].created)
+def made_by_clients(points: Sequence[PointRow]) -> list[PointRow]:
+    return [point for point in points if point.members]
+
+
+def happening(samples: list[Sample], detail: TaskDetail) -> str:
+    """In a few words."""
+    task = detail.task
+    if task.state != "running":
+        return "the last version is evaluated"
+    if not samples or not (samples[-1].active or after_warm_up(samples)):
+        return "devices start: each process imports PyTorch"
+    last = samples[-1]
+    updates = f"{last.updates} of {task.aggregation_goal} updates for the next version"
+    return f"{plural(last.active, 'device')} active, {updates}"
 
 
 class View(AbstractContextManager["View"]):
@@ -101,19 +133,24 @@ def view_for(budget: Callable[[TaskDetail], float], stream: TextIO | None = None
 
 
 class LineView(View):
-    """A line for each evaluation, and now and then one in between."""
+    """A line with all numbers for each evaluation, and a short one every other second."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, now: Callable[[], float] = time.time) -> None:
         self._stream = stream
-        self._last: float | None = None
+        self._now = now
+        self._last: int | None = None
         self._next_s = 0.0
 
     def update(self, samples: list[Sample], detail: TaskDetail) -> None:
-        seconds = time.time() - detail.task.submitted
-        if detail.task.perplexity == self._last and seconds < self._next_s:
+        seconds = self._now() - detail.task.submitted
+        is_new = detail.task.evaluated != self._last
+        if not is_new and seconds < self._next_s:
             return
-        self._last, self._next_s = detail.task.perplexity, seconds + _LINE_EVERY_S
-        line = ", ".join(f"{name} {value}" for name, value in _numbers(samples, detail).items())
+        self._last, self._next_s = detail.task.evaluated, seconds + _LINE_EVERY_S
+        line = f"version {detail.task.version}: {happening(samples, detail)}"
+        if is_new:
+            parts = [f"{name} {value}" for name, value in _numbers(samples, detail).items()]
+            line = ", ".join(parts)
         print(f"{seconds:4.0f} s  {line}", file=self._stream, flush=True)
 
 
@@ -140,13 +177,12 @@ class LiveView(View):
         from rich.table import Table
 
         done = self._budget(detail)
-        state = "training" if done < 1 else "evaluating the last version"
         bar, numbers = Table.grid(), Table.grid(padding=(0, 2))
         bar.add_row(ProgressBar(total=1.0, completed=min(1.0, done), width=_BAR))
         curves = _curves(samples, detail)
         for name, value in _numbers(samples, detail).items():
             numbers.add_row(f"[dim]{name}[/]", f"[bold]{value}[/]", f"[cyan]{curves.get(name, '')}")
-        head = f"[bold]{detail.task.regime}[/], {state}"
+        head = f"[bold]{detail.task.regime}[/], {happening(samples, detail)}"
         self._live.update(Group(head, bar, numbers), refresh=True)
 
 
@@ -154,11 +190,13 @@ def _numbers(samples: list[Sample], detail: TaskDetail) -> dict[str, str]:
     task, points = detail.task, list(detail.points)
     found = {"version": f"{task.version}"}
     if task.perplexity is not None:
-        found["perplexity"] = f"{task.perplexity:,.0f}"
+        found["perplexity"] = f"{task.perplexity:,.0f} at version {task.evaluated}"
     if after_warm_up(samples):
         found["utilization"] = f"{100 * utilization(samples, task.concurrency):.0f} %"
         found["mean staleness"] = f"{mean_staleness(points):.1f}"
-        found["versions per minute"] = f"{versions_per_minute(points):.0f}"
+    rate = versions_per_minute(made_by_clients(points))
+    if rate is not None:
+        found["versions per minute"] = f"{rate:.0f}"
     return found
 
 

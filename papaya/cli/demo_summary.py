@@ -11,12 +11,10 @@ from pathlib import Path
 from msgspec import Struct
 
 from papaya.cli.demo_privacy import SOFTWARE, MaskedSample
-from papaya.cli.demo_progress import Sample, utilization, versions_per_minute
-from papaya.cli.watch import curve, mean_staleness
+from papaya.cli.demo_progress import Sample, made_by_clients, utilization
+from papaya.cli.watch import curve, mean_staleness, versions_per_minute
 from papaya.messages.storage import PointRow
 from papaya.net.admin.views import TaskDetail
-
-_TASK_FILE = "examples/next_word.py"
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -75,7 +73,7 @@ def summarize(
     masked_sample: MaskedSample | None,
 ) -> Summary:
     task, plan = detail.task, detail.config.evaluation
-    made = [point for point in points if point.members]
+    made = made_by_clients(points)
     counted = sum(point.members for point in made)
     model, plot, metrics = map(str, files)
     return Summary(
@@ -85,7 +83,7 @@ def summarize(
         aggregation_goal=task.aggregation_goal,
         seconds=task.ended - task.submitted,
         version=task.version,
-        versions_per_minute=versions_per_minute(points),
+        versions_per_minute=versions_per_minute(made, over_s=0.0) or 0.0,
         perplexity={version: found for _, version, found in perplexities(task.submitted, points)},
         evaluation_clients=0 if plan is None else plan.clients,
         # The last look at the aggregator is up to a moment older than the last version.
@@ -108,9 +106,11 @@ def text_of(summary: Summary) -> str:
         if found
         else "never evaluated"
     )
-    clients = f"(held-out examples of {summary.evaluation_clients} devices at a time)"
+    clients = f"(noisy: on {summary.evaluation_clients} of the devices each time)"
     model = shlex.quote(summary.model)
     command = sys.argv[0] if Path(sys.argv[0]).name == "papaya" else "papaya"
+    sync = " --sync" if summary.regime == "SyncFL" else ""
+    clear = " --clear" if summary.threshold is None else ""
     lines = {
         "perplexity": f"{fall}  {clients}",
         "versions": f"{summary.version}, {summary.versions_per_minute:.0f} per minute",
@@ -121,7 +121,7 @@ def text_of(summary: Summary) -> str:
         "model": f"{model}, version {summary.version}",
         "plot": f"{shlex.quote(summary.plot)}; all versions: {shlex.quote(summary.metrics)}",
         "load it": f"safetensors.torch.load_file({summary.model!r})",
-        "go on": f"{command} task submit {_TASK_FILE} --checkpoint {model}",
+        "go on": f"{shlex.quote(command)} demo{sync}{clear} --checkpoint {model}",
     }
     head = f"{summary.title}: {summary.seconds:.0f} s of training"
     told = [f"  {name:12} {words}".rstrip() for name, words in lines.items()]

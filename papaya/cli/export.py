@@ -1,8 +1,9 @@
 """`papaya task export` and `papaya task metrics`: a model or its history, for other tools.
 
 A model is written under its tensors' own names: as safetensors, or as a PyTorch state_dict when
-torch is there. The history is CSV or TensorBoard event files. What is not there is not invented: a
-version without an evaluation has an empty loss.
+torch is there. The history is CSV, with times in ISO 8601, JSON or TensorBoard event files. What is
+not there is not invented: a version without an evaluation has an empty loss, and a task with secure
+aggregation no losses of the devices with much data, because nobody learns which those are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,10 @@ from papaya.net.admin.views import TaskDetail
 _HEADER_BYTES = 1 << 17
 _COLUMNS = ("version", "created", "members", "examples", "staleness", "loss", "perplexity")
 _SHARES = ("p75_loss", "p99_loss")
+_NO_VOLUMES = (
+    "under secure aggregation no device says how much data it has: p75_loss and p99_loss are "
+    "empty, and each update counts as one of examples"
+)
 
 
 def add_to(actions: Commands) -> None:
@@ -112,19 +118,25 @@ def _save_state_dict(output: Path, manifest: Manifest, vector: Vector) -> None:
 
 
 def run_metrics(options: argparse.Namespace) -> int:
-    points = all_points(client_for(options), options.task)
+    client = client_for(options)
+    is_secure = (
+        client.get(task_path(options.task), TaskDetail).config.secure_aggregation is not None
+    )
+    rows = [_row(point, is_secure) for point in all_points(client, options.task)]
     if options.tensorboard is not None:
         with writing(options.tensorboard):
-            _write_events(options.tensorboard, points)
-        note(f"{len(points)} versions; look at them: tensorboard --logdir {options.tensorboard}")
+            _write_events(options.tensorboard, rows)
+        note(f"{len(rows)} versions; look at them: tensorboard --logdir {options.tensorboard}")
     elif options.output is not None:
         with writing(options.output):
-            options.output.write_text(as_csv(points), encoding="utf-8")
-        note(f"{options.output}: {len(points)} versions")
+            options.output.write_text(as_csv(rows), encoding="utf-8")
+        note(f"{options.output}: {len(rows)} versions")
     elif options.format == "json":
-        print_json([_row(point) for point in points])
+        print_json(rows)
     else:
-        print_data(as_csv(points).rstrip("\n"))
+        print_data(as_csv(rows).rstrip("\n"))
+    if is_secure:
+        note(_NO_VOLUMES)
     return 0
 
 
@@ -139,17 +151,22 @@ def all_points(client: AdminClient, task: str) -> list[PointRow]:
         points += more
 
 
-def as_csv(points: list[PointRow]) -> str:
+def as_csv(rows: list[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, (*_COLUMNS, *_SHARES), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(_row(point) for point in points)
+    writer.writerows({**row, "created": _iso_8601(row["created"])} for row in rows)
     return text.getvalue()
 
 
-def _row(point: PointRow) -> dict[str, Any]:
+def _iso_8601(seconds: float) -> str:
+    when = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return when.replace("+00:00", "Z")
+
+
+def _row(point: PointRow, is_secure: bool) -> dict[str, Any]:
     row = {column: getattr(point, column) for column in _COLUMNS}
-    result = _result(point)
+    result = None if is_secure else _result(point)
     shares = (None, None) if result is None else (result.p75.loss, result.p99.loss)
     return row | dict(zip(_SHARES, shares, strict=True))
 
@@ -163,7 +180,7 @@ def _result(point: PointRow) -> EvaluationResult | None:
         return None  # of another version of Papaya: loss and perplexity are there all the same
 
 
-def _write_events(folder: Path, points: list[PointRow]) -> None:
+def _write_events(folder: Path, rows: list[dict[str, Any]]) -> None:
     try:
         from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
     except ImportError as error:
@@ -173,7 +190,7 @@ def _write_events(folder: Path, points: list[PointRow]) -> None:
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     with SummaryWriter(str(folder)) as writer:
-        for point in points:
-            for name, value in _row(point).items():
+        for row in rows:
+            for name, value in row.items():
                 if name not in ("version", "created") and value is not None:
-                    writer.add_scalar(name, value, point.version, walltime=point.created)
+                    writer.add_scalar(name, value, row["version"], walltime=row["created"])

@@ -1,5 +1,8 @@
 """`papaya`: finds the command, runs it, and turns errors into help and an exit code.
 
+Each command is a module of this package with a function `add_to(commands)`. Only the one that was
+asked for is imported, so that `papaya --help` and short commands are there at once.
+
 An error that Papaya raises on purpose is printed as `error: …`, a blank line and `hint: …`, and its
 class gives the exit code (see `papaya/errors.py`). Anything else is a bug and keeps its traceback.
 Ctrl-C exits with 130.
@@ -10,26 +13,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib import import_module
+from typing import Final, NoReturn
 
 from papaya import __version__
-from papaya.cli import (
-    audit,
-    client,
-    compare,
-    demo,
-    log,
-    serve,
-    simulate,
-    status,
-    swarm,
-    task,
-    token,
-    tsa,
-)
 from papaya.cli.output import silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
+# `name` is the module papaya.cli.<name>; in the order of `papaya --help`.
+COMMANDS: Final = {
+    "demo": "a server and devices that train a model, here, in a minute",
+    "serve": "run the servers: all roles in one process, or one alone",
+    "task": "submit, watch and steer tasks",
+    "status": "the servers and tasks of a running system",
+    "client": "run devices that train for a server",
+    "token": "make a token for a device, or see where tokens are kept",
+    "compare": "compare AsyncFL with SyncFL on a simulated fleet",
+    "simulate": "run a simulated fleet, learn on it, and report",
+    "sweep": "learn under many settings and compare them",
+    "reproduce": "the paper's figures and tables, its numbers beside ours",
+    "swarm": "check the protocol under random faults, seed by seed",
+    "tsa": "build the trusted binary, or measure it",
+    "log": "the verifiable log of trusted binaries",
+    "audit": "check a log of trusted binaries, and rebuild what it names",
+}
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
@@ -42,8 +49,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _parser().parse_args(arguments)
+        options = _parser(arguments[0] if arguments else "").parse_args(arguments)
         run = options.run
         return int(run(options))
     except PapayaError as error:
@@ -59,28 +67,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
 
 
-def _parser() -> Parser:
+def _parser(command: str) -> Parser:
+    """With the options of this command; of the others, only what `papaya --help` shows."""
     parser = Parser(
         prog="papaya",
         description="Federated learning, asynchronous and synchronous: servers and devices.",
     )
     parser.add_argument("--version", action="version", version=f"papaya {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (
-        demo,
-        serve,
-        task,
-        status,
-        client,
-        token,
-        compare,
-        simulate,
-        swarm,
-        tsa,
-        log,
-        audit,
-    ):
-        command.add_to(commands)
+    for name, words in COMMANDS.items():
+        if name == command:
+            import_module(f"papaya.cli.{name}").add_to(commands)
+        else:
+            commands.add_parser(name, help=words)
     return parser
 
 

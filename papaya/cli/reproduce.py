@@ -88,7 +88,8 @@ def _keys(what: list[str]) -> list[str]:
         return list(EXPERIMENTS)
     if unknown := [key for key in what if key not in EXPERIMENTS]:
         raise OperatorError(
-            f"there is no experiment {unknown[0]!r}", hint=f"use all, or of {', '.join(EXPERIMENTS)}"
+            f"there is no experiment {unknown[0]!r}",
+            hint=f"use all, or of {', '.join(EXPERIMENTS)}",
         )
     return what
 

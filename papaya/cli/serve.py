@@ -34,7 +34,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
-        help="run the servers: all roles in one process, or one alone",
         description="Run Papaya's servers. Without arguments: coordinator, selector and "
         "aggregator in one process, with their data in ./papaya-data.",
     )

@@ -16,7 +16,6 @@ from papaya.net.admin.views import Status, TaskView
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "status",
-        help="the servers and tasks of a running system",
         description="Servers, tasks and trouble of a running system. Exit code 1 on trouble.",
     )
     parser.set_defaults(run=run)
@@ -61,12 +60,12 @@ def describe(status: Status) -> str:
     lines = [f"roles here   {', '.join(status.roles)}", f"leader       {leader}"]
     lines += [
         f"aggregator   {server.node}, heard {server.heard_s_ago:.0f} s ago, "
-        f"{server.tasks} tasks{', OVERLOADED' if server.is_overloaded else ''}"
+        f"{plural(server.tasks, 'task')}{', OVERLOADED' if server.is_overloaded else ''}"
         for server in status.aggregators
     ]
     lines += [
         f"selector     {server.node}, heard {server.heard_s_ago:.0f} s ago, "
-        f"{server.held} check-ins held"
+        f"{plural(server.held, 'check-in')} held"
         for server in status.selectors
     ]
     tasks = [view for view in status.tasks if view.state in ("running", "paused")]
@@ -77,8 +76,8 @@ def describe(status: Status) -> str:
         header = ("task", "state", "version", "active", "of", "demand", "held", "holder")
         lines += ["", table(header, [_line(view) for view in tasks])]
     if over:
-        verb = "is" if over == 1 else "are"
-        lines += ["", f"{plural(over, 'more task')} {verb} over: papaya task list"]
+        noun, verb = "more task" if tasks else "task", "is" if over == 1 else "are"
+        lines += ["", f"{plural(over, noun)} {verb} over: papaya task list"]
     return "\n".join(lines)
 
 
@@ -90,7 +89,7 @@ def _line(view: TaskView) -> tuple[str, ...]:
     return (
         view.task,
         state,
-        f"{view.version:,}",
+        "-" if view.evaluates else f"{view.version:,}",
         active,
         f"{view.concurrency:,}",
         demand,

@@ -14,18 +14,22 @@ from __future__ import annotations
 import argparse
 from datetime import UTC, datetime
 
+import msgspec
+
 from papaya.cli import export, submit, watch
 from papaya.cli.admin_client import add_connection, client_for, task_path
 from papaya.cli.output import (
     Commands,
     add_format,
     note,
+    plural,
     positive,
     print_data,
     print_json,
     table,
     whole,
 )
+from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.net.admin.views import (
     Evaluate,
     Mark,
@@ -37,13 +41,15 @@ from papaya.net.admin.views import (
     VersionView,
 )
 
-_HEADER = ("task", "state", "version", "loss", "perplexity", "active", "of", "utilization")
+_HEADER = (
+    *("task", "state", "version", "evaluated", "loss", "perplexity"),
+    *("active", "of", "utilization"),
+)
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "task",
-        help="submit, watch and steer tasks",
         description="Submit, watch and steer the tasks of a running server.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -113,12 +119,13 @@ def task_line(view: TaskView) -> tuple[str, ...]:
     return (
         view.task,
         view.state + (" HALTED" if view.halted else ""),
-        f"{view.version:,}",
+        "-" if view.evaluates else f"{view.version:,}",
+        _or_dash(view.evaluated, ","),
         _or_dash(view.loss, ".4g"),
         _or_dash(view.perplexity, ".4g"),
         _or_dash(view.active, ","),
         f"{view.concurrency:,}",
-        _or_dash(view.utilization, ".0%"),
+        "-" if view.utilization is None else f"{100 * view.utilization:.0f} %",
     )
 
 
@@ -129,7 +136,8 @@ def run_show(options: argparse.Namespace) -> int:
     if options.format == "json":
         print_json({"detail": detail, "versions": versions})
         return 0
-    print_data("\n".join([*_facts(detail), "", _versions_table(detail, versions)]))
+    history = [] if detail.task.evaluates else ["", _versions_table(detail, versions)]
+    print_data("\n".join([*_facts(detail), *history]))
     for warning in detail.warnings:
         note(f"warning: {warning}")
     return 0
@@ -140,15 +148,52 @@ def _facts(detail: TaskDetail) -> list[str]:
     facts = {
         "task": task.task,
         "state": task.state + (f": {task.why}" if task.why else ""),
-        "regime": f"{task.regime}, {task.concurrency} clients, K = {task.aggregation_goal}",
-        "model": f"{config.model_length:,} parameters, {config.optimizer.kind}",
-        "submitted": _date(task.submitted),
-        "held by": task.holder,
-        "progress": watch.line(detail),
         "halted": task.halted,
         "evaluates": task.evaluates,
+        **(_of_an_evaluation(task) if task.evaluates else _of_a_model(detail)),
+        "server sees": _sees(config),
+        "submitted": _date(task.submitted),
+        "ended": _date(task.ended) if task.ended else "",
+        "held by": task.holder,
     }
-    return [f"{name:<10} {value}" for name, value in facts.items() if value]
+    return [f"{name:<12} {value}" for name, value in facts.items() if value]
+
+
+def _of_an_evaluation(task: TaskView) -> dict[str, str]:
+    clients = f"{plural(task.concurrency, 'client')} at a time"
+    return {"clients": f"{clients}, until {task.aggregation_goal:,} have reported"}
+
+
+def _of_a_model(detail: TaskDetail) -> dict[str, str]:
+    task, config = detail.task, detail.config
+    clients = f"{plural(task.concurrency, 'client')} at a time"
+    updates = f"{plural(task.aggregation_goal, 'update')} in a version"
+    return {
+        "progress": ", ".join([f"version {task.version:,}", *watch.numbers(detail)]),
+        "regime": f"{task.regime}, {clients}, {updates}",
+        "model": f"{plural(config.model_length, 'parameter')}, {config.optimizer.kind}",
+        "evaluation": _plan(config.evaluation),
+        "stops": _stops(config.stop),
+    }
+
+
+def _sees(config: TaskConfig) -> str:
+    if config.threshold is None:
+        return "every update, in the clear"
+    return f"sums of {config.threshold} or more updates (secure aggregation)"
+
+
+def _plan(plan: EvaluationPlan | None) -> str:
+    if plan is None:
+        return "none"
+    every = "every version" if plan.every_versions == 1 else f"every {plan.every_versions} versions"
+    return f"{every}, on {plural(plan.clients, 'client')}"
+
+
+def _stops(stop: StopRule | None) -> str:
+    rules = {} if stop is None else msgspec.structs.asdict(stop)
+    given = [f"{name} = {value:g}" for name, value in rules.items() if value is not None]
+    return " or ".join(given) or "when it is cancelled"
 
 
 def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> str:
@@ -156,11 +201,14 @@ def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> st
     rows = []
     for row in versions:
         point = points.get(row.version)
-        loss = None if point is None else point.loss
         flags = (("marked", row.marked), ("rollback", row.restarts))
         notes = [word for word, holds in flags if holds]
-        rows.append((str(row.version), _date(row.created), _or_dash(loss, ".4g"), " ".join(notes)))
-    return table(("version", "created", "loss", ""), rows)
+        numbers = ["-", "-", "-"]
+        if point is not None:
+            staleness = f"{point.staleness:.1f}" if point.members else "-"
+            numbers = [f"{point.members:,}", staleness, _or_dash(point.loss, ".4g")]
+        rows.append((f"{row.version:,}", _date(row.created), *numbers, " ".join(notes) or "-"))
+    return table(("version", "created", "updates", "staleness", "loss", "note"), rows)
 
 
 # -- change -------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ _NEVER_SHOWN: tuple[SecretName, ...] = ("device.key",)
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "token",
-        help="make a token for a device, or see where tokens are kept",
         description="Tokens of devices, servers and the admin API.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)

@@ -31,6 +31,7 @@ _PATIENCE_S = 60.0
 _EVALUATION_STARTS_S = 15.0  # after an earlier one ends
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE = 40
+_RATE_S = 5.0
 
 
 def add_to(actions: Commands) -> None:
@@ -164,7 +165,7 @@ def _has_last_evaluation(client: AdminClient, detail: TaskDetail, over_s: float)
 
 def line(detail: TaskDetail) -> str:
     task = detail.task
-    parts = [f"{task.task} {task.state}", f"version {task.version}", *_numbers(detail)]
+    parts = [f"{task.task} {task.state}", f"version {task.version}", *numbers(detail)]
     parts += [f"HALTED: {task.halted}"] if task.halted else []
     return ", ".join(parts) + (f" ({task.why})" if task.why and task.state != "running" else "")
 
@@ -172,7 +173,7 @@ def line(detail: TaskDetail) -> str:
 def picture(detail: TaskDetail) -> str:
     task = detail.task
     lines = [f"{task.task}  {task.regime}  {task.state}" + (f": {task.why}" if task.why else "")]
-    lines.append(f"version {task.version}   " + "   ".join(_numbers(detail)))
+    lines.append(f"version {task.version}   " + "   ".join(numbers(detail)))
     losses = [point.loss for point in detail.points if point.loss is not None]
     if len(losses) > 1:
         lines.append(f"loss {losses[0]:.3f} {curve(losses)} {losses[-1]:.3f}")
@@ -181,17 +182,31 @@ def picture(detail: TaskDetail) -> str:
     return "\n".join(lines)
 
 
-def _numbers(detail: TaskDetail) -> list[str]:
-    """Loss, perplexity, utilization, staleness, versions per minute: what is known of them."""
+def numbers(detail: TaskDetail) -> list[str]:
+    """Loss, perplexity, utilization, staleness, versions per minute; a dash for what is not known
+    yet. An evaluation is over some versions after the one that it is of, so that one is named.
+    """
     task = detail.task
-    found = [] if task.loss is None else [f"loss {task.loss:.3f}"]
-    found += [] if task.perplexity is None else [f"perplexity {task.perplexity:.1f}"]
-    if task.utilization is not None:
-        found.append(f"utilization {100 * task.utilization:.0f} %")
+    found = ["loss -"]
+    if task.loss is not None:
+        found = [f"loss {task.loss:.3f} at version {task.evaluated}"]
+        found += [] if task.perplexity is None else [f"perplexity {task.perplexity:.1f}"]
     made = [point for point in detail.points if point.members]
-    if made:
-        found.append(f"staleness {mean_staleness(made):.1f}")
-    return [*found, f"{detail.versions_per_minute:.1f} versions/min"]
+    if task.state == "running":
+        has_begun = made or task.active  # before that, idle slots say nothing
+        known = task.utilization if has_begun else None
+        found.append("utilization -" if known is None else f"utilization {100 * known:.0f} %")
+    found.append(f"staleness {mean_staleness(made):.1f}" if made else "staleness -")
+    rate = versions_per_minute(made)
+    return [*found, "- versions/min" if rate is None else f"{rate:.1f} versions/min"]
+
+
+def versions_per_minute(made: Sequence[PointRow], over_s: float = _RATE_S) -> float | None:
+    """Between the first of these versions and the last: waiting for the first devices is no part
+    of it. None when that is too short a time to say.
+    """
+    seconds = made[-1].created - made[0].created if made else 0.0
+    return 60 * (len(made) - 1) / seconds if seconds > over_s else None
 
 
 def mean_staleness(points: Sequence[PointRow]) -> float:

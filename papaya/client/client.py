@@ -27,6 +27,7 @@ from papaya.client.work import (
     Request,
     Seal,
     Sealed,
+    Stop,
     Train,
     Trained,
     Unanswered,
@@ -35,7 +36,7 @@ from papaya.client.work import (
 from papaya.config import DeviceConfig
 from papaya.errors import ProtocolError
 from papaya.machine import Effects
-from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId
+from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, TaskId
 from papaya.messages.participation import (
     MAX_CHUNKS,
     Aborted,
@@ -86,7 +87,9 @@ class Client:
         rng: Random,
     ) -> None:
         self.stage = Stage.CHECKING_IN
+        self.task: TaskId | None = None
         self.joined: Joined | None = None
+        self._stopping = ""
         self._remembered_as = ""
         self._selectors = selectors
         self._selector = int(rng.random() * len(selectors))
@@ -137,7 +140,16 @@ class Client:
                 return self._on_sealed(now, message)
             case WorkFailed():
                 return self._leave("failed", message.reason)
+            case Stop():
+                return self._on_stop(message.reason)
         raise ProtocolError(f"a client does not take {type(message).__name__}")
+
+    def _on_stop(self, reason: str) -> Effects:
+        """A join that is on its way may have taken a slot: its answer says how to give it back."""
+        if self.stage is Stage.JOINING and self._pending_attempt and not self._stopping:
+            self._stopping = reason
+            return []
+        return self._leave("stopped", reason)
 
     def wake(self, now: float) -> Effects:
         if self.stage is Stage.OVER:
@@ -169,6 +181,8 @@ class Client:
 
     def _ask_again(self, now: float, after_s: float) -> Effects:
         """Later, through another selector, with jittered back-off."""
+        if self._stopping:
+            return self._finish("stopped", self._stopping)
         self._selector = (self._selector + 1) % len(self._selectors)
         self._failures += 1
         ceiling = self._config.backoff_s * 2.0 ** min(self._failures, 16)
@@ -244,12 +258,16 @@ class Client:
         self.stage = Stage.JOINING
         self._stage_ends = now + self._config.give_up_s
         self._ticket = accepted.ticket
+        self.task = accepted.task
         return self._ask(now, Join(accepted.ticket))
 
     def _on_joined(self, now: float, joined: Joined) -> Effects:
         self._answered()
         self.joined = joined
+        self.task = joined.task
         self._ticket = joined.ticket
+        if self._stopping:
+            return self._leave("stopped", self._stopping)
         gap_s, limit = joined.participation_gap_s, joined.max_participations
         if joined.evaluates:
             self._remembered_as = evaluations_of(joined.parameters)
@@ -267,16 +285,8 @@ class Client:
         assert self.joined is not None
         assert self.stage is Stage.DOWNLOADING
         self.stage = Stage.TRAINING
-        joined = self.joined
-        return [
-            Train(
-                joined.task,
-                joined.session,
-                joined.parameters,
-                joined.training_timeout_s,
-                joined.evaluates,
-            )
-        ]
+        joined, timeout_s = self.joined, self.joined.training_timeout_s
+        return [Train(joined.task, joined.session, joined.parameters, timeout_s, joined.evaluates)]
 
     def _on_trained(self, now: float, trained: Trained) -> Effects:
         assert self.joined is not None

@@ -144,7 +144,7 @@ class ExampleStore:
             if not policy.allows(task):
                 raise UseRefused(
                     f"task {task!r} may not use collection {collection!r}",
-                    hint=f"add it to tasks of [collections.{collection}], if you want that",
+                    hint=f"to allow it, give [collections.{collection}] with --policies FILE",
                 )
             self._sweep(now)
             values = (collection, *_bounds(split, policy), max(0, limit))

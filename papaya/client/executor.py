@@ -10,11 +10,14 @@ on with its session, which reports the failure.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
 from papaya.learning.definition import Examples
+
+LOADER: Final = "load_examples"
+"""The function of a task file that makes examples of a text, if there is one."""
 
 FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
 
@@ -48,9 +51,12 @@ class TaskFile(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """Train or evaluate by one task file. `volume`: how many examples the device could train on."""
+    """Train or evaluate by one task file. `volume`: how many examples the device could train on.
 
-    kind: Literal["train", "evaluate"]
+    "load" has the file's `load_examples` make examples of texts, which `examples` holds.
+    """
+
+    kind: Literal["train", "evaluate", "load"]
     task_file: str
     parameters: bytes
     examples: tuple[bytes, ...]
@@ -59,7 +65,10 @@ class Job(Struct, frozen=True):
 
 
 class JobResult(Struct, frozen=True):
-    """Bytes to upload, and the weight: the examples trained on, or 1 for an evaluation."""
+    """Bytes to upload, and the weight: the examples trained on, or 1 for an evaluation.
+
+    Of "load": the examples of each text, as MessagePack, and how many they are.
+    """
 
     update: bytes
     examples: int

@@ -18,17 +18,19 @@ import gc
 import os
 import random
 import resource
+import runpy
 import selectors
 import signal
 import socket
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
 from papaya.client import frames
-from papaya.client.executor import Job, JobResult, TaskFile, TaskTerms
+from papaya.client.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
 from papaya.client.frames import Done, Failed, Kill, Outcome, Problem, Ready, Start, Unloadable
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EVALUATION_LENGTH
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _READ_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 500
 _SPARE_BYTES: Final = 1 << 16  # of a result's frame beside the update
+_LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -51,13 +54,13 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Child(msgspec.Struct):
-    """A running job and what it has written so far."""
+    """A running job and what it has written so far. None: its result may be of any size."""
 
     id: int
     pid: int
     pipe: int
     max_bytes: int
-    update_bytes: int
+    update_bytes: int | None
     written: bytearray
 
     @property
@@ -104,7 +107,7 @@ class ForkServer:
     def _start(self, order: Start) -> None:
         job = order.job
         engine = self._engines[job.task_file]
-        floats = engine.manifest.length if job.kind == "train" else EVALUATION_LENGTH
+        update_bytes = _update_bytes(job, engine)
         output, pipe = os.pipe()
         parent = os.getpid()
         try:
@@ -120,7 +123,8 @@ class ForkServer:
         os.close(pipe)
         with contextlib.suppress(OSError):  # the child does it too; whoever is first
             os.setpgid(pid, pid)
-        child = Child(order.id, pid, output, 4 * floats + _SPARE_BYTES, 4 * floats, bytearray())
+        most = (_LOADED_BYTES if update_bytes is None else update_bytes) + _SPARE_BYTES
+        child = Child(order.id, pid, output, most, update_bytes, bytearray())
         self._children[order.id] = child
         self._selector.register(output, selectors.EVENT_READ, child)
 
@@ -159,12 +163,25 @@ class ForkServer:
         self._host.sendall(frames.frame(answer))
 
 
+def _update_bytes(job: Job, engine: TorchEngine) -> int | None:
+    match job.kind:
+        case "train":
+            return 4 * engine.manifest.length
+        case "evaluate":
+            return 4 * EVALUATION_LENGTH
+        case "load":
+            return None
+
+
 def _outcome(child: Child) -> Outcome:
     try:
         outcome: Outcome = frames.outcomes.decode(memoryview(child.written)[frames.HEADER_BYTES :])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Problem("crashed", "wrote something that is no result")
-    if isinstance(outcome, frames.Success) and len(outcome.result.update) != child.update_bytes:
+    if isinstance(outcome, frames.Success) and child.update_bytes not in (
+        None,
+        len(outcome.result.update),
+    ):
         return Problem("crashed", "wrote an update of another size")
     return outcome
 
@@ -227,10 +244,21 @@ def _address_space_bytes() -> int:
 
 def _run(job: Job, engine: TorchEngine) -> JobResult:
     random.seed(job.seed)
+    if job.kind == "load":
+        return _load_examples(job)
     parameters = decode(job.parameters, engine.manifest.length)
     if job.kind == "train":
         return JobResult(*engine.train(parameters, job.examples, job.seed))
     return JobResult(engine.evaluate(parameters, job.examples, job.volume), 1)
+
+
+def _load_examples(job: Job) -> JobResult:
+    loader = runpy.run_path(job.task_file)[LOADER]
+    loaded = [list(loader(text.decode())) for text in job.examples]
+    for example in chain.from_iterable(loaded):
+        if not isinstance(example, bytes):
+            raise TypeError(f"it made a {type(example).__name__}, not bytes")
+    return JobResult(msgspec.msgpack.encode(loaded), sum(map(len, loaded)))
 
 
 def _problem(error: BaseException) -> Problem:

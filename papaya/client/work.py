@@ -17,7 +17,9 @@ from papaya.machine import Effect
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import SecureOffer
 
-Ending = Literal["rejected", "counted", "discarded", "aborted", "refused", "failed", "gave_up"]
+Ending = Literal[
+    "rejected", "counted", "discarded", "aborted", "refused", "failed", "stopped", "gave_up"
+]
 
 
 class Request(Effect, frozen=True):
@@ -90,6 +92,12 @@ class Sealed(Message, frozen=True):
 
 
 class WorkFailed(Message, frozen=True):
+    reason: str
+
+
+class Stop(Message, frozen=True):
+    """The device wants this visit to end, whatever it is at; a second time, without waiting."""
+
     reason: str
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from papaya.sim.plots import COLORS, prepare, save
 
-Lines = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
+Points = Sequence[tuple[float, Sequence[float]]]
+Lines = Mapping[str, Points]
 _HEIGHT, _WIDTH = 3.6, 4.6
+_FEW = 12
 
 
 class Panel(NamedTuple):
@@ -37,10 +42,10 @@ def lines(folder: Path, key: str, x_label: str, panels: Sequence[Panel]) -> str:
             prepare(axis, panel.title, x_label, panel.y_label)
             for (label, points), color in zip(panel.lines.items(), COLORS, strict=False):
                 _line(axis, label, points, color)
-            if panel.log:
-                axis.set_yscale("log")
-            else:
+            if not panel.log:
                 axis.set_ylim(bottom=0)
+            elif any(_seen(points) for points in panel.lines.values()):
+                axis.set_yscale("log")
             if len(panel.lines) > 1:
                 axis.legend(frameon=False, fontsize=8)
         return figure
@@ -52,7 +57,6 @@ def histograms(
     folder: Path, key: str, title: str, x_label: str, samples: Mapping[str, Sequence[float]]
 ) -> str:
     """Densities over a logarithmic axis, as steps."""
-    import numpy as np
 
     def make() -> Figure:
         figure, (axis,) = _figure(1)
@@ -78,12 +82,19 @@ def _figure(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(axes[0])
 
 
-def _line(
-    axis: Axes, label: str, points: Sequence[tuple[float, Sequence[float]]], color: str
-) -> None:
-    x = [point[0] for point in points]
-    means = [sum(values) / len(values) for _, values in points]
-    marker = "o" if len(points) <= 12 else ""
+def _line(axis: Axes, label: str, points: Points, color: str) -> None:
+    seen = _seen(points)
+    x, low, high = [], [], []
+    for place, values in seen:
+        x.append(place)
+        low.append(min(values))
+        high.append(max(values))
+    means = [fmean(values) for _, values in seen]
+    marker = "o" if len(points) <= _FEW else ""
     axis.plot(x, means, marker=marker, markersize=4, color=color, label=label)
-    low, high = [min(v) for _, v in points], [max(v) for _, v in points]
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _seen(points: Points) -> Points:
+    """What is not finite, such as hours to a target that was never met, is not drawn."""
+    return [(x, values) for x, values in points if all(map(math.isfinite, values))]

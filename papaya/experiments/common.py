@@ -7,19 +7,18 @@ server; AsyncFL with K = 100 unless said otherwise, SyncFL with 30 % over-select
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from papaya.config import AsyncFL, OptimizerConfig, SyncFL
 from papaya.experiments.lab import Lab, Scene, Trial
-from papaya.experiments.scale import CONCURRENCY, GOAL, OVER_SELECTION, Scale
+from papaya.experiments.scale import OVER_SELECTION, Scale
 from papaya.learning.definition import ClientSGD
 from papaya.sim.replay import Curve, Rates
 
 CLIENT: Final = ClientSGD(rate=1.0)
 _EPSILON: Final = 1e-5
 TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
-NO_OVER_SELECTION_CLIENTS: Final = 1000
 
 
 class Reached(NamedTuple):
@@ -39,18 +38,21 @@ def sync_scene(scale: Scale, concurrency: int, seed: int) -> Scene:
     return Scene(regime=regime, concurrency=concurrency, seed=seed, versions=scale.rounds)
 
 
-def async_scene(scale: Scale, concurrency: int, seed: int, goal: int = GOAL) -> Scene:
+def async_scene(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> Scene:
     """The run at the paper's concurrency is long enough for Table 1 as well."""
-    versions = scale.versions if goal == GOAL else max(scale.rounds, scale.versions * GOAL // goal)
-    if (concurrency, goal) == (CONCURRENCY, GOAL):
+    goal = scale.goal if goal is None else goal
+    versions = scale.versions
+    if goal != scale.goal:
+        versions = max(scale.rounds, scale.versions * scale.goal // goal)
+    if (concurrency, goal) == (scale.concurrency, scale.goal):
         versions = max(versions, math.ceil(scale.table_updates / goal))
     return Scene(regime=AsyncFL(goal), concurrency=concurrency, seed=seed, versions=versions)
 
 
 def plain_scene(scale: Scale, seed: int) -> Scene:
     """SyncFL without over-selection: "we set concurrency equal to aggregation goal"."""
-    rounds = math.ceil(scale.table_updates / NO_OVER_SELECTION_CLIENTS)
-    clients = NO_OVER_SELECTION_CLIENTS
+    rounds = math.ceil(scale.table_updates / scale.large_goal)
+    clients = scale.large_goal
     return Scene(regime=SyncFL(0.0), concurrency=clients, seed=seed, versions=rounds)
 
 
@@ -69,17 +71,17 @@ def met(curve: Curve, loss: float) -> Reached:
     return Reached(point.hours, float(point.trips), float(point.version))
 
 
+def versions_per_hour(lab: Lab, scene: Scene) -> float:
+    """Server updates, after the first tenth, in which the fleet starts."""
+    [recording] = lab.record([scene]).values()
+    created_s = recording.trace.created_s
+    skipped = len(created_s) // 10
+    return float(3600 * (len(created_s) - 1 - skipped) / (created_s[-1] - created_s[skipped]))
+
+
 def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def seeds_of(count: int) -> range:
-    return range(1, count + 1)
-
-
 def tuning_seeds(scale: Scale) -> range:
     return range(TUNING_SEED, TUNING_SEED + scale.tuning_seeds)
-
-
-def over_seeds(make: Callable[[int], Scene], seeds: Iterable[int]) -> list[Scene]:
-    return [make(seed) for seed in seeds]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from papaya.experiments import charts
-from papaya.experiments.common import NO_OVER_SELECTION_CLIENTS, plain_scene
+from papaya.experiments.common import plain_scene
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
 from papaya.experiments.scale import Scale
@@ -67,7 +67,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         ),
         notes=(
             (
-                f"SyncFL without over-selection, {NO_OVER_SELECTION_CLIENTS} clients per round. "
+                f"SyncFL without over-selection, {scale.large_goal} clients per round. "
                 "Execution times are of devices that can take part: within the timeout, not "
                 "dropping out."
             ),

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from papaya.experiments import charts
-from papaya.experiments.common import async_scene, rates, reached
+from papaya.experiments.common import async_scene, rates, reached, versions_per_hour
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number, ratios
-from papaya.experiments.scale import CONCURRENCY, Scale
+from papaya.experiments.scale import Scale
 
 KEY = "goal-sweep"
 
 
 def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [async_scene(scale, CONCURRENCY, seed, goal) for goal in scale.goals for seed in seeds]
+    at = scale.concurrency
+    return [async_scene(scale, at, seed, goal) for goal in scale.goals for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -27,10 +28,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     hours: dict[int, list[float]] = {}
     frequency: dict[int, list[float]] = {}
     for goal in scale.goals:
-        found = [async_scene(scale, CONCURRENCY, seed, goal) for seed in seeds]
+        found = [async_scene(scale, scale.concurrency, seed, goal) for seed in seeds]
         hours[goal] = [run.hours for run in reached(lab, scale, found, chosen)]
-        reports = [recording.report for recording in lab.record(found).values()]
-        frequency[goal] = [report.tasks[0].versions_per_hour for report in reports]
+        frequency[goal] = [versions_per_hour(lab, scene) for scene in found]
     small, large = scale.goals[0], scale.goals[-1]
     slower = ratios(hours[large], hours[small])
     panels = [
@@ -39,7 +39,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     ]
     return Result(
         key=KEY,
-        title=f"Aggregation goal K at concurrency {CONCURRENCY}",
+        title=f"Aggregation goal K at concurrency {scale.concurrency}",
         paper="Figure: hours to a target, and server updates per hour, by K",
         findings=(
             Finding(name=f"hours at K = {large} ÷ K = {small}", paper="above 1", values=slower),

@@ -23,7 +23,7 @@ from papaya.experiments.common import (
 )
 from papaya.experiments.lab import Lab, Scene, Trial
 from papaya.experiments.result import Check, Finding, Result, number
-from papaya.experiments.scale import CONCURRENCY, Scale
+from papaya.experiments.scale import Scale
 from papaya.experiments.tuning import Tuned, tuned_for_loss
 from papaya.sim.replay import Curve, Point
 
@@ -60,7 +60,7 @@ def _scene(scale: Scale, name: str, seed: int) -> Scene:
     if name == _PLAIN:
         return plain_scene(scale, seed)
     make = sync_scene if name == _OVER else async_scene
-    return make(scale, CONCURRENCY, seed)
+    return make(scale, scale.concurrency, seed)
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:

@@ -7,6 +7,7 @@ failed. Nothing here knows a value of any outcome.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Literal
@@ -55,8 +56,10 @@ class Result(Struct, frozen=True, kw_only=True):
 
 def number(value: float) -> str:
     """Three digits that matter, thousands in groups."""
-    if value != value:
+    if math.isnan(value):
         return "–"
+    if math.isinf(value):
+        return "∞"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if value != 0 and abs(value) < 0.01:

@@ -21,15 +21,11 @@ from papaya.experiments import charts
 from papaya.experiments.common import plain_scene
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
-from papaya.experiments.scale import CONCURRENCY, GOAL, OVER_SELECTION, Scale
+from papaya.experiments.scale import OVER_SELECTION, Scale
 from papaya.sim.fairness import Distance, distance
 from papaya.sim.trace import Trace
 
 KEY = "sampling-bias"
-_REGIMES: dict[str, AsyncFL | SyncFL] = {
-    "AsyncFL": AsyncFL(GOAL),
-    "SyncFL with over-selection": SyncFL(OVER_SELECTION),
-}
 _PAPER = {"AsyncFL": ("8.8e-4", "0.98"), "SyncFL with over-selection": ("6.6e-2", "0.0")}
 _TRUTH = "SyncFL without over-selection"
 _START_S = 600.0
@@ -37,26 +33,32 @@ _START_S = 600.0
 Floats = npt.NDArray[np.float64]
 
 
+def _regimes(scale: Scale) -> dict[str, AsyncFL | SyncFL]:
+    return {"AsyncFL": AsyncFL(scale.goal), "SyncFL with over-selection": SyncFL(OVER_SELECTION)}
+
+
 def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    compared = [_scene(scale, regime, seed) for regime in _REGIMES.values() for seed in seeds]
+    compared = [
+        _scene(scale, regime, seed) for regime in _regimes(scale).values() for seed in seeds
+    ]
     return [*compared, *(plain_scene(scale, seed) for seed in seeds)]
 
 
 def _scene(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Scene:
     hours = scale.window_hours
-    return Scene(regime=regime, concurrency=CONCURRENCY, seed=seed, hours=hours)
+    return Scene(regime=regime, concurrency=scale.concurrency, seed=seed, hours=hours)
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     truth = [_clients(lab, plain_scene(scale, seed), None) for seed in seeds]
     found = {
         name: [_clients(lab, _scene(scale, r, seed), scale.window_hours) for seed in seeds]
-        for name, r in _REGIMES.items()
+        for name, r in _regimes(scale).items()
     }
     by_examples = {n: _distances(sides, truth, 1) for n, sides in found.items()}
     by_time = {n: _distances(sides, truth, 0) for n, sides in found.items()}
     findings = []
-    for name in _REGIMES:
+    for name in found:
         d, p = _PAPER[name]
         noise = number(fmean(one.noise for one in by_examples[name]))
         findings += [

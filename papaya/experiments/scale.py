@@ -12,8 +12,11 @@ from msgspec import Struct
 
 
 class Scale(Struct, frozen=True, kw_only=True):
-    """`rounds` and `versions` bound how far SyncFL and AsyncFL are recorded for learning runs.
+    """The paper's `concurrency` and `goal`, unless a figure varies them.
 
+    most_clients       the paper's largest comparison of update frequencies
+    large_goal         its K without the advantage of small K; clients of a plain SyncFL round
+    rounds, versions   how far SyncFL and AsyncFL are recorded for learning
     common_rate        the one server rate of the first protocol
     sync_grid, async_grid   server rates that are tried, neighbours at most a factor 1.5 apart
     target             perplexity for all clients whose time is measured
@@ -23,6 +26,10 @@ class Scale(Struct, frozen=True, kw_only=True):
     """
 
     name: str
+    concurrency: int = 1300
+    most_clients: int = 2300
+    goal: int = 100
+    large_goal: int = 1000
     seeds: int
     tuning_seeds: int
     concurrencies: tuple[int, ...]
@@ -77,7 +84,4 @@ FULL: Final = Scale(
 )
 
 SCALES: Final = {scale.name: scale for scale in (QUICK, FULL)}
-CONCURRENCY: Final = 1300
-GOAL: Final = 100
 OVER_SELECTION: Final = 0.3
-MOST_CLIENTS: Final = 2300

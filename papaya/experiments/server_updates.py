@@ -10,10 +10,10 @@ from statistics import fmean
 
 from papaya.config import AsyncFL, SyncFL
 from papaya.experiments import charts
-from papaya.experiments.common import async_scene, sync_scene
+from papaya.experiments.common import async_scene, sync_scene, versions_per_hour
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number, ratios
-from papaya.experiments.scale import GOAL, MOST_CLIENTS, OVER_SELECTION, Scale
+from papaya.experiments.scale import OVER_SELECTION, Scale
 
 KEY = "server-updates"
 _BOUNDS = (25.0, 32.0)
@@ -32,8 +32,8 @@ def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Scene], l
         )
         for c in scale.concurrencies
     }
-    pairs[MOST_CLIENTS] = (
-        [_most(scale, AsyncFL(GOAL), seed) for seed in seeds],
+    pairs[scale.most_clients] = (
+        [_most(scale, AsyncFL(scale.goal), seed) for seed in seeds],
         [_most(scale, SyncFL(OVER_SELECTION), seed) for seed in seeds],
     )
     return dict(sorted(pairs.items()))
@@ -41,18 +41,18 @@ def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Scene], l
 
 def _most(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Scene:
     hours = scale.window_hours
-    return Scene(regime=regime, concurrency=MOST_CLIENTS, seed=seed, hours=hours)
+    return Scene(regime=regime, concurrency=scale.most_clients, seed=seed, hours=hours)
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     rates = {
-        c: tuple([_per_hour(lab, scene) for scene in side] for side in pair)
+        c: tuple([versions_per_hour(lab, scene) for scene in side] for side in pair)
         for c, pair in _pairs(scale, seeds).items()
     }
-    most = ratios(*rates[MOST_CLIENTS])
+    most = ratios(*rates[scale.most_clients])
     low, high = _BOUNDS
     lines = {
-        "AsyncFL, K = 100": [(c, pair[0]) for c, pair in rates.items()],
+        f"AsyncFL, K = {scale.goal}": [(c, pair[0]) for c, pair in rates.items()],
         "SyncFL": [(c, pair[1]) for c, pair in rates.items()],
     }
     panel = charts.Panel("Server updates per hour", "per hour", lines, log=True)
@@ -61,27 +61,19 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         title="Server model updates per hour",
         paper="Text: 30x more server updates at concurrency 2300",
         findings=(
-            Finding(name=f"AsyncFL ÷ SyncFL at {MOST_CLIENTS}", paper="30x", values=most),
+            Finding(name=f"AsyncFL ÷ SyncFL at {scale.most_clients}", paper="30x", values=most),
             *(
                 Finding(name=f"AsyncFL ÷ SyncFL at {c}", paper="–", values=ratios(*pair))
                 for c, pair in rates.items()
-                if c != MOST_CLIENTS
+                if c != scale.most_clients
             ),
         ),
         checks=(
             Check(
-                f"{low:g} to {high:g} times more at {MOST_CLIENTS}",
+                f"{low:g} to {high:g} times more at {scale.most_clients}",
                 low <= fmean(most) <= high,
                 number(fmean(most)),
             ),
         ),
         plots=(charts.by_concurrency(lab.folder, KEY, [panel]),),
     )
-
-
-def _per_hour(lab: Lab, scene: Scene) -> float:
-    """Between the first and the last version after the start-up."""
-    [recording] = lab.record([scene]).values()
-    created = recording.trace.created_s
-    skipped = len(created) // 10
-    return float(3600 * (len(created) - 1 - skipped) / (created[-1] - created[skipped]))

@@ -27,7 +27,7 @@ from papaya.experiments.common import (
 )
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number, ratios
-from papaya.experiments.scale import CONCURRENCY, Scale
+from papaya.experiments.scale import Scale
 from papaya.experiments.tuning import Tuned, tuned_for_time
 from papaya.sim.replay import Rates
 
@@ -116,7 +116,7 @@ def _tuned_protocols(lab: Lab, scale: Scale) -> list[Protocol]:
         ):
             scenes = [make(scale, concurrency, seed) for seed in tuning_seeds(scale)]
             tuned[regime, concurrency] = tuned_for_time(lab, scale, scenes, grid)
-    at = {regime: tuned[regime, CONCURRENCY].rates for regime in ("SyncFL", "AsyncFL")}
+    at = {regime: tuned[regime, scale.concurrency].rates for regime in ("SyncFL", "AsyncFL")}
     return [
         Protocol(
             "one rate per regime",

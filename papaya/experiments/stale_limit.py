@@ -16,7 +16,7 @@ from papaya.config import AsyncFL
 from papaya.experiments import charts
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
-from papaya.experiments.scale import CONCURRENCY, GOAL, Scale
+from papaya.experiments.scale import Scale
 from papaya.sim.population import Population
 from papaya.sim.report import everyone
 
@@ -32,8 +32,8 @@ def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
 
 def _scene(scale: Scale, limit: int, name: Literal["default", "stress"], seed: int) -> Scene:
     return Scene(
-        regime=AsyncFL(GOAL, limit),
-        concurrency=CONCURRENCY,
+        regime=AsyncFL(scale.goal, limit),
+        concurrency=scale.concurrency,
         seed=seed,
         hours=scale.window_hours / 2,
         population=name,
@@ -76,8 +76,8 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         plots=(charts.lines(lab.folder, KEY, "maximum staleness", [panel]),),
         notes=(
             (
-                f"C = {CONCURRENCY}, K = {GOAL}: staleness is {CONCURRENCY // GOAL} on average. "
-                "The default limit is 16 C / K."
+                f"C = {scale.concurrency}, K = {scale.goal}: staleness is about C / K on average, "
+                "and the default limit 16 C / K."
             ),
         ),
     )

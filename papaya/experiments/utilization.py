@@ -12,30 +12,33 @@ from statistics import fmean
 from papaya.config import AsyncFL, SyncFL
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
-from papaya.experiments.scale import CONCURRENCY, GOAL, OVER_SELECTION, Scale
+from papaya.experiments.scale import OVER_SELECTION, Scale
 from papaya.sim import plots
 
 KEY = "utilization"
-_REGIMES: dict[str, AsyncFL | SyncFL] = {
-    "AsyncFL": AsyncFL(GOAL),
-    "SyncFL with over-selection": SyncFL(OVER_SELECTION),
-    "SyncFL without over-selection": SyncFL(0.0),
-}
+
+
+def _regimes(scale: Scale) -> dict[str, AsyncFL | SyncFL]:
+    return {
+        "AsyncFL": AsyncFL(scale.goal),
+        "SyncFL with over-selection": SyncFL(OVER_SELECTION),
+        "SyncFL without over-selection": SyncFL(0.0),
+    }
 
 
 def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [scene for regime in _REGIMES.values() for scene in _scenes(scale, seeds, regime)]
+    return [scene for regime in _regimes(scale).values() for scene in _scenes(scale, seeds, regime)]
 
 
 def _scenes(scale: Scale, seeds: Sequence[int], regime: AsyncFL | SyncFL) -> list[Scene]:
     hours = scale.window_hours
-    return [Scene(regime=regime, concurrency=CONCURRENCY, seed=s, hours=hours) for s in seeds]
+    return [Scene(regime=regime, concurrency=scale.concurrency, seed=s, hours=hours) for s in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     reports = {
         name: [recording.report for recording in lab.record(_scenes(scale, seeds, regime)).values()]
-        for name, regime in _REGIMES.items()
+        for name, regime in _regimes(scale).items()
     }
     used = {n: tuple(r.tasks[0].utilization for r in found) for n, found in reports.items()}
     plot = lab.folder / f"{KEY}.png"
@@ -44,7 +47,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     highest = fmean(used["SyncFL with over-selection"])
     return Result(
         key=KEY,
-        title=f"Client utilization at concurrency {CONCURRENCY}",
+        title=f"Client utilization at concurrency {scale.concurrency}",
         paper="Figure: number of active clients over time",
         findings=tuple(
             Finding(name=name, paper=paper, values=used[name])

@@ -142,13 +142,20 @@ def decode(data: bytes, length: int) -> Vector:
 
 def encode_tensors(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
     """A canonical safetensors file of vectors that share one length and one dtype."""
+    return b"".join(tensor_pieces(tensors, metadata))
+
+
+def tensor_pieces(
+    tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
+) -> list[bytes | memoryview]:
+    """The same file in pieces: a header, and views of the vectors as they are now."""
     names = sorted(tensors)
     arrays = [np.ascontiguousarray(tensors[name]) for name in names]
     kinds = dict.fromkeys((array.dtype, array.shape) for array in arrays)
     if len(kinds) > 1 or any(array.dtype not in _DTYPE_NAMES for array in arrays):
         raise ValueError(f"not vectors of one length and dtype: {list(kinds)}")
     length, dtype = (arrays[0].size, arrays[0].dtype) if arrays else (0, FLOAT32)
-    return b"".join([_header(names, length, dtype, metadata), *(array.data for array in arrays)])
+    return [_header(names, length, dtype, metadata), *(array.data for array in arrays)]
 
 
 def decode_tensors(

@@ -33,7 +33,7 @@ from papaya.learning.parameters import (
     Vector,
     blocks,
     decode_tensors,
-    encode_tensors,
+    tensor_pieces,
 )
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
@@ -252,7 +252,11 @@ class WeightedSum:
 
     def encode(self) -> bytes:
         """The one encoding of this sum."""
-        return encode_tensors({"sum": self.vector}, {"weight": repr(float(self.weight))})
+        return b"".join(self.pieces())
+
+    def pieces(self) -> list[bytes | memoryview]:
+        """The encoding without a copy: nothing may be added until it is written."""
+        return tensor_pieces({"sum": self.vector}, {"weight": repr(float(self.weight))})
 
     @classmethod
     def decode(cls, data: bytes, length: int, dtype: np.dtype[Any] = FLOAT32) -> WeightedSum:

@@ -13,12 +13,12 @@ It has no threads and no locks of its own: the workers hold theirs around every 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from papaya.aggregator.shards import Blobs, Upload
+from papaya.aggregator.shards import Pieces, Upload
 from papaya.aggregator.work import DeleteBlobs, Drop, Fold, Restore, Snapshot, Step
-from papaya.messages.base import Message, TaskId
+from papaya.messages.base import BlobKey, Message, TaskId
 
 TOGETHER: Final = 8  # as many streams as the compiled kernel reads at once
 
@@ -38,7 +38,7 @@ class LoneJob:
         self.work = work
         self.attempts = 0
         self.result: Message | None = None
-        self.unwritten: Blobs = []
+        self.unwritten: Sequence[tuple[BlobKey, bytes | Pieces]] = []
         self.is_computed = False
         self.began_at = 0.0
 

@@ -28,7 +28,7 @@ from papaya.config import Deployment
 from papaya.net.public_log import own_record
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import Words
+from papaya.secagg.unmask import TakeBlock
 from papaya.tsa.client import TrustedAggregatorClient
 from papaya.tsa.errors import Unavailable
 from papaya.tsa.measurement import measure
@@ -67,8 +67,10 @@ class TrustedLink:
     def accept(self, index: int, group: int, sealed: bytes) -> None:
         self._call(lambda client: client.accept(index, group, sealed))
 
-    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
-        return self._call(lambda client: client.release(parameters, group, members))
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        self._call(lambda client: client.release(parameters, group, members, take))
 
     def close(self) -> None:
         with self._guard:

@@ -28,7 +28,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from papaya.aggregator.masked import TrustedParty
-from papaya.aggregator.shards import Shards, Upload
+from papaya.aggregator.shards import Pieces, Shards, Upload
 from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
@@ -59,7 +59,7 @@ Work = GetOffers | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 class BlobStore(Protocol):
     """`put` is durable when it returns, `get` raises MissingBlob. Threads may share it."""
 
-    def put(self, key: BlobKey, data: bytes) -> None: ...
+    def put(self, key: BlobKey, data: bytes | Pieces) -> None: ...
 
     def get(self, key: BlobKey) -> bytes: ...
 
@@ -330,9 +330,10 @@ class Workers:
     def _write(self, job: LoneJob) -> None:
         key, data = job.unwritten[0]
         self._blobs.put(key, data)
-        del job.unwritten[0]
+        job.unwritten = job.unwritten[1:]
+        pieces = [data] if isinstance(data, bytes) else data
         with self._changed:
-            self.counters.written_bytes += len(data)
+            self.counters.written_bytes += sum(memoryview(piece).nbytes for piece in pieces)
 
     def _count(self, job: LoneJob) -> None:
         took_s = perf_counter() - job.began_at

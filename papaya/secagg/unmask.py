@@ -1,69 +1,161 @@
 """The server's last step: take the masks off a sum, and believe it only if it can be true.
 
 Paper, "Protocol Detail", step 8: the server "computes the sum of all private arrays". Under the
-mask a server sees nothing, so a wrong seed or a broken client shows only here. Three rules, all
+mask a server sees nothing, so a wrong seed or a broken client shows only here. Four rules, all
 of which every sum of honest clients keeps: the constants add up to the members; the weight is above
-zero and at most one per member; no coordinate exceeds clip per member. Refused (Implausible):
-anything else. The caller drops the buffer, counts it, and makes no step.
+zero and at most one per member; no coordinate exceeds clip per member; and the sum is no longer
+than updates of the clip's norm can make it together, which noise in even a few coordinates is
+(ADR 0024). Refused (Implausible): anything else. The caller drops the buffer, counts it, and makes
+no step.
+
+Masks are taken off while they arrive, block by block, so that a sum of masks is never held as a
+whole, and the trusted party sends while the server computes.
 
 What passes may still be poisoned: see the limitations.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from papaya.secagg.errors import Implausible
-from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import BLOCK, SIGNED, WORD, Reals, Words, blocks
+from papaya.secagg.parameters import EXTRA_WORDS, PublicParameters
+from papaya.secagg.words import BLOCK, SIGNED, WORD, Words, blocks
+
+Signed: TypeAlias = npt.NDArray[np.int32]
+Floats: TypeAlias = npt.NDArray[np.float32]
+TakeBlock: TypeAlias = Callable[[int, Words], None]
+"""Hears a block of a sum of masks and the word that it starts at; the block is then overwritten."""
 
 _FLOAT32: Final = np.dtype("<f4")
+_FLOAT32_SLACK: Final = 2.0**-10
 _FLOAT64: Final = np.dtype("<f8")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnmaskedSum:
-    """`vector` is the sum of weight x damping x update, `weight` the sum of weights (n/max)."""
+    """`steps` x `step` is the sum of weight x damping x update, `weight` that of n/max."""
 
-    vector: Reals
+    steps: Signed
+    step: float
     weight: float
     members: int
+
+    @property
+    def vector(self) -> Floats:
+        return self._times(self.step)
+
+    def mean(self) -> Floats:
+        """The weighted updates by their weights; rounded once, to float32."""
+        return self._times(self.step / self.weight)
+
+    def _times(self, factor: float) -> Floats:
+        found = np.empty(self.steps.size, _FLOAT32)
+        wide = np.empty(min(found.size, BLOCK), _FLOAT64)
+        for block in blocks(found.size):
+            values = wide[: block.stop - block.start]
+            np.copyto(values, self.steps[block])
+            np.multiply(values, factor, out=values)
+            np.copyto(found[block], values, casting="same_kind")
+        return found
+
+
+class Unmasking:
+    """Blocks of masks in, a checked sum out. What is given stays as it is.
+
+    Nothing is told of the sum before all of it was checked.
+    """
+
+    def __init__(self, masked_sum: Words, members: int, parameters: PublicParameters) -> None:
+        self._masked = masked_sum
+        self._members = members
+        self._parameters = parameters
+        expected = (parameters.vector_words,)
+        if masked_sum.shape != expected:
+            raise Implausible("length", f"{masked_sum.shape} words, {expected} expected")
+        self._unmasked = np.empty(parameters.vector_words, WORD)
+        self._floats = np.empty(min(parameters.length, BLOCK), _FLOAT32)
+        self._taken = 0
+        self._extent = 0
+        self._squares = 0.0
+
+    def take(self, start: int, masks: Words) -> None:
+        """The next block, at most BLOCK words; from word 0 on it begins anew."""
+        if start == 0:
+            self._taken, self._extent, self._squares = 0, 0, 0.0
+        end = start + masks.size
+        if start != self._taken or end > self._masked.size:
+            raise Implausible("length", f"masks for words {start} to {end} are out of place")
+        self._taken = end
+        words = self._unmasked[start:end]
+        np.subtract(self._masked[start:end], masks, out=words)
+        coordinates = words[: max(0, self._parameters.length - start)].view(SIGNED)
+        if coordinates.size:
+            low, high = int(coordinates.min()), int(coordinates.max())
+            self._extent = max(self._extent, -low, high)
+            floats = self._floats[: coordinates.size]
+            np.copyto(floats, coordinates, casting="same_kind")
+            # Not `dot`, which starts threads for a vector of this size and waits for them.
+            self._squares += float(np.einsum("i,i->", floats, floats))
+
+    def result(self) -> UnmaskedSum:
+        """The values of the sum, or Implausible with its reason."""
+        if self._taken != self._masked.size:
+            message = f"masks for {self._taken} words, {self._masked.size} expected"
+            raise Implausible("length", message)
+        parameters, members = self._parameters, self._members
+        signed = self._unmasked.view(SIGNED)
+        weight = _checked_weight(signed[-EXTRA_WORDS:], members, parameters)
+        if self._extent > members * parameters.levels:
+            most = self._extent * parameters.step
+            raise Implausible("coordinate", f"a coordinate of {most:.3g}, above members x clip")
+        norm, limit = math.sqrt(self._squares), largest_norm(weight, members, parameters)
+        if norm > limit:
+            found = f"a norm of {norm * parameters.step:.3g}"
+            raise Implausible("norm", f"{found}, above {limit * parameters.step:.3g}")
+        return UnmaskedSum(signed[: parameters.length], parameters.step, weight, members)
+
+
+def largest_norm(weight: float, members: int, parameters: PublicParameters) -> float:
+    """The longest sum, in steps, that honest clients of this weight can have made together.
+
+    Each update has at most the clip's norm, times its weight. To that comes what rounding adds:
+    half a step to each coordinate, and to the weight that is known here, per member. A thousandth
+    is for devices and servers that compute a norm in float32. Evaluations have no norm: the clip
+    bounds each of their numbers by itself.
+    """
+    if parameters.weighting == "none":
+        return math.inf
+    rounded = members * (1 + math.sqrt(parameters.length)) / 2
+    return (1 + _FLOAT32_SLACK) * (weight * parameters.levels + rounded)
+
+
+def give_in_blocks(masks: Words, take: TakeBlock) -> None:
+    """A whole sum of masks, as it would arrive."""
+    for block in blocks(masks.size):
+        take(block.start, masks[block])
 
 
 def unmask(
     masked_sum: Words, masks_sum: Words, members: int, parameters: PublicParameters
 ) -> UnmaskedSum:
-    """The values of a sum, or Implausible with its reason. What is given stays as it is."""
-    expected = (parameters.vector_words,)
-    if masked_sum.shape != expected or masks_sum.shape != expected:
-        found = f"{masked_sum.shape} and {masks_sum.shape}"
-        raise Implausible("length", f"{found} words, {expected} expected")
-    weight = _checked_weight(masked_sum[-2:] - masks_sum[-2:], members, parameters)
-    limit = members * parameters.levels
-    vector = np.empty(parameters.length, _FLOAT32)
-    scratch, wide = np.empty(BLOCK, WORD), np.empty(BLOCK, _FLOAT64)
-    for block in blocks(parameters.length):
-        size = block.stop - block.start
-        words, values = scratch[:size], wide[:size]
-        np.subtract(masked_sum[block], masks_sum[block], out=words)
-        signed = words.view(SIGNED)
-        if (found_extent := max(-int(signed.min()), int(signed.max()))) > limit:
-            most = found_extent * parameters.step
-            raise Implausible("coordinate", f"a coordinate of {most:.3g}, above members x clip")
-        np.copyto(values, signed)
-        np.multiply(values, parameters.step, out=values)
-        np.copyto(vector[block], values, casting="same_kind")
-    return UnmaskedSum(vector, weight, members)
+    """For masks that are here already: the values of a sum, or Implausible with its reason."""
+    unmasking = Unmasking(masked_sum, members, parameters)
+    give_in_blocks(masks_sum, unmasking.take)
+    return unmasking.result()
 
 
-def _checked_weight(tail: Words, members: int, parameters: PublicParameters) -> float:
+def _checked_weight(tail: Signed, members: int, parameters: PublicParameters) -> float:
     if not parameters.threshold <= members <= parameters.aggregation_goal:
         limits = f"{parameters.threshold} to {parameters.aggregation_goal}"
         raise Implausible("members", f"{members} members, outside {limits}")
-    steps, count = (int(word) for word in tail.view(SIGNED))
+    steps, count = (int(word) for word in tail)
     if count != members:
         raise Implausible("constant", f"the constants add up to {count} for {members} members")
     weight = steps / parameters.levels

@@ -36,7 +36,8 @@ from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
-from papaya.secagg.words import Entropy, Reals, Words
+from papaya.secagg.unmask import TakeBlock
+from papaya.secagg.words import Entropy, Reals
 from papaya.sim.hosts import AggregatorHost
 from papaya.tsa.trusted_aggregator import TrustedAggregator
 
@@ -127,10 +128,14 @@ _release = TrustedPartyOverTsa.release
 
 
 def _release_fewer(
-    self: TrustedPartyOverTsa, parameters: PublicParameters, group: int, members: Sequence[int]
-) -> Words:
+    self: TrustedPartyOverTsa,
+    parameters: PublicParameters,
+    group: int,
+    members: Sequence[int],
+    take: TakeBlock,
+) -> None:
     enough = len(members) > parameters.threshold
-    return _release(self, parameters, group, members[1:] if enough else members)
+    _release(self, parameters, group, members[1:] if enough else members, take)
 
 
 def _peek(self: Offers, now: float) -> tuple[Offer, SecureOffer] | None:

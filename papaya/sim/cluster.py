@@ -26,7 +26,7 @@ from papaya.client.work import Finish, Seal, Sealed, Train
 from papaya.config import DeviceConfig, ServerConfig, TaskConfig
 from papaya.config.checks import require
 from papaya.coordinator.coordinator import Coordinator
-from papaya.learning.parameters import FLOAT32
+from papaya.learning.parameters import FLOAT32, Vector
 from papaya.machine import Reply
 from papaya.messages.base import BlobKey, Message, NodeId
 from papaya.messages.selection import Capabilities
@@ -136,12 +136,15 @@ class Cluster:
         self.engine.run(until, stop)
 
     def submit(self, task: TaskConfig) -> None:
-        zero = np.zeros(task.model_length, FLOAT32)
-        blobs = initial_blobs(task, zero)
+        blobs = initial_blobs(task, self.initial(task))
         for key, data in blobs:
             self.blobs.put(key, data)
         transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now)
         self.state.apply(("owner", 0.0), transaction)
+
+    def initial(self, task: TaskConfig) -> Vector:
+        """Version 0."""
+        return np.zeros(task.model_length, FLOAT32)
 
     # -- servers ----------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Faults:
             self._power_loss,
         ]
         if any(task.secure_aggregation is not None for task in cluster.config.tasks):
-            kinds += [self._crash_trusted, self._crash_trusted]
+            kinds += [self._crash_trusted, self._crash_trusted, self._cut_off_trusted]
         # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
         self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
         cluster.engine.after(0.0, self._next)
@@ -150,6 +150,10 @@ class Faults:
     def _crash_trusted(self) -> None:
         """Seeds, groups and offers are lost; it is back at once, or after a while."""
         self._cluster.trusted.crash(self._rng.choice((0.0, self._a_while())))
+
+    def _cut_off_trusted(self) -> None:
+        """Nothing is lost, so nothing may be given up."""
+        self._cluster.trusted.cut_off(self._a_while())
 
     def _heal(self) -> None:
         self._cluster.trusted.come_back()

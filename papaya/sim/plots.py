@@ -16,7 +16,7 @@ state of matplotlib is touched.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ except ImportError as error:
     ) from error
 
 FORMATS = (".png", ".svg", ".pdf")
-_COLORS = ("#e4572e", "#2e6f95", "#8a8d91", "#4f9d69", "#8e5ea2", "#c9a227", "#17a2b8", "#7a4b2a")
+COLORS = ("#e4572e", "#2e6f95", "#8a8d91", "#4f9d69", "#8e5ea2", "#c9a227", "#17a2b8", "#7a4b2a")
 _MAX_INNER_LEGEND = 4
 _LEGEND_COLUMNS = 2
 _INK, _FAINT = "#222222", "#dddddd"
@@ -64,11 +64,16 @@ class _Line(NamedTuple):
 
 def draw(reports: Mapping[str, Report], path: Path, title: str = "") -> Path:
     """Write one figure of all reports; the keys become the legend."""
+    return save(lambda: _figure(_lines(reports), title), path)
+
+
+def save(make: Callable[[], Figure], path: Path) -> Path:
+    """Write a figure that is made in our style."""
     if path.suffix not in FORMATS:
         remedy = f"end the file name in {', '.join(FORMATS)}"
         raise ConfigError.of("plot", str(path), f"{path.suffix!r} is no format for plots", remedy)
     with mpl.rc_context(_STYLE):
-        figure = _figure(_lines(reports), title)
+        figure = make()
         path.parent.mkdir(parents=True, exist_ok=True)
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
         figure.savefig(path, dpi=150, metadata=metadata)
@@ -80,7 +85,7 @@ def _lines(reports: Mapping[str, Report]) -> list[_Line]:
     for name, report in reports.items():
         for result in report.tasks:
             label = name if len(report.tasks) == 1 else f"{name} {result.task}".strip()
-            color = _COLORS[len(found) % len(_COLORS)]
+            color = COLORS[len(found) % len(COLORS)]
             found.append(_Line(label, color, report.config_of(result.task), result))
     return found
 
@@ -97,7 +102,7 @@ def _figure(lines: list[_Line], title: str) -> Figure:
 
 
 def _draw_active(axes: Axes, lines: list[_Line]) -> None:
-    _prepare(axes, "Active clients over time", "virtual time (minutes)", "active clients")
+    prepare(axes, "Active clients over time", "virtual time (minutes)", "active clients")
     for line in reversed(lines):  # the first report on top
         minutes = [time_s / 60 for time_s in line.result.series.time_s]
         goal = f"K = {line.config.aggregation_goal:,}"
@@ -137,7 +142,7 @@ def without_short_dips(samples: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def _draw_staleness(axes: Axes, lines: list[_Line]) -> None:
-    _prepare(axes, "Staleness", "staleness (server updates)", "share of updates (%)")
+    prepare(axes, "Staleness", "staleness (server updates)", "share of updates (%)")
     stale = [line for line in lines if line.result.max_staleness > 0]
     if not stale:
         axes.text(
@@ -166,7 +171,7 @@ def _draw_staleness(axes: Axes, lines: list[_Line]) -> None:
 
 
 def _draw_versions(axes: Axes, lines: list[_Line]) -> None:
-    _prepare(axes, "Server updates", "virtual time (minutes)", "version of the server model")
+    prepare(axes, "Server updates", "virtual time (minutes)", "version of the server model")
     for line in reversed(lines):
         minutes = [time_s / 60 for time_s in line.result.series.time_s]
         label = f"{line.label}: {line.result.versions_per_hour:,.0f} per hour"
@@ -180,7 +185,7 @@ def _draw_versions(axes: Axes, lines: list[_Line]) -> None:
         _legend(axes, loc="upper left")
 
 
-def _prepare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
+def prepare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.set_title(title)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)

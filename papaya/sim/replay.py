@@ -13,22 +13,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from msgspec import Struct
 
 from papaya.config import OptimizerConfig
-from papaya.errors import OperatorError, UpdateRefused
+from papaya.errors import ConfigError, OperatorError, UpdateRefused
 from papaya.learning.definition import ClientSGD
+from papaya.learning.kernels import fastest
 from papaya.learning.parameters import Vector
 from papaya.learning.server_optimizer import server_optimizer
-from papaya.learning.weighting import Contribution, WeightedSum, admit, clipped, norm
+from papaya.learning.weighting import (
+    Admitted,
+    Contribution,
+    WeightedSum,
+    admit,
+    capped,
+    clipped,
+    norm,
+)
 from papaya.sim.trace import Trace
 from papaya.sim.workloads.base import Matrix, Quality, Workload
 
-_EVALUATIONS = 200
-_NORMS_KEPT = 4096
+EVALUATIONS = 200
+NORMS_KEPT = 4096
 _STAYS = 3
+_SURELY = 1 - 1e-6
 
 
 class Rates(Struct, frozen=True):
@@ -63,13 +74,62 @@ class Curve(Struct, frozen=True):
 
     def reached(self, loss: float) -> Point | None:
         """The first judged version whose loss for all clients is at most this, and stays there
-        on average: single lucky versions do not count.
+        on average over the next: a single lucky version does not count.
         """
         losses = np.array([point.quality.all for point in self.points])
-        for index in range(len(losses)):
+        for index in range(len(losses) - _STAYS + 1):
             if losses[index] <= loss and losses[index : index + _STAYS].mean() <= loss:
                 return self.points[index]
         return None
+
+
+class Judging:
+    """Judges version 0, the last, and `evaluations` versions in between, as they come.
+
+    It is over early when `target` is reached and kept, or when a loss is not finite.
+    """
+
+    def __init__(
+        self, workload: Workload, last: int, evaluations: int, target: float | None
+    ) -> None:
+        count = min(last, evaluations)
+        self.due: list[int] = np.rint(np.linspace(0, last, count + 1)).astype(int).tolist()
+        self.points: list[Point] = []
+        self.diverged: str | None = None
+        self._workload = workload
+        self._target = target
+        self._streak = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.diverged is not None or self._streak > _STAYS
+
+    def judge(
+        self, parameters: Vector, *, version: int, seconds: float, updates: int, trips: int
+    ) -> None:
+        quality = self._workload.evaluate(parameters)
+        self.points.append(Point(version, seconds / 3600, updates, trips, quality))
+        if not math.isfinite(quality.all):
+            self.diverged = f"the loss of version {version} is not finite"
+        is_there = self._target is not None and quality.all <= self._target
+        self._streak = self._streak + 1 if is_there else 0
+
+    @contextmanager
+    def until_diverged(self) -> Iterator[None]:
+        """What a client or a server refuses because of its numbers ends learning, not the program.
+
+        A configuration that cannot be trained is another matter.
+        """
+        try:
+            yield
+        except ConfigError:
+            raise
+        except (OperatorError, UpdateRefused) as error:
+            self.diverged = str(error)
+
+    def curve(self, rates: Rates, norms: list[float]) -> Curve:
+        points = tuple(self.points)
+        return Curve(self._workload.name, rates, points, tuple(norms[:NORMS_KEPT]), self.diverged)
 
 
 def learn(
@@ -78,7 +138,7 @@ def learn(
     rates: Rates,
     *,
     target: float | None = None,
-    evaluations: int = _EVALUATIONS,
+    evaluations: int = EVALUATIONS,
     until: int | None = None,
 ) -> Curve:
     """Replay the trace, or until version `until`, or until `target` is reached and kept.
@@ -86,26 +146,22 @@ def learn(
     Judged are version 0, the last, and `evaluations` versions in between.
     """
     last = trace.versions if until is None else min(until, trace.versions)
-    judged = _judged(last, evaluations)
-    points: list[Point] = []
+    judging = Judging(workload, last, evaluations, target)
+    due = frozenset(judging.due)
     norms: list[float] = []
-    diverged = None
-    streak = 0
-    try:
+    with judging.until_diverged():
         for version, parameters in _versions(trace, workload, rates, last, norms):
-            if version not in judged:
-                continue
-            quality = workload.evaluate(parameters)
-            points.append(_point(trace, version, quality))
-            if not math.isfinite(quality.all):
-                diverged = f"the loss of version {version} is not finite"
+            if version in due:
+                judging.judge(
+                    parameters,
+                    version=version,
+                    seconds=float(trace.created_s[version]),
+                    updates=int(trace.first[version + 1]),
+                    trips=int(trace.trips[version]),
+                )
+            if judging.is_over:
                 break
-            streak = streak + 1 if target is not None and quality.all <= target else 0
-            if streak > _STAYS:
-                break
-    except (OperatorError, UpdateRefused) as error:
-        diverged = str(error)
-    return Curve(workload.name, rates, tuple(points), tuple(norms), diverged)
+    return judging.curve(rates, norms)
 
 
 def _versions(
@@ -141,16 +197,42 @@ def _sum(
     trace: Trace, rates: Rates, version: int, updates: Matrix, norms: list[float]
 ) -> WeightedSum:
     members = trace.members(version)
-    examples, staleness = trace.clients.examples[members], trace.staleness[members]
-    contributions = []
-    for row, n, s in zip(updates, examples.tolist(), staleness.tolist(), strict=True):
-        if len(norms) < _NORMS_KEPT:
-            norms.append(norm(row))
-        update = row if rates.clip is None else clipped(row, rates.clip)
-        contributions.append(Contribution(admit([update.data], len(row), rates.clip), n, s))
+    # A device reports what it has trained on, and the server counts no more than the task allows.
+    most = min(rates.client.max_examples, trace.task.max_examples)
+    weights = [capped(n, most) for n in trace.clients.examples[members].tolist()]
+    norms += [norm(row) for row in updates[: max(0, NORMS_KEPT - len(norms))]]
     total = WeightedSum.zero(updates.shape[1])
-    total.add_all(contributions)
+    total.add_all(
+        [
+            Contribution(update, n, staleness)
+            for update, n, staleness in zip(
+                _admitted(updates, rates.clip),
+                weights,
+                trace.staleness[members].tolist(),
+                strict=True,
+            )
+        ],
+        fastest(),
+    )
     return total
+
+
+def _admitted(updates: Matrix, clip: float | None) -> list[Admitted]:
+    """What the server makes of what the devices clip.
+
+    Whether `admit` takes an update depends on its norm alone: of those that are surely not
+    clipped, the longest stands for all.
+    """
+    lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
+    is_short = lengths < math.inf if clip is None else lengths < clip * _SURELY
+    admitted = [Admitted([row], 1.0) for row in updates]
+    looked_at = np.flatnonzero(~is_short).tolist()
+    if is_short.any():
+        looked_at.append(int(np.argmax(np.where(is_short, lengths, -1.0))))
+    for row in looked_at:
+        update = updates[row] if clip is None else clipped(updates[row], clip)
+        admitted[row] = admit([update.data], update.size, clip)
+    return admitted
 
 
 def _last_use(trace: Trace, last: int) -> dict[int, list[int]]:
@@ -166,19 +248,3 @@ def _last_use(trace: Trace, last: int) -> dict[int, list[int]]:
     for start, version in final.items():
         found.setdefault(version, []).append(start)
     return found
-
-
-def _judged(last: int, evaluations: int) -> frozenset[int]:
-    if last <= evaluations:
-        return frozenset(range(last + 1))
-    return frozenset(np.rint(np.linspace(0, last, evaluations + 1)).astype(int).tolist())
-
-
-def _point(trace: Trace, version: int, quality: Quality) -> Point:
-    return Point(
-        version=version,
-        hours=float(trace.created_s[version]) / 3600,
-        updates=int(trace.first[version + 1]),
-        trips=int(trace.trips[version]),
-        quality=quality,
-    )

@@ -244,7 +244,7 @@ class Watched(Cluster):
         endings, staleness = watch.endings, watch.staleness
         stale_sum = sum(value * count for value, count in staleness.items())
         discarded = watch.by_reason("discarded")
-        everyone = _everyone(self.population, config.training_timeout_s)
+        reference = everyone(self.population, config.training_timeout_s)
         return TaskResult(
             task=config.task,
             utilization=_mean(active) / config.concurrency,
@@ -261,8 +261,8 @@ class Watched(Cluster):
             staleness=dict(sorted(staleness.items())),
             mean_staleness=stale_sum / watch.counted if watch.counted else 0.0,
             max_staleness=max(staleness, default=0),
-            execution_s=_compare(watch.execution_s, everyone[0]),
-            examples=_compare(watch.examples, everyone[1]),
+            execution_s=_compare(watch.execution_s, reference[0]),
+            examples=_compare(watch.examples, reference[1]),
             series=Series(
                 tuple(watch.time_s),
                 tuple(watch.active),
@@ -281,9 +281,9 @@ def ks_statistic(sample: Floats, reference: Floats) -> float:
     return float(np.abs(below - expected).max())
 
 
-def _everyone(population: Population, timeout_s: float) -> tuple[Floats, Floats]:
+def everyone(population: Population, timeout_s: float, first: int = 0) -> tuple[Floats, Floats]:
     """Execution times and example counts of devices as they come, as far as any can finish."""
-    block = population.visitors(np.arange(_REFERENCE_VISITS))
+    block = population.visitors(np.arange(first, first + _REFERENCE_VISITS))
     finishes = np.isnan(block.drops_at) & (block.latency_s + block.execution_s < timeout_s)
     return block.execution_s[finishes], block.examples[finishes].astype(np.float64)
 

@@ -30,8 +30,10 @@ from papaya.messages.storage import (
     OptimizerRow,
     RecordRow,
     Row,
+    VersionRow,
     optimizer_key,
     record_key,
+    version_key,
 )
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
@@ -192,6 +194,13 @@ class SecureAuditor:
         )
         return np.frombuffer(sealed.update, WORD)
 
+    def is_dropped(self, task: TaskId, version: int) -> bool:
+        """A masked buffer was given up: its version is the predecessor again."""
+        new, old = (self._rows[version_key(task, v)] for v in (version, version - 1))
+        assert isinstance(new, VersionRow)
+        assert isinstance(old, VersionRow)
+        return self.audits(task) and new.parameters == old.parameters
+
     def check_dropped(self, task: TaskId, record: RecordRow, before: Row) -> None:
         """Its version is the predecessor again: there must have been a reason.
 
@@ -205,8 +214,9 @@ class SecureAuditor:
         now = self._trusted.identity_public_key
         sealed = [self._sealed[member.session] for member in record.members]
         is_lost = any(member.seed[0] != now for member in sealed)
+        is_full = len(sealed) == self._parameters[task].aggregation_goal
         demand(
-            is_lost or any(member.is_lie for member in sealed),
+            is_lost or (is_full and any(member.is_lie for member in sealed)),
             f"version {record.target} of {task} dropped a buffer that could be used",
         )
 
@@ -221,8 +231,8 @@ class SecureAuditor:
             steps, share = _fixed_point(parameters, vector, sealed)
             total = [a + b for a, b in zip(total, steps, strict=True)]
             weight += share
-        sums = np.array([float(step) * parameters.step for step in total]).astype(FLOAT32)
-        mean: Vector = (sums.astype(float) / (weight / parameters.levels)).astype(FLOAT32)
+        factor = parameters.step / (weight / parameters.levels)
+        mean: Vector = np.array([float(step) * factor for step in total]).astype(FLOAT32)
         return mean
 
 

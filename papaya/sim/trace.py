@@ -10,6 +10,9 @@ A trace is a function of (configuration, seed). It is kept as one .npz file with
 
 from __future__ import annotations
 
+import io
+import math
+import zipfile
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ from papaya.messages.base import SessionId
 from papaya.messages.storage import ConsumedRow, Row, Transaction
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.devices import Device
-from papaya.sim.population import Visit
+from papaya.sim.population import Population, Visit
 from papaya.sim.report import Report, Watched
 from papaya.sim.workloads.base import Clients, Ints
 
@@ -35,14 +38,18 @@ Floats = npt.NDArray[np.float64]
 
 _STEP_S = 60.0
 _FORMAT = 1
+_MAX_SAMPLES = 3600
+_SAMPLED_VISITS = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
     """Columns. Version v was made at `created_s[v]` of members `first[v] : first[v + 1]`.
 
-    `trips[v]` is how many complete uploads the server had answered by then, counted or discarded.
+    `trips[v]` is how many complete uploads the server had counted or discarded by then.
     `start` is the version from which a member trained, `assigned_s` when its device was selected.
+    `clients.examples` are all that a device holds; what counts of them is at most the task's
+    `max_examples`.
     """
 
     config: ClusterConfig
@@ -78,12 +85,15 @@ class Trace:
     @classmethod
     def load(cls, path: Path) -> Trace:
         try:
-            with np.load(path, allow_pickle=False) as file:
-                about = msgspec.json.decode(file["about"].tobytes(), type=_About)
-                clients = Clients(*(file[name] for name in _CLIENT_COLUMNS))
-                columns = {name: file[name] for name in _COLUMNS}
-        except (OSError, KeyError, ValueError, msgspec.DecodeError) as error:
+            with zipfile.ZipFile(path) as file:
+                about = msgspec.json.decode(_column(file, "about").tobytes(), type=_About)
+                clients = Clients(*(_column(file, name) for name in _CLIENT_COLUMNS))
+                columns = {name: _column(file, name) for name in _COLUMNS}
+        except _UNREADABLE as error:
             raise OperatorError(f"cannot read trace {path}: {error}", hint="delete it") from error
+        if about.format != _FORMAT:
+            problem = f"trace {path} has format {about.format}, this Papaya reads {_FORMAT}"
+            raise OperatorError(problem, hint="delete it")
         return cls(config=about.config, seed=about.seed, clients=clients, **columns)
 
 
@@ -95,6 +105,16 @@ class _About(msgspec.Struct):
 
 _CLIENT_COLUMNS = ("device", "participation", "examples")
 _COLUMNS = ("created_s", "trips", "first", "start", "staleness", "assigned_s", "execution_s")
+_UNREADABLE = (
+    OSError, EOFError, KeyError, ValueError, NotImplementedError, RuntimeError,
+    zipfile.BadZipFile, msgspec.DecodeError,
+)  # fmt: skip
+
+
+def _column(file: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
+    whole = io.BytesIO(file.read(f"{name}.npy"))  # its checksum comes before its content
+    column: npt.NDArray[Any] = np.lib.format.read_array(whole, allow_pickle=False)
+    return column
 
 
 class Recorded(Watched):
@@ -105,7 +125,8 @@ class Recorded(Watched):
     ) -> None:
         self._assigned_s: dict[int, float] = {}
         self._trained: dict[SessionId, tuple[Visit, float]] = {}
-        self._trips = 0
+        self._discarded = 0
+        self._acknowledged: set[SessionId] = set()  # as counted, and in no version yet
         self._versions = _Columns("d", "q", "q")  # created_s, trips, end of members
         self._members = _Columns("q", "q", "q", "q", "q", "d", "d")
         super().__init__(config, seed, warm_up_s=warm_up_s, sample_s=sample_s)
@@ -119,20 +140,37 @@ class Recorded(Watched):
     def version(self) -> int:
         return len(self._versions)
 
+    @property
+    def trips(self) -> int:
+        """Complete uploads that were counted or discarded so far, whether in a version or not."""
+        return self.counted + self._discarded + len(self._acknowledged)
+
+    def is_noted(self, session: SessionId) -> bool:
+        """Has it trained, and may it still be counted?"""
+        return session in self._trained
+
     def assigned(self, device: Device) -> None:
         self._assigned_s[device.visit.device] = self.engine.now
 
     def train(self, device: Device, work: Train) -> bytes:
-        self._trained[work.session] = (device.visit, self._assigned_s[device.visit.device])
+        self.note(device, work)
         return super().train(device, work)
+
+    def note(self, device: Device, work: Train) -> None:
+        """Who it is that has trained, in case that it is counted."""
+        self._trained[work.session] = (device.visit, self._assigned_s[device.visit.device])
 
     def departed(self, device: Device, finish: Finish | None) -> None:
         super().departed(device, finish)
         self._assigned_s.pop(device.visit.device, None)
-        if finish is not None and finish.ending in ("counted", "discarded"):
-            self._trips += 1
-        joined = device.machine.joined
-        if joined is not None and (finish is None or finish.ending != "counted"):
+        joined, ending = device.machine.joined, None if finish is None else finish.ending
+        if joined is None:
+            return
+        if ending == "discarded":
+            self._discarded += 1
+        elif ending == "counted" and self.is_noted(joined.session):
+            self._acknowledged.add(joined.session)
+        if ending not in ("counted", "gave_up"):  # who gave up may be counted all the same
             self._trained.pop(joined.session, None)
 
     def trace(self) -> Trace:
@@ -168,16 +206,17 @@ class Recorded(Watched):
             raise InvariantError(f"version {row.version} follows version {self.version}")
         for member in row.members:
             visit, assigned_s = self._trained.pop(member.session)
+            self._acknowledged.discard(member.session)
             self._members.append(
                 visit.device,
                 visit.participation,
-                member.examples,
+                visit.examples,
                 member.version,
                 member.staleness,
                 assigned_s,
                 visit.execution_s,
             )
-        self._versions.append(self.engine.now, self._trips, len(self._members))
+        self._versions.append(self.engine.now, self.trips, len(self._members))
 
 
 class _Columns:
@@ -206,13 +245,17 @@ def record(
     hours: float = 10_000.0,
     drain_s: float = 0.0,
     warm_up_s: float = 600.0,
+    sample_s: float | None = None,
     progress: Callable[[Recorded], None] | None = None,
 ) -> tuple[Trace, Report]:
     """Run the machines until so many versions or counted updates, or for so many hours.
 
-    `drain_s`: then so much longer, for those who were assigned before the end.
+    `drain_s`: then so much longer, for those who were assigned before the end. `sample_s`: how far
+    apart the report's samples are; unless given, a second, or more if there would be too many.
     """
-    cluster = Recorded(config, seed, warm_up_s=warm_up_s)
+    if sample_s is None:
+        sample_s = _sample_s(config, versions, updates, hours)
+    cluster = Recorded(config, seed, warm_up_s=warm_up_s, sample_s=sample_s)
 
     def is_over() -> bool:
         enough_versions = versions is not None and cluster.version >= versions
@@ -225,3 +268,16 @@ def record(
     if drain_s:
         cluster.run(cluster.engine.now + drain_s)
     return cluster.trace(), cluster.report()
+
+
+def _sample_s(
+    config: ClusterConfig, versions: int | None, updates: int | None, hours: float
+) -> float:
+    """By how long the run will take if every place is taken by somebody all the time."""
+    task = config.tasks[0]
+    ends = [math.inf if updates is None else updates]
+    ends.append(math.inf if versions is None else versions * task.aggregation_goal)
+    block = Population(config.population, 0).visitors(np.arange(_SAMPLED_VISITS))
+    busy_s = np.minimum(block.latency_s + block.execution_s, task.training_timeout_s).mean()
+    expected_s = min(min(ends) * float(busy_s) / task.concurrency, 3600 * hours)
+    return float(max(1, math.ceil(expected_s / _MAX_SAMPLES)))

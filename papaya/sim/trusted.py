@@ -19,7 +19,7 @@ from papaya.learning.parameters import FLOAT32
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, Terms, UnsealedUpdate
-from papaya.secagg.words import Words
+from papaya.secagg.unmask import TakeBlock, give_in_blocks
 from papaya.tsa.errors import Unavailable
 from papaya.tsa.trusted_aggregator import TrustedAggregator
 
@@ -46,6 +46,10 @@ class TrustedTwin:
         self.identity_public_key = self._tsa.identity_public_key
         self._back_at = self._clock.now + away_s
 
+    def cut_off(self, away_s: float) -> None:
+        """It lives and keeps everything, but nobody reaches it for so long."""
+        self._back_at = max(self._back_at, self._clock.now + away_s)
+
     def come_back(self) -> None:
         self._back_at = self._clock.now
 
@@ -59,10 +63,12 @@ class TrustedTwin:
         self._reached().accept(index, group, sealed, self._clock.now)
         self.on_accepted(index, group)
 
-    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
         masks = self._reached().release(parameters.digest(), group, members)
         self.on_released(parameters.digest(), group, tuple(members))
-        return masks
+        give_in_blocks(masks, take)
 
     def _reached(self) -> TrustedAggregator:
         if self._clock.now < self._back_at:
@@ -71,7 +77,7 @@ class TrustedTwin:
 
 
 def sealed(work: Seal, now: float, rng: Random) -> Sealed:
-    """What an honest device makes of an offer."""
+    """What an honest device makes of an offer, and of an update that is clipped already."""
     parameters = PublicParameters.decode(work.offer.parameters)
     policy = Policy(
         task=work.task,

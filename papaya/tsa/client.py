@@ -20,7 +20,8 @@ import numpy as np
 from papaya.secagg.errors import ChannelError
 from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES, Offer
 from papaya.secagg.parameters import HASH_BYTES, PublicParameters
-from papaya.secagg.words import WORD, Words
+from papaya.secagg.unmask import TakeBlock
+from papaya.secagg.words import BLOCK, WORD, WORD_BYTES, blocks
 from papaya.tsa import endpoint, wire
 from papaya.tsa.errors import Refused, Unavailable
 from papaya.tsa.trusted_aggregator import Status
@@ -71,13 +72,19 @@ class TrustedAggregatorClient:
         """Refused with REPLAYED means: it has this seed in this group already."""
         self._call(wire.accept_request(index, group, sealed), 0)
 
-    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
-        """The sum of the members' masks, received into fresh memory."""
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        """The sum of the members' masks; `take` works on a block while the next one is sent."""
         request = wire.release_request(parameters.digest(), group, sorted(members))
-        masks = np.empty(parameters.vector_words, WORD)
+        words = parameters.vector_words
+        scratch = np.empty(min(words, BLOCK), WORD)
         with self._lock, _Broken(self._stream):
-            self._read_into(self._ask(request, masks.nbytes), masks.data.cast("B"))
-        return masks
+            self._ask(request, words * WORD_BYTES)
+            for block in blocks(words):
+                masks = scratch[: block.stop - block.start]
+                self._read_into(masks.nbytes, masks.data.cast("B"))
+                take(block.start, masks)
 
     def drop(self, parameters_hash: bytes, group: int) -> int:
         """Returns how many seeds are lost."""

@@ -258,7 +258,7 @@ def test_words_that_no_honest_client_sends(position: int, added: int, why: str) 
 
 
 def test_over_norm_inputs_under_the_mask_are_not_noticed() -> None:
-    """Each coordinate at the clip: twice the norm here, sqrt(length) times it in a real model. In
+    """Twice the norm, and the sum is no longer than others could have made it: they were quiet. In
     the clear this update is refused.
     """
     plain = a_secure_task(goal=2, secure_aggregation=None)
@@ -269,16 +269,26 @@ def test_over_norm_inputs_under_the_mask_are_not_noticed() -> None:
     handle = world.ask(node, Complete(poisoner.ticket, "u1"))
     assert world.answers[handle] == Completed("over_norm")
     world, node = a_secure_world(a_secure_task(goal=2))
-    honest, poisoner_too = world.secure_phones(node, 2)
-    honest.upload_for_good(1.0)
+    quiet, poisoner_too = world.secure_phones(node, 2)
+    quiet.upload_for_good(0.0)
     assert poisoner_too.upload_for_good(CLIP, CLIP, CLIP, CLIP) == COUNTED
     assert node.dropped() == {}
-    assert world.parameters(1) == pytest.approx([(CLIP + 1) / 2, *[CLIP / 2] * 3], abs=1e-4)
+    assert world.parameters(1) == pytest.approx([CLIP / 2] * 4, abs=1e-4)
+
+
+def test_over_norm_inputs_beside_loud_clients_are_found_out() -> None:
+    """What bounds all of them together: the sum is no longer than its weight times the clip."""
+    world, node = a_secure_world(a_secure_task(goal=2))
+    loud, poisoner = world.secure_phones(node, 2)
+    loud.upload_for_good(CLIP)
+    assert poisoner.upload_for_good(CLIP, CLIP, CLIP, CLIP) == COUNTED
+    assert node.dropped() == {"implausible": 1}
+    assert world.parameters(1) == world.parameters(0)
 
 
 def test_a_client_that_keeps_to_no_clip_moves_a_coordinate_by_more_than_its_own() -> None:
-    """The levels of K members fill the whole group, so a sum that one liar has moved is almost
-    always a sum that K honest clients could have made: K x clip is what bounds it.
+    """A sum that one liar has moved may be one that K honest clients could have made: the norm of
+    that, their weight x clip, is what bounds it.
     """
     world, node = a_secure_world(a_secure_task(goal=4))
     liar, *honest = world.secure_phones(node, 4)

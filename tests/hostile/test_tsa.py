@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.errors import Implausible, OfferRefused, SecureAggregationError, UpdateError
 from papaya.secagg.mask import sum_masks
 from papaya.secagg.participant import Terms, UnsealedUpdate, weight_and_damping
-from papaya.secagg.words import WORD
+from papaya.secagg.words import WORD, Reals
 from papaya.tsa import wire
 from papaya.tsa.errors import Reason, Refused
 from papaya.tsa.trusted_aggregator import TrustedAggregator
@@ -245,14 +246,33 @@ def test_a_seed_that_does_not_match_its_vector() -> None:
         decoded(total - deployment.trusted.release(deployment.hash, 0, members), 4, a_task())
 
 
+@pytest.mark.parametrize("attempt", range(20))
+def test_a_seed_that_matches_only_where_it_is_counted(attempt: int) -> None:
+    """The liar knows which words are looked at: constant and weight are under the seed that it
+    sealed, its 64 coordinates under another. They are noise in the sum, and noise is too long.
+    """
+    task = a_task(length=64, aggregation_goal=4, threshold=4)
+    deployment = Deployment(task)
+    updates = deployment.accepted(3, value=0.01)
+    liar = deployment.accept(deployment.any_sealed(0.01))
+    vector = liar.masked.copy()
+    vector[:64] += sum_masks([b"another seed %3d" % attempt], 64)
+    lie = replace(liar, masked=vector)
+    with pytest.raises(Implausible) as caught:
+        decoded(deployment.unmasked([*updates, lie]), 4, task)
+    assert caught.value.reason in ("coordinate", "norm")
+
+
 @pytest.mark.parametrize(
     ("position", "added", "reason"),
-    [(-1, 5, "constant"), (-2, 2**30, "weight"), (0, 2, "coordinate")],
+    [(-1, 5, "constant"), (-2, 2**30, "weight"), (0, 2, "coordinate"), (1, 2**29, "norm")],
 )
 def test_an_implausible_sum(position: int, added: int, reason: str) -> None:
     """One client adds what no honest client has, under its mask."""
     deployment = Deployment(a_task(aggregation_goal=3))
-    words = deployment.unmasked([deployment.accept(deployment.any_sealed(1.0)) for _ in range(3)])
+    at_the_clip = np.array([1.0, 0, 0, 0, 0], np.float32)
+    members = [deployment.accept(deployment.sealed(at_the_clip)) for _ in range(3)]
+    words = deployment.unmasked(members)
     words[position] += np.uint32(added)
     with pytest.raises(Implausible) as caught:
         decoded(words, 3, deployment.parameters)
@@ -272,12 +292,46 @@ def test_fake_clients_around_one_honest_one_are_not_noticed() -> None:
 
 
 def test_over_norm_inputs_under_the_mask_are_not_noticed() -> None:
-    """Every coordinate at the clip: far beyond the norm, and no rule on the sum can tell."""
+    """Every coordinate at the clip: beyond the norm, and no rule on the sum can tell as long as
+    the others leave room for it.
+    """
     deployment = Deployment()
-    honest = deployment.accepted(2)
+    quiet = [deployment.accept(deployment.any_sealed(0.1)) for _ in range(2)]
     poisoned = deployment.accept(deployment.sealed(np.full(5, 1e30, np.float32)))
-    found = decoded(deployment.unmasked([*honest, poisoned]), 3, deployment.parameters)
-    assert np.allclose(found.vector, 2 * 0.5 + 1.0)
+    found = decoded(deployment.unmasked([*quiet, poisoned]), 3, deployment.parameters)
+    assert np.allclose(found.vector, 2 * 0.1 + 1.0)
+
+
+def trained(model: Reals, example: Reals) -> Reals:
+    """One honest step on one neuron, relu(weights · example + bias), towards 1."""
+    *weights, bias = model
+    seen = float(np.dot(weights, example) + bias)
+    slope = 0.5 * (1.0 - seen) if seen > 0 else 0.0
+    update: Reals = slope * np.array([*example, 1.0], np.float32)
+    return update
+
+
+def test_a_server_that_sends_different_models_reads_one_client_out_of_a_sum() -> None:
+    """Every client is honest and the threshold is kept. All but one got a model whose neuron is
+    dead for any example, so the sum is the victim's update, and that is its example times a number.
+    """
+    task = a_task(aggregation_goal=12, threshold=12, max_examples=1)
+    deployment = Deployment(task)
+    dead, alive = (np.array([0.1, 0.1, 0.1, 0.1, bias], np.float32) for bias in (-9.0, 0.1))
+    draw = np.random.default_rng(1)
+    examples = [draw.uniform(0, 0.5, 4).astype(np.float32) for _ in range(12)]
+    victim = 7
+    members = []
+    for number, example in enumerate(examples):
+        update = trained(alive if number == victim else dead, example)
+        members.append(deployment.accept(deployment.sealed(update, examples=1)))
+    found = decoded(deployment.unmasked(members), 12, task).vector
+    assert np.allclose(found, trained(alive, examples[victim]), atol=1e-6)
+    assert np.allclose(found[:4] / found[4], examples[victim], atol=1e-5)
+    # With one model for everybody the same sum says nothing of the kind.
+    members = [deployment.sealed(trained(alive, example), examples=1) for example in examples]
+    mixed = decoded(deployment.unmasked([deployment.accept(m, 1) for m in members], 1), 12, task)
+    assert not np.allclose(mixed.vector[:4] / mixed.vector[4], examples[victim], atol=1e-2)
 
 
 def test_errors_carry_no_secret() -> None:

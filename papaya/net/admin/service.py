@@ -260,6 +260,7 @@ class AdminService:
             demand=None if live is None else live.demand,
             utilization=None if live is None else live.active / config.concurrency,
             held=None if live is None else live.held,
+            evaluated=None if last is None else last.version,
             loss=None if last is None else last.loss,
             perplexity=None if last is None else last.perplexity,
         )

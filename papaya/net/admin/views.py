@@ -81,6 +81,8 @@ class TaskView(Struct, frozen=True, kw_only=True):
     utilization: float | None = None
     held: int | None = None
     """Held check-ins of devices that fit."""
+    evaluated: int | None = None
+    """The newest version that was evaluated: `loss` and `perplexity` are of this one."""
     loss: float | None = None
     perplexity: float | None = None
 

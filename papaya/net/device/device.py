@@ -122,10 +122,8 @@ class Device:
             self._visit = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-        task = None if machine.joined is None else machine.joined.task
-        self._notify(
-            Ended(self.name, self._process.now(), finish.ending, finish.reason, task, visit.detail)
-        )
+        now, ending, reason = self._process.now(), finish.ending, finish.reason
+        self._notify(Ended(self.name, now, ending, reason, machine.task, visit.detail))
         return finish
 
     async def run_forever(self, visits: int | None = None) -> None:
@@ -218,5 +216,4 @@ class Device:
 
     def _reached(self, machine: Client, stage: Stage) -> None:
         if stage is not Stage.OVER:
-            task = None if machine.joined is None else machine.joined.task
-            self._notify(StageReached(self.name, self._process.now(), stage.value, task))
+            self._notify(StageReached(self.name, self._process.now(), stage.value, machine.task))

@@ -28,7 +28,9 @@ class StageReached(Event, frozen=True):
 
 
 class Ended(Event, frozen=True):
-    """A visit is over. `detail` is what the server is not told."""
+    """A visit is over. `detail` is what the server is not told; `task` is None if none was given
+    to the device.
+    """
 
     ending: Ending
     reason: str

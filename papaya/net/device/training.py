@@ -7,21 +7,24 @@ a task that it does not know by name is left, whatever a server says of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
 from papaya.client.example_store import ExampleStore, Split
-from papaya.client.executor import Executor, Job, JobFailed, TaskTerms
+from papaya.client.executor import LOADER, Executor, Job, JobFailed, TaskTerms
 from papaya.client.sandbox import Sandbox
 from papaya.client.work import Trained
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
+
+_LOAD_S = 600.0
+_LOAD_BYTES = 8 << 20  # of text at a time
 
 
 class Assignment(Struct, frozen=True):
@@ -133,6 +136,20 @@ class ExecutorTrainer:
             raise OperatorError(f"{error.kind}: {error.reason}") from error
         return Trained(result.update, result.examples)
 
+    async def load_examples(self, task_file: Path, texts: Sequence[str]) -> list[list[bytes]]:
+        """What the file's own `load_examples` makes of each text, in a child process as well."""
+        loaded: list[list[bytes]] = []
+        for lot in _lots([text.encode() for text in texts]):
+            try:
+                result = await self._executor.run(Job("load", str(task_file), b"", lot), _LOAD_S)
+            except JobFailed as error:
+                raise OperatorError(
+                    f"{LOADER} of {task_file} failed: {error.reason}",
+                    hint="it takes the text of a file and returns a list of bytes",
+                ) from error
+            loaded += msgpack.decode(result.update, type=list[list[bytes]])
+        return loaded
+
     def _examples(
         self, program: TaskId, split: Split, store: ExampleStore
     ) -> tuple[list[bytes], int]:
@@ -141,6 +158,18 @@ class ExecutorTrainer:
         limit = min(asked.limit or file.max_examples, file.max_examples)
         found = store.query(asked.collection, program, split, limit, asked.newest_first, now)
         return found, store.counts(asked.collection, now)["train"]
+
+
+def _lots(texts: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """One after the other until they are large together."""
+    lot: list[bytes] = []
+    for text in texts:
+        lot.append(text)
+        if sum(map(len, lot)) >= _LOAD_BYTES:
+            yield tuple(lot)
+            lot = []
+    if lot:
+        yield tuple(lot)
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ from papaya.client.work import (
     Remember,
     Request,
     Seal,
+    Stop,
     Train,
     Trained,
     Unanswered,
@@ -95,7 +96,8 @@ class Visit:
         the participation is spent, and the rest takes seconds.
         """
         if even_sending or self.machine.stage not in _SENDING:
-            self._fail("interrupted", detail)
+            self.detail = detail
+            self._inbox.put_nowait(Stop("interrupted"))
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -177,7 +179,10 @@ class Visit:
         if program != joined.task and not joined.evaluates:
             raise ProtocolError(f"task {joined.task!r} comes with parameters of {program!r}")
         if not self._equipment.trainer.knows(program):
-            raise ProtocolError(f"this device does not know a task {program!r}")
+            raise ProtocolError(
+                f"this device has no task file of {program!r}",
+                hint=f"if it was submitted under another name: --alias {program}=NAME-IN-THE-FILE",
+            )
         terms = self._equipment.trainer.terms(program)
         if terms is not None and terms.secure != joined.secure:
             asked, told = (
@@ -254,4 +259,4 @@ def _in_words(error: Exception) -> str:
     """For the device's own log: what is wrong, and what to do next."""
     if not isinstance(error, PapayaError):
         return f"{type(error).__name__}: {error}"
-    return f"{error} (hint: {error.hint})" if error.hint else str(error)
+    return f"{error}; hint: {error.hint}" if error.hint else str(error)

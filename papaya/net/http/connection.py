@@ -15,6 +15,7 @@ from papaya.errors import ConfigError
 from papaya.net.http.exchange import Headers
 from papaya.net.http.limits import PeerLimits
 from papaya.net.http.link import Link, PeerUnavailable, Response
+from papaya.net.http.splice import Pipe, open_pipe
 from papaya.net.http.upload import Upload
 
 __all__ = ["Connections", "PeerUnavailable", "Response", "Upload"]
@@ -27,6 +28,7 @@ class Connections:
         self._limits = limits or PeerLimits()
         self._ssl = ssl
         self._pools: dict[str, _Pool] = {}
+        self._pipe: Pipe | None = None
         self._is_closed = False
 
     async def request(
@@ -59,6 +61,7 @@ class Connections:
         path: str,
         headers: Headers,
         length: int,
+        timeout_s: float,
         on_room: Callable[[], None] = lambda: None,
     ) -> Upload:
         """Begins an exchange whose body is written piece by piece while it is still arriving here.
@@ -66,13 +69,19 @@ class Connections:
         Returns at once, and raises PeerUnavailable at once when too many wait already. `on_room` is
         called whenever `is_full` has become false, and when the upload is over.
         """
-        return Upload(self._pool(address), method, path, headers, length, on_room)
+        pool = self._pool(address)
+        if self._pipe is None and self._ssl is None:
+            self._pipe = open_pipe()
+        return Upload(pool, method, path, headers, length, timeout_s, on_room, self._pipe)
 
     async def close(self) -> None:
         """Cuts everything off, for good."""
         self._is_closed = True
         for pool in tuple(self._pools.values()):
             await pool.close()
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
 
     def _pool(self, address: str) -> _Pool:
         if self._is_closed:

@@ -14,6 +14,7 @@ from papaya.errors import InvariantError
 from papaya.net.http.exchange import Headers, has_body
 from papaya.net.http.head import END_OF_HEAD, HttpError, ResponseHead, parse_response
 from papaya.net.http.limits import MAX_HEAD_BYTES, PeerLimits
+from papaya.net.http.splice import MAX_AHEAD_BYTES, Pipe
 
 
 class PeerUnavailable(HttpError):
@@ -56,7 +57,7 @@ class Link(asyncio.Protocol):
         self._method = ""
         self._data = bytearray()
         self._head: ResponseHead | None = None
-        self._held_head = b""  # waits for the first bytes of its body, if they are there
+        self._held_head = b""  # waits, for one turn of the loop, for the first bytes of its body
         self._unsent = 0  # of the request's body, not yet given to us
         self._is_clean = True  # fit for a further exchange
 
@@ -90,13 +91,49 @@ class Link(asyncio.Protocol):
             self._flush_head()
         return self._answer
 
-    def send(self, data: bytes | memoryview) -> None:
-        """Sends at once. What the socket does not take is copied, so `data` may be used again."""
+    def send(self, data: bytes | memoryview, more_follows: bool = False) -> None:
+        """Sends at once. What the socket does not take is copied, so `data` may be used again.
+
+        If more is about to follow, a short beginning waits for it together with the head.
+        """
         if len(data) > self._unsent:
             raise InvariantError(f"more was sent to {self.address} than was announced")
         self._unsent -= len(data)
-        if data:
+        waits = more_follows and self._unsent > 0 and self._held_head != b""
+        if waits and len(self._held_head) + len(data) <= MAX_AHEAD_BYTES:
+            self._held_head += data
+        elif data:
             self._put(data)
+
+    def pull(self, pipe: Pipe, source: int, count: int) -> int:
+        """Sends up to `count` bytes that have come to the socket `source`; how many, maybe none."""
+        if (
+            self._file < 0
+            or len(self._held_head) > MAX_AHEAD_BYTES
+            or not self._is_clean
+            or self._transport.is_closing()
+            or self._transport.get_write_buffer_size()
+        ):
+            return 0
+        if count > self._unsent:
+            raise InvariantError(f"more was sent to {self.address} than was announced")
+        ahead, self._held_head = self._held_head, b""
+        sent = 0
+        rest = b""
+        while sent < count and not rest:
+            try:
+                came, rest = pipe.move(source, self._file, count - sent, ahead)
+                ahead = b""
+            except OSError:
+                self._is_clean = False  # As in `_put`.
+                return sent
+            if not came:
+                break
+            self._unsent -= came
+            sent += came
+        if rest:
+            self._transport.write(rest)
+        return sent
 
     def _flush_head(self) -> None:
         if self._held_head:

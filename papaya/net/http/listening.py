@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from ssl import SSLContext
 
 from papaya.errors import OperatorError
-from papaya.net.http.endpoint import Endpoint
+from papaya.net.http.cut_through import CutThrough
 from papaya.net.http.limits import Limits
 from papaya.net.http.routes import Route
 from papaya.net.http.service import Observe, Problem, Service, plain_problem, unobserved
@@ -55,7 +55,7 @@ async def serve(
     service = Service(routes, problem, limits, observe)
     try:
         server = await asyncio.get_running_loop().create_server(
-            lambda: Endpoint(service),
+            lambda: CutThrough(service),
             host,
             port,
             ssl=ssl,

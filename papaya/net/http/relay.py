@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from papaya.net.http.connection import Connections
+from papaya.net.http.connection import Connections, Upload
 from papaya.net.http.exchange import Exchange, Headers, as_refusal
 from papaya.net.http.link import Response
+from papaya.net.http.splice import Puller
 
 _PIECE_BYTES = 1 << 20  # a whole chunk, when the device was fast
 
@@ -22,7 +23,6 @@ class Relays:
     def __init__(self, connections: Connections, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self._connections = connections
         self._room = memoryview(bytearray(piece_bytes))
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def relay(
         self,
@@ -38,39 +38,44 @@ class Relays:
         Raises PeerUnavailable (503) at once when too much waits for `address`; later failures are
         answered the same way.
         """
-        relay = Relay(self._connections, self._room, exchange, address, path, headers)
-        task = asyncio.create_task(relay.answer(timeout_s, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return relay
+        head = exchange.head
+        upload = self._connections.open_upload(
+            address, head.method, path, headers, head.length, timeout_s, exchange.resume_reading
+        )
+        return Relay(upload, self._room, exchange, answer)
 
 
-class Relay:
+class Relay(Puller):
     """One body on its way through."""
 
     def __init__(
         self,
-        connections: Connections,
+        upload: Upload,
         room: memoryview,
         exchange: Exchange,
-        address: str,
-        path: str,
-        headers: Headers,
+        answer: Callable[[Exchange, Response], None],
     ) -> None:
         self._room = room
         self._exchange = exchange
-        head = exchange.head
-        self._upload = connections.open_upload(
-            address, head.method, path, headers, head.length, exchange.resume_reading
-        )
-        if self._upload.is_full:
-            exchange.pause_reading()
+        self._answer = answer
+        self._upload = upload
+        upload.answer.add_done_callback(self._answered)
+        self._pause_if_full()
 
     def buffer(self, remaining: int) -> memoryview:
         return self._room
 
     def received(self, count: int) -> None:
         self._upload.write(self._room[:count])
+        self._pause_if_full()
+
+    def pull(self, file: int, remaining: int) -> int:
+        count = self._upload.pull(file, remaining)
+        if self._upload.is_full:
+            asyncio.get_running_loop().call_soon(self._pause_if_full)
+        return count
+
+    def _pause_if_full(self) -> None:
         if self._upload.is_full:
             self._exchange.pause_reading()
 
@@ -80,9 +85,11 @@ class Relay:
     def broken(self) -> None:
         self._upload.abort()
 
-    async def answer(self, timeout_s: float, answer: Callable[[Exchange, Response], None]) -> None:
+    def _answered(self, answer: asyncio.Future[Response]) -> None:
+        if answer.cancelled():
+            return
         try:
-            answer(self._exchange, await self._upload.response(timeout_s))
+            self._answer(self._exchange, answer.result())
         except Exception as error:
             refusal = as_refusal(error)
             if self._exchange.is_open:

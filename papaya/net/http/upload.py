@@ -1,8 +1,9 @@
 """A request whose body is sent while it is still arriving from someone else: the cut-through.
 
-    receiver: upload.write(view)              sends at once, copies what the socket does not take
-              if upload.is_full: pause        until `on_room` is called
-    task:     await upload.response(...)      may come early: a refusal before the body is read
+    upload.write(view)          sends at once, copies what the socket does not take
+    upload.pull(socket, n)      the same without a copy, where the kernel can
+    if upload.is_full: pause    until `on_room` is called
+    upload.answer               may come early: a refusal before the body is read
 
 It is not repeated: the bytes are gone.
 """
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from papaya.net.http.exchange import Headers
 from papaya.net.http.link import Link, PeerUnavailable, Response
+from papaya.net.http.splice import Pipe
 
 
 class Pool(Protocol):
@@ -32,7 +34,11 @@ class Pool(Protocol):
 
 
 class Upload:
-    """One body on its way. Until there is a connection it is full."""
+    """One body on its way. Until there is a connection it is full.
+
+    `answer` is the far side's, or PeerUnavailable; what is not sent by then never will be. Time
+    runs from the last piece of the body: a body may be slow, the far side may not.
+    """
 
     def __init__(
         self,
@@ -41,9 +47,12 @@ class Upload:
         path: str,
         headers: Headers,
         length: int,
+        timeout_s: float,
         on_room: Callable[[], None],
+        pipe: Pipe | None = None,
     ) -> None:
         self._pool = pool
+        self._pipe = pipe
         self._head = (method, path, headers, length)
         self._on_room = on_room
         self._early = bytearray()  # written before there was a connection
@@ -51,13 +60,15 @@ class Upload:
         self._is_over = False
         self._loop = asyncio.get_running_loop()
         self._moved_at = self._loop.time()
-        self._answer: asyncio.Future[Response] = self._loop.create_future()
+        self._timeout_s = timeout_s
+        self.answer: asyncio.Future[Response] = self._loop.create_future()
         self._opening: asyncio.Task[None] | None = None
         if (link := pool.kept()) is not None:
             self._use(link)
         else:
             pool.check_room()
             self._opening = asyncio.create_task(self._open())
+        self._timer = self._loop.call_later(timeout_s, self._look_at_the_clock)
 
     @property
     def is_full(self) -> bool:
@@ -72,35 +83,28 @@ class Upload:
         if self._link is None:
             self._early += data
         else:
-            self._link.send(data)
+            self._link.send(data, more_follows=self._pipe is not None)
 
-    async def response(self, timeout_s: float) -> Response:
-        """The answer, as soon as it is there; what is not sent by then never will be.
-
-        Time runs from the last piece of the body: a body may be slow, the far side may not.
-        """
-        try:
-            while not self._answer.done():
-                left_s = self._moved_at + timeout_s - self._loop.time()
-                if left_s <= 0:
-                    raise PeerUnavailable(f"{self._pool.address} did not answer in {timeout_s:g} s")
-                await asyncio.wait((self._answer,), timeout=left_s)
-            return await self._answer
-        finally:
-            self.abort()
+    def pull(self, source: int, count: int) -> int:
+        """The next bytes of the body straight from a socket, if that is possible; how many."""
+        if self._is_over or self._link is None or self._pipe is None:
+            return 0
+        self._moved_at = self._loop.time()
+        return self._link.pull(self._pipe, source, count)
 
     def abort(self) -> None:
         """Ends it; a connection that is in the middle of a body is cut."""
         if self._is_over:
             return
         self._is_over = True
+        self._timer.cancel()
         self._early.clear()
         if self._opening is not None:
             self._opening.cancel()
         if self._link is not None:
             self._pool.give_back(self._link)
-        if not self._answer.done():
-            self._answer.cancel()
+        if not self.answer.done():
+            self.answer.cancel()
 
     async def _open(self) -> None:
         try:
@@ -108,10 +112,9 @@ class Upload:
         except Exception as error:
             self._opening = None
             self._fail(error)
-            self.abort()
         else:
             self._opening = None
-        self._on_room()
+            self._on_room()
 
     def _use(self, link: Link) -> None:
         self._link = link
@@ -121,15 +124,28 @@ class Upload:
         self._early.clear()
 
     def _answered(self, answer: asyncio.Future[Response]) -> None:
-        if not answer.cancelled() and not self._answer.done():
-            if (error := answer.exception()) is not None:
-                self._fail(error)
-            else:
-                self._answer.set_result(answer.result())
-        self.abort()
-        self._on_room()
+        if answer.cancelled():
+            return
+        if (error := answer.exception()) is not None:
+            self._fail(error)
+        elif not self._is_over:
+            self.answer.set_result(answer.result())
+            self._end()
+
+    def _look_at_the_clock(self) -> None:
+        left_s = self._moved_at + self._timeout_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look_at_the_clock)
+        else:
+            waited = f"did not answer in {self._timeout_s:g} s"
+            self._fail(PeerUnavailable(f"{self._pool.address} {waited}"))
 
     def _fail(self, error: BaseException) -> None:
-        if not self._answer.done():
-            self._answer.set_exception(error)
-            self._answer.exception()  # Nobody has to ask: the upload may have been given up.
+        if not self._is_over:
+            self.answer.set_exception(error)
+            self.answer.exception()  # Nobody has to ask.
+            self._end()
+
+    def _end(self) -> None:
+        self.abort()
+        self._on_room()

@@ -33,20 +33,39 @@ _INT32: Final = ir.IntType(32)
 _INT64: Final = ir.IntType(64)
 
 
-def compiled(*, fast: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """`njit` for kernels: without the GIL, and cached where a folder can be written.
+def compiled(function: Callable[..., Any]) -> Any:
+    """`njit` for what Python calls: without the GIL, cached where a folder can be written."""
+    try:
+        return njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # no folder for numba's cache can be written
+        return njit(nogil=True, error_model="numpy")(function)
+
+
+def inner(*, fast: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """`njit` for what only kernels call: compiled into them, and much sooner without a wrapper.
 
     `fast` lets LLVM reorder sums and forget about NaN: only for loops that do not decide anything.
     Divisions are as in numpy: a check for zero would keep LLVM from making vectors.
     """
+    return njit(  # type: ignore[no-any-return]
+        nogil=True,
+        error_model="numpy",
+        fastmath=fast,
+        no_cpython_wrapper=True,
+        no_cfunc_wrapper=True,
+    )
 
-    def decorate(function: Callable[..., Any]) -> Any:
-        try:
-            return njit(nogil=True, error_model="numpy", fastmath=fast, cache=True)(function)
-        except RuntimeError:  # no folder for numba's cache can be written
-            return njit(nogil=True, error_model="numpy", fastmath=fast)(function)
 
-    return decorate
+def _mark_apart(context: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+apart: Final = intrinsic(_mark_apart)
+"""In a function with many callers: it is compiled once, not into each. Saves seconds."""
 
 
 def _tile(rows: int, columns: int) -> Any:
@@ -67,7 +86,6 @@ def _tile(rows: int, columns: int) -> Any:
 
 def _code(rows: int, columns: int) -> Callable[..., Any]:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.function.attributes.add("noinline")  # many callers: it would take minutes
         c, c_at, c_panel, a, a_at, a_row, a_step, b, b_at, b_panel, depth, alpha = args
         to_c, to_a, to_b = (
             builder.gep(_data(context, builder, kind, array), [at])
@@ -150,7 +168,7 @@ _tile_1 = _tile(1, 1)
 _tile_1x4 = _tile(1, 4)
 
 
-@compiled()
+@inner()
 def add_product(
     c: Any, c_panel: Any, a: Any, a_row: Any, a_step: Any, b: Any, b_panel: Any,
     rows: Any, panels: Any, depth: Any, alpha: Any,
@@ -159,6 +177,7 @@ def add_product(
 
     Few rows share a tile with several panels: a lone chain of sums would wait for itself.
     """
+    apart()
     done = 0
     while rows - done >= 12:
         for p in range(panels):
@@ -203,27 +222,53 @@ def add_product(
             p += 1
 
 
-@compiled()
+def _vector(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """One vector of `target` becomes combine(itself, one vector of `source`)."""
+
+    def typed(context: Any, target: Any, to: Any, source: Any, at: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            into = _data(context, builder, signature.args[0], args[0])
+            other = _data(context, builder, signature.args[2], args[2])
+            old, new = _load(builder, into, args[1]), _load(builder, other, args[3])
+            value = combine(builder, old, new)
+            builder.store(value, _vector_at(builder, into, args[1]), align=4)
+            return context.get_dummy_value()
+
+        return types.void(target, types.int64, source, types.int64), generate
+
+    return intrinsic(typed)
+
+
+move: Final = _vector(lambda builder, old, new: new)
+add: Final = _vector(lambda builder, old, new: builder.fadd(old, new))
+multiply: Final = _vector(lambda builder, old, new: builder.fmul(old, new))
+
+
+@inner()
 def rows_of(panels: Any, rows: Any, columns: Any, target: Any) -> None:
     """Panels as plain rows of `columns` whole panels."""
     for p in range(columns):
         for row in range(rows):
-            at, to = (p * rows + row) * WIDTH, (row * columns + p) * WIDTH
-            for lane in range(WIDTH):
-                target[to + lane] = panels[at + lane]
+            move(target, (row * columns + p) * WIDTH, panels, (p * rows + row) * WIDTH)
 
 
-@compiled()
+@inner()
 def panels_of(source: Any, rows: Any, columns: Any, panels: Any) -> None:
     """The way back."""
     for p in range(columns):
         for row in range(rows):
-            to, at = (p * rows + row) * WIDTH, (row * columns + p) * WIDTH
-            for lane in range(WIDTH):
-                panels[to + lane] = source[at + lane]
+            move(panels, (p * rows + row) * WIDTH, source, (row * columns + p) * WIDTH)
 
 
-@compiled()
+@inner()
+def repeat(vectors: Any, rows: Any, columns: Any, panels: Any) -> None:
+    """The same `columns` vectors in every row."""
+    for p in range(columns):
+        for row in range(rows):
+            move(panels, (p * rows + row) * WIDTH, vectors, p * WIDTH)
+
+
+@inner()
 def transpose(matrix: Any, rows: Any, panels: Any, target: Any) -> None:
     """[panels][rows][WIDTH] into [rows / WIDTH][panels * WIDTH][WIDTH]; rows are whole panels."""
     for q in range(rows // WIDTH):
@@ -235,7 +280,19 @@ def transpose(matrix: Any, rows: Any, panels: Any, target: Any) -> None:
                     target[to + lane * WIDTH] = matrix[at + lane]
 
 
-@compiled()
+@inner()
+def clear(x: Any) -> None:
+    for e in range(x.size):
+        x[e] = np.float32(0)
+
+
+@inner()
+def copy(source: Any, target: Any) -> None:
+    for e in range(target.size):
+        target[e] = source[e]
+
+
+@inner()
 def aligned(size: Any) -> Any:
     """Zeros that start at a vector's boundary."""
     memory = np.zeros(size + WIDTH, np.float32)

@@ -13,9 +13,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from papaya.sim.workloads._kernels import compiled
+from papaya.sim.workloads._kernels import clear, inner
 
 _ONE: Final = np.float32(1)
+_LEAST: Final = np.float32(1e-37)
+NO_ODDS: Final = np.float32(-1e30)
+"""A score for what is no word."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -26,7 +29,7 @@ def _float_of_bits(context: Any, bits: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def _exp(x: Any) -> Any:
     """e^x for x <= 0, to 2e-7 of its value (Cephes' polynomial)."""
     x = max(x, np.float32(-87.0))
@@ -43,7 +46,7 @@ def _exp(x: Any) -> Any:
     return y * _float_of_bits((power + np.int32(127)) << np.int32(23))
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def _tanh(x: Any) -> Any:
     """A quotient of polynomials, to 3e-7 (as in Eigen)."""
     x = min(max(x, np.float32(-7.9053111)), np.float32(7.9053111))
@@ -60,37 +63,63 @@ def _tanh(x: Any) -> Any:
     return x * p / q
 
 
-@compiled(fast=True)
-def tanh_all(x: Any, y: Any) -> None:
+@inner(fast=True)
+def tanh_all(x: Any) -> None:
     for e in range(x.size):
-        y[e] = _tanh(x[e])
+        x[e] = _tanh(x[e])
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def sigmoid_all(x: Any) -> None:
     half = np.float32(0.5)
     for e in range(x.size):
         x[e] = half * _tanh(half * x[e]) + half
 
 
-@compiled(fast=True)
-def surprise(scores: Any, vocabulary: Any, target: Any, scale: Any) -> Any:
-    """Scores of one row into the gradient of `scale` times the loss; returns the loss."""
+@inner(fast=True)
+def odds(scores: Any) -> Any:
+    """Scores become e^(score - highest score); returns their sum."""
     top = scores[0]
-    for v in range(vocabulary):
+    for v in range(scores.size):
         top = max(top, scores[v])
-    wanted = scores[target] - top
     total = np.float32(0)
-    for v in range(vocabulary):
+    for v in range(scores.size):
         scores[v] = _exp(scores[v] - top)
-    for v in range(vocabulary):
+    for v in range(scores.size):
         total += scores[v]
-    factor = scale / total
-    for v in range(vocabulary):
-        scores[v] *= factor
-    for v in range(vocabulary, scores.size):
-        scores[v] = np.float32(0)
-    scores[target] -= scale
-    return np.log(total) - wanted
+    return total
 
 
+@inner(fast=True)
+def scale(x: Any, factor: Any) -> None:
+    for e in range(x.size):
+        x[e] *= factor
+
+
+@inner()
+def surprise(scores: Any, vocabulary: Any, target: Any, weight: Any) -> None:
+    """A row of scores becomes the gradient of `weight` times its cross-entropy, then zeros.
+
+    Scores beyond the vocabulary are padding, low enough to have no odds.
+    """
+    scale(scores, weight / odds(scores))
+    scores[target] -= weight
+    clear(scores[vocabulary:])
+
+
+@inner()
+def cross_entropy(scores: Any, target: Any) -> Any:
+    total = odds(scores)
+    return np.log(total) - np.log(max(scores[target], _LEAST))
+
+
+@inner(fast=True)
+def descend(target: Any, gradient: Any, rate: Any) -> None:
+    for e in range(target.size):
+        target[e] -= rate * gradient[e]
+
+
+@inner(fast=True)
+def take(packed: Any, places: Any, vector: Any) -> None:
+    for e in range(vector.size):
+        vector[e] = packed[places[e]]

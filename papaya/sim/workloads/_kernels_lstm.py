@@ -19,14 +19,32 @@ import numpy as np
 
 from papaya.sim.workloads._kernels import (
     WIDTH,
+    add,
     add_product,
     aligned,
+    apart,
+    clear,
     compiled,
+    copy,
+    inner,
+    move,
+    multiply,
     panels_of,
+    repeat,
     rows_of,
     transpose,
 )
-from papaya.sim.workloads._kernels_functions import sigmoid_all, surprise, tanh_all
+from papaya.sim.workloads._kernels_functions import (
+    NO_ODDS as NO_ODDS,
+)
+from papaya.sim.workloads._kernels_functions import (
+    cross_entropy,
+    descend,
+    sigmoid_all,
+    surprise,
+    take,
+    tanh_all,
+)
 
 _ONE: Final = np.float32(1)
 
@@ -64,7 +82,7 @@ class Work(NamedTuple):
     gates: Any  # [step][4 gates][hidden panel][row][WIDTH]
     cells: Any  # [step + 1][hidden panel][row][WIDTH]
     cell_tanh: Any  # [step]...
-    d_hidden: Any  # [step]...
+    d_hidden: Any  # one step
     d_cell: Any  # one step
     hidden: Any  # [step + 1][row][hidden]
     scores: Any  # one step: [word panel][row][WIDTH]
@@ -76,10 +94,11 @@ class Work(NamedTuple):
     d_words: Any  # [embedding panel][word][WIDTH]
     d_hh: Any
     d_out: Any
+    d_bias: Any
     d_bias_out: Any
 
 
-@compiled()
+@inner()
 def weights(ends: Any, packed: Any) -> Any:
     """The parts of a packed model, in their order."""
     return Weights(
@@ -96,7 +115,7 @@ def weights(ends: Any, packed: Any) -> Any:
     )
 
 
-@compiled()
+@inner()
 def scratch(sizes: Any, rows: Any) -> Any:
     v, e, h = sizes.word_panels * WIDTH, sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
     t = sizes.steps
@@ -105,7 +124,7 @@ def scratch(sizes: Any, rows: Any) -> Any:
         gates=aligned(t * 4 * h * rows),
         cells=aligned((t + 1) * h * rows),
         cell_tanh=aligned(t * h * rows),
-        d_hidden=aligned(t * h * rows),
+        d_hidden=aligned(h * rows),
         d_cell=aligned(h * rows),
         hidden=aligned((t + 1) * h * rows),
         scores=aligned(v * rows),
@@ -117,143 +136,139 @@ def scratch(sizes: Any, rows: Any) -> Any:
         d_words=aligned(e * words),
         d_hh=aligned(h * 4 * h),
         d_out=aligned(h * v),
+        d_bias=aligned(4 * h),
         d_bias_out=aligned(v),
     )
 
 
-@compiled()
+@inner()
 def _lookup(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any) -> Any:
     """The words of a batch: slots[word] is their row in the table of what they add to the gates."""
     words, e = 0, sizes.embedding_panels * WIDTH
-    slots[:] = -1
+    for word in range(slots.size):
+        slots[word] = -1
     for row in range(first, first + rows):
         for step in range(sizes.steps):
             word = tokens[row, step]
             if slots[word] < 0:
                 slots[word] = words
-                work.word_rows[words * e : (words + 1) * e] = w.embedding[word * e : (word + 1) * e]
+                for p in range(sizes.embedding_panels):
+                    at = p * WIDTH
+                    move(work.word_rows, words * e + at, w.embedding, word * e + at)
                 words += 1
     panels = 4 * sizes.hidden_panels
+    repeat(w.bias_ih, words, panels, work.table)
     for p in range(panels):
         for slot in range(words):
-            for lane in range(WIDTH):
-                unit = p * WIDTH + lane
-                work.table[(p * words + slot) * WIDTH + lane] = w.bias_ih[unit] + w.bias_hh[unit]
+            add(work.table, (p * words + slot) * WIDTH, w.bias_hh, p * WIDTH)
     add_product(work.table, words * WIDTH, work.word_rows, e, 1, w.ih, e * WIDTH,
                 words, panels, sizes.embedding, _ONE)  # fmt: skip
     return words
 
 
-@compiled()
+@inner()
 def _gather(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: Any, step: Any,
             panels: Any, gates: Any) -> None:  # fmt: skip
     for p in range(panels):
         for row in range(rows):
-            at = (p * words + slots[tokens[first + row, step]]) * WIDTH
-            to = (p * rows + row) * WIDTH
-            for lane in range(WIDTH):
-                gates[to + lane] = table[at + lane]
+            slot = slots[tokens[first + row, step]]
+            move(gates, (p * rows + row) * WIDTH, table, (p * words + slot) * WIDTH)
 
 
-@compiled()
+@inner()
 def _scatter(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: Any, step: Any,
              panels: Any, gates: Any) -> None:  # fmt: skip
     for p in range(panels):
         for row in range(rows):
-            to = (p * words + slots[tokens[first + row, step]]) * WIDTH
-            at = (p * rows + row) * WIDTH
-            for lane in range(WIDTH):
-                table[to + lane] += gates[at + lane]
+            slot = slots[tokens[first + row, step]]
+            add(table, (p * words + slot) * WIDTH, gates, (p * rows + row) * WIDTH)
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def _remember(i: Any, f: Any, g: Any, before: Any, cell: Any) -> None:
     for e in range(cell.size):
         cell[e] = f[e] * before[e] + i[e] * g[e]
 
 
-@compiled()
+@inner()
 def _show(o: Any, cell_tanh: Any, rows: Any, panels: Any, hidden: Any) -> None:
     """h = o tanh(c), from panels into rows."""
     for p in range(panels):
         for row in range(rows):
             at, to = (p * rows + row) * WIDTH, (row * panels + p) * WIDTH
-            for lane in range(WIDTH):
-                hidden[to + lane] = o[at + lane] * cell_tanh[at + lane]
+            move(hidden, to, o, at)
+            multiply(hidden, to, cell_tanh, at)
 
 
-@compiled()
+@inner()
 def _scores(sizes: Any, w: Any, work: Any, rows: Any, hidden: Any) -> None:
     """The scores of all next words, as rows."""
     h = sizes.hidden_panels * WIDTH
     scores = work.scores
-    for p in range(sizes.word_panels):
-        for row in range(rows):
-            for lane in range(WIDTH):
-                scores[(p * rows + row) * WIDTH + lane] = w.bias_out[p * WIDTH + lane]
+    repeat(w.bias_out, rows, sizes.word_panels, scores)
     add_product(scores, rows * WIDTH, hidden, h, 1, w.out, h * WIDTH,
                 rows, sizes.word_panels, sizes.hidden, _ONE)  # fmt: skip
     rows_of(scores, rows, sizes.word_panels, work.score_rows)
 
 
-@compiled()
+@inner()
 def forward(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any,
             words: Any, step: Any) -> None:  # fmt: skip
     """One step: gates, cell, hidden state."""
+    apart()
     h, n = sizes.hidden_panels * WIDTH, sizes.hidden_panels * WIDTH * rows
     gates = work.gates[step * 4 * n : (step + 1) * 4 * n]
     hidden = work.hidden[step * n : (step + 1) * n]
     _gather(work.table, words, slots, tokens, first, rows, step, 4 * sizes.hidden_panels, gates)
-    add_product(gates, rows * WIDTH, hidden, h, 1, w.hh, h * WIDTH,
-                rows, 4 * sizes.hidden_panels, sizes.hidden, _ONE)  # fmt: skip
+    if step > 0:  # before, the hidden state is zero
+        add_product(gates, rows * WIDTH, hidden, h, 1, w.hh, h * WIDTH,
+                    rows, 4 * sizes.hidden_panels, sizes.hidden, _ONE)  # fmt: skip
     sigmoid_all(gates[: 2 * n])
-    tanh_all(gates[2 * n : 3 * n], gates[2 * n : 3 * n])
+    tanh_all(gates[2 * n : 3 * n])
     sigmoid_all(gates[3 * n :])
     cell = work.cells[(step + 1) * n : (step + 2) * n]
     _remember(gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], work.cells[step * n :], cell)
     cell_tanh = work.cell_tanh[step * n : (step + 1) * n]
-    tanh_all(cell, cell_tanh)
+    copy(cell, cell_tanh)
+    tanh_all(cell_tanh)
     _show(gates[3 * n :], cell_tanh, rows, sizes.hidden_panels,
           work.hidden[(step + 1) * n : (step + 2) * n])  # fmt: skip
 
 
-@compiled()
-def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, step: Any) -> Any:
-    """The loss of one step. Leaves its gradients in d_hidden, d_out and d_bias_out."""
+@inner()
+def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, step: Any) -> None:
+    """The gradients of one step's loss are added to d_hidden, d_out and d_bias_out."""
+    apart()
     v, h = sizes.word_panels * WIDTH, sizes.hidden_panels * WIDTH
     n = h * rows
     hidden = work.hidden[(step + 1) * n : (step + 2) * n]
     _scores(sizes, w, work, rows, hidden)
-    scale = np.float32(1.0 / (rows * sizes.steps))
-    loss = 0.0
+    weight = np.float32(1.0 / (rows * sizes.steps))
     for row in range(rows):
         scores = work.score_rows[row * v : (row + 1) * v]
-        loss += surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], scale)
-        for lane in range(v):
-            work.d_bias_out[lane] += scores[lane]
+        surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], weight)
+        for p in range(sizes.word_panels):
+            add(work.d_bias_out, p * WIDTH, scores, p * WIDTH)
     panels_of(work.score_rows, rows, sizes.word_panels, work.scores)
-    d_hidden = work.d_hidden[step * n : (step + 1) * n]
-    d_hidden[:] = np.float32(0)
-    add_product(d_hidden, rows * WIDTH, work.score_rows, v, 1, w.out_back, v * WIDTH,
+    add_product(work.d_hidden, rows * WIDTH, work.score_rows, v, 1, w.out_back, v * WIDTH,
                 rows, sizes.hidden_panels, sizes.vocabulary, _ONE)  # fmt: skip
     add_product(work.d_out, h * WIDTH, hidden, 1, h, work.scores, rows * WIDTH,
                 sizes.hidden, sizes.word_panels, rows, _ONE)  # fmt: skip
-    return loss
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def _through_cell(d_hidden: Any, cell_tanh: Any, o: Any, d_cell: Any) -> None:
     for e in range(d_cell.size):
         d_cell[e] += d_hidden[e] * o[e] * (_ONE - cell_tanh[e] * cell_tanh[e])
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def _through_output(d_hidden: Any, cell_tanh: Any, o: Any) -> None:
     for e in range(o.size):
         o[e] = d_hidden[e] * cell_tanh[e] * o[e] * (_ONE - o[e])
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def _through_input(d_cell: Any, i: Any, g: Any) -> None:
     for e in range(i.size):
         x, y = i[e], g[e]
@@ -261,7 +276,7 @@ def _through_input(d_cell: Any, i: Any, g: Any) -> None:
         g[e] = d_cell[e] * x * (_ONE - y * y)
 
 
-@compiled(fast=True)
+@inner(fast=True)
 def _through_forget(before: Any, f: Any, d_cell: Any) -> None:
     for e in range(f.size):
         x, d = f[e], d_cell[e]
@@ -269,47 +284,42 @@ def _through_forget(before: Any, f: Any, d_cell: Any) -> None:
         d_cell[e] = d * x
 
 
-@compiled()
+@inner()
 def backward(sizes: Any, w: Any, work: Any, rows: Any, step: Any) -> None:
-    """One step back: the gates become their gradients, d_hidden of the step before is complete."""
+    """One step back: the gates become their gradients, d_hidden that of the step before."""
+    apart()
     h, n = sizes.hidden_panels * WIDTH, sizes.hidden_panels * WIDTH * rows
     gates = work.gates[step * 4 * n : (step + 1) * 4 * n]
     i, f, g, o = gates[:n], gates[n : 2 * n], gates[2 * n : 3 * n], gates[3 * n :]
-    d_hidden, cell_tanh = work.d_hidden[step * n :], work.cell_tanh[step * n :]
-    d_cell = work.d_cell[:n]
+    d_hidden, d_cell = work.d_hidden[:n], work.d_cell[:n]
+    cell_tanh = work.cell_tanh[step * n :]
     _through_cell(d_hidden, cell_tanh, o, d_cell)
     _through_output(d_hidden, cell_tanh, o)
     _through_input(d_cell, i, g)
     _through_forget(work.cells[step * n :], f, d_cell)
     if step > 0:
         rows_of(gates, rows, 4 * sizes.hidden_panels, work.gate_rows)
-        add_product(work.d_hidden[(step - 1) * n :], rows * WIDTH, work.gate_rows, 4 * h, 1,
-                    w.hh_back, 4 * h * WIDTH, rows, sizes.hidden_panels, 4 * h, _ONE)  # fmt: skip
+        clear(d_hidden)
+        add_product(d_hidden, rows * WIDTH, work.gate_rows, 4 * h, 1, w.hh_back, 4 * h * WIDTH,
+                    rows, sizes.hidden_panels, 4 * h, _ONE)  # fmt: skip
         add_product(work.d_hh, h * WIDTH, work.hidden[step * n :], 1, h, gates, rows * WIDTH,
                     sizes.hidden, 4 * sizes.hidden_panels, rows, _ONE)  # fmt: skip
 
 
-@compiled(fast=True)
-def _descend(target: Any, gradient: Any, rate: Any) -> None:
-    for e in range(target.size):
-        target[e] -= rate * gradient[e]
-
-
-@compiled()
+@inner()
 def _learn_words(sizes: Any, w: Any, work: Any, slots: Any, words: Any, rate: Any) -> None:
     """Steps of the input matrix, of the biases and of the embeddings of the batch's words."""
     e, panels = sizes.embedding_panels * WIDTH, 4 * sizes.hidden_panels
     add_product(w.ih, e * WIDTH, work.word_rows, 1, e, work.d_table, words * WIDTH,
                 sizes.embedding, panels, words, -rate)  # fmt: skip
+    clear(work.d_bias)
     for p in range(panels):
-        for lane in range(WIDTH):
-            total = np.float32(0)
-            for slot in range(words):
-                total += work.d_table[(p * words + slot) * WIDTH + lane]
-            w.bias_ih[p * WIDTH + lane] -= rate * total
-            w.bias_hh[p * WIDTH + lane] -= rate * total
+        for slot in range(words):
+            add(work.d_bias, p * WIDTH, work.d_table, (p * words + slot) * WIDTH)
+    descend(w.bias_ih, work.d_bias, rate)
+    descend(w.bias_hh, work.d_bias, rate)
     rows_of(work.d_table, words, panels, work.gate_rows)
-    work.d_words[: e * words] = np.float32(0)
+    clear(work.d_words)
     add_product(work.d_words, words * WIDTH, work.gate_rows, panels * WIDTH, 1, w.ih_back,
                 panels * WIDTH * WIDTH, words, sizes.embedding_panels, panels * WIDTH,
                 _ONE)  # fmt: skip
@@ -321,7 +331,7 @@ def _learn_words(sizes: Any, w: Any, work: Any, slots: Any, words: Any, rate: An
                     w.embedding[to + lane] -= rate * work.d_words[at + lane]
 
 
-@compiled()
+@inner()
 def transpose_all(sizes: Any, w: Any) -> None:
     e, h = sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
     transpose(w.ih, e, 4 * sizes.hidden_panels, w.ih_back)
@@ -329,32 +339,40 @@ def transpose_all(sizes: Any, w: Any) -> None:
     transpose(w.out, h, sizes.word_panels, w.out_back)
 
 
-@compiled()
+@inner()
 def train_batch(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any,
                 rate: Any) -> None:  # fmt: skip
     """One step of SGD on the mean loss of sequences `first` to `first + rows`."""
     n = sizes.hidden_panels * WIDTH * rows
     words = _lookup(sizes, w, work, tokens, first, rows, slots)
     d_table = work.d_table[: 4 * sizes.hidden_panels * WIDTH * words]
-    for started in (work.cells[:n], work.hidden[:n], work.d_cell[:n], d_table):
-        started[:] = np.float32(0)
+    for started in (work.cells[:n], work.hidden[:n], work.d_hidden, work.d_cell, d_table):
+        clear(started)
     for gradient in (work.d_hh, work.d_out, work.d_bias_out):
-        gradient[:] = np.float32(0)
+        clear(gradient)
     for step in range(sizes.steps):
         forward(sizes, w, work, tokens, first, rows, slots, words, step)
-        judge(sizes, w, work, tokens, first, rows, step)
     for back in range(sizes.steps):
         step = sizes.steps - 1 - back
+        judge(sizes, w, work, tokens, first, rows, step)
         backward(sizes, w, work, rows, step)
         _scatter(work.d_table, words, slots, tokens, first, rows, step, 4 * sizes.hidden_panels,
                  work.gates[step * 4 * n :])  # fmt: skip
     _learn_words(sizes, w, work, slots, words, rate)
-    _descend(w.hh, work.d_hh, rate)
-    _descend(w.out, work.d_out, rate)
-    _descend(w.bias_out, work.d_bias_out, rate)
+    descend(w.hh, work.d_hh, rate)
+    descend(w.out, work.d_out, rate)
+    descend(w.bias_out, work.d_bias_out, rate)
 
 
-@compiled()
+@compiled
+def pack(sizes: Any, ends: Any, places: Any, vector: Any, packed: Any) -> None:
+    """A model by its parameters; `packed` has its padding already."""
+    for e in range(vector.size):
+        packed[places[e]] = vector[e]
+    transpose_all(sizes, weights(ends, packed))
+
+
+@compiled
 def train(sizes: Any, ends: Any, places: Any, packed: Any, start: Any, tokens: Any, offsets: Any,
           rate: Any, epochs: Any, batch_size: Any, updates: Any) -> None:  # fmt: skip
     """Client i trains from packed[start[i]] on its sequences; updates[i] is the difference."""
@@ -367,7 +385,7 @@ def train(sizes: Any, ends: Any, places: Any, packed: Any, start: Any, tokens: A
     w = weights(ends, model)
     for client in range(start.size):
         initial = packed[start[client]]
-        model[:] = initial
+        copy(initial, model)
         last = offsets[client + 1]
         for epoch in range(epochs):
             first = offsets[client]
@@ -377,13 +395,13 @@ def train(sizes: Any, ends: Any, places: Any, packed: Any, start: Any, tokens: A
                 first += rows
                 if first < last or epoch + 1 < epochs:
                     transpose_all(sizes, w)
-        for e in range(places.size):
-            updates[client, e] = model[places[e]] - initial[places[e]]
+        descend(model, initial, _ONE)
+        take(model, places, updates[client])
 
 
-@compiled()
+@compiled
 def losses(sizes: Any, ends: Any, packed: Any, tokens: Any, batch_size: Any) -> Any:
-    """The mean loss of each sequence."""
+    """The loss of each sequence, summed over its steps."""
     work = scratch(sizes, min(len(tokens), batch_size))
     slots = np.empty(sizes.vocabulary, np.int64)
     w = weights(ends, packed)
@@ -393,13 +411,13 @@ def losses(sizes: Any, ends: Any, packed: Any, tokens: Any, batch_size: Any) -> 
         rows = min(batch_size, len(tokens) - first)
         n = h * rows
         words = _lookup(sizes, w, work, tokens, first, rows, slots)
-        work.cells[:n] = np.float32(0)
-        work.hidden[:n] = np.float32(0)
+        clear(work.cells[:n])
+        clear(work.hidden[:n])
         for step in range(sizes.steps):
             forward(sizes, w, work, tokens, first, rows, slots, words, step)
             _scores(sizes, w, work, rows, work.hidden[(step + 1) * n : (step + 2) * n])
             for row in range(rows):
                 scores = work.score_rows[row * v : (row + 1) * v]
                 target = tokens[first + row, step + 1]
-                found[first + row] += surprise(scores, sizes.vocabulary, target, _ONE)
-    return found / sizes.steps
+                found[first + row] += cross_entropy(scores[: sizes.vocabulary], target)
+    return found

@@ -37,6 +37,7 @@ _QUANTILES: Final = 1 << 16
 _MAX_VOCABULARY: Final = 256
 _FACTORS: Final = 6
 _SHARPNESS: Final = 2.2
+_DATA: Final = 101  # apart from the quantities of `Population`
 
 
 class LanguageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,9 +109,6 @@ class Language:
         mixed = (1 - strength) * self.next_common + strength * self.next_dialect
         surprise = np.where(mixed > 0, -np.log(np.where(mixed > 0, mixed, 1.0)), 0.0)
         return float(self.context @ (mixed * surprise).sum(axis=1))
-
-
-_DATA: Final = 101  # apart from the quantities of `Population`
 
 
 class Judge:

@@ -138,7 +138,7 @@ class CompiledLstm:
         self._ends = np.cumsum([*parts, inward, across, outward])
 
     @cached_property
-    def _places(self) -> npt.NDArray[np.int32]:
+    def _places(self) -> npt.NDArray[np.uint32]:
         """Where each parameter lies in a packed model."""
         width, shape = self._kernel.WIDTH, self._shape
         words, units = np.arange(shape.vocabulary), np.arange(shape.hidden)
@@ -159,13 +159,13 @@ class CompiledLstm:
             first[3] + panelled(words[:, None], units, hidden),
             first[6] + words,
         ]
-        return np.concatenate([each.ravel() for each in places]).astype(np.int32)
+        return np.concatenate([each.ravel() for each in places]).astype(np.uint32)
 
     def _packed(self, models: Sequence[Vector]) -> Matrix:
         packed = np.zeros((len(models), int(self._ends[-1])), FLOAT32)
+        packed[:, self._ends[5] : self._ends[6]] = self._kernel.NO_ODDS
         for row, model in zip(packed, models, strict=True):
-            row[self._places] = model
-            self._kernel.transpose_all(self._shape, self._kernel.weights(self._ends, row))
+            self._kernel.pack(self._shape, self._ends, self._places, model, row)
         return packed
 
     def train(
@@ -195,7 +195,7 @@ class CompiledLstm:
         _check(self._sizes, tokens)
         packed = self._packed([parameters])[0]
         found: Floats = self._kernel.losses(self._shape, self._ends, packed, tokens, _BATCH)
-        return found
+        return found / self._sizes.steps
 
 
 def in_threads(threads: int, offsets: Ints, work: Any) -> None:

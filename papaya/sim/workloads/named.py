@@ -44,7 +44,7 @@ _RATES: Final = Rates(
 )
 _CONCURRENCY: Final = 130
 _JUDGES: Final = 400
-_JUDGED_ON: Final = 64  # examples of a client: its loss weighs by its volume all the same
+_JUDGED_ON: Final = 32  # examples of a client: its loss weighs by its volume all the same
 _JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
 
 
@@ -156,12 +156,13 @@ def _own(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
     source = open_source(spec.data, loaded)
     task = loaded.config()
     clients, volumes = len(source.volumes), source.volumes
+    most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(
         spec=spec,
         digest=f"{loaded.module_hash}/{source.digest}",
         task=task,
         rates=Rates(client=loaded.task.client, optimizer=task.optimizer, clip=task.clip),
-        population=population_of(source, task.max_examples, population, spec.seconds_per_example),
+        population=population_of(source, most, population, spec.seconds_per_example),
         make=partial(_torch, loaded, source),
         about=f"{task.task}: {task.model_length:,} parameters; {source.name}: {clients:,} clients, "
         f"{int(volumes.sum()):,} examples, median {int(np.median(volumes)):,}",

@@ -27,7 +27,7 @@ from papaya.sim.workloads.base import Ints
 _SHARES: Final = Policy()
 _MAX_CLIENTS: Final = 1_000_000
 _MAX_BYTES: Final = 4 << 30
-_REFERENCE_DEVICES: Final = 1 << 16
+_REFERENCE_VISITS: Final = 1 << 16
 
 
 class Source(Protocol):
@@ -107,14 +107,17 @@ def population_of(
     """
     volumes = np.minimum(source.volumes, max_examples)
     if seconds_per_example is None:
-        usual = Population(config, seed=0).execution_s(np.arange(_REFERENCE_DEVICES))
         own = structs.replace(config, volumes=tuple(volumes.tolist()))
-        found = Population(own, seed=0).execution_s(np.arange(_REFERENCE_DEVICES))
-        ratio = float(usual.mean()) / float(found.mean())
+        ratio = _mean_execution_s(config) / _mean_execution_s(own)
         seconds_per_example = float(f"{config.execution_per_example_s * ratio:.3g}")
     return structs.replace(
         config, volumes=tuple(volumes.tolist()), execution_per_example_s=seconds_per_example
     )
+
+
+def _mean_execution_s(config: PopulationConfig) -> float:
+    visits = Population(config, seed=0).visitors(np.arange(_REFERENCE_VISITS))
+    return float(visits.execution_s.mean())
 
 
 def _checked(name: str, examples: Sequence[bytes]) -> int:

@@ -23,6 +23,7 @@ from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import Member, RecordRow
 from papaya.secagg.errors import Implausible
 from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.unmask import TakeBlock, give_in_blocks
 from papaya.secagg.words import WORD, Words
 from tests.unit.aggregator.secure_builders import CLIP, a_secure_task
 
@@ -98,12 +99,14 @@ class Masks:
     def accept(self, index: int, group: int, sealed: bytes) -> None:
         raise AssertionError
 
-    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
         assert parameters == PARAMETERS
         self.asked.append((group, list(members)))
         if self.refusal is not None:
             raise self.refusal
-        return self.masks
+        give_in_blocks(self.masks, take)
 
 
 def a_record(*indices: int) -> RecordRow:

@@ -8,9 +8,10 @@ import pytest
 
 from papaya.aggregator.masked import LOST, TrustedPartyError
 from papaya.aggregator.trusted import Evidence, TrustedPartyOverTsa
+from papaya.aggregator.work import UNREACHABLE
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import Words
+from papaya.secagg.unmask import TakeBlock
 from papaya.tsa.errors import Reason, Refused, Unavailable
 from tests.unit.secagg.builders import NOW, Deployment, a_task
 
@@ -40,7 +41,9 @@ class Failing:
     def accept(self, index: int, group: int, sealed: bytes) -> None:
         raise self._error
 
-    def release(self, parameters: PublicParameters, group: int, members: Sequence[int]) -> Words:
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
         raise self._error
 
 
@@ -54,7 +57,7 @@ def reasons_of(error: Exception) -> list[str]:
     questions = (
         lambda: party.offers(PARAMETERS, 3),
         lambda: party.accept(1, 2, b"sealed"),
-        lambda: party.release(PARAMETERS, 2, [1]),
+        lambda: party.release(PARAMETERS, 2, [1], lambda start, masks: None),
     )
     found = []
     for ask in questions:
@@ -66,7 +69,8 @@ def reasons_of(error: Exception) -> list[str]:
 
 
 def test_a_trusted_party_that_cannot_be_reached_is_lost() -> None:
-    assert reasons_of(Unavailable("no answer")) == [LOST] * 3
+    """But for masks it is asked again: it may be alive, and have the seeds."""
+    assert reasons_of(Unavailable("no answer")) == [LOST, LOST, UNREACHABLE]
 
 
 @pytest.mark.parametrize("reason", [reason for reason in Reason if reason is not Reason.REPLAYED])

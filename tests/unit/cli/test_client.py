@@ -19,15 +19,18 @@ import numpy as np
 import pytest
 
 from papaya.cli import client
+from papaya.cli.client_output import Printer
 from papaya.cli.client_setup import import_examples
 from papaya.cli.examples import examples_of, files_in
 from papaya.client.example_store import ExampleStore
 from papaya.client.use_policy import Policy
+from papaya.client.work import Ending
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning import parameters
 from papaya.messages.participation import Completed, Report
 from papaya.messages.selection import CheckIn
-from papaya.net.device import Device
+from papaya.net.device import Device, ProtocolTrainer
+from papaya.net.device.events import Ended
 from tests.unit.net.device.fake_selector import FakeSelector, answer, joined, raw, serving
 
 ASSUMED = ["--assume", "idle,charging,unmetered", "--participation-floor", "0", "--pause", "0"]
@@ -137,7 +140,7 @@ def test_a_task_is_trained_on_imported_examples(
         assert run(*arguments, *imports, "--visits", "1") == 0
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["device-1 counted lengths", "device-2 counted lengths"]
-    assert "10 examples of 2 files for collection words" in err
+    assert "10 new examples of 2 files for collection words" in err
     [module] = {m.capabilities.modules for m in fake.messages if isinstance(m, CheckIn)}
     assert module == (f"sha256:{sha256(task.read_bytes()).hexdigest()[:32]}",)
     for number, count in ((1, 7), (2, 3)):
@@ -219,15 +222,16 @@ def test_to_start_again_imports_nothing_twice(
     (texts / "a.txt").write_text("one\ntwo\n")
     (texts / "b.txt").write_text("three\n")
     policies = {"words": Policy(tasks=("next-word",))}
-    for added in (3, 0):
+    trainer = ProtocolTrainer(lambda session, length: b"", lambda: 0.0)
+    for told in ("3 new examples of 2 files", "2 files for collection words: already imported"):
         with (
             ExampleStore(tmp_path / "1.db", policies) as one,
             ExampleStore(tmp_path / "2.db", policies) as two,
         ):
             devices = cast(list[Device], [SimpleNamespace(store=one), SimpleNamespace(store=two)])
-            import_examples([("words", texts)], devices, [], [], 0.0)
+            asyncio.run(import_examples([("words", texts)], devices, [], trainer, [], 0.0))
             assert [sum(store.counts("words", 0.0).values()) for store in (one, two)] == [2, 1]
-        assert f"{added} examples" in capsys.readouterr().err
+        assert told in capsys.readouterr().err
 
 
 def test_lines_are_examples_and_folders_are_read_in_order(tmp_path: Path) -> None:
@@ -239,20 +243,42 @@ def test_lines_are_examples_and_folders_are_read_in_order(tmp_path: Path) -> Non
     (tmp_path / ".git/config").write_text("hidden\n")
     files = files_in(tmp_path)
     assert [file.name for file in files] == ["a.txt", "2.txt"]
-    assert examples_of(files, []) == [[b"one", b"two"], [b"three"]]
+    trainer = ProtocolTrainer(lambda session, length: b"", lambda: 0.0)
+    found = asyncio.run(examples_of(files, [], trainer))
+    assert found == [[b"one", b"two"], [b"three"]]
     (tmp_path / "empty").mkdir()
     with pytest.raises(OperatorError, match="no texts"):
         files_in(tmp_path / "empty")
 
 
-def test_a_task_file_may_say_how_texts_become_examples(tmp_path: Path) -> None:
-    text, task = tmp_path / "a.txt", tmp_path / "task.py"
-    text.write_text("a b")
-    task.write_text("def load_examples(text):\n    return [w.encode() for w in text.split()]\n")
-    assert examples_of([text], [task]) == [[b"a", b"b"]]
-    task.write_text("def load_examples(text):\n    return 1 / 0\n")
-    with pytest.raises(OperatorError, match="ZeroDivisionError"):
-        examples_of([text], [task])
-    task.write_text("import os\nos._exit(1)\ndef load_examples(text): ...\n")
-    with pytest.raises(OperatorError, match="ended the process"):
-        examples_of([text], [task])
+def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer("text")
+    for ending, reason, task, detail in (
+        ("counted", "", "next-word", ""),
+        ("rejected", "no task that fits wants clients now", None, ""),
+        ("aborted", "task_over", "next-word", ""),
+        ("failed", "no update", "next-word", "memory: it took 2 GB"),
+        ("stopped", "interrupted", "next-word", "the device was told to stop"),
+    ):
+        printer.on_event(Ended("phone", 0.0, cast(Ending, ending), reason, task, detail))
+    assert capsys.readouterr().out.splitlines() == [
+        "phone counted next-word",
+        "phone rejected (no task that fits wants clients now)",
+        "phone aborted next-word (task_over)",
+        "phone failed next-word (no update; memory: it took 2 GB)",
+        "phone stopped next-word (the device was told to stop)",
+    ]
+    printer.summarize()
+    assert "5 visits" in capsys.readouterr().err
+
+
+def test_policies_are_declared_anew(tmp_path: Path) -> None:
+    """How an owner allows one more task to use a collection, or takes a permission back."""
+    store, policies = tmp_path / "device.db", tmp_path / "policies.toml"
+    arguments = ["--visits", "1", "--store", str(store), "--policies", str(policies)]
+    for tasks in (["next-word"], ["next-word", "renamed"], []):
+        policies.write_text(f"[collections.text]\ntasks = {tasks}\n")
+        with a_server() as fake:
+            assert run("--server", fake.url, *WAITING, *arguments) == 0
+        with ExampleStore(store) as found:
+            assert found.collections["text"].tasks == tuple(tasks)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import signal
+from contextlib import redirect_stderr
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 from matplotlib.image import imread
 
 from papaya.aggregator.masked import MaskedSum
-from papaya.cli import demo_plot
+from papaya.cli import demo, demo_plot
 from papaya.cli.demo import TASK_FILE
 from papaya.cli.demo_files import write_task, write_trust
 from papaya.cli.demo_privacy import SOFTWARE, MaskedSample, Onlooker, bits_per_byte
@@ -21,9 +24,10 @@ from papaya.cli.demo_processes import Processes, interrupted_by_signals
 from papaya.cli.demo_progress import (
     LineView,
     Sample,
+    happening,
     reading,
+    telling,
     utilization,
-    versions_per_minute,
     view_for,
 )
 from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
@@ -44,7 +48,7 @@ POINTS = (
     PointRow(2, 112.0, 10, 900, 2.0, 6.9, 1000.0),
     PointRow(3, 114.0, 10, 900, 3.0, 4.6, 100.0),
 )
-SAMPLES = [Sample(1.0, 0, 0, 0), Sample(11.0, 20, 12, 1), Sample(13.0, 22, 25, 2)]
+SAMPLES = [Sample(1.0, 0, 0, 0, 0), Sample(11.0, 20, 12, 2, 1), Sample(13.0, 22, 25, 5, 2)]
 
 
 def a_detail(points: tuple[PointRow, ...] = POINTS) -> TaskDetail:
@@ -68,6 +72,7 @@ def a_detail(points: tuple[PointRow, ...] = POINTS) -> TaskDetail:
         version=points[-1].version,
         submitted=100.0,
         ended=145.0,
+        evaluated=evaluated[-1].version,
         loss=evaluated[-1].loss,
         perplexity=evaluated[-1].perplexity,
     )
@@ -139,8 +144,6 @@ def test_readings_are_of_one_task() -> None:
 def test_warm_up_is_left_out() -> None:
     assert utilization(SAMPLES, 24) == 21 / 24
     assert utilization(SAMPLES[:1], 24) == 0.0
-    assert versions_per_minute(list(POINTS)) == 30.0
-    assert versions_per_minute(list(POINTS[:2])) == 0.0
 
 
 def test_the_summary_is_what_was_measured() -> None:
@@ -155,6 +158,8 @@ def test_the_summary_is_what_was_measured() -> None:
     assert "2,000 → 100" in text
     assert "88 % of the slots" in text
     assert "load_file('runs/m.safetensors')" in text
+    assert "(noisy: on 16 of the devices each time)" in text
+    assert "demo --checkpoint runs/m.safetensors" in text  # a command that needs no server
     assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
 
 
@@ -167,7 +172,7 @@ def test_a_model_that_did_not_learn_is_called_so() -> None:
 def test_the_picture_is_one(tmp_path: Path) -> None:
     curve = perplexities(100.0, POINTS)
     assert curve == [(0.0, 0, 2000.0), (12.0, 2, 1000.0), (14.0, 3, 100.0)]
-    demo_plot.draw(tmp_path / "p.png", "AsyncFL", curve, SAMPLES, 24, 0.875)
+    demo_plot.draw(tmp_path / "p.png", "AsyncFL", curve, SAMPLES, 24, 0.875, 16)
     assert imread(tmp_path / "p.png").ndim == 3
 
 
@@ -178,9 +183,48 @@ def test_a_log_has_a_line_for_each_evaluation() -> None:
         view.update(SAMPLES, a_detail(points))
     lines = stream.getvalue().splitlines()
     assert [line.split("perplexity ")[1].split(", ")[0] for line in lines] == [
-        "2,000", "1,000", "100",
+        "2,000 at version 0", "1,000 at version 2", "100 at version 3",
     ]  # fmt: skip
-    assert "utilization 88 %, mean staleness 2.0, versions per minute 30" in lines[-1]
+    assert lines[-1].endswith("utilization 88 %, mean staleness 2.0")
+
+
+def test_between_evaluations_a_log_says_what_happens() -> None:
+    stream, clock = io.StringIO(), iter([100.5, 101.0, 102.0, 102.6, 104.0, 105.0])
+    view, detail = LineView(stream, lambda: next(clock)), a_detail(POINTS[:1])
+    running = msgspec.structs.replace(detail.task, state="running", evaluated=None)
+    running = msgspec.structs.replace(running, perplexity=None, loss=None)
+    detail = msgspec.structs.replace(detail, task=running)
+    for active in (0, 0, 0, 0, 1, 24):
+        view.update([Sample(1.0, active, 0, active // 3, 0)], detail)
+    assert stream.getvalue().splitlines() == [
+        "   0 s  version 0: devices start: each process imports PyTorch",
+        "   3 s  version 0: devices start: each process imports PyTorch",
+        "   5 s  version 0: 24 devices active, 8 of 10 updates for the next version",
+    ]
+
+
+def test_what_takes_a_while_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    class Told(io.StringIO):
+        """A stderr that lets a test wait for what is told."""
+
+        said = Event()
+
+        def write(self, text: str) -> int:
+            if "so far" in text:
+                self.said.set()
+            return super().write(text)
+
+    told = Told()
+    with redirect_stderr(told), telling("the server starts", every_s=0.001):
+        assert told.said.wait(30)
+    assert told.getvalue().startswith("the server starts\n  0 s so far\n")
+    with pytest.raises(OperatorError), telling("the server starts"):
+        raise OperatorError("it does not")
+    assert capsys.readouterr().err == "the server starts\n"
+
+
+def test_the_end_is_told_while_it_lasts() -> None:
+    assert happening(SAMPLES, a_detail()) == "the last version is evaluated"
 
 
 class Terminal(io.StringIO):
@@ -194,7 +238,7 @@ def test_a_terminal_has_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     with view_for(lambda detail: 0.5, stream) as view:
         view.update(SAMPLES, a_detail())
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    for words in ("AsyncFL, training", "perplexity", "100", "█", "utilization", "88 %"):
+    for words in ("AsyncFL, the last version", "perplexity", "100", "█", "utilization", "88 %"):
         assert words in shown
 
 
@@ -311,6 +355,7 @@ def test_a_signal_interrupts_as_a_person_does(number: signal.Signals) -> None:
         (["--concurrency", "50"], "48 devices are too few", "--devices 100"),
         (["--sync", "--goal", "25"], "cannot bring 25 updates", "--goal 24"),
         (["--devices", "100000"], "texts of 4096 bytes", "--devices "),
+        (["--checkpoint", "none.safetensors"], "no file none.safetensors", "--checkpoint"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(
@@ -325,3 +370,18 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     assert problem in error
     assert hint in advice
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        ([], "runs/demo-async"),
+        (["--sync"], "runs/demo-sync"),
+        (["--clear"], "runs/demo-async-clear"),
+        (["--sync", "--output", "mine"], "mine"),
+    ],
+)
+def test_each_kind_of_run_has_a_folder_of_its_own(arguments: list[str], folder: str) -> None:
+    parser = argparse.ArgumentParser()
+    demo.add_to(parser.add_subparsers())
+    assert demo.output_of(parser.parse_args(["demo", *arguments])) == Path(folder)

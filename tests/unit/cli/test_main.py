@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from papaya import __version__
-from papaya.cli.main import main
+from papaya.cli.main import COMMANDS, main
 from papaya.sim.report import Report
 
 ROOT = Path(__file__).parents[3]
@@ -30,6 +30,39 @@ def test_the_version_is_data(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert exit_.value.code == 0
     assert capsys.readouterr() == (f"papaya {__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_there(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([command, "--help"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: papaya {command} ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], ("numpy", "asyncio", "cryptography", "numba", "torch", "matplotlib")),
+        (["status", "--help"], ("asyncio", "cryptography", "numba", "torch", "matplotlib")),
+        (["serve", "--help"], ("numba", "torch", "matplotlib")),
+        (["client", "--help"], ("numba", "torch", "matplotlib")),
+    ],
+)
+def test_a_command_imports_no_more_than_it_needs(
+    arguments: list[str], absent: tuple[str, ...]
+) -> None:
+    """A person waits for it: seconds are lost where an import is."""
+    program = (
+        "import sys\nfrom papaya.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print(*sorted(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
+    assert {*absent} & {*done.stderr.split()} == set()
+    assert "usage: papaya" in done.stdout
 
 
 @pytest.mark.parametrize(

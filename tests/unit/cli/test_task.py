@@ -56,12 +56,13 @@ def test_list_and_show_and_status(server: AdminServer, capsys: pytest.CaptureFix
     with_loss(server, [3.0, 2.5])
     assert run(server, "task", "list") == 0
     out, err = capsys.readouterr()
-    assert " ".join(out.splitlines()[2].split()) == "next-word running 0 2.5 2.5 18 20 90%"
+    assert " ".join(out.splitlines()[2].split()) == "next-word running 0 2 2.5 2.5 18 20 90 %"
     assert err == ""
     assert run(server, "task", "show", "next-word") == 0
     out, err = capsys.readouterr()
-    assert "AsyncFL, 20 clients, K = 4" in out
-    assert "utilization 90 %" in out
+    assert "AsyncFL, 20 clients at a time, 4 updates in a version" in out
+    assert "every update, in the clear" in out
+    assert "version 0, loss 2.500 at version 2, perplexity 2.5, utilization 90 %" in out
 
 
 def test_status_exits_with_1_when_a_person_should_look(
@@ -74,7 +75,7 @@ def test_status_exits_with_1_when_a_person_should_look(
     assert run(server, "status") == 0
     out, err = capsys.readouterr()
     assert "leader       coordinator, this server" in out
-    assert "aggregator   aggregator, heard 0 s ago, 1 tasks" in out
+    assert "aggregator   aggregator, heard 0 s ago, 1 task\n" in out
     assert "selector     selector, heard 0 s ago, 7 check-ins held" in out
     assert " ".join(out.splitlines()[-1].split()) == "next-word running 0 18 20 2 5 aggregator"
     assert err == ""
@@ -255,7 +256,7 @@ def test_watch_tells_every_change_and_ends_with_the_task(
         "next-word paused",
         "next-word cancelled",
     ]
-    assert "loss 2.000, perplexity 2.0, utilization 50 %, staleness 1.5" in lines[0]
+    assert "loss 2.000 at version 2, perplexity 2.0, utilization 50 %, staleness 1.5" in lines[0]
 
 
 def test_watch_exits_with_1_for_a_cancelled_task_and_0_for_a_completed_one(
@@ -327,16 +328,46 @@ def test_the_live_display_shows_the_same_numbers_and_the_curve() -> None:
         ended=0.0,
         halted="the model diverged",
         utilization=0.98,
+        evaluated=2,
         loss=1.0,
         perplexity=2.718,
     )
     config = TaskConfig(task="next-word", concurrency=20, model_length=6)
-    points = tuple(PointRow(v, 0.0, 4, 40, 1.5, loss=float(8 - v)) for v in range(8))
+    points = tuple(PointRow(v, 10.0 * v, 4, 40, 1.5, loss=float(8 - v)) for v in range(8))
     detail = TaskDetail(
         task=task, config=config, manifest=(), points=points, versions_per_minute=6.0, warnings=()
     )
     shown = watch.picture(detail)
     assert "loss 8.000 █▇▆▅▄▃▂▁ 1.000" in shown
+    assert "loss 1.000 at version 2" in shown
     assert "HALTED: the model diverged" in shown
     assert "6.0 versions/min" in shown
     assert watch.curve([2.0, 2.0]) == "▁▁"
+    # Before anything is known, nothing is claimed.
+    fresh = structs.replace(task, version=0, active=0, utilization=0.0, loss=None, evaluated=None)
+    nothing = structs.replace(detail, task=fresh, points=points[:0])
+    assert watch.numbers(nothing) == ["loss -", "utilization -", "staleness -", "- versions/min"]
+
+
+def test_a_rate_is_of_versions_that_clients_made_and_of_some_seconds() -> None:
+    made = [PointRow(version, 100.0 + 2 * version, 4, 40, 0.0) for version in range(1, 6)]
+    assert watch.versions_per_minute(made) == 30.0
+    assert watch.versions_per_minute(made[:3]) is None
+    assert watch.versions_per_minute(made[:3], over_s=0.0) == 30.0
+    assert watch.versions_per_minute(made[:1], over_s=0.0) is None
+    assert watch.versions_per_minute([]) is None
+
+
+def test_an_evaluation_is_shown_as_one(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, "task", "evaluate", "next-word", "--clients", "3") == 0
+    capsys.readouterr()
+    assert run(server, "task", "show", "next-word-eval-0") == 0
+    out = capsys.readouterr().out
+    assert "evaluates    next-word@0" in out
+    assert "until 3 have reported" in out
+    assert "parameters" not in out
+    assert "loss" not in out
+    assert run(server, "task", "list", "--evaluations") == 0
+    assert "next-word-eval-0 running - -" in " ".join(capsys.readouterr().out.split())

@@ -10,14 +10,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
 from papaya.cli.admin_client import TOKEN_VARIABLE
+from papaya.config import SecureAggregation
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.messages.storage import PointRow, Transaction, point_key
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
+from tests.unit.net.admin.builders import TASK
 
 TASK_FILE = """
 import torch
@@ -132,9 +135,35 @@ def test_metrics_as_csv(
     assert [row["version"] for row in rows] == ["1", "2"]
     assert (rows[0]["loss"], rows[1]["loss"]) == ("", "2.5")
     assert (rows[1]["p75_loss"], rows[1]["p99_loss"]) == ("2.25", "2.0")
-    assert capsys.readouterr().out == ""
+    assert rows[0]["created"] == "1970-01-01T00:16:50.000Z"
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "p75" not in err
     assert run(history, "task", "metrics", "next-word") == 0
     assert capsys.readouterr().out == file.read_text()
+
+
+def test_metrics_as_json_keep_numbers(
+    history: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(history, "task", "metrics", "next-word", "--format", "json") == 0
+    rows = msgspec.json.decode(capsys.readouterr().out)
+    assert [row["created"] for row in rows] == [1010.0, 1020.0]
+
+
+def test_nobody_with_much_data_is_known_under_secure_aggregation(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = structs.replace(TASK, secure_aggregation=SecureAggregation(), clip=1.0)
+    server.call(server.system.submit(config))
+    share = Share(0, 20.0, 200.0, 2.5)
+    result = msgspec.json.encode(EvaluationResult(share, share, share)).decode()
+    point = PointRow(1, 1010.0, 4, 4, 0.5, 2.5, 12.0, evaluated=result)
+    server.system.change(Transaction(put=((point_key("next-word", 1), point),)))
+    assert run(server, "task", "metrics", "next-word") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1].endswith(",2.5,12.0,,")
+    assert "p75_loss and p99_loss are empty" in err
 
 
 def test_metrics_for_tensorboard(history: AdminServer, tmp_path: Path) -> None:

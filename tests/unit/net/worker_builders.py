@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from papaya.aggregator.shards import Shards, initial_blobs
+from papaya.aggregator.shards import Pieces, Shards, initial_blobs
 from papaya.aggregator.work import Fold, Keep, Snapshot, Snapshotted, Step
 from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
 from papaya.errors import MissingBlob
@@ -77,13 +77,13 @@ class MemoryBlobs:
             self._is_blocked.set()
             assert self._may_go_on.wait(PATIENCE_S)
 
-    def put(self, key: BlobKey, data: bytes) -> None:
+    def put(self, key: BlobKey, data: bytes | Pieces) -> None:
         self._pass("put")
         with self._lock:
             failure = self.failures.pop(0) if self.failures else None
             if failure is not None:
                 raise failure
-            self.blobs[key] = data
+            self.blobs[key] = data if isinstance(data, bytes) else b"".join(data)
 
     def get(self, key: BlobKey) -> bytes:
         self._pass("get")

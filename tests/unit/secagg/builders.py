@@ -89,8 +89,8 @@ class Deployment:
         self.trusted.check()
         return update
 
-    def accepted(self, count: int, group: int = 0) -> list[SealedUpdate]:
-        return [self.accept(self.any_sealed(), group) for _ in range(count)]
+    def accepted(self, count: int, group: int = 0, value: float = 0.5) -> list[SealedUpdate]:
+        return [self.accept(self.any_sealed(value), group) for _ in range(count)]
 
     def unmasked(self, updates: list[SealedUpdate], group: int = 0) -> Words:
         """What an aggregator computes: folds, releases, unmasks."""

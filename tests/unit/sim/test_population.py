@@ -305,7 +305,7 @@ OUTSIDE: dict[str, list[object]] = {
 }
 
 
-@pytest.mark.parametrize("field", PopulationConfig.__struct_fields__)
+@pytest.mark.parametrize("field", OUTSIDE)
 def test_an_impossible_value_is_refused_by_name(field: str) -> None:
     for value in OUTSIDE[field] + NOT_NUMBERS:
         with pytest.raises(ConfigError) as refusal:

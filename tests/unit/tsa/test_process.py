@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 
 from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
-from papaya.secagg.words import WORD
+from papaya.secagg.unmask import Unmasking
+from papaya.secagg.words import BLOCK, WORD
 from papaya.tsa import endpoint, wire
 from papaya.tsa.client import TrustedAggregatorClient
 from papaya.tsa.errors import Reason, Refused, Unavailable
 from papaya.tsa.evidence import EvidenceError
 from papaya.tsa.service import Evidence
 from papaya.tsa.trusted_aggregator import Status
-from tests.unit.secagg.builders import NOW, a_policy, a_task, decoded, entropy
+from tests.unit.secagg.builders import NOW, a_policy, a_task, entropy
 from tests.unit.tsa.running import received, running
 
-TASK = a_task(length=100_000, aggregation_goal=12, threshold=10)
-DELTA = np.full(TASK.length, 0.5, np.float32)
+TASK = a_task(length=2 * BLOCK - 1, aggregation_goal=12, threshold=10)
+DELTA = np.full(TASK.length, 2**-10, np.float32)
 SERVE = """
 import sys
 from papaya.tsa.process import serve_until_signal
@@ -50,10 +51,11 @@ def test_a_whole_group_over_a_socket(address: str | None) -> None:
         for update in updates:
             client.accept(update.index, 7, update.sealed)
         total = sum((update.masked for update in updates), np.zeros(TASK.vector_words, WORD))
-        masks = client.release(TASK, 7, [update.index for update in reversed(updates)])
-        found = decoded(total - masks, 11, TASK)
+        unmasking = Unmasking(total, 11, TASK)
+        client.release(TASK, 7, [u.index for u in reversed(updates)], unmasking.take)
+        found = unmasking.result()
         assert found.weight == 11
-        assert np.allclose(found.vector, 5.5)
+        assert np.allclose(found.vector, 11 * 2**-10)
         assert client.status(parameters_hash) == Status(0, 0, 7, ())
 
 
@@ -63,7 +65,7 @@ def test_refusals_keep_their_reason_and_the_connection() -> None:
             client.offers(TASK.digest(), 1)
         assert caught.value.reason is Reason.UNKNOWN_PARAMETERS
         with pytest.raises(Refused) as caught:
-            client.release(TASK, 0, [])
+            client.release(TASK, 0, [], lambda start, masks: None)
         assert caught.value.reason is Reason.UNKNOWN_PARAMETERS
         assert client.register(TASK) == TASK.digest()
 

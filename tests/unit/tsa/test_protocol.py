@@ -24,7 +24,7 @@ LENGTH = 3
 
 clients = st.lists(
     st.tuples(
-        st.lists(st.floats(-1, 1, width=32), min_size=LENGTH, max_size=LENGTH),
+        st.lists(st.floats(-0.5, 0.5, width=32), min_size=LENGTH, max_size=LENGTH),
         st.integers(1, 200),
         st.integers(0, 8),
         st.integers(0, 2),  # its group

@@ -18,6 +18,7 @@ from papaya.learning.definition import Examples
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.parameters import FLOAT32
 from papaya.net.device import Assignment, ExecutorTrainer, ProtocolTrainer
+from papaya.net.device.events import Ended, Event
 from papaya.net.device.memory import memory_mb
 from tests.unit.net.device.fake_selector import PARAMETERS, UPDATE, device, process, serving
 
@@ -131,10 +132,13 @@ def test_a_failed_job_is_the_owners_to_read() -> None:
 def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -> None:
     async def scenario() -> None:
         async with serving() as fake, process() as host:
+            events: list[Event] = []
             executor = FakeExecutor(task_file("another"))
             trainer = ExecutorTrainer(executor, host.now, Random(1))
-            with device(host, fake.url, trainer=trainer) as phone:
+            with device(host, fake.url, trainer=trainer, notify=events.append) as phone:
                 assert await phone.visit() == Finish("failed", "no parameters")
+            [ended] = [event for event in events if isinstance(event, Ended)]
+            assert "--alias next-word=" in ended.detail
             assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
             assert fake.seen == ["check-in", "join", "leave"]
 

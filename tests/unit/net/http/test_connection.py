@@ -187,10 +187,10 @@ def test_nobody_listens() -> None:
             await server.drain(0)
             with pytest.raises(PeerUnavailable, match=f"cannot connect to {address}"):
                 await connections.request(address, "GET", "/")
-            upload = connections.open_upload(address, "PUT", "/", (), 4)
+            upload = connections.open_upload(address, "PUT", "/", (), 4, 5)
             upload.write(b"data")
             with pytest.raises(PeerUnavailable, match="cannot connect"):
-                await upload.response(5)
+                await upload.answer
 
     run(main())
 
@@ -211,7 +211,7 @@ def test_connections_and_the_queue_for_them_are_bounded(loop: str) -> None:
             with pytest.raises(PeerUnavailable, match="too many"):
                 await connections.request(address, "POST", "/hold")
             with pytest.raises(PeerUnavailable, match="too many"):
-                connections.open_upload(address, "PUT", "/stream/a", (), 1)
+                connections.open_upload(address, "PUT", "/stream/a", (), 1, 5)
             assert server.connections == 2
             shop.held[0].answer(200, b"0")
             while len(shop.held) < 3:
@@ -258,7 +258,7 @@ def test_a_connection_that_dies_between_two_hands_is_replaced(loop: str) -> None
             first = asyncio.create_task(connections.request(address, "POST", "/hold"))
             while not shop.held:
                 await asyncio.sleep(0)
-            upload = connections.open_upload(address, "PUT", "/stream/a", (), 4)
+            upload = connections.open_upload(address, "PUT", "/stream/a", (), 4, 10)
             upload.write(b"data")
             second = asyncio.create_task(connections.request(address, "POST", "/echo", (), b"x"))
             await asyncio.sleep(0)
@@ -274,7 +274,7 @@ def test_a_connection_that_dies_between_two_hands_is_replaced(loop: str) -> None
             pool._pass_on = pass_on_and_cut  # type: ignore[method-assign]
             shop.held[0].answer(200, b"0")
             assert (await first).body == b"0"
-            assert (await upload.response(10)).status == 200
+            assert (await upload.answer).status == 200
             assert (await second).body == b"x"
             assert server.connections == 1
 
@@ -288,16 +288,15 @@ def test_the_time_for_an_answer_runs_from_the_last_piece_of_the_body() -> None:
     async def main() -> None:
         async with a_server(shop.routes) as server, some_connections() as connections:
             address = f"127.0.0.1:{server.port}"
-            upload = connections.open_upload(address, "PUT", "/stream/a", (), 30)
-            answer = asyncio.create_task(upload.response(1.0))
+            upload = connections.open_upload(address, "PUT", "/stream/a", (), 30, 1.0)
             for _ in range(30):
                 await asyncio.sleep(0.05)
                 upload.write(b"x")
-            assert (await answer).status == 200
-            silent = connections.open_upload(address, "PUT", "/stream/a", (), 8)
+            assert (await upload.answer).status == 200
+            silent = connections.open_upload(address, "PUT", "/stream/a", (), 8, 0.1)
             silent.write(b"x")
             with pytest.raises(PeerUnavailable, match=r"did not answer in 0\.1 s"):
-                await silent.response(0.1)
+                await silent.answer
 
     run(main())
 
@@ -313,9 +312,9 @@ def test_an_upload_is_answered_early_and_goes_no_further(loop: str) -> None:
             some_connections() as connections,
         ):
             address = f"127.0.0.1:{server.port}"
-            upload = connections.open_upload(address, "PUT", "/no", (), 1 << 20, room.set)
+            upload = connections.open_upload(address, "PUT", "/no", (), 1 << 20, 10, room.set)
             assert upload.is_full
-            response = await upload.response(10)
+            response = await upload.answer
             assert response.status == 404
             assert not upload.is_full
             upload.write(b"into the void")
@@ -330,7 +329,7 @@ def test_an_upload_that_is_given_up_breaks_the_far_side() -> None:
     async def main() -> None:
         async with a_server(shop.routes) as server, some_connections() as connections:
             address = f"127.0.0.1:{server.port}"
-            upload = connections.open_upload(address, "PUT", "/stream/a", (), 10)
+            upload = connections.open_upload(address, "PUT", "/stream/a", (), 10, 5)
             upload.write(b"half")
             while not shop.receivers:
                 await asyncio.sleep(0)
@@ -338,7 +337,7 @@ def test_an_upload_that_is_given_up_breaks_the_far_side() -> None:
             while not shop.receivers[0].ends:
                 await asyncio.sleep(0)
             assert shop.receivers[0].ends == ["broken"]
-            never = connections.open_upload(address, "PUT", "/stream/a", (), 10)
+            never = connections.open_upload(address, "PUT", "/stream/a", (), 10, 5)
             never.abort()
 
     run(main())

@@ -1,0 +1,149 @@
+"""Claim: a run of a million updates with the full protocol takes eight minutes and 2 GB of memory.
+
+AsyncFL at C = 1300 and K = 100 on a fleet of 10⁸ devices: one process runs the machines and writes
+their trace, another learns a perceptron along it, as `papaya simulate` does. Each is on one core
+and starts when the other has ended, so the second core is to spare. Memory is each process's peak.
+
+Run as `python bench/learning_run.py`, which does a tenth of it in a tenth of the time, or with
+`--full`; prints one JSON line per case with value, target and whether it passed. A wrong result
+exits with 1; a slow one is only reported. `cpu_s` is what it would have taken on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
+from papaya.learning.definition import ClientSGD
+from papaya.sim.learnt import recordable
+from papaya.sim.population import PopulationConfig
+from papaya.sim.replay import Rates, learn
+from papaya.sim.trace import Trace, record
+from papaya.sim.workloads.perceptron import PerceptronWorkload
+
+SEED = 1
+FLEET = 10**8
+CONCURRENCY, GOAL = 1300, 100
+FULL, TENTH = 1_000_000, 100_000
+FULL_S, MEMORY_MB = 480.0, 2_000.0
+RATES = Rates(
+    client=ClientSGD(rate=0.1),
+    optimizer=OptimizerConfig(kind="fedadam", rate=0.002, beta1=0.0, epsilon=1e-5),
+)
+POPULATION = PopulationConfig(size=FLEET)
+
+
+def require(holds: bool, problem: str) -> None:
+    if not holds:
+        print(f"wrong result: {problem}", file=sys.stderr)
+        sys.exit(1)
+
+
+def do_record(path: Path, updates: int) -> dict[str, Any]:
+    """The machines, and what they counted."""
+    task = TaskConfig(
+        task="bench",
+        concurrency=CONCURRENCY,
+        model_length=PerceptronWorkload(POPULATION, seed=SEED).length,
+        regime=AsyncFL(GOAL),
+    )
+    trace, report = record(recordable(task, POPULATION), SEED, updates=updates)
+    trace.save(path)
+    utilization = report.tasks[0].utilization
+    require(utilization >= 0.95, f"{utilization:.3f} of the places were taken")
+    require(int(trace.first[-1]) == GOAL * trace.versions, "versions of another size")
+    return {
+        "updates": len(trace.clients),
+        "versions": trace.versions,
+        "devices": len(np.unique(trace.clients.device)),
+        "utilization": round(utilization, 4),
+        "simulated_hours": round(float(trace.created_s[-1]) / 3600, 2),
+    }
+
+
+def do_learn(path: Path, updates: int) -> dict[str, Any]:
+    """The model along what was counted."""
+    trace = Trace.load(path)
+    curve = learn(trace, PerceptronWorkload(POPULATION, seed=SEED), RATES)
+    first, last = curve.points[0], curve.points[-1]
+    require(curve.diverged is None, str(curve.diverged))
+    require(last.updates == len(trace.clients) >= updates, f"learnt of {last.updates} updates")
+    require(
+        last.quality.all < 0.8 * first.quality.all,
+        f"loss {first.quality.all:.3f} became {last.quality.all:.3f}",
+    )
+    return {
+        "updates": last.updates,
+        "first_loss": round(first.quality.all, 4),
+        "last_loss": round(last.quality.all, 4),
+        "evaluations": len(curve.points),
+    }
+
+
+STEPS = {"record": do_record, "learn": do_learn}
+
+
+def child(step: str, path: Path, updates: int) -> None:
+    start_s = time.perf_counter()
+    found = STEPS[step](path, updates)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    found |= {
+        "wall_s": round(time.perf_counter() - start_s, 1),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+        "peak_mb": round(used.ru_maxrss * 1024 / 1e6),
+    }
+    print(json.dumps(found))
+
+
+def in_process(step: str, path: Path, updates: int) -> dict[str, Any]:
+    """Start to end, importing and compiling included."""
+    start_s = time.perf_counter()
+    command = [sys.executable, __file__, "--step", step, "--path", path, "--updates", str(updates)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    require(done.returncode == 0, f"{step} ended with {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    found["wall_s"] = round(time.perf_counter() - start_s, 1)
+    report(step, found["wall_s"], None, **found)
+    return found
+
+
+def report(case: str, value: float, target: float | None, **more: Any) -> None:
+    line: dict[str, Any] = {"bench": "learning_run", "case": case, "value": value}
+    if target is not None:
+        line |= {"target": target, "passed": value <= target}
+    print(json.dumps(line | more), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--full", action="store_true", help="a million updates")
+    parser.add_argument("--updates", type=int, help="another number of updates")
+    parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--path", type=Path, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    updates = asked.updates or (FULL if asked.full else TENTH)
+    if asked.step is not None:
+        child(asked.step, asked.path, updates)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.npz"
+        steps = [in_process(step, path, updates) for step in STEPS]
+    allowed_s = round(FULL_S * updates / FULL, 1)
+    wall_s = round(sum(step["wall_s"] for step in steps), 1)
+    cpu_s = round(sum(step["cpu_s"] for step in steps), 1)
+    report("whole run, seconds", wall_s, allowed_s, updates=updates, cpu_s=cpu_s)
+    report("peak memory of a process, MB", max(step["peak_mb"] for step in steps), MEMORY_MB)
+
+
+if __name__ == "__main__":
+    main()

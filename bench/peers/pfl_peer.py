@@ -1,0 +1,74 @@
+"""pfl-research as its documentation uses it: FederatedAveraging over SimulatedBackend, PyTorch.
+
+Users are in-memory tensors that are made once. The algorithm's own `run` is asked for one more
+iteration at a time; evaluation is off after the first, which belongs to the warm-up.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import torch
+from common import BATCH, Array, Data, serve
+from pfl.aggregate.simulate import SimulatedBackend
+from pfl.aggregate.weighting import WeightByDatapoints
+from pfl.algorithm.base import NNAlgorithmParams
+from pfl.algorithm.federated_averaging import FederatedAveraging
+from pfl.data.federated_dataset import FederatedDataset
+from pfl.data.pytorch import PyTorchTensorDataset
+from pfl.hyperparam import NNTrainHyperParams
+from pfl.model.pytorch import PyTorchModel
+from torch_models import first_module, named, tensors
+
+_NEVER = 10**9
+
+
+class Pfl:
+    """One model, one algorithm, and a sampler that follows the cohorts of `common`."""
+
+    versions = {name: version(name) for name in ("pfl", "torch")}
+
+    def __init__(self, data: Data) -> None:
+        torch.set_num_threads(1)
+        self._data = data
+        self._rounds = 0
+        self._cohort = iter(range(0))
+        users = [
+            PyTorchTensorDataset(pair, user_id=str(user))
+            for user, pair in enumerate(tensors(data))
+        ]
+        dataset = FederatedDataset(users.__getitem__, lambda: next(self._cohort))
+        module = first_module(data)
+        self._model = PyTorchModel(
+            module,
+            local_optimizer_create=torch.optim.SGD,
+            central_optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+        )
+        self._backend = SimulatedBackend(dataset, dataset, postprocessors=[WeightByDatapoints()])
+        self._algorithm = FederatedAveraging()
+        self._local = NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=data.rate, local_batch_size=BATCH
+        )
+
+    def train(self, cohort: range) -> None:
+        self._rounds += 1
+        self._cohort = iter(cohort)
+        self._algorithm.run(
+            NNAlgorithmParams(
+                central_num_iterations=self._rounds,
+                evaluation_frequency=_NEVER,
+                train_cohort_size=len(cohort),
+                val_cohort_size=None,
+            ),
+            self._backend,
+            self._model,
+            self._local,
+            send_metrics_to_platform=False,
+        )
+
+    def parameters(self) -> dict[str, Array]:
+        return named(self._data, self._model.pytorch_model)
+
+
+if __name__ == "__main__":
+    serve(Pfl)

@@ -1,0 +1,228 @@
+"""Claim: Papaya trains clients 8 times (perceptron) and 2.5 times (LSTM) as fast as its peers.
+
+Trainer against trainer on one core: the same clients in the same order from the same first model,
+federated averaging over cohorts of 100, plain SGD, batches of 32, one epoch. Peers are FedJAX,
+pfl-research and Flower, each in a virtual environment that is made here from PyPI; none of them is
+a dependency of Papaya. All systems of a model live side by side on one core and take turns, a few
+rounds each; rates are client updates per CPU-second, the value is the median over the turns of
+Papaya's rate by that of the fastest peer. Compilation belongs to the warm-up, which is not counted.
+
+Run as `python bench/peers/run.py`; prints one JSON line per system and model, and one per claim. A
+system whose final loss differs exits with 1; a slow one is only reported. See README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import COHORT, write
+
+HERE = Path(__file__).resolve().parent
+PACKAGES = {
+    # The newest jax has dropped what the newest fedjax and a haiku of its time use.
+    "fedjax": (
+        "fedjax==0.0.17",
+        "jax==0.4.30",
+        "jaxlib==0.4.30",
+        "dm-haiku==0.0.12",
+        "optax==0.2.2",
+        "chex==0.1.90",
+        "flax==0.10.4",
+        "orbax-checkpoint==0.6.4",
+        "numpy==1.26.4",
+        "scipy==1.17.1",
+    ),
+    "pfl": ("pfl==0.6.0", "torch==2.13.0", "numpy==2.4.6", "scipy==1.17.1"),
+    "flower": ("flwr==1.41.0", "torch==2.13.0", "numpy==2.4.6"),
+}
+# system -> the environment that it needs; None is Papaya's own.
+SYSTEMS = {
+    "papaya": None,
+    "fedjax": "fedjax",
+    "fedjax_stock": "fedjax",
+    "pfl": "pfl",
+    "flower": "flower",
+}
+TARGETS = {"perceptron": 8.0, "lstm": 2.5}
+ROUNDS_PER_TURN = {"perceptron": 10, "lstm": 2}
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+    "JAX_PLATFORMS": "cpu",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+SEED = 1
+SAME_LOSS = 0.03  # of what has been learnt
+
+
+@dataclass
+class Peer:
+    """A system that is running, and how long each of its turns has taken."""
+
+    name: str
+    process: subprocess.Popen[str]
+    about: dict[str, Any] = field(default_factory=dict)
+    cpu_s: list[float] = field(default_factory=list)
+    wall_s: list[float] = field(default_factory=list)
+    loss: float = float("nan")
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name} ended with {self.process.wait()}: see its messages above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def turn(self, first: int, rounds: int) -> None:
+        took = self.ask({"rounds": [first, first + rounds]})
+        self.cpu_s.append(took["cpu_s"])
+        self.wall_s.append(took["wall_s"])
+
+
+def environment(folder: Path, name: str) -> Path:
+    """The Python of a peer's virtual environment, which is made if it is not there."""
+    packages = PACKAGES[name]
+    place = folder / name
+    python, done = place / "bin" / "python", place / "packages"
+    if done.exists() and done.read_text().split() == list(packages):
+        return python
+    print(f"{name}: installing {' '.join(packages)}", file=sys.stderr)
+    venv.create(place, with_pip=True, clear=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True, stdout=2)
+    done.write_text("\n".join(packages))
+    return python
+
+
+@contextmanager
+def running(name: str, python: Path, data: Path) -> Iterator[Peer]:
+    repository = HERE.parent.parent
+    paths = {"PYTHONPATH": str(repository)} if SYSTEMS[name] is None else {}
+    process = subprocess.Popen(
+        [python, HERE / f"{name}_peer.py", data],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | ONE_THREAD | paths,
+        text=True,
+    )
+    with process:
+        try:
+            yield Peer(name, process)
+        finally:
+            process.kill()
+
+
+def compare(model: str, pythons: dict[str, Path], folder: Path, turns: int) -> bool:
+    """All systems on one model, in turn; whether their losses agree."""
+    data = write(folder, model, SEED)
+    rounds = ROUNDS_PER_TURN[model]
+    with ExitStack() as stack:
+        peers = [
+            stack.enter_context(running(name, python, data)) for name, python in pythons.items()
+        ]
+        for peer in peers:
+            peer.about = peer.answer()
+        for turn in range(turns):
+            for peer in peers:
+                peer.turn(1 + turn * rounds, rounds)
+        for peer in peers:
+            peer.loss = peer.ask({"judge": True})["loss"]
+    return report(model, peers)
+
+
+def report(model: str, peers: list[Peer]) -> bool:
+    clients = COHORT * ROUNDS_PER_TURN[model]
+    for peer in peers:
+        line = {"bench": "peers", "case": f"{model}, {peer.name}"}
+        rates = {
+            "clients_per_cpu_s": round(clients / median(peer.cpu_s), 1),
+            "clients_per_s": round(clients / median(peer.wall_s), 1),
+        }
+        print(json.dumps(line | rates | {"loss": round(peer.loss, 6)} | peer.about), flush=True)
+    ours, *theirs = peers
+    for rivals, case in ((theirs, model), (as_they_come(theirs), f"{model}, peers as they come")):
+        if rivals:
+            claim(case, TARGETS[model], ours, min(rivals, key=lambda peer: median(peer.cpu_s)))
+    losses = {peer.name: round(peer.loss, 4) for peer in peers}
+    if not SAME_LOSS > spread(peers) >= 0:
+        print(f"wrong result: the final losses on {model} are {losses}", file=sys.stderr)
+        return False
+    return True
+
+
+def as_they_come(peers: list[Peer]) -> list[Peer]:
+    return [peer for peer in peers if peer.name != "fedjax"]
+
+
+def claim(case: str, target: float, ours: Peer, fastest: Peer) -> None:
+    """How many times as fast, in each turn on the same clients; the median turn counts."""
+    ratios = [theirs / our for our, theirs in zip(ours.cpu_s, fastest.cpu_s, strict=True)]
+    value = median(ratios)
+    line = {
+        "bench": "peers",
+        "case": case,
+        "value": round(value, 2),
+        "target": target,
+        "passed": value >= target,
+        "fastest_peer": fastest.name,
+        "lowest": round(min(ratios), 2),
+        "highest": round(max(ratios), 2),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def spread(peers: list[Peer]) -> float:
+    """How far apart the final losses are, as a share of the way from the first."""
+    losses = [peer.loss for peer in peers]
+    first = peers[0].about["first_loss"]
+    return (max(losses) - min(losses)) / (first - max(losses))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--environments", type=Path, help="folder of the virtual environments")
+    parser.add_argument("--keep", action="store_true", help="do not delete a temporary folder")
+    parser.add_argument("--models", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--peers", nargs="+", choices=[*SYSTEMS][1:], default=[*SYSTEMS][1:])
+    parser.add_argument("--turns", type=int, default=9)
+    asked = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    folder = asked.environments or Path(tempfile.mkdtemp(prefix="papaya-peers-"))
+    try:
+        pythons = {"papaya": Path(sys.executable)}
+        for name in asked.peers:
+            pythons[name] = environment(folder, str(SYSTEMS[name]))
+        os.sched_setaffinity(0, cores[-1:])  # and every system that is started from here
+        with tempfile.TemporaryDirectory() as data:
+            right = [compare(model, pythons, Path(data), asked.turns) for model in asked.models]
+    finally:
+        if asked.environments is None and not asked.keep:
+            shutil.rmtree(folder)
+        elif asked.environments is None:
+            print(f"kept: --environments {folder}", file=sys.stderr)
+    sys.exit(0 if all(right) else 1)
+
+
+if __name__ == "__main__":
+    main()

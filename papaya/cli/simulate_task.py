@@ -1,0 +1,227 @@
+"""`papaya simulate my_task.py --data …`: a fleet that learns the user's own task from own data.
+
+One run: the machines are recorded, the model learns along the trace, and what came of it is told:
+how good it got and how soon, for all clients and for those with much data, who took part, how long
+client updates are, and what secure aggregation's fixed point would make of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from papaya.cli.output import (
+    Progress,
+    make_folder,
+    note,
+    plural,
+    print_data,
+    print_json,
+    table,
+    writing,
+)
+from papaya.cli.simulate import check_goal
+from papaya.sim.fairness import Distance
+from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course, recordable
+from papaya.sim.plan import regime_of, with_rates, with_setting
+from papaya.sim.population import DEFAULT
+from papaya.sim.report import Report, percent, regime_name
+from papaya.sim.trace import Recorded
+from papaya.sim.workloads.named import Prepared, WorkloadSpec, prepare
+
+_UPDATES, _EVALUATIONS = 5000, 20
+_MAX_HOURS = 10_000.0
+_MOST_FINITE = 700.0  # exp of more is not a float
+
+
+def run_task(options: argparse.Namespace) -> int:
+    from papaya.sim import learning_plots, plots  # before the run: they need matplotlib
+
+    folder = make_folder(options.output)
+    spec = WorkloadSpec(
+        str(options.task_file),
+        getattr(options, "data", None),
+        getattr(options, "seconds_per_example", None),
+    )
+    prepared = prepare(spec, structs.replace(DEFAULT, size=options.population))
+    run = _run(options, prepared)
+    note(prepared.about)
+    seconds = prepared.population.execution_per_example_s
+    note(f"an example takes a device {seconds:g} s in the median (--seconds-per-example)")
+    for warning in run.course.task.warnings():
+        note(f"warning: {warning}")
+    learnt, report = _learn(run, prepared, getattr(options, "processes", 1))
+    _write(folder, learnt, report)
+    if options.format == "json":
+        print_json(learnt)
+    else:
+        print_data(summary(learnt))
+    title = f"{learnt.run.workload}: {regime_name(run.course.task)}"
+    with writing(folder):
+        learning_plots.draw_curve(learnt, folder / "curve.png", title)
+        plots.draw({regime_name(run.course.task): report}, folder / "plot.png", title)
+    names = ("report.json", "curve.csv", "curve.png", "plot.png")
+    note("\n" + "\n".join(str(folder / name) for name in names))
+    return 0
+
+
+def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
+    regime = getattr(options, "regime", regime_of(prepared.task))
+    check_goal(regime, options)
+    given = {
+        "K": getattr(options, "goal", None),
+        "concurrency": getattr(options, "concurrency", None),
+        "over_selection": getattr(options, "over_selection", None),
+        "client_rate": getattr(options, "client_rate", None),
+        "server_rate": getattr(options, "server_rate", None),
+    }
+    setting = {name: float(value) for name, value in given.items() if value is not None}
+    task = with_setting(prepared.task, regime, setting)
+    cluster = structs.replace(
+        recordable(task, prepared.population),
+        supply=options.supply,
+        coordinators=options.coordinators,
+        selectors=options.selectors,
+        aggregators=options.aggregators,
+    )
+    course = Course(
+        cluster=cluster,
+        seed=options.seed,
+        updates=getattr(options, "updates", _UPDATES),
+        hours=getattr(options, "hours", _MAX_HOURS),
+    )
+    return Run(
+        course=course,
+        workload=prepared.task.task,
+        data=prepared.digest,
+        rates=with_rates(prepared.rates, setting),
+        evaluations=_EVALUATIONS,
+    )
+
+
+def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report]:
+    course = run.course
+    with Progress() as progress:
+
+        def recorded(cluster: Recorded) -> None:
+            hours = cluster.engine.now / 3600
+            done = max(cluster.counted / course.updates, hours / course.hours)
+            words = f"{cluster.counted:,} client updates, {hours:.1f} virtual hours"
+            progress.update("fleet", min(1.0, done), words)
+
+        trace, report = record_course(course, recorded)
+        total = max(1, min(course.updates, len(trace.clients)))
+
+        def trained(count: int) -> None:
+            progress.update(
+                "learning", min(1.0, count / total), f"{count:,} of {total:,} clients trained"
+            )
+
+        with prepared.opened(course.seed, processes) as workload:
+            return learn_run(run, trace, fleet_of(report), workload, trained), report
+
+
+def _write(folder: Path, learnt: Learnt, report: Report) -> None:
+    data, curve = folder / "report.json", folder / "curve.csv"
+    with writing(data):
+        data.write_bytes(msgspec.json.encode({"learning": learnt, "fleet": report}))
+    with writing(curve), curve.open("w", newline="") as file:
+        rows = csv.writer(file)
+        fields = ("all", "p75", "p99", "all_by_clients")
+        rows.writerow(("version", "hours", "updates", "trips", *(f"loss_{f}" for f in fields)))
+        for point in learnt.curve.points:
+            losses = (getattr(point.quality, field) for field in fields)
+            rows.writerow((point.version, point.hours, point.updates, point.trips, *losses))
+
+
+def summary(learnt: Learnt) -> str:
+    """For people; the fields of `Learnt` are for programs."""
+    task, fleet = learnt.run.course.task, learnt.fleet
+    head = f"{learnt.run.workload}: {regime_name(task)}, C = {task.concurrency}, "
+    head += f"K = {task.aggregation_goal}, seed {learnt.run.course.seed}"
+    used = percent(math.nan if fleet.utilization is None else fleet.utilization)
+    staleness = f"staleness {fleet.mean_staleness:.1f}, at most {fleet.max_staleness}"
+    rows = [
+        ("learnt", f"{_done(learnt)} in {learnt.hours:.2f} virtual hours"),
+        ("utilization", f"{used}, {staleness}"),
+        ("took part", _took_part(learnt)),
+        ("update norms", _norms(learnt)),
+        ("clip", _clip(learnt)),
+        ("fixed point", _fixed_point(learnt)),
+    ]
+    if learnt.curve.diverged is not None:
+        rows.insert(1, ("diverged", learnt.curve.diverged))
+    lines = [head, *(f"  {name:<13} {text}" for name, text in rows)]
+    return "\n".join(lines) + "\n\n" + _qualities(learnt)
+
+
+def _done(learnt: Learnt) -> str:
+    counts = ((learnt.updates, "client update"), (learnt.versions, "server update"))
+    return f"{', '.join(plural(*count) for count in counts)}, {plural(learnt.trips, 'trip')}"
+
+
+def _qualities(learnt: Learnt) -> str:
+    header = ("clients, by data volume", "loss", "→", "perplexity", "→")
+    names = (
+        ("all", "all, by examples"),
+        ("p75", "from the 75th percentile on"),
+        ("p99", "from the 99th percentile on"),
+        ("all_by_clients", "all, each alike"),
+    )
+    rows = []
+    for field, words in names:
+        losses = [getattr(quality, field) for quality in (learnt.start, learnt.end)]
+        perplexities = [math.exp(loss) if loss < _MOST_FINITE else math.inf for loss in losses]
+        rows.append((words, *(f"{x:.4f}" for x in losses), *(f"{x:,.1f}" for x in perplexities)))
+    return table(header, rows)
+
+
+def _took_part(learnt: Learnt) -> str:
+    found = learnt.fairness
+    if found is None:
+        return "too few clients to tell who (K–S needs 30 that were assigned well before the end)"
+    time, examples = _distance(found.execution_s), _distance(found.examples)
+    return (
+        f"K–S {time} by execution time, {examples} by examples; "
+        f"chance gives up to {found.execution_s.noise:.3f} for {plural(found.clients, 'client')}"
+    )
+
+
+def _distance(found: Distance) -> str:
+    return f"{found.ks:.3f} (p = {found.p_value:.2g})"
+
+
+def _norms(learnt: Learnt) -> str:
+    norms = learnt.norms
+    if norms is None:
+        return "–"
+    return (
+        f"median {norms.p50:.3g}, 90 % {norms.p90:.3g}, 99 % {norms.p99:.3g}, "
+        f"longest {norms.largest:.3g} (of the first {norms.updates:,})"
+    )
+
+
+def _clip(learnt: Learnt) -> str:
+    found, own = learnt.precision, learnt.run.rates.clip
+    if found is None:
+        return "–"
+    now = "the task has none" if own is None else f"the task has {own:g}"
+    return f"suggested {found.clip:g}: {percent(found.clipped)} of updates are longer; {now}"
+
+
+def _fixed_point(learnt: Learnt) -> str:
+    found = learnt.precision
+    if found is None:
+        return "–"
+    if not found.is_enough:
+        return f"K leaves {found.levels:,} levels, {found.needed:,} are needed: lower K"
+    return (
+        f"at this clip and K a step is {found.step:.2g}; a coordinate of the mean misses by "
+        f"{found.error:.2g} (at most {found.error_bound:.2g}), of a median update it is "
+        f"{found.coordinate:.2g}"
+    )

@@ -1,0 +1,235 @@
+"""One learning run from end to end, and all that is told of it.
+
+`Run` is all that decides an outcome: a run is a function of it, the same in any process. First the
+machines run and are recorded (trace.py), then a workload learns along the trace (replay.py), then
+it is judged: how good the model got and how soon, for all clients and for those with much data,
+who took part, how long updates are, and what fixed point would make of them.
+
+A trace is of the control plane: its devices upload a few integers, in the clear. Whom the servers
+select and count, and when, depends on neither the length nor the masking of an update; sealing one
+would take a twentieth of a second of its device's time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct, structs
+
+from papaya import __version__
+from papaya.config import StopRule, TaskConfig
+from papaya.errors import OperatorError
+from papaya.learning.definition import ClientSGD
+from papaya.learning.parameters import Vector
+from papaya.messages.selection import Capabilities
+from papaya.sim.cluster import ClusterConfig, DeviceKind
+from papaya.sim.fairness import Fairness, fairness
+from papaya.sim.population import PopulationConfig
+from papaya.sim.precision import Norms, Precision, norms_of, precision
+from papaya.sim.replay import Curve, Rates, learn
+from papaya.sim.report import Report
+from papaya.sim.trace import Recorded, Trace, record
+from papaya.sim.workloads.base import Clients, Ints, Matrix, Quality, Workload
+
+_TRACED_LENGTH: Final = 4
+_MAX_WARM_UP_S: Final = 600.0
+_DIGEST_DIGITS: Final = 24
+
+
+class Course(Struct, frozen=True, kw_only=True):
+    """What is recorded: until so many counted updates, or for so many hours."""
+
+    cluster: ClusterConfig
+    seed: int
+    updates: int
+    hours: float = 10_000.0
+
+    @property
+    def task(self) -> TaskConfig:
+        return self.cluster.tasks[0]
+
+    @property
+    def digest(self) -> str:
+        return _digest(self)
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """What is learnt along a course. `data` names the model and its data by their content."""
+
+    course: Course
+    workload: str
+    data: str
+    rates: Rates
+    target: float | None = None
+    evaluations: int = 100
+
+    @property
+    def digest(self) -> str:
+        return _digest(self)
+
+
+class Fleet(Struct, frozen=True):
+    """What the recorded system was like, after its warm-up. None: it was over before."""
+
+    utilization: float | None
+    versions_per_hour: float
+    mean_staleness: float
+    max_staleness: int
+    aborted: int
+    dropped: int
+
+
+class Learnt(Struct, frozen=True, kw_only=True):
+    """What came of a run. `target_*` are None when the target was not reached, or not given."""
+
+    run: Run
+    length: int
+    curve: Curve
+    hours: float
+    versions: int
+    updates: int
+    trips: int
+    target_hours: float | None
+    target_trips: int | None
+    fleet: Fleet
+    fairness: Fairness | None
+    norms: Norms | None
+    precision: Precision | None
+
+    @property
+    def start(self) -> Quality:
+        return self.curve.points[0].quality
+
+    @property
+    def end(self) -> Quality:
+        return self.curve.points[-1].quality
+
+
+def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
+    """A fleet of which every device can train this task, and the task as it is recorded."""
+    needs = task.requirements
+    capabilities = Capabilities(
+        engine=needs.engine or "torch",
+        modules=() if needs.module is None else (needs.module,),
+        memory_mb=needs.min_memory_mb,
+        labels=needs.labels,
+    )
+    recorded = structs.replace(
+        task,
+        model_length=_TRACED_LENGTH,
+        secure_aggregation=None,
+        clip=None,
+        evaluation=None,
+        stop=StopRule(),
+    )
+    return ClusterConfig(
+        tasks=(recorded,), population=population, kinds=(DeviceKind(1.0, capabilities),)
+    )
+
+
+def record_course(
+    course: Course, progress: Callable[[Recorded], None] | None = None
+) -> tuple[Trace, Report]:
+    return record(
+        course.cluster,
+        course.seed,
+        updates=course.updates,
+        hours=course.hours,
+        warm_up_s=min(_MAX_WARM_UP_S, 900 * course.hours),
+        progress=progress,
+    )
+
+
+def fleet_of(report: Report) -> Fleet:
+    result = report.tasks[0]
+    return Fleet(
+        utilization=None if math.isnan(result.utilization) else result.utilization,
+        versions_per_hour=result.versions_per_hour,
+        mean_staleness=result.mean_staleness,
+        max_staleness=result.max_staleness,
+        aborted=sum(result.aborted.values()),
+        dropped=result.dropped,
+    )
+
+
+def learn_run(
+    run: Run,
+    trace: Trace,
+    fleet: Fleet,
+    workload: Workload,
+    progress: Callable[[int], None] | None = None,
+) -> Learnt:
+    """`progress` is told how many clients have trained so far."""
+    watched = workload if progress is None else _Watched(workload, progress)
+    # Recording goes on to the end of a minute: learn no more than was asked for.
+    enough = int(np.searchsorted(trace.first[1:], run.course.updates))
+    curve = learn(
+        trace,
+        watched,
+        run.rates,
+        target=run.target,
+        evaluations=run.evaluations,
+        until=enough,
+    )
+    points = tuple(point for point in curve.points if _is_finite(point.quality))
+    if not points:
+        raise OperatorError(f"version 0 cannot be judged: {curve.diverged}", hint="mend the loss")
+    reached = None if run.target is None else curve.reached(run.target)
+    last = points[-1]
+    examples = trace.clients.examples
+    mean_examples = float(examples.mean()) if len(examples) else 0.0
+    return Learnt(
+        run=run,
+        length=workload.length,
+        curve=structs.replace(curve, points=points, norms=()),
+        hours=last.hours,
+        versions=last.version,
+        updates=last.updates,
+        trips=last.trips,
+        target_hours=None if reached is None else reached.hours,
+        target_trips=None if reached is None else reached.trips,
+        fleet=fleet,
+        fairness=fairness(trace),
+        norms=norms_of(curve.norms),
+        precision=precision(run.course.task, workload.length, mean_examples, curve.norms),
+    )
+
+
+def _is_finite(quality: Quality) -> bool:
+    return all(map(math.isfinite, structs.astuple(quality)))
+
+
+class _Watched:
+    """A workload that tells how many clients it has trained."""
+
+    def __init__(self, workload: Workload, told: Callable[[int], None]) -> None:
+        self.name = workload.name
+        self.length = workload.length
+        self._workload = workload
+        self._told = told
+        self._trained = 0
+
+    def initial(self, seed: int) -> Vector:
+        return self._workload.initial(seed)
+
+    def train(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
+    ) -> Matrix:
+        updates = self._workload.train(models, start, clients, sgd)
+        self._trained += len(clients)
+        self._told(self._trained)
+        return updates
+
+    def evaluate(self, parameters: Vector) -> Quality:
+        return self._workload.evaluate(parameters)
+
+
+def _digest(value: Course | Run) -> str:
+    """Another configuration, another digest; another release of Papaya as well."""
+    encoded = msgspec.json.encode((__version__, value), order="deterministic")
+    return hashlib.sha256(encoded).hexdigest()[:_DIGEST_DIGITS]

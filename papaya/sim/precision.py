@@ -1,0 +1,103 @@
+"""How long client updates are, and what fixed point makes of them: from both a clip is chosen.
+
+Paper, appendix "Fixed Point Conversion": "the parties need to estimate the scale of the model
+updates to aggregate, the desired accuracy to properly pick the parameters". A clip below most
+updates changes the learning; a clip far above them wastes levels. Suggested is the norm that one
+update in a hundred exceeds, rounded up.
+
+The errors are of the mean update that a server step takes, at the task's own K: the bound of
+`papaya/secagg/fixed_point.py`, and what rounding gives in practice, where errors of K clients are
+independent and uniform. A client's values are weighted by examples ÷ max_examples before they are
+rounded, so few examples per client cost precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from msgspec import Struct
+
+from papaya.config import TaskConfig
+from papaya.secagg import fixed_point
+
+_LEVELS: Final = (50, 90, 95, 99, 100)
+
+
+class Norms(Struct, frozen=True):
+    """Quantiles of the L2 norms of the first client updates, before any clip."""
+
+    updates: int
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    largest: float
+
+
+class Precision(Struct, frozen=True):
+    """Of one coordinate of the mean update under secure aggregation.
+
+    `levels` are steps to either side of zero, of which the model needs `needed`. `step` is one of
+    them for a client that has all of max_examples. `error_bound` is the most by which the mean can
+    miss, `error` the root mean square; `coordinate` that of a median client update, to compare.
+    """
+
+    clip: float
+    clipped: float
+    levels: int
+    needed: int
+    step: float
+    error_bound: float
+    error: float
+    coordinate: float
+
+    @property
+    def is_enough(self) -> bool:
+        return self.levels >= self.needed
+
+
+def norms_of(found: Sequence[float]) -> Norms | None:
+    """None if nobody trained."""
+    if not len(found):
+        return None
+    return Norms(len(found), *np.percentile(np.array(found), _LEVELS).tolist())
+
+
+def suggested_clip(norms: Norms) -> float:
+    """Two digits are as much as a sample of norms can tell."""
+    if norms.p99 <= 0:
+        return 1.0
+    unit = 10.0 ** (math.floor(math.log10(norms.p99)) - 1)
+    return float(f"{math.ceil(norms.p99 / unit - 1e-9) * unit:.3g}")
+
+
+def precision(
+    task: TaskConfig,
+    length: int,
+    mean_examples: float,
+    found: Sequence[float],
+    clip: float | None = None,
+) -> Precision | None:
+    """At this clip, or at the suggested one. None if nobody trained, or K leaves no level."""
+    norms = norms_of(found)
+    goal = task.aggregation_goal
+    levels = fixed_point.levels(goal)
+    if norms is None or levels < 1:
+        return None
+    if clip is None:
+        clip = suggested_clip(norms)
+    step = clip / levels
+    total_weight = goal * min(1.0, mean_examples / task.max_examples)
+    return Precision(
+        clip=clip,
+        clipped=float(np.mean(np.array(found) > clip)),
+        levels=levels,
+        needed=fixed_point.needed_levels(length, task.max_examples),
+        step=step,
+        error_bound=fixed_point.error_bound(goal, goal, clip) / total_weight,
+        error=step * math.sqrt(goal / 12) / total_weight,
+        coordinate=norms.p50 / math.sqrt(length),
+    )

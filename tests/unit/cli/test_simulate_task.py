@@ -1,0 +1,178 @@
+"""`papaya simulate my_task.py --data …` and `papaya sweep`: options reach the runs, files are
+what they say, and what contradicts itself is refused before anything runs.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from papaya.cli.main import main
+from papaya.cli.simulate_task import summary
+from papaya.config import AsyncFL, SyncFL
+from papaya.sim.learnt import Learnt
+
+TASK = """
+import json
+import torch
+from torch import nn
+from papaya.learning.task import AsyncFL, ClientSGD, Examples, OptimizerConfig, Task
+
+def batch(examples):
+    pairs = [json.loads(example) for example in examples]
+    return torch.tensor([p["x"] for p in pairs]), torch.tensor([float(p["y"]) for p in pairs])
+
+def loss(module, x, y):
+    return nn.functional.binary_cross_entropy_with_logits(module(x)[:, 0], y)
+
+task = Task(
+    name="signs", model=lambda: nn.Linear(2, 1), loss=loss, batch=batch,
+    examples=Examples("pairs"), client=ClientSGD(rate=0.5),
+    regime=AsyncFL(aggregation_goal=4), concurrency=12, optimizer=OptimizerConfig(kind="fedavg"),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A task file and its data, as arguments."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "signs.py").write_text(TASK)
+    rng = np.random.default_rng(5)
+    data = {}
+    for client in range(12):
+        x = rng.normal(size=(15 + 10 * client, 2)).round(3)
+        data[f"user-{client}"] = {"x": x.tolist(), "y": (x[:, 0] > 0).astype(int).tolist()}
+    counts = [len(pairs["y"]) for pairs in data.values()]
+    content = {"users": list(data), "num_samples": counts, "user_data": data}
+    (folder / "data.json").write_text(json.dumps(content))
+    return [str(folder / "signs.py"), "--data", f"leaf:{folder / 'data.json'}"]
+
+
+def simulate(own: list[str], output: Path, *more: str) -> int:
+    small = ["--population", "1e5", "--updates", "80", "--output", str(output)]
+    return main(["simulate", *own, *small, *more])
+
+
+def test_a_fleet_learns_the_task_and_tells_all_about_it(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(own, tmp_path, "--seed", "3") == 0
+    out, err = capsys.readouterr()
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=dict[str, Any])
+    learnt = msgspec.convert(report["learning"], Learnt)
+    assert out == summary(learnt) + "\n"
+    assert learnt.run.course.seed == 3
+    assert (learnt.updates, learnt.versions, learnt.length) == (80, 20, 3)
+    assert learnt.end.all < 0.8 * learnt.start.all
+    assert report["fleet"]["tasks"][0]["task"] == "signs"
+    for words in ("perplexity", "99th percentile", "K–S", "update norms", "suggested", "step"):
+        assert words in out
+    assert "12 clients" in err
+    assert imread(tmp_path / "curve.png").ndim == imread(tmp_path / "plot.png").ndim == 3
+    with (tmp_path / "curve.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["loss_p99"]) for row in rows] == [p.quality.p99 for p in learnt.curve.points]
+
+
+def test_over_rides_reach_the_run(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--goal", "5", "--concurrency", "20", "--client-rate", "0.25", "--format", "json"]
+    more = ["--server-rate", "0.125", "--seconds-per-example", "0.5", "--hours", "0.5"]
+    assert simulate(own, tmp_path, *options, *more) == 0
+    learnt = msgspec.json.decode(capsys.readouterr().out, type=Learnt)
+    task, rates = learnt.run.course.task, learnt.run.rates
+    assert (task.regime, task.concurrency) == (AsyncFL(5), 20)
+    assert (rates.client.rate, rates.optimizer.rate) == (0.25, 0.125)
+    assert learnt.run.course.hours == 0.5
+    assert learnt.run.course.cluster.population.execution_per_example_s == 0.5
+
+
+def test_the_regime_can_be_switched(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(own, tmp_path, "--regime", "sync", "--format", "json") == 0
+    learnt = msgspec.json.decode(capsys.readouterr().out, type=Learnt)
+    assert learnt.run.course.task.regime == SyncFL(0.3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["simulate", "--data", "stdlib"], "--data is for learning"),
+        (["simulate", "--clients-processes", "2"], "--clients-processes is for learning"),
+        (["simulate", "signs.py", "--tasks", "2"], "--tasks is for runs that learn nothing"),
+        (["simulate", "signs.py"], "needs data to learn from"),
+        (["sweep", "signs.py"], "needs data to learn from"),
+        (["sweep", "embedding", "--vary", "K=1", "--vary", "K=2"], "K is varied twice"),
+        (["sweep", "embedding", "--vary", "speed=1"], "is not one of concurrency"),
+        (["sweep", "embedding", "--vary", "K=a"], "is not NAME=A,B"),
+        (["sweep", "embedding", "--regime", "both"], "'both' is neither async nor sync"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(
+    arguments: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--output", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert problem in err
+    assert "hint: " in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_goal_is_of_the_tasks_own_regime(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(own, tmp_path, "--over-selection", "0.1") == 2
+    assert "--over-selection is for SyncFL" in capsys.readouterr().err
+
+
+# -- papaya sweep
+
+
+def sweep(own: list[str], output: Path, *more: str) -> int:
+    small = ["--population", "1e5", "--updates", "60", "--evaluations", "3", "--jobs", "1"]
+    vary = ["--vary", "K=4,6", "--vary", "client_rate=0.1,0.5"]
+    return main(["sweep", *own, *vary, *small, "--output", str(output), *more])
+
+
+def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(own, tmp_path) == 0
+    out, err = capsys.readouterr()
+    header, _, *rows = out.splitlines()
+    assert header.split()[:4] == ["K", "client_rate", "hours", "trips"]
+    losses = [float(row.split()[4]) for row in rows]
+    assert losses == sorted(losses)
+    assert len(losses) == 4
+    assert "warning: the best client_rate, 0.5, is the largest that was tried" in err
+    assert imread(tmp_path / "sweep.png").ndim == 3
+    assert sweep(own, tmp_path, "--format", "json") == 0
+    out, err = capsys.readouterr()
+    assert "runs: 100 %, 4 of 4 runs\n" in err
+    found = json.loads(out)
+    assert [f"{row['loss']:.4f}" for row in found] == [f"{loss:.4f}" for loss in losses]
+    for row in found:
+        [outcome] = row["outcomes"]
+        assert (tmp_path / outcome["run"]).exists()
+        assert outcome["norms"]["p99"] > 0
+        assert outcome["precision"]["clip"] > 0
+
+
+def test_a_target_sorts_by_hours(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(own, tmp_path, "--target", "1e-9", "--regime", "async,sync") == 0
+    out = capsys.readouterr().out
+    assert "hours to target" in out
+    assert out.count("not reached") == 6  # K is AsyncFL's alone
