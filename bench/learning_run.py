@@ -1,8 +1,8 @@
 """Claim: a run of a million updates with the full protocol takes eight minutes and 2 GB of memory.
 
-AsyncFL at C = 1300 and K = 100 on a fleet of 10⁸ devices: one process runs the machines and writes
-their trace, another learns a perceptron along it, as `papaya simulate` does. Each is on one core
-and starts when the other has ended, so the second core is to spare. Memory is each process's peak.
+AsyncFL at C = 1300 and K = 100 on a fleet of 10⁸ devices, about one heartbeat per session: one
+process runs the machines and writes their trace, another learns a perceptron along it. The second
+starts when the first has ended, so one core is to spare. Memory is each process's peak.
 
 Run as `python bench/learning_run.py`, which does a tenth of it in a tenth of the time, or with
 `--full`; prints one JSON line per case with value, target and whether it passed. A wrong result
@@ -22,18 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
-from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
+from papaya.config import AsyncFL, OptimizerConfig, ServerConfig, TaskConfig
 from papaya.learning.definition import ClientSGD
 from papaya.sim.learnt import recordable
 from papaya.sim.population import PopulationConfig
 from papaya.sim.replay import Rates, learn
 from papaya.sim.trace import Trace, record
-from papaya.sim.workloads.perceptron import PerceptronWorkload
+from papaya.sim.workloads.perceptron import Perceptron, Prototypes
+from papaya.sim.workloads.perceptron_trainers import PerceptronSizes
 
 SEED = 1
 FLEET = 10**8
 CONCURRENCY, GOAL = 1300, 100
+HEARTBEAT_S = 45.0
 FULL, TENTH = 1_000_000, 100_000
 FULL_S, MEMORY_MB = 480.0, 2_000.0
 RATES = Rates(
@@ -54,10 +57,13 @@ def do_record(path: Path, updates: int) -> dict[str, Any]:
     task = TaskConfig(
         task="bench",
         concurrency=CONCURRENCY,
-        model_length=PerceptronWorkload(POPULATION, seed=SEED).length,
+        model_length=PerceptronSizes().manifest.length,
         regime=AsyncFL(GOAL),
     )
-    trace, report = record(recordable(task, POPULATION), SEED, updates=updates)
+    config = structs.replace(
+        recordable(task, POPULATION), server=ServerConfig(heartbeat_s=HEARTBEAT_S)
+    )
+    trace, report = record(config, SEED, updates=updates)
     trace.save(path)
     utilization = report.tasks[0].utilization
     require(utilization >= 0.95, f"{utilization:.3f} of the places were taken")
@@ -74,7 +80,7 @@ def do_record(path: Path, updates: int) -> dict[str, Any]:
 def do_learn(path: Path, updates: int) -> dict[str, Any]:
     """The model along what was counted."""
     trace = Trace.load(path)
-    curve = learn(trace, PerceptronWorkload(POPULATION, seed=SEED), RATES)
+    curve = learn(trace, Perceptron(Prototypes(population=POPULATION)), RATES)
     first, last = curve.points[0], curve.points[-1]
     require(curve.diverged is None, str(curve.diverged))
     require(last.updates == len(trace.clients) >= updates, f"learnt of {last.updates} updates")
@@ -108,7 +114,16 @@ def child(step: str, path: Path, updates: int) -> None:
 def in_process(step: str, path: Path, updates: int) -> dict[str, Any]:
     """Start to end, importing and compiling included."""
     start_s = time.perf_counter()
-    command = [sys.executable, __file__, "--step", step, "--path", path, "--updates", str(updates)]
+    command = [
+        sys.executable,
+        __file__,
+        "--step",
+        step,
+        "--path",
+        str(path),
+        "--updates",
+        str(updates),
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     require(done.returncode == 0, f"{step} ended with {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout)

@@ -115,6 +115,7 @@ EXCEPTIONS: tuple[Excused, ...] = (
     Excused("papaya/client/eligibility.py", "purity", "probes of the machine it runs on"),
     Excused("papaya/client/fork_server.py", "purity", "the parent of training processes"),
     Excused("papaya/client/sandbox.py", "purity", "talks to that parent"),
+    Excused("papaya/client/texts.py", "purity", "reads the device's files"),
 )
 
 

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,7 @@ class Data:
 class System(Protocol):
     """A trainer and an aggregator: federated averaging, weighted by examples."""
 
-    versions: dict[str, str]
+    versions: ClassVar[dict[str, str]]
 
     def train(self, cohort: range) -> None:
         """One round, finished when this returns: the next starts from its model."""
@@ -100,15 +100,14 @@ def write(folder: Path, model: str, seed: int) -> Path:
     offsets = np.concatenate([[0], np.cumsum(examples)])
     inputs, targets = _EXAMPLES[model](draw, int(offsets[-1]) + _HELD_OUT)
     path = folder / f"{model}.npz"
-    np.savez(
-        path,
-        offsets=offsets,
-        inputs=inputs[:-_HELD_OUT],
-        targets=targets[:-_HELD_OUT],
-        held_inputs=inputs[-_HELD_OUT:],
-        held_targets=targets[-_HELD_OUT:],
-        **_first_model(draw, model),
-    )
+    columns: dict[str, Any] = {
+        "offsets": offsets,
+        "inputs": inputs[:-_HELD_OUT],
+        "targets": targets[:-_HELD_OUT],
+        "held_inputs": inputs[-_HELD_OUT:],
+        "held_targets": targets[-_HELD_OUT:],
+    }
+    np.savez(path, **columns, **_first_model(draw, model))
     return path
 
 
@@ -168,9 +167,9 @@ def _sentences(draw: np.random.Generator, count: int) -> tuple[Array, Array]:
     return np.ascontiguousarray(words[:, :-1]), np.ascontiguousarray(words[:, 1:])
 
 
-def _first_model(draw: np.random.Generator, model: str) -> dict[str, Array]:
+def _first_model(draw: np.random.Generator, model: str) -> dict[str, Any]:
     """Uniform, within one over the root of a row's inputs; biases start at zero."""
-    arrays: dict[str, Array] = {}
+    arrays = {}
     for name, shape in SHAPES[model].items():
         bound = 1 / np.sqrt(shape[0])
         drawn = draw.uniform(-bound, bound, shape) if len(shape) > 1 else np.zeros(shape)
@@ -199,7 +198,7 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _perceptron(p: dict[str, Array], inputs: Array) -> Array:
-    hidden = np.maximum(inputs @ p["hidden"] + p["hidden_bias"], 0)
+    hidden: Array = np.maximum(inputs @ p["hidden"] + p["hidden_bias"], 0)
     return hidden @ p["output"] + p["output_bias"]
 
 
@@ -217,7 +216,8 @@ def _lstm(p: dict[str, Array], inputs: Array) -> Array:
 
 
 def _sigmoid(values: Array) -> Array:
-    return 1 / (1 + np.exp(-values))
+    result: Array = 1 / (1 + np.exp(-values))
+    return result
 
 
 _EXAMPLES = {"perceptron": _vectors, "lstm": _sentences}

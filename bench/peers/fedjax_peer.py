@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 import fedjax
 import jax
@@ -68,7 +68,7 @@ def client_datasets(data: Data) -> list[Any]:
 class FedJax:
     """The quick start of FedJAX's documentation, with the model of `common`."""
 
-    versions = VERSIONS
+    versions: ClassVar = VERSIONS
 
     def __init__(self, data: Data) -> None:
         gradient = jax.grad(LOSSES[data.model])
@@ -102,9 +102,7 @@ def client_steps(gradient: Any, rate: float) -> tuple[Any, Any, Any]:
 
     def step(state: Tree, batch: Tree) -> Tree:
         gradients = gradient(state["parameters"], batch)
-        next_state, parameters = optimizer.apply(
-            gradients, state["optimizer"], state["parameters"]
-        )
+        next_state, parameters = optimizer.apply(gradients, state["optimizer"], state["parameters"])
         return {"parameters": parameters, "optimizer": next_state}
 
     def final(server: Tree, state: Tree) -> Tree:

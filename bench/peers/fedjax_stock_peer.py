@@ -7,7 +7,7 @@ loss therefore differs a little. `fedjax_peer.py` has the same library without t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import fedjax
 import jax
@@ -20,7 +20,7 @@ from fedjax_peer import LOSSES, VERSIONS, client_datasets
 class FedJaxStock:
     """The algorithm and its state; keys are split for each round as FedJAX's samplers do."""
 
-    versions = VERSIONS
+    versions: ClassVar = VERSIONS
 
     def __init__(self, data: Data) -> None:
         gradient = jax.grad(LOSSES[data.model])

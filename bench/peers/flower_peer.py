@@ -1,16 +1,16 @@
 """Flower without its engine: NumPyClient and the strategy FedAvg in one process, PyTorch.
 
 Flower's own simulation gives every client to a Ray worker and its model through an object store;
-that is ten times slower on one core. So the server's loop is written out here: each client is asked
-through Flower's own `Client.fit` (which decodes and encodes the model, as a client of Flower must),
-and `FedAvg.aggregate_fit` combines the answers. All clients share one module and one optimizer.
+that is several times slower on one core. So the server's loop is written out here: each client is
+asked through Flower's own `Client.fit` (which decodes and encodes the model, as a client of Flower
+must), and `FedAvg.aggregate_fit` combines the answers. All clients share a module and an optimizer.
 """
 
 from __future__ import annotations
 
 import logging
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from common import BATCH, Array, Data, serve
@@ -65,7 +65,7 @@ class Trainer:
 class Flower:
     """The server's loop."""
 
-    versions = {name: version(name) for name in ("flwr", "torch")}
+    versions: ClassVar[dict[str, str]] = {name: version(name) for name in ("flwr", "torch")}
 
     def __init__(self, data: Data) -> None:
         torch.set_num_threads(1)

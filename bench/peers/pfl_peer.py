@@ -7,6 +7,7 @@ iteration at a time; evaluation is off after the first, which belongs to the war
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import ClassVar
 
 import torch
 from common import BATCH, Array, Data, serve
@@ -26,7 +27,7 @@ _NEVER = 10**9
 class Pfl:
     """One model, one algorithm, and a sampler that follows the cohorts of `common`."""
 
-    versions = {name: version(name) for name in ("pfl", "torch")}
+    versions: ClassVar[dict[str, str]] = {name: version(name) for name in ("pfl", "torch")}
 
     def __init__(self, data: Data) -> None:
         torch.set_num_threads(1)
@@ -34,8 +35,7 @@ class Pfl:
         self._rounds = 0
         self._cohort = iter(range(0))
         users = [
-            PyTorchTensorDataset(pair, user_id=str(user))
-            for user, pair in enumerate(tensors(data))
+            PyTorchTensorDataset(pair, user_id=str(user)) for user, pair in enumerate(tensors(data))
         ]
         dataset = FederatedDataset(users.__getitem__, lambda: next(self._cohort))
         module = first_module(data)

@@ -57,7 +57,7 @@ SYSTEMS = {
     "flower": "flower",
 }
 TARGETS = {"perceptron": 8.0, "lstm": 2.5}
-ROUNDS_PER_TURN = {"perceptron": 10, "lstm": 2}
+ROUNDS_PER_TURN = {"perceptron": 20, "lstm": 2}
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -195,7 +195,7 @@ def claim(case: str, target: float, ours: Peer, fastest: Peer) -> None:
 def spread(peers: list[Peer]) -> float:
     """How far apart the final losses are, as a share of the way from the first."""
     losses = [peer.loss for peer in peers]
-    first = peers[0].about["first_loss"]
+    first: float = peers[0].about["first_loss"]
     return (max(losses) - min(losses)) / (first - max(losses))
 
 

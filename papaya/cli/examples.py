@@ -7,15 +7,12 @@ child process: the process that hosts devices stays small and without the engine
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from papaya.client.executor import LOADER
-from papaya.errors import OperatorError
+from papaya.client.texts import lines, texts_in, unreadable
 from papaya.net.device import ExecutorTrainer, Trainer
-
-_LOOKED_AT_BYTES = 4096
 
 
 async def examples_of(
@@ -26,40 +23,18 @@ async def examples_of(
     loaders = [path for path in task_files if f"def {LOADER}(" in _read(path)]
     if loaders and isinstance(trainer, ExecutorTrainer):
         return await trainer.load_examples(loaders[0], texts)
-    return [_lines(text) for text in texts]
+    return [lines(text) for text in texts]
 
 
 def files_in(path: Path) -> list[Path]:
     """The file itself, or every text of a folder and its folders, in order; no hidden ones."""
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.rglob("*") if file.is_file() and _is_text(path, file))
-    if not found:
-        raise OperatorError(f"there are no texts in {path}", hint="name a folder with texts in it")
-    return found
-
-
-def _is_text(folder: Path, file: Path) -> bool:
-    if any(part.startswith(".") for part in file.relative_to(folder).parts):
-        return False
-    with _reading(file), file.open("rb") as opened:
-        return b"\0" not in opened.read(_LOOKED_AT_BYTES)
-
-
-def _lines(text: str) -> list[bytes]:
-    return [line.encode() for line in text.splitlines() if line.strip()]
+    return texts_in(path)
 
 
 def _read(path: Path) -> str:
-    with _reading(path):
-        return path.read_text(encoding="utf-8", errors="replace")
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
     try:
-        yield
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise OperatorError(
-            f"{path} cannot be read: {error.strerror}", hint="check its name and its permissions"
-        ) from error
+        raise unreadable(path, error) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from papaya.cli.output import positive, whole, writing
 from papaya.errors import OperatorError, ProtocolError
 from papaya.verifiable_log.checkpoint import LogPolicy
-from papaya.verifiable_log.errors import LogError
+from papaya.verifiable_log.errors import LogError, MissingFile, Unreachable
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey, VerifierKey
 from papaya.verifiable_log.reader import LogReader, over_http
@@ -84,7 +84,8 @@ def fetch_of(log: str) -> Fetch:
 
 def folder_of(path: Path) -> LogFolder:
     if not path.is_dir():
-        raise OperatorError(f"there is no log in {path}", hint=f"papaya log create --log {path}")
+        hint = f"name its folder or address; to begin one: papaya log create --log {path} --key KEY"
+        raise OperatorError(f"there is no log in {path}", hint=hint)
     return LogFolder(path)
 
 
@@ -93,7 +94,10 @@ def public_key(text: str) -> VerifierKey:
         return VerifierKey.parse(_text_or_file(text))
     except LogError as error:
         hint = "give name+id+base64, or the file that `papaya log key` wrote beside the private key"
-        raise OperatorError(f"not a public key: {error}", hint=hint) from error
+        found = (
+            f"{text!r} is no file, and not a public key" if "+" not in text else "not a public key"
+        )
+        raise OperatorError(f"{found}: {error}", hint=hint) from error
 
 
 def private_key(path: Path) -> SignerKey:
@@ -113,6 +117,12 @@ def refusals() -> Iterator[None]:
     """Around whatever believes or disbelieves a log."""
     try:
         yield
+    except Unreachable as error:
+        hint = "check the address and the network: this says nothing about the log yet"
+        raise LogRefused(str(error), hint=hint) from error
+    except MissingFile as error:
+        hint = "a log has its files below LOG/checkpoint and LOG/tile: is this its address?"
+        raise LogRefused(str(error), hint=hint) from error
     except LogError as error:
         raise LogRefused(str(error)) from error
 

@@ -33,6 +33,10 @@ from papaya.verifiable_log.record import REGISTERS, Record
 
 _RECIPE = "papaya tsa build"
 
+_RECORD_HINT = (
+    "--revision is what `git rev-parse HEAD` prints; measurements are --sgx, --tdx or --software"
+)
+
 
 def add_to(actions: Commands) -> None:
     key = actions.add_parser("key", help="make the key of a log or of a witness")
@@ -83,6 +87,9 @@ def run_key(options: argparse.Namespace) -> int:
         key = SignerKey(options.name, secrets.token_bytes(32), kind)
     except LogError as error:
         raise OperatorError(str(error), hint="use a name like example.org/tsa-log") from error
+    if options.output.exists():
+        hint = "a log whose key is gone cannot go on: choose another name with --output"
+        raise OperatorError(f"{options.output} is there, and a key is never replaced", hint=hint)
     with writing(options.output):
         handle = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
@@ -115,7 +122,7 @@ def run_append(options: argparse.Namespace) -> int:
             options.recipe,
         )
     except LogError as error:
-        raise OperatorError(str(error), hint="see papaya log append --help") from error
+        raise OperatorError(str(error), hint=_RECORD_HINT) from error
     with refusals(), writing(options.log):
         checkpoint = folder_of(options.log).append([record.encode()], key)
     if options.format == "json":

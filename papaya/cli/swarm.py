@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import get_context
 
 from papaya.cli.output import (
     Commands,
@@ -28,6 +25,7 @@ from papaya.cli.output import (
 )
 from papaya.errors import InvariantError, OperatorError, PapayaError
 from papaya.sim.bugs import BUGS
+from papaya.sim.jobs import mapping
 from papaya.sim.swarm import SwarmResult, run_seed
 
 RunSeed = Callable[[int], SwarmResult]
@@ -88,8 +86,8 @@ def hunt(run: RunSeed, seeds: Sequence[int], jobs: int) -> list[SwarmResult]:
     """Run every seed; a failure among many is told at once and does not stop the others."""
     results: list[SwarmResult] = []
     versions = failures = 0
-    with Progress() as progress, _mapped(run, seeds, jobs) as finished:
-        for result in finished:
+    with Progress() as progress, mapping(min(jobs, len(seeds))) as mapped:
+        for result in mapped(run, seeds):
             results.append(result)
             versions += result.versions
             if result.failure is not None:
@@ -100,22 +98,6 @@ def hunt(run: RunSeed, seeds: Sequence[int], jobs: int) -> list[SwarmResult]:
             words = f"{len(results):,} of {plural(len(seeds), 'seed')}, {', '.join(counts)}"
             progress.update("swarm", len(results) / len(seeds), words)
     return sorted(results, key=lambda result: result.seed)
-
-
-@contextmanager
-def _mapped(run: RunSeed, seeds: Sequence[int], jobs: int) -> Iterator[Iterator[SwarmResult]]:
-    """In this process, or in fresh ones: `spawn`, so that no state leaks into a run."""
-    jobs = min(jobs, len(seeds))
-    if jobs == 1:
-        yield map(run, seeds)
-        return
-    with get_context("spawn").Pool(jobs, _ignore_interrupt) as pool:
-        yield pool.imap_unordered(run, seeds)
-
-
-def _ignore_interrupt() -> None:
-    """Ctrl-C is for the parent, which ends its workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def show(results: Sequence[SwarmResult], output_format: str) -> None:

@@ -3,6 +3,7 @@
     LogError                 malformed bytes of any kind
     ├── ProofError           a Merkle proof that does not prove what it should
     ├── SignatureError       a note without the signatures that were asked for
+    ├── Unreachable          nothing was read: it says nothing about the log
     ├── MissingFile          the log does not serve a file that its checkpoint promises
     ├── RollbackError        an older checkpoint than the one that is remembered
     └── ForkError            a checkpoint that does not continue the one that is remembered
@@ -23,6 +24,10 @@ class ProofError(LogError):
 
 class SignatureError(LogError):
     """A note lacks a signature that was asked for, or carries a wrong one."""
+
+
+class Unreachable(LogError):
+    """The log could not be read at all: an address, a network, a server that is down."""
 
 
 class MissingFile(LogError):

@@ -21,7 +21,14 @@ from papaya.verifiable_log.checkpoint import (
     open_checkpoint,
     open_remembered,
 )
-from papaya.verifiable_log.errors import ForkError, LogError, MissingFile, ProofError, RollbackError
+from papaya.verifiable_log.errors import (
+    ForkError,
+    LogError,
+    MissingFile,
+    ProofError,
+    RollbackError,
+    Unreachable,
+)
 from papaya.verifiable_log.merkle import (
     EMPTY_ROOT,
     consistency_proof,
@@ -141,9 +148,9 @@ def over_http(url: str) -> Fetch:
             error.close()
             if error.code in _NOT_THERE:
                 raise MissingFile(f"{address} is not there") from error
-            raise LogError(f"{address} answers {error.code}") from error
+            raise Unreachable(f"{address} answers {error.code}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise LogError(f"{address} cannot be read: {error}") from error
+            raise Unreachable(f"{address} cannot be read: {error}") from error
         if len(body) > MAX_FILE_BYTES:
             raise LogError(f"{address} is longer than {MAX_FILE_BYTES} bytes")
         return body

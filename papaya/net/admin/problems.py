@@ -29,3 +29,9 @@ class Uncertain(AdminProblem):
     """The store gave no answer: it may have been done, or may still be."""
 
     status = 503
+
+
+class NoStorage(AdminProblem):
+    """The disk is full or broken: nothing was kept, and nothing is wrong with the request."""
+
+    status = 507

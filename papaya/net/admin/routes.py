@@ -7,8 +7,9 @@
     POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
     GET  /admin/status
 
-Errors are {"error", "hint"} with 400, 404, 409, 413 or 503. The token is checked by whoever serves
-these routes. Bodies are bounded: JSON to 1 MiB, parameters by the length that is declared first.
+Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. The token is checked by whoever
+serves these routes. Bodies are bounded: JSON to 1 MiB, parameters by the length that is declared
+first.
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ from collections.abc import Set
 from pathlib import Path
 from typing import Protocol
 
+from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import Outcome, Row, Transaction
+from papaya.net.admin.problems import NoStorage
 from papaya.store.blobs import FolderBlobs, Piece
 
 
@@ -25,7 +27,7 @@ class State(Protocol):
 
 
 class Blobs(Protocol):
-    """Immutable bytes by key. A blob that is missing raises MissingBlob."""
+    """Immutable bytes by key. A missing blob raises MissingBlob, a disk without room NoStorage."""
 
     async def get(self, key: BlobKey) -> bytes: ...
 
@@ -46,7 +48,10 @@ class ThreadedBlobs:
         return await asyncio.to_thread(self._blobs.get, key)
 
     async def put(self, key: BlobKey, data: Piece) -> None:
-        await asyncio.to_thread(self._blobs.put, key, data)
+        try:
+            await asyncio.to_thread(self._blobs.put, key, data)
+        except OperatorError as error:
+            raise NoStorage(str(error), hint=error.hint) from error
 
     async def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None:
         await asyncio.to_thread(self._blobs.sweep, task, below_seq, keep)

@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import llvmlite.binding
+import llvmlite.binding  # type: ignore[import-untyped]
+import numba
+import numba.extending
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import types
+
+njit: Any = numba.njit  # its types leave out some options
+intrinsic: Any = numba.extending.intrinsic
 
 WIDTH: Final = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
 """Floats in a vector."""
@@ -47,13 +50,14 @@ def inner(*, fast: bool = False) -> Callable[[Callable[..., Any]], Any]:
     `fast` lets LLVM reorder sums and forget about NaN: only for loops that do not decide anything.
     Divisions are as in numpy: a check for zero would keep LLVM from making vectors.
     """
-    return njit(  # type: ignore[no-any-return]
+    decorator: Callable[[Callable[..., Any]], Any] = njit(
         nogil=True,
         error_model="numpy",
         fastmath=fast,
         no_cpython_wrapper=True,
         no_cfunc_wrapper=True,
     )
+    return decorator
 
 
 def _mark_apart(context: Any) -> Any:
@@ -147,14 +151,13 @@ def _load(builder: Any, pointer: Any, at: Any) -> Any:
 def _splat(builder: Any, value: Any) -> Any:
     nothing = ir.Constant(_VECTOR, ir.Undefined)
     lanes = ir.Constant(ir.VectorType(_INT32, WIDTH), None)
-    return builder.shuffle_vector(
-        builder.insert_element(nothing, value, _INT32(0)), nothing, lanes
-    )
+    return builder.shuffle_vector(builder.insert_element(nothing, value, _INT32(0)), nothing, lanes)
 
 
 def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{WIDTH}f32")
+    name = f"llvm.fma.v{WIDTH}f32"
+    fma = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     return builder.call(fma, [a, b, c])
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.extending import intrinsic
 
-from papaya.sim.workloads._kernels import clear, inner
+from papaya.sim.workloads._kernels import clear, inner, intrinsic
 
 _ONE: Final = np.float32(1)
 _LEAST: Final = np.float32(1e-37)
@@ -21,12 +20,14 @@ NO_ODDS: Final = np.float32(-1e30)
 """A score for what is no word."""
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _float_of_bits(context: Any, bits: Any) -> Any:
+def _as_float(context: Any, bits: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), generate
+
+
+_float_of_bits: Final = intrinsic(_as_float)
 
 
 @inner(fast=True)

@@ -13,7 +13,7 @@ so it is computed once for each word of a batch, and so are its gradients.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -45,100 +45,10 @@ from papaya.sim.workloads._kernels_functions import (
     take,
     tanh_all,
 )
+from papaya.sim.workloads._kernels_lstm_memory import Sizes as Sizes
+from papaya.sim.workloads._kernels_lstm_memory import scratch, weights
 
 _ONE: Final = np.float32(1)
-
-
-class Sizes(NamedTuple):
-    """What the model is, and in how many panels it lies."""
-
-    vocabulary: int
-    embedding: int
-    hidden: int
-    steps: int
-    word_panels: int
-    embedding_panels: int
-    hidden_panels: int
-
-
-class Weights(NamedTuple):
-    """Views of one packed model. `*_back` are the transposes, rebuilt after each step."""
-
-    embedding: Any
-    ih: Any
-    hh: Any
-    out: Any
-    bias_ih: Any
-    bias_hh: Any
-    bias_out: Any
-    ih_back: Any
-    hh_back: Any
-    out_back: Any
-
-
-class Work(NamedTuple):
-    """Scratch for batches of up to `rows` sequences."""
-
-    gates: Any  # [step][4 gates][hidden panel][row][WIDTH]
-    cells: Any  # [step + 1][hidden panel][row][WIDTH]
-    cell_tanh: Any  # [step]...
-    d_hidden: Any  # one step
-    d_cell: Any  # one step
-    hidden: Any  # [step + 1][row][hidden]
-    scores: Any  # one step: [word panel][row][WIDTH]
-    score_rows: Any  # one step: [row][word]
-    gate_rows: Any  # one step, or all words: [row][4 gates][hidden]
-    table: Any  # [4 gates][hidden panel][word][WIDTH]
-    d_table: Any
-    word_rows: Any  # [word][embedding]
-    d_words: Any  # [embedding panel][word][WIDTH]
-    d_hh: Any
-    d_out: Any
-    d_bias: Any
-    d_bias_out: Any
-
-
-@inner()
-def weights(ends: Any, packed: Any) -> Any:
-    """The parts of a packed model, in their order."""
-    return Weights(
-        packed[: ends[0]],
-        packed[ends[0] : ends[1]],
-        packed[ends[1] : ends[2]],
-        packed[ends[2] : ends[3]],
-        packed[ends[3] : ends[4]],
-        packed[ends[4] : ends[5]],
-        packed[ends[5] : ends[6]],
-        packed[ends[6] : ends[7]],
-        packed[ends[7] : ends[8]],
-        packed[ends[8] :],
-    )
-
-
-@inner()
-def scratch(sizes: Any, rows: Any) -> Any:
-    v, e, h = sizes.word_panels * WIDTH, sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
-    t = sizes.steps
-    words = min(sizes.vocabulary, rows * t)
-    return Work(
-        gates=aligned(t * 4 * h * rows),
-        cells=aligned((t + 1) * h * rows),
-        cell_tanh=aligned(t * h * rows),
-        d_hidden=aligned(h * rows),
-        d_cell=aligned(h * rows),
-        hidden=aligned((t + 1) * h * rows),
-        scores=aligned(v * rows),
-        score_rows=aligned(v * rows),
-        gate_rows=aligned(4 * h * max(rows, words)),
-        table=aligned(4 * h * words),
-        d_table=aligned(4 * h * words),
-        word_rows=aligned(e * words),
-        d_words=aligned(e * words),
-        d_hh=aligned(h * 4 * h),
-        d_out=aligned(h * v),
-        d_bias=aligned(4 * h),
-        d_bias_out=aligned(v),
-    )
 
 
 @inner()

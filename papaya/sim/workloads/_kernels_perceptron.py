@@ -85,7 +85,8 @@ def _forward(layers: Any, model: Any, inputs: Any, rows: Any, values: Any, value
 
 @inner()
 def _backward(layers: Any, model: Any, inputs: Any, rows: Any, values: Any, value_rows: Any,
-              height: Any, gradients: Any, gradient_rows: Any, d_bias: Any, rate: Any) -> None:  # fmt: skip
+              height: Any, gradients: Any, gradient_rows: Any, d_bias: Any,
+              rate: Any) -> None:  # fmt: skip
     """From the gradient of the scores, in `gradient_rows`, to a step of every layer."""
     at = 0
     for i in range(layers.bias.size - 1):
@@ -116,7 +117,7 @@ def _backward(layers: Any, model: Any, inputs: Any, rows: Any, values: Any, valu
         for p in range(panels):
             for row in range(rows):
                 add(bias, p * WIDTH, change, (p * rows + row) * WIDTH)
-        descend(model[layers.bias[i] :], bias, rate)
+        descend(model[layers.bias[i] : layers.bias[i] + bias.size], bias, rate)
         at = below
 
 
@@ -186,3 +187,30 @@ def losses(layers: Any, packed: Any, features: Any, labels: Any, batch_size: Any
             at = scores_at + row * score_width
             found[first + row] = cross_entropy(value_rows[at : at + classes], labels[first + row])
     return found
+
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2: Final = np.uint64(0x94D049BB133111EB)
+
+
+@inner()
+def _splitmix64(state: Any, counter: Any) -> Any:
+    """As in papaya.sim.draws."""
+    word = state + (counter + np.uint64(1)) * _GOLDEN
+    word = (word ^ (word >> np.uint64(30))) * _MIX_1
+    word = (word ^ (word >> np.uint64(27))) * _MIX_2
+    return word ^ (word >> np.uint64(31))
+
+
+@compiled
+def draw_features(states: Any, centres: Any, step: Any, features: Any) -> None:
+    """Row i: centres[i] and noise, four features from each word; `Prototypes` says the same."""
+    half, mask = np.float32(32767.5), np.uint64(0xFFFF)
+    width = features.shape[1]
+    for row in range(len(states)):
+        for first in range(0, width, 4):
+            word = _splitmix64(states[row], np.uint64(first // 4))
+            for place in range(min(4, width - first)):
+                drawn = np.float32((word >> np.uint64(16 * place)) & mask) - half
+                features[row, first + place] = centres[row, first + place] + step * drawn

@@ -20,8 +20,9 @@ def quality(losses: Floats, volumes: Ints) -> Quality:
     if len(losses) == 0 or len(losses) != len(volumes) or volumes.min() < 1:
         raise InvariantError(f"{len(losses)} losses for {len(volumes)} clients with examples")
     ordered = np.sort(volumes)
-    by_examples = []
-    for level in (0.0, 0.75, 0.99):
+
+    def at_or_above(level: float) -> float:
         chosen = volumes >= ordered[int(level * len(ordered))]
-        by_examples.append(float(np.average(losses[chosen], weights=volumes[chosen])))
-    return Quality(*by_examples, float(losses.mean()))
+        return float(np.average(losses[chosen], weights=volumes[chosen]))
+
+    return Quality(at_or_above(0), at_or_above(0.75), at_or_above(0.99), float(losses.mean()))

@@ -122,11 +122,12 @@ class CompiledLstm:
     name = "numba"
 
     def __init__(self, sizes: LstmSizes, threads: int = 1) -> None:
-        from papaya.sim.workloads import _kernels_lstm as kernel
+        from papaya.sim.workloads import _kernels_lstm
 
+        kernel: Any = _kernels_lstm
         self._sizes = sizes
         self._threads = threads
-        self._kernel: Any = kernel
+        self._kernel = kernel
         panels = [-(-n // kernel.WIDTH) for n in (sizes.vocabulary, sizes.embedding, sizes.hidden)]
         self._shape = kernel.Sizes(
             sizes.vocabulary, sizes.embedding, sizes.hidden, sizes.steps, *panels

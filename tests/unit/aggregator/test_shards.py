@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.aggregator.shards import Shards, Upload
+from papaya.aggregator.shards import Shards, Upload, blob_key
 from papaya.aggregator.work import Drop, Fold, Folded, Keep, Restore, Snapshot
 from papaya.config import Evaluated, TaskConfig
 from papaya.errors import MissingBlob
@@ -173,10 +173,12 @@ def test_a_cut_stands_still_while_later_updates_are_folded() -> None:
     shards.fold(a_fold("a"), shard=0)
     shards.fold(a_fold("b"), shard=1)
     cut = shards.cut(Snapshot(TASK, 1, (1,)))
+    snapshotted, [(key, pieces)] = shards.encode(cut)
     for shard in (0, 1):
         keep(shards, f"late-{shard}", (5, 5, 5, 5), pool)
         shards.fold(a_fold(f"late-{shard}"), shard)
-    snapshotted, [(_, blob)] = shards.encode(cut)
+    blob = b"".join(pieces)
+    assert key == blob_key(TASK, 1, "sum-1-2", blob)
     assert WeightedSum.decode(blob, MODEL_LENGTH).vector.tolist() == [1, 2, 0, 0]
     assert snapshotted.sums[0].sessions == ("a", "b")
     total, sessions = the_sum(shards)

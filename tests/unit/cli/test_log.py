@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,6 @@ def test_a_record_that_says_too_little_is_not_appended(world: World, wrong: list
 def test_the_private_key_is_its_owners_alone(world: World) -> None:
     assert world.key.stat().st_mode & 0o777 == 0o600
     assert not [path for path in world.log.rglob("*") if "PRIVATE" in path.read_text()]
-    with pytest.raises(OperatorError, match="cannot be written"):
-        world.out("log", "key", "--name", "x", "--output", world.key)
 
 
 def test_a_key_may_be_given_as_a_file(world: World) -> None:
@@ -169,6 +168,39 @@ def test_a_log_that_is_not_there_is_told(world: World) -> None:
 
 def outcomes(steps: list[dict[str, Any]]) -> dict[str, str]:
     return {step["name"]: step["outcome"] for step in steps}
+
+
+def test_a_log_that_cannot_be_read_is_no_reason_to_distrust_it(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(LogRefused, match="cannot be read") as caught:
+        world.out("log", "verify", f"http://127.0.0.1:{port}", "--log-key", world.log_key)
+    assert "says nothing about the log" in caught.value.hint
+
+
+def test_a_folder_without_a_log_is_told_from_a_log_that_lies(world: World) -> None:
+    (world.folder / "empty").mkdir()
+    with pytest.raises(LogRefused) as caught:
+        world.out("log", "show", world.folder / "empty", "--log-key", world.log_key)
+    assert "is this its address" in caught.value.hint
+
+
+def test_a_public_key_s_file_that_is_not_there_is_told(world: World) -> None:
+    with pytest.raises(OperatorError, match=r"'no\.pub' is no file"):
+        world.out("log", "show", world.log, "--log-key", "no.pub")
+
+
+def test_a_key_is_never_replaced(world: World) -> None:
+    before = world.key.read_bytes()
+    with pytest.raises(OperatorError, match="never replaced"):
+        world.out("log", "key", "--name", "example.org/log", "--output", world.key)
+    assert world.key.read_bytes() == before
+
+
+def test_a_revision_must_be_a_full_id_and_how_to_get_it_is_told(world: World) -> None:
+    with pytest.raises(OperatorError, match="full id") as caught:
+        world.append("--revision", "HEAD")
+    assert "git rev-parse HEAD" in caught.value.hint
 
 
 def test_an_audit_rebuilds_every_release_of_a_clone(world: World) -> None:

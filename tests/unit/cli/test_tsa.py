@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from papaya.cli import tsa
+from papaya.cli import serve_tsa, tsa
 from papaya.cli.tsa_artifact import NoWheels, build, from_folder, from_revision
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import measure
@@ -136,3 +136,12 @@ def test_a_revision_that_is_not_there_is_told(tmp_path: Path, revision: str) -> 
     commit(clone)
     with pytest.raises(OperatorError, match="revision"):
         from_revision(clone, revision)("papaya/__init__.py")
+
+
+@pytest.mark.parametrize("platform", ["sgx", "tdx"])
+def test_a_trusted_party_without_its_platform_does_not_start(platform: str) -> None:
+    """No device would believe it; found out at the first task it would be a riddle."""
+    options = argparse.Namespace(platform=platform, listen="tcp:127.0.0.1:0")
+    with pytest.raises(OperatorError, match=f"no {platform} evidence here") as caught:
+        serve_tsa.run(options)
+    assert "docs/deploy-tsa.md" in caught.value.hint

@@ -143,7 +143,7 @@ def test_a_claim_that_fails_is_seen() -> None:
         (1.2345, "1.23"),
         (1234.5, "1,234"),
         (math.nan, "–"),
-        (math.inf, "inf"),
+        (math.inf, "∞"),
     ],
 )
 def test_numbers_have_the_digits_that_matter(value: float, words: str) -> None:

@@ -85,7 +85,7 @@ def test_bodies_have_connections_of_their_own() -> None:
     async def run() -> None:
         async with a_peer(204) as (peers, server):
             address = server.node.partition("@")[2]
-            bodies = [peers.relays.open_upload(address, "PUT", "/", (), 9) for _ in range(64)]
+            bodies = [peers.relays.open_upload(address, "PUT", "/", (), 9, 30) for _ in range(64)]
             await asyncio.wait_for(send(peers, server, 1), 5.0)
             assert (peers.lost, server.heard) == (0, 1)
             for body in bodies:

@@ -90,6 +90,19 @@ def test_what_is_wrong_is_answered_with_an_error_and_a_hint(
     assert told.hint
 
 
+def test_a_disk_that_takes_nothing_is_not_the_callers_fault(server: AdminServer) -> None:
+    config = structs.replace(TASK, task="homeless")
+    in_the_way = server.system.blobs.root / "homeless"
+    in_the_way.write_bytes(b"")
+    path = "/admin/tasks/homeless/parameters?model_length=6"
+    status, answer = ask(server, "PUT", path, encoded(config))
+    told = msgspec.json.decode(answer, type=Problem)
+    assert (status, "cannot be written" in told.error) == (507, True), told
+    assert "disk" in told.hint
+    in_the_way.unlink()
+    assert ask(server, "PUT", path, encoded(config))[0] == 200
+
+
 def test_a_bad_configuration_is_told_with_its_remedy(server: AdminServer) -> None:
     new = msgspec.to_builtins(NewTask(TASK, "x"))
     new["config"]["concurrency"] = 0

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.sim.workloads.corpus import folder_source, library_source, lines
+from papaya.client.texts import lines
+from papaya.sim.workloads.corpus import folder_source, library_source
 
 
 def texts_in(folder: Path) -> Path:

@@ -1,0 +1,356 @@
+"""Every trainer of the simulator against the simple loop: plain PyTorch, client by client.
+
+Compiled trainers give the same bits for a client whoever trains beside it; stacked ones agree
+within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from papaya.errors import ConfigError, InvariantError, OperatorError
+from papaya.learning.definition import ClientSGD
+from papaya.learning.parameters import FLOAT32, Vector
+from papaya.learning.task import LoadedTask, load_task
+from papaya.sim.workloads.base import Clients, Ints, Matrix
+from papaya.sim.workloads.lstm import Lstm
+from papaya.sim.workloads.lstm_trainers import (
+    CompiledLstm,
+    LstmSizes,
+    LstmTrainer,
+    Tokens,
+    TorchLstm,
+)
+from papaya.sim.workloads.perceptron import Perceptron, Prototypes
+from papaya.sim.workloads.perceptron_trainers import (
+    CompiledPerceptron,
+    Examples,
+    PerceptronSizes,
+    PerceptronTrainer,
+    StackedPerceptron,
+)
+from papaya.sim.workloads.torch_task import TorchWorkload
+
+# n = 1, n below, at and above a batch, batches that do not divide n
+VOLUMES = np.array([1, 2, 5, 32, 33, 7, 64, 1, 40, 13])
+OFFSETS: Ints = np.concatenate([[0], np.cumsum(VOLUMES)])
+STARTS: Ints = np.arange(len(VOLUMES)) % 3
+ONCE = ClientSGD(rate=0.5)
+OFTEN = ClientSGD(rate=0.3, epochs=3, batch_size=7)
+
+
+def random_models(length: int) -> list[Vector]:
+    draw = np.random.default_rng(1)
+    return [draw.uniform(-0.3, 0.3, length).astype(FLOAT32) for _ in range(3)]
+
+
+def simple_loop(
+    parts: Sequence[torch.nn.Module],
+    loss: Any,
+    models: list[Vector],
+    data: Sequence[torch.Tensor],
+    sgd: ClientSGD,
+) -> Matrix:
+    """What all others must agree with."""
+    parameters = [value for part in parts for value in part.parameters()]
+    updates = []
+    for client, (first, last) in enumerate(pairwise(OFFSETS.tolist())):
+        model = torch.from_numpy(models[STARTS[client]].copy())
+        torch.nn.utils.vector_to_parameters(model, parameters)
+        optimizer = torch.optim.SGD(parameters, lr=sgd.rate)
+        for _ in range(sgd.epochs):
+            for batch in zip(*(each[first:last].split(sgd.batch_size) for each in data)):  # noqa: B905
+                optimizer.zero_grad()
+                loss(*batch).backward()
+                optimizer.step()
+        trained = torch.nn.utils.parameters_to_vector(parameters).detach()
+        updates.append((trained - torch.from_numpy(models[STARTS[client]])).numpy())
+    return np.stack(updates)
+
+
+def assert_agree(found: Matrix, expected: Matrix) -> None:
+    """Relative to the largest change of each client."""
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    assert np.abs(found - expected).max(initial=0, where=scale > 0) <= 2e-5 * scale.max()
+    np.testing.assert_array_less(np.abs(found - expected) / scale, 1e-4)
+
+
+# --- Perceptron ---------------------------------------------------------------------------------
+
+PERCEPTRONS = {"numba": CompiledPerceptron, "numpy": StackedPerceptron}
+
+
+@pytest.fixture(params=PERCEPTRONS)
+def perceptron_kind(request: pytest.FixtureRequest) -> Any:
+    return PERCEPTRONS[request.param]
+
+
+def random_examples(sizes: PerceptronSizes) -> Examples:
+    draw = np.random.default_rng(2)
+    count = int(OFFSETS[-1])
+    features = draw.normal(size=(count, sizes.layers[0])).astype(FLOAT32)
+    return Examples(features, draw.integers(0, sizes.layers[-1], count).astype(np.int32), OFFSETS)
+
+
+def alone(examples: Examples, client: int) -> Examples:
+    return Examples(examples.features, examples.labels, OFFSETS[client : client + 2])
+
+
+@pytest.mark.parametrize("sgd", [ONCE, OFTEN])
+@pytest.mark.parametrize("layers", [(64, 32, 10), (5, 3), (7, 20, 33, 4)])
+def test_a_perceptron_trains_as_the_simple_loop(
+    perceptron_kind: Any, layers: tuple[int, ...], sgd: ClientSGD
+) -> None:
+    sizes = PerceptronSizes(layers)
+    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
+    parts: list[torch.nn.Module] = []
+    for inward, outward in pairwise(layers):
+        parts += [torch.nn.Linear(inward, outward), torch.nn.ReLU()]
+    net = torch.nn.Sequential(*parts[:-1])
+    data = torch.from_numpy(examples.features), torch.from_numpy(examples.labels.astype(np.int64))
+    expected = simple_loop([net], lambda x, y: cross_entropy(net(x), y), models, data, sgd)
+    trainer: PerceptronTrainer = perceptron_kind(sizes)
+    assert_agree(trainer.train(models, STARTS, examples, sgd), expected)
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(models[0].copy()), net.parameters())
+    losses = cross_entropy(net(data[0]), data[1], reduction="none").detach().numpy()
+    found = trainer.losses(models[0], examples.features, examples.labels)
+    np.testing.assert_allclose(found, losses, rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_of_the_stacked_perceptron_is_the_same_within_rounding_alone() -> None:
+    sizes = PerceptronSizes()
+    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
+    trainer = StackedPerceptron(sizes)
+    together = trainer.train(models, STARTS, examples, OFTEN)
+    for client in range(len(VOLUMES)):
+        start = STARTS[client : client + 1]
+        assert_agree(
+            trainer.train(models, start, alone(examples, client), OFTEN),
+            together[client : client + 1],
+        )
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_client_of_the_compiled_perceptron_has_the_same_bits_in_any_batch(threads: int) -> None:
+    sizes = PerceptronSizes()
+    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
+    together = CompiledPerceptron(sizes, threads).train(models, STARTS, examples, OFTEN)
+    trainer = CompiledPerceptron(sizes)
+    for client in range(len(VOLUMES)):
+        start = STARTS[client : client + 1]
+        found = trainer.train(models, start, alone(examples, client), OFTEN)
+        assert found.tobytes() == together[client : client + 1].tobytes()
+
+
+def test_a_perceptron_refuses_what_it_cannot_train(perceptron_kind: Any) -> None:
+    sizes = PerceptronSizes((3, 2))
+    trainer: PerceptronTrainer = perceptron_kind(sizes)
+    models = random_models(sizes.manifest.length)
+    features, one = np.zeros((1, 3), FLOAT32), np.array([0, 1])
+    start = np.zeros(1, np.int64)
+    good = Examples(features, np.zeros(1, np.int32), one)
+    with pytest.raises(ConfigError, match="momentum"):
+        trainer.train(models, start, good, ClientSGD(rate=1, momentum=0.9))
+    with pytest.raises(InvariantError, match="labels"):
+        trainer.train(models, start, Examples(features, np.array([2], np.int32), one), ONCE)
+    with pytest.raises(InvariantError, match="features"):
+        trainer.train(models, start, Examples(features[:, :2], good.labels, one), ONCE)
+
+
+# --- LSTM ---------------------------------------------------------------------------------------
+
+SMALL = LstmSizes(vocabulary=21, embedding=5, hidden=19, steps=6)
+LSTMS = {"numba": CompiledLstm, "torch": TorchLstm}
+
+
+def random_tokens(sizes: LstmSizes) -> Tokens:
+    draw = np.random.default_rng(3)
+    shape = int(OFFSETS[-1]), sizes.steps + 1
+    return draw.integers(0, sizes.vocabulary, shape).astype(np.int32)
+
+
+@pytest.mark.parametrize("kind", LSTMS)
+@pytest.mark.parametrize(
+    ("sizes", "sgd"), [(SMALL, ONCE), (SMALL, OFTEN), (LstmSizes(), ONCE)], ids=str
+)
+def test_an_lstm_trains_as_the_simple_loop(kind: str, sizes: LstmSizes, sgd: ClientSGD) -> None:
+    models, tokens = random_models(sizes.manifest.length), random_tokens(sizes)
+    embedding = torch.nn.Embedding(sizes.vocabulary, sizes.embedding)
+    lstm = torch.nn.LSTM(sizes.embedding, sizes.hidden, batch_first=True)
+    out = torch.nn.Linear(sizes.hidden, sizes.vocabulary)
+
+    def loss(words: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        scores = out(lstm(embedding(words[:, :-1]))[0])
+        return cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten(), reduction=reduction)
+
+    words = torch.from_numpy(tokens.astype(np.int64))
+    expected = simple_loop([embedding, lstm, out], loss, models, [words], sgd)
+    trainer: LstmTrainer = LSTMS[kind](sizes)
+    assert_agree(trainer.train(models, STARTS, tokens, OFFSETS, sgd), expected)
+    modules = torch.nn.ModuleList([embedding, lstm, out])
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(models[0].copy()), modules.parameters())
+    losses = loss(words, "none").detach().numpy().reshape(len(tokens), -1).mean(axis=1)
+    np.testing.assert_allclose(trainer.losses(models[0], tokens), losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_client_of_the_compiled_lstm_has_the_same_bits_in_any_batch(threads: int) -> None:
+    models, tokens = random_models(SMALL.manifest.length), random_tokens(SMALL)
+    together = CompiledLstm(SMALL, threads).train(models, STARTS, tokens, OFFSETS, OFTEN)
+    trainer = CompiledLstm(SMALL)
+    for client in range(len(VOLUMES)):
+        start, offsets = STARTS[client : client + 1], OFFSETS[client : client + 2]
+        found = trainer.train(models, start, tokens, offsets, OFTEN)
+        assert found.tobytes() == together[client : client + 1].tobytes()
+
+
+@pytest.mark.parametrize("kind", LSTMS)
+def test_an_lstm_refuses_what_it_cannot_train(kind: str) -> None:
+    trainer: LstmTrainer = LSTMS[kind](SMALL)
+    models, start = random_models(SMALL.manifest.length), np.zeros(1, np.int64)
+    tokens, offsets = np.zeros((1, SMALL.steps + 1), np.int32), np.array([0, 1])
+    with pytest.raises(ConfigError, match="momentum"):
+        trainer.train(models, start, tokens, offsets, ClientSGD(rate=1, momentum=0.5))
+    with pytest.raises(InvariantError, match="words"):
+        trainer.train(models, start, tokens + SMALL.vocabulary, offsets, ONCE)
+    with pytest.raises(InvariantError, match="sequences"):
+        trainer.train(models, start, tokens[:, 1:], offsets, ONCE)
+
+
+# --- The workloads ------------------------------------------------------------------------------
+
+
+def some_clients(count: int = 12) -> Clients:
+    draw = np.random.default_rng(4)
+    volumes = np.rint(20 * np.exp(draw.normal(size=count))).astype(np.int64)
+    return Clients(draw.integers(0, 10**8, count), np.arange(count), np.maximum(volumes, 1))
+
+
+@pytest.mark.parametrize("workload", [Perceptron(), Lstm()], ids=lambda workload: workload.name)
+def test_a_workload_learns_and_an_update_does_not_depend_on_its_batch(workload: Any) -> None:
+    clients, model = some_clients(), workload.initial(0)
+    start, sgd = np.zeros(len(clients), np.int64), ClientSGD(rate=0.2, max_examples=30)
+    updates = workload.train([model], start, clients, sgd)
+    assert updates.shape == (len(clients), workload.length)
+    back = np.arange(len(clients))[::-1]
+    again = workload.train([model], start, clients.take(back), sgd)
+    assert again.tobytes() == updates[back].tobytes()
+    before, after = workload.evaluate(model), workload.evaluate(model + updates.mean(axis=0))
+    assert after.all < before.all
+    assert workload.train([model], start[:0], clients.take(back[:0]), sgd).shape[0] == 0
+
+
+def test_more_examples_than_the_most_change_nothing() -> None:
+    workload, clients = Perceptron(), some_clients()
+    models, start = [workload.initial(0)], np.zeros(len(clients), np.int64)
+    few = workload.source.examples(clients, 5)
+    all_of_them = workload.source.examples(clients, 1500)
+    for client, volume in enumerate(clients.examples.tolist()):
+        ours, theirs = few.offsets[client], all_of_them.offsets[client]
+        count = min(5, volume)
+        assert few.offsets[client + 1] - ours == count
+        same = few.features[ours : ours + count] == all_of_them.features[theirs : theirs + count]
+        assert same.all()
+    limited = workload.train(models, start, clients, ClientSGD(rate=0.1, max_examples=5))
+    direct = workload.trainer.train(models, start, few, ClientSGD(rate=0.1))
+    assert limited.tobytes() == direct.tobytes()
+
+
+def test_features_are_the_same_with_and_without_numba() -> None:
+    compiled, plain = Prototypes(features=7, classes=4), Prototypes(features=7, classes=4)
+    plain._draw = None
+    ours, theirs = compiled.examples(some_clients(), 99), plain.examples(some_clients(), 99)
+    assert ours.features.tobytes() == theirs.features.tobytes()
+    assert abs(float(ours.features.std()) - 2.08) < 0.05
+
+
+# --- Any torch module ---------------------------------------------------------------------------
+
+TASK = """
+import torch
+from papaya.learning.task import ClientSGD, Examples, Task
+
+def batch(examples):
+    rows = torch.tensor([list(example) for example in examples]) / 255.0
+    return rows[:, :3], rows[:, 3:]
+
+task = Task(
+    name="line",
+    model=lambda: torch.nn.Linear(3, 1),
+    loss=lambda module, x, y: ((module(x) - y) ** 2).mean(),
+    batch=batch,
+    examples=Examples("rows"),
+    client=ClientSGD(rate=0.1),
+    concurrency=10,
+    clip=1e-9,
+)
+"""
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> LoadedTask:
+    path = tmp_path / "line.py"
+    path.write_text(TASK)
+    return load_task(path)
+
+
+def rows_of(device: int, n: int) -> list[bytes]:
+    drawn = np.random.default_rng(device).integers(0, 256, (n, 4), np.uint8)
+    return [row.tobytes() for row in drawn]
+
+
+def test_a_torch_task_trains_as_the_simple_loop(line: LoadedTask) -> None:
+    """With one batch per epoch the engine's order of examples does not matter."""
+    workload = TorchWorkload(line, rows_of, some_clients(5))
+    clients, models = some_clients(), [workload.initial(0), workload.initial(1)]
+    start = np.arange(len(clients)) % 2
+    sgd = ClientSGD(rate=0.1, momentum=0.5, epochs=3, batch_size=1000, max_examples=25)
+    updates = workload.train(models, start, clients, sgd)
+    module = torch.nn.Linear(3, 1)
+    for client in range(len(clients)):
+        model = torch.from_numpy(models[start[client]].copy())
+        torch.nn.utils.vector_to_parameters(model, module.parameters())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
+        n = min(25, int(clients.examples[client]))
+        x, y = line.task.batch(rows_of(int(clients.device[client]), n))
+        for _ in range(3):
+            optimizer.zero_grad()
+            line.task.loss(module, x, y).backward()
+            optimizer.step()
+        trained = torch.nn.utils.parameters_to_vector(module.parameters()).detach().numpy()
+        np.testing.assert_allclose(updates[client], trained - models[start[client]], atol=1e-6)
+
+
+def test_a_torch_task_in_processes_gives_the_same_bits(line: LoadedTask) -> None:
+    here = TorchWorkload(line, rows_of, some_clients(5), seed=3)
+    clients, model = some_clients(), here.initial(0)
+    start, sgd = np.zeros(len(clients), np.int64), ClientSGD(rate=0.1, batch_size=8)
+    with TorchWorkload(line, rows_of, some_clients(5), seed=3, processes=2) as there:
+        updates = there.train([model], start, clients, sgd)
+        assert updates.tobytes() == here.train([model], start, clients, sgd).tobytes()
+        assert there.evaluate(model) == here.evaluate(model)
+        assert there.train([model], start[:0], clients.take(slice(0)), sgd).shape == (0, 4)
+        line.path.write_text(TASK + "# changed\n")
+    better = here.evaluate(model + updates.mean(axis=0))
+    assert better.all < here.evaluate(model).all
+
+
+def test_a_torch_task_that_changed_is_refused_by_its_processes(line: LoadedTask) -> None:
+    with TorchWorkload(line, rows_of, some_clients(5), processes=2) as workload:
+        line.path.write_text(TASK + "# changed\n")
+        with pytest.raises(OperatorError, match="changed while it was simulated"):
+            workload.evaluate(workload.initial(0))
+
+
+def test_a_source_with_too_few_examples_is_refused(line: LoadedTask) -> None:
+    workload = TorchWorkload(line, lambda device, n: rows_of(device, n - 1), some_clients(5))
+    with pytest.raises(OperatorError, match="examples of device"):
+        workload.evaluate(workload.initial(0))
