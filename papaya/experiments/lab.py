@@ -31,6 +31,7 @@ _POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 _MODEL_LENGTH: Final = 4  # of what is uploaded while a trace is recorded
 _DRAIN_S: Final = 300.0  # longer than a timeout: whoever was assigned in the window has ended
 _WARM_UP_S: Final = 600.0
+_SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
 _NO_END_HOURS: Final = 10_000.0
 
 Model = Literal["embedding"]
@@ -54,7 +55,8 @@ class Scene(Struct, frozen=True, kw_only=True):
             model_length=_MODEL_LENGTH,
             regime=self.regime,
         )
-        return ClusterConfig(tasks=(task,), population=_POPULATIONS[self.population])
+        population = _POPULATIONS[self.population]
+        return ClusterConfig(tasks=(task,), population=population, supply=_SUPPLY)
 
     @property
     def goal(self) -> int:

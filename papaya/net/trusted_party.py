@@ -140,6 +140,8 @@ class TrustedLink:
                 stderr=stderr,
                 start_new_session=True,  # a Ctrl-C for the server is not meant for it
             )
+        if self._child is not None:
+            self._child.poll()  # the one before has ended: nobody else would take note of it
         assert child.stdout is not None
         with child.stdout:
             is_listening = child.stdout.readline() != b""  # it says where, once it does

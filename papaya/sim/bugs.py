@@ -18,6 +18,7 @@ from papaya.aggregator.masked import TrustedPartyError
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.phase import Phase
+from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import Blobs, Shards
 from papaya.aggregator.task import HeldTask
@@ -138,6 +139,27 @@ def _release_fewer(
     _release(self, parameters, group, members[1:] if enough else members, take)
 
 
+def _take_away_for_lost(
+    self: TrustedPartyOverTsa,
+    parameters: PublicParameters,
+    group: int,
+    members: Sequence[int],
+    take: TakeBlock,
+) -> None:
+    try:
+        _release(self, parameters, group, members, take)
+    except TrustedPartyError as error:
+        raise TrustedPartyError(masked.LOST, str(error)) from error
+
+
+_mark_lost = Offers.mark_lost
+
+
+def _give_all_up(self: Offers, now: float, pipeline: Pipeline) -> None:
+    _mark_lost(self, now, pipeline)
+    pipeline.lose(now, pipeline.newest_seeds())
+
+
 def _peek(self: Offers, now: float) -> tuple[Offer, SecureOffer] | None:
     if not self._stock or self._terms is None:
         return None
@@ -209,6 +231,8 @@ BUGS: dict[str, tuple[_Patch, ...]] = {
     "nan-under-the-mask": ((Encoder, "_clamp", _accept_nan),),
     "drop-not-counted": ((HeldTask, "on_stepped", _drop_in_silence),),
     "buffer-dropped-without-a-reason": ((Shards, "_mean", _give_up_after_a_crash),),
+    "unreachable-taken-for-lost": ((TrustedPartyOverTsa, "release", _take_away_for_lost),),
+    "open-buffer-given-up-too-soon": ((Offers, "mark_lost", _give_all_up),),
 }
 
 

@@ -181,7 +181,7 @@ def learn_run(
         raise OperatorError(f"version 0 cannot be judged: {curve.diverged}", hint="mend the loss")
     reached = None if run.target is None else curve.reached(run.target)
     last = points[-1]
-    examples = trace.clients.examples
+    examples = np.minimum(trace.clients.examples, trace.task.max_examples)
     mean_examples = float(examples.mean()) if len(examples) else 0.0
     return Learnt(
         run=run,

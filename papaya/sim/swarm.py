@@ -150,7 +150,7 @@ def _check_liveness(cluster: SwarmCluster) -> None:
 def liveness_bound_s(config: ClusterConfig) -> float:
     """Election, recovery and failure detection, then the slowest way to fill the buffers.
 
-    Buffers that were open when the trusted party crashed are filled, and dropped.
+    Buffers that were open when the trusted party crashed are dropped, some when they are full.
     """
     server = config.server
     settle_s = 3 * server.leader_lease_s + server.recovery_s + 4 * server.dead_after_s

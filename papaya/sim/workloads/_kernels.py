@@ -44,20 +44,17 @@ def compiled(function: Callable[..., Any]) -> Any:
         return njit(nogil=True, error_model="numpy")(function)
 
 
-def inner(*, fast: bool = False) -> Callable[[Callable[..., Any]], Any]:
+def inner(function: Callable[..., Any]) -> Any:
     """`njit` for what only kernels call: compiled into them, and much sooner without a wrapper.
 
-    `fast` lets LLVM reorder sums and forget about NaN: only for loops that do not decide anything.
-    Divisions are as in numpy: a check for zero would keep LLVM from making vectors.
+    LLVM may not reorder, fuse or approximate anything. It makes another copy of a function for each
+    kernel, and which of them runs depends on numba's cache: all of them have to round alike. What
+    should be fused is written with `fma`. Divisions are as in numpy: a check for zero would keep
+    LLVM from making vectors.
     """
-    decorator: Callable[[Callable[..., Any]], Any] = njit(
-        nogil=True,
-        error_model="numpy",
-        fastmath=fast,
-        no_cpython_wrapper=True,
-        no_cfunc_wrapper=True,
+    return njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(
+        function
     )
-    return decorator
 
 
 def _mark_apart(context: Any) -> Any:
@@ -171,7 +168,7 @@ _tile_1 = _tile(1, 1)
 _tile_1x4 = _tile(1, 4)
 
 
-@inner()
+@inner
 def add_product(
     c: Any, c_panel: Any, a: Any, a_row: Any, a_step: Any, b: Any, b_panel: Any,
     rows: Any, panels: Any, depth: Any, alpha: Any,
@@ -245,9 +242,25 @@ def _vector(combine: Callable[[Any, Any, Any], Any]) -> Any:
 move: Final = _vector(lambda builder, old, new: new)
 add: Final = _vector(lambda builder, old, new: builder.fadd(old, new))
 multiply: Final = _vector(lambda builder, old, new: builder.fmul(old, new))
+raise_to: Final = _vector(
+    lambda builder, old, new: builder.select(builder.fcmp_ordered(">", new, old), new, old)
+)
 
 
-@inner()
+def _fused(context: Any, a: Any, b: Any, c: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        name, kind = "llvm.fma.f32", ir.FunctionType(_FLOAT, [_FLOAT] * 3)
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        return builder.call(function, args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+fma: Final = intrinsic(_fused)
+"""a * b + c of three numbers, rounded once."""
+
+
+@inner
 def rows_of(panels: Any, rows: Any, columns: Any, target: Any) -> None:
     """Panels as plain rows of `columns` whole panels."""
     for p in range(columns):
@@ -255,7 +268,7 @@ def rows_of(panels: Any, rows: Any, columns: Any, target: Any) -> None:
             move(target, (row * columns + p) * WIDTH, panels, (p * rows + row) * WIDTH)
 
 
-@inner()
+@inner
 def panels_of(source: Any, rows: Any, columns: Any, panels: Any) -> None:
     """The way back."""
     for p in range(columns):
@@ -263,7 +276,7 @@ def panels_of(source: Any, rows: Any, columns: Any, panels: Any) -> None:
             move(panels, (p * rows + row) * WIDTH, source, (row * columns + p) * WIDTH)
 
 
-@inner()
+@inner
 def repeat(vectors: Any, rows: Any, columns: Any, panels: Any) -> None:
     """The same `columns` vectors in every row."""
     for p in range(columns):
@@ -271,7 +284,7 @@ def repeat(vectors: Any, rows: Any, columns: Any, panels: Any) -> None:
             move(panels, (p * rows + row) * WIDTH, vectors, p * WIDTH)
 
 
-@inner()
+@inner
 def transpose(matrix: Any, rows: Any, panels: Any, target: Any) -> None:
     """[panels][rows][WIDTH] into [rows / WIDTH][panels * WIDTH][WIDTH]; rows are whole panels."""
     for q in range(rows // WIDTH):
@@ -283,19 +296,19 @@ def transpose(matrix: Any, rows: Any, panels: Any, target: Any) -> None:
                     target[to + lane * WIDTH] = matrix[at + lane]
 
 
-@inner()
+@inner
 def clear(x: Any) -> None:
     for e in range(x.size):
         x[e] = np.float32(0)
 
 
-@inner()
+@inner
 def copy(source: Any, target: Any) -> None:
     for e in range(target.size):
         target[e] = source[e]
 
 
-@inner()
+@inner
 def aligned(size: Any) -> Any:
     """Zeros that start at a vector's boundary."""
     memory = np.zeros(size + WIDTH, np.float32)

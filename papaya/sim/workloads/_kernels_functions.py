@@ -12,7 +12,16 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from papaya.sim.workloads._kernels import clear, inner, intrinsic
+from papaya.sim.workloads._kernels import (
+    WIDTH,
+    add,
+    clear,
+    fma,
+    inner,
+    intrinsic,
+    move,
+    raise_to,
+)
 
 _ONE: Final = np.float32(1)
 _LEAST: Final = np.float32(1e-37)
@@ -30,97 +39,110 @@ def _as_float(context: Any, bits: Any) -> Any:
 _float_of_bits: Final = intrinsic(_as_float)
 
 
-@inner(fast=True)
+@inner
 def _exp(x: Any) -> Any:
     """e^x for x <= 0, to 2e-7 of its value (Cephes' polynomial)."""
     x = max(x, np.float32(-87.0))
-    power = np.int32(x * np.float32(1.44269504) - np.float32(0.5))
-    r = x - np.float32(power) * np.float32(0.693359375)
-    r = r + np.float32(power) * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(5.0000001201e-1)
-    y = y * r * r + r + _ONE
+    power = np.int32(fma(x, np.float32(1.44269504), np.float32(-0.5)))
+    r = fma(np.float32(power), np.float32(-0.693359375), x)
+    r = fma(np.float32(power), np.float32(2.12194440e-4), r)
+    y = fma(np.float32(1.9875691500e-4), r, np.float32(1.3981999507e-3))
+    y = fma(y, r, np.float32(8.3334519073e-3))
+    y = fma(y, r, np.float32(4.1665795894e-2))
+    y = fma(y, r, np.float32(1.6666665459e-1))
+    y = fma(y, r, np.float32(5.0000001201e-1))
+    y = fma(y * r, r, r + _ONE)
     return y * _float_of_bits((power + np.int32(127)) << np.int32(23))
 
 
-@inner(fast=True)
+@inner
 def _tanh(x: Any) -> Any:
     """A quotient of polynomials, to 3e-7 (as in Eigen)."""
     x = min(max(x, np.float32(-7.9053111)), np.float32(7.9053111))
     s = x * x
-    p = np.float32(-2.76076847742355e-16) * s + np.float32(2.00018790482477e-13)
-    p = p * s + np.float32(-8.60467152213735e-11)
-    p = p * s + np.float32(5.12229709037114e-08)
-    p = p * s + np.float32(1.48572235717979e-05)
-    p = p * s + np.float32(6.37261928875436e-04)
-    p = p * s + np.float32(4.89352455891786e-03)
-    q = np.float32(1.19825839466702e-06) * s + np.float32(1.18534705686654e-04)
-    q = q * s + np.float32(2.26843463243900e-03)
-    q = q * s + np.float32(4.89352518554385e-03)
+    p = fma(np.float32(-2.76076847742355e-16), s, np.float32(2.00018790482477e-13))
+    p = fma(p, s, np.float32(-8.60467152213735e-11))
+    p = fma(p, s, np.float32(5.12229709037114e-08))
+    p = fma(p, s, np.float32(1.48572235717979e-05))
+    p = fma(p, s, np.float32(6.37261928875436e-04))
+    p = fma(p, s, np.float32(4.89352455891786e-03))
+    q = fma(np.float32(1.19825839466702e-06), s, np.float32(1.18534705686654e-04))
+    q = fma(q, s, np.float32(2.26843463243900e-03))
+    q = fma(q, s, np.float32(4.89352518554385e-03))
     return x * p / q
 
 
-@inner(fast=True)
+@inner
 def tanh_all(x: Any) -> None:
     for e in range(x.size):
         x[e] = _tanh(x[e])
 
 
-@inner(fast=True)
+@inner
 def sigmoid_all(x: Any) -> None:
     half = np.float32(0.5)
     for e in range(x.size):
-        x[e] = half * _tanh(half * x[e]) + half
+        x[e] = fma(half, _tanh(half * x[e]), half)
 
 
-@inner(fast=True)
-def odds(scores: Any) -> Any:
-    """Scores become e^(score - highest score); returns their sum."""
-    top = scores[0]
-    for v in range(scores.size):
-        top = max(top, scores[v])
-    total = np.float32(0)
-    for v in range(scores.size):
-        scores[v] = _exp(scores[v] - top)
-    for v in range(scores.size):
-        total += scores[v]
-    return total
+@inner
+def _exp_all(x: Any, top: Any) -> None:
+    for e in range(x.size):
+        x[e] = _exp(x[e] - top)
 
 
-@inner(fast=True)
-def scale(x: Any, factor: Any) -> None:
+@inner
+def _scale_all(x: Any, factor: Any) -> None:
     for e in range(x.size):
         x[e] *= factor
 
 
-@inner()
-def surprise(scores: Any, vocabulary: Any, target: Any, weight: Any) -> None:
+@inner
+def odds(scores: Any, lanes: Any) -> Any:
+    """Whole vectors of scores become e^(score - highest score); returns their sum.
+
+    `lanes` is a vector of scratch, in which sums are made in one order whatever LLVM does.
+    """
+    move(lanes, 0, scores, 0)
+    for at in range(WIDTH, scores.size, WIDTH):
+        raise_to(lanes, 0, scores, at)
+    top = lanes[0]
+    for lane in range(1, WIDTH):
+        top = max(top, lanes[lane])
+    _exp_all(scores, top)
+    clear(lanes)
+    for at in range(0, scores.size, WIDTH):
+        add(lanes, 0, scores, at)
+    total = np.float32(0)
+    for lane in range(WIDTH):
+        total += lanes[lane]
+    return total
+
+
+@inner
+def surprise(scores: Any, vocabulary: Any, target: Any, weight: Any, lanes: Any) -> None:
     """A row of scores becomes the gradient of `weight` times its cross-entropy, then zeros.
 
     Scores beyond the vocabulary are padding, low enough to have no odds.
     """
-    scale(scores, weight / odds(scores))
+    _scale_all(scores, weight / odds(scores, lanes))
     scores[target] -= weight
     clear(scores[vocabulary:])
 
 
-@inner()
-def cross_entropy(scores: Any, target: Any) -> Any:
-    total = odds(scores)
+@inner
+def cross_entropy(scores: Any, target: Any, lanes: Any) -> Any:
+    total = odds(scores, lanes)
     return np.log(total) - np.log(max(scores[target], _LEAST))
 
 
-@inner(fast=True)
+@inner
 def descend(target: Any, gradient: Any, rate: Any) -> None:
     for e in range(target.size):
-        target[e] -= rate * gradient[e]
+        target[e] = fma(-rate, gradient[e], target[e])
 
 
-@inner(fast=True)
+@inner
 def take(packed: Any, places: Any, vector: Any) -> None:
     for e in range(vector.size):
         vector[e] = packed[places[e]]

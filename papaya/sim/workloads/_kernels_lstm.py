@@ -26,6 +26,7 @@ from papaya.sim.workloads._kernels import (
     clear,
     compiled,
     copy,
+    fma,
     inner,
     move,
     multiply,
@@ -51,7 +52,7 @@ from papaya.sim.workloads._kernels_lstm_memory import scratch, weights
 _ONE: Final = np.float32(1)
 
 
-@inner()
+@inner
 def _lookup(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any) -> Any:
     """The words of a batch: slots[word] is their row in the table of what they add to the gates."""
     words, e = 0, sizes.embedding_panels * WIDTH
@@ -76,7 +77,7 @@ def _lookup(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, s
     return words
 
 
-@inner()
+@inner
 def _gather(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: Any, step: Any,
             panels: Any, gates: Any) -> None:  # fmt: skip
     for p in range(panels):
@@ -85,7 +86,7 @@ def _gather(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: A
             move(gates, (p * rows + row) * WIDTH, table, (p * words + slot) * WIDTH)
 
 
-@inner()
+@inner
 def _scatter(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: Any, step: Any,
              panels: Any, gates: Any) -> None:  # fmt: skip
     for p in range(panels):
@@ -94,13 +95,13 @@ def _scatter(table: Any, words: Any, slots: Any, tokens: Any, first: Any, rows: 
             add(table, (p * words + slot) * WIDTH, gates, (p * rows + row) * WIDTH)
 
 
-@inner(fast=True)
+@inner
 def _remember(i: Any, f: Any, g: Any, before: Any, cell: Any) -> None:
     for e in range(cell.size):
-        cell[e] = f[e] * before[e] + i[e] * g[e]
+        cell[e] = fma(f[e], before[e], i[e] * g[e])
 
 
-@inner()
+@inner
 def _show(o: Any, cell_tanh: Any, rows: Any, panels: Any, hidden: Any) -> None:
     """h = o tanh(c), from panels into rows."""
     for p in range(panels):
@@ -110,7 +111,7 @@ def _show(o: Any, cell_tanh: Any, rows: Any, panels: Any, hidden: Any) -> None:
             multiply(hidden, to, cell_tanh, at)
 
 
-@inner()
+@inner
 def _scores(sizes: Any, w: Any, work: Any, rows: Any, hidden: Any) -> None:
     """The scores of all next words, as rows."""
     h = sizes.hidden_panels * WIDTH
@@ -121,7 +122,7 @@ def _scores(sizes: Any, w: Any, work: Any, rows: Any, hidden: Any) -> None:
     rows_of(scores, rows, sizes.word_panels, work.score_rows)
 
 
-@inner()
+@inner
 def forward(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any,
             words: Any, step: Any) -> None:  # fmt: skip
     """One step: gates, cell, hidden state."""
@@ -145,7 +146,7 @@ def forward(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, s
           work.hidden[(step + 1) * n : (step + 2) * n])  # fmt: skip
 
 
-@inner()
+@inner
 def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, step: Any) -> None:
     """The gradients of one step's loss are added to d_hidden, d_out and d_bias_out."""
     apart()
@@ -156,7 +157,7 @@ def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, ste
     weight = np.float32(1.0 / (rows * sizes.steps))
     for row in range(rows):
         scores = work.score_rows[row * v : (row + 1) * v]
-        surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], weight)
+        surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], weight, work.lanes)
         for p in range(sizes.word_panels):
             add(work.d_bias_out, p * WIDTH, scores, p * WIDTH)
     panels_of(work.score_rows, rows, sizes.word_panels, work.scores)
@@ -166,27 +167,28 @@ def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, ste
                 sizes.hidden, sizes.word_panels, rows, _ONE)  # fmt: skip
 
 
-@inner(fast=True)
+@inner
 def _through_cell(d_hidden: Any, cell_tanh: Any, o: Any, d_cell: Any) -> None:
     for e in range(d_cell.size):
-        d_cell[e] += d_hidden[e] * o[e] * (_ONE - cell_tanh[e] * cell_tanh[e])
+        slope = fma(-cell_tanh[e], cell_tanh[e], _ONE)
+        d_cell[e] = fma(d_hidden[e] * o[e], slope, d_cell[e])
 
 
-@inner(fast=True)
+@inner
 def _through_output(d_hidden: Any, cell_tanh: Any, o: Any) -> None:
     for e in range(o.size):
         o[e] = d_hidden[e] * cell_tanh[e] * o[e] * (_ONE - o[e])
 
 
-@inner(fast=True)
+@inner
 def _through_input(d_cell: Any, i: Any, g: Any) -> None:
     for e in range(i.size):
         x, y = i[e], g[e]
         i[e] = d_cell[e] * y * x * (_ONE - x)
-        g[e] = d_cell[e] * x * (_ONE - y * y)
+        g[e] = d_cell[e] * x * fma(-y, y, _ONE)
 
 
-@inner(fast=True)
+@inner
 def _through_forget(before: Any, f: Any, d_cell: Any) -> None:
     for e in range(f.size):
         x, d = f[e], d_cell[e]
@@ -194,7 +196,7 @@ def _through_forget(before: Any, f: Any, d_cell: Any) -> None:
         d_cell[e] = d * x
 
 
-@inner()
+@inner
 def backward(sizes: Any, w: Any, work: Any, rows: Any, step: Any) -> None:
     """One step back: the gates become their gradients, d_hidden that of the step before."""
     apart()
@@ -216,7 +218,7 @@ def backward(sizes: Any, w: Any, work: Any, rows: Any, step: Any) -> None:
                     sizes.hidden, 4 * sizes.hidden_panels, rows, _ONE)  # fmt: skip
 
 
-@inner()
+@inner
 def _learn_words(sizes: Any, w: Any, work: Any, slots: Any, words: Any, rate: Any) -> None:
     """Steps of the input matrix, of the biases and of the embeddings of the batch's words."""
     e, panels = sizes.embedding_panels * WIDTH, 4 * sizes.hidden_panels
@@ -241,7 +243,7 @@ def _learn_words(sizes: Any, w: Any, work: Any, slots: Any, words: Any, rate: An
                     w.embedding[to + lane] -= rate * work.d_words[at + lane]
 
 
-@inner()
+@inner
 def transpose_all(sizes: Any, w: Any) -> None:
     e, h = sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
     transpose(w.ih, e, 4 * sizes.hidden_panels, w.ih_back)
@@ -249,7 +251,7 @@ def transpose_all(sizes: Any, w: Any) -> None:
     transpose(w.out, h, sizes.word_panels, w.out_back)
 
 
-@inner()
+@inner
 def train_batch(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, slots: Any,
                 rate: Any) -> None:  # fmt: skip
     """One step of SGD on the mean loss of sequences `first` to `first + rows`."""
@@ -329,5 +331,5 @@ def losses(sizes: Any, ends: Any, packed: Any, tokens: Any, batch_size: Any) -> 
             for row in range(rows):
                 scores = work.score_rows[row * v : (row + 1) * v]
                 target = tokens[first + row, step + 1]
-                found[first + row] += cross_entropy(scores[: sizes.vocabulary], target)
+                found[first + row] += cross_entropy(scores, target, work.lanes)
     return found

@@ -57,9 +57,10 @@ class Work(NamedTuple):
     d_out: Any
     d_bias: Any
     d_bias_out: Any
+    lanes: Any  # one vector
 
 
-@inner()
+@inner
 def weights(ends: Any, packed: Any) -> Any:
     """The parts of a packed model, in their order."""
     return Weights(
@@ -76,7 +77,7 @@ def weights(ends: Any, packed: Any) -> Any:
     )
 
 
-@inner()
+@inner
 def scratch(sizes: Any, rows: Any) -> Any:
     v, e, h = sizes.word_panels * WIDTH, sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
     t = sizes.steps
@@ -99,4 +100,5 @@ def scratch(sizes: Any, rows: Any) -> Any:
         d_out=aligned(h * v),
         d_bias=aligned(4 * h),
         d_bias_out=aligned(v),
+        lanes=aligned(WIDTH),
     )

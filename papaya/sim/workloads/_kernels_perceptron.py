@@ -41,26 +41,26 @@ class Layers(NamedTuple):
     back: Any
 
 
-@inner(fast=True)
+@inner
 def _only_positive(x: Any) -> None:
     for e in range(x.size):
         x[e] = max(x[e], np.float32(0))
 
 
-@inner(fast=True)
+@inner
 def _where_positive(values: Any, gradients: Any) -> None:
     for e in range(gradients.size):
         gradients[e] = gradients[e] if values[e] > np.float32(0) else np.float32(0)
 
 
-@inner()
+@inner
 def transpose_all(layers: Any, model: Any) -> None:
     for i in range(1, layers.bias.size):
         transpose(model[layers.matrix[i] :], layers.panels[i] * WIDTH, layers.panels[i + 1],
                   model[layers.back[i] :])  # fmt: skip
 
 
-@inner()
+@inner
 def _forward(layers: Any, model: Any, inputs: Any, rows: Any, values: Any, value_rows: Any,
              height: Any) -> None:  # fmt: skip
     """Values of all layers, in panels and in rows; layer i starts at (panels before) * height."""
@@ -83,7 +83,7 @@ def _forward(layers: Any, model: Any, inputs: Any, rows: Any, values: Any, value
         at += panels * height
 
 
-@inner()
+@inner
 def _backward(layers: Any, model: Any, inputs: Any, rows: Any, values: Any, value_rows: Any,
               height: Any, gradients: Any, gradient_rows: Any, d_bias: Any,
               rate: Any) -> None:  # fmt: skip
@@ -141,7 +141,7 @@ def train(layers: Any, places: Any, packed: Any, start: Any, features: Any, labe
     in_all = layers.panels[1:].sum() * height
     values, value_rows, gradients = aligned(in_all), aligned(in_all), aligned(in_all)
     gradient_rows, d_bias = aligned(widest * longest), aligned(widest)
-    model = aligned(packed.shape[1])
+    model, lanes = aligned(packed.shape[1]), aligned(WIDTH)
     classes = layers.sizes[layers.bias.size]
     score_width = layers.panels[layers.bias.size] * WIDTH
     scores_at = (layers.panels[1:].sum() - layers.panels[layers.bias.size]) * height
@@ -157,8 +157,9 @@ def train(layers: Any, places: Any, packed: Any, start: Any, features: Any, labe
                 _forward(layers, model, inputs, rows, values, value_rows, height)
                 copy(value_rows[scores_at:], gradient_rows[: rows * score_width])
                 for row in range(rows):
-                    surprise(gradient_rows[row * score_width : (row + 1) * score_width],
-                             classes, labels[first + row], np.float32(1.0 / rows))  # fmt: skip
+                    scores = gradient_rows[row * score_width : (row + 1) * score_width]
+                    weight = np.float32(1.0 / rows)
+                    surprise(scores, classes, labels[first + row], weight, lanes)
                 _backward(layers, model, inputs, rows, values, value_rows, height, gradients,
                           gradient_rows, d_bias, rate)  # fmt: skip
                 first += rows
@@ -174,8 +175,7 @@ def losses(layers: Any, packed: Any, features: Any, labels: Any, batch_size: Any
     rows_at_once = min(labels.size, batch_size)
     height = rows_at_once * WIDTH
     in_all = layers.panels[1:].sum() * height
-    values, value_rows = aligned(in_all), aligned(in_all)
-    classes = layers.sizes[layers.bias.size]
+    values, value_rows, lanes = aligned(in_all), aligned(in_all), aligned(WIDTH)
     score_width = layers.panels[layers.bias.size] * WIDTH
     scores_at = (layers.panels[1:].sum() - layers.panels[layers.bias.size]) * height
     found = np.zeros(labels.size)
@@ -185,7 +185,9 @@ def losses(layers: Any, packed: Any, features: Any, labels: Any, batch_size: Any
                  height)  # fmt: skip
         for row in range(rows):
             at = scores_at + row * score_width
-            found[first + row] = cross_entropy(value_rows[at : at + classes], labels[first + row])
+            found[first + row] = cross_entropy(
+                value_rows[at : at + score_width], labels[first + row], lanes
+            )
     return found
 
 
@@ -194,7 +196,7 @@ _MIX_1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2: Final = np.uint64(0x94D049BB133111EB)
 
 
-@inner()
+@inner
 def _splitmix64(state: Any, counter: Any) -> Any:
     """As in papaya.sim.draws."""
     word = state + (counter + np.uint64(1)) * _GOLDEN

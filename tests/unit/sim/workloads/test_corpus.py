@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from papaya.errors import OperatorError
 from papaya.client.texts import lines
+from papaya.errors import OperatorError
 from papaya.sim.workloads.corpus import folder_source, library_source
 
 

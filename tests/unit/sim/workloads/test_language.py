@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.errors import ConfigError
@@ -24,6 +24,7 @@ LANGUAGE = Language()
 KINDS: tuple[type[LanguageWorkload], ...] = (EmbeddingWorkload, BigramWorkload)
 
 
+@settings(max_examples=30)
 @given(st.builds(LanguageConfig, vocabulary=st.integers(4, 256), seed=st.integers(0, 2**32)))
 def test_tables_have_the_frequencies_of_the_odds(config: LanguageConfig) -> None:
     language = Language(config)
