@@ -1,8 +1,8 @@
 """Claim: built-in models train 13 times (perceptron) and 2.9 times (LSTM) as fast as a torch loop.
 
 The torch loop is a tuned one: one module for all clients, slices instead of loaders, one fused call
-for a step. FedJAX, the fastest peer, is 1.6 and 1.2 times as fast as that loop (bench/peers), so
-these are 8 and 2.5 times FedJAX. Clients have 20·exp(1.2·z) examples, at most 1500; batches of 32,
+for a step. FedJAX as it comes was measured at 1.6 and 1.2 times that loop, so these are 8 and 2.5
+times FedJAX; bench/peers compares whole systems. Clients have 20·exp(1.2·z) examples, at most 1500; batches of 32,
 one epoch, one thread. All trainers take turns on the same clients, and the fastest turn of each
 counts, in CPU time, because machines are noisy. Compilation is not counted.
 Run as `python bench/trainers.py`; prints one JSON line per case with value, target and whether it

@@ -71,7 +71,7 @@ def simple_loop(
                 gradients = torch.autograd.grad(loss(*(each[rows] for each in data)), parameters)
                 with torch.no_grad():
                     for value, gradient in zip(parameters, gradients, strict=True):
-                        value -= sgd.rate * gradient
+                        value.sub_(gradient, alpha=sgd.rate)
         trained = torch.nn.utils.parameters_to_vector(parameters).detach()
         updates.append((trained - torch.from_numpy(models[STARTS[client]])).numpy())
     return np.stack(updates)

@@ -242,8 +242,47 @@ def _vector(combine: Callable[[Any, Any, Any], Any]) -> Any:
 move: Final = _vector(lambda builder, old, new: new)
 add: Final = _vector(lambda builder, old, new: builder.fadd(old, new))
 multiply: Final = _vector(lambda builder, old, new: builder.fmul(old, new))
-raise_to: Final = _vector(
-    lambda builder, old, new: builder.select(builder.fcmp_ordered(">", new, old), new, old)
+
+
+def _reduction(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """Whole vectors into one number: lane by lane, then halves of the last one."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = _data(context, builder, signature.args[0], args[0])
+        first = _load(builder, data, _INT64(0))
+        before, head = builder.block, builder.append_basic_block("head")
+        body, after = builder.append_basic_block("body"), builder.append_basic_block("after")
+        builder.branch(head)
+        builder.position_at_end(head)
+        at, lanes = builder.phi(_INT64), builder.phi(_VECTOR)
+        at.add_incoming(_INT64(WIDTH), before)
+        lanes.add_incoming(first, before)
+        builder.cbranch(builder.icmp_signed("<", at, args[1]), body, after)
+        builder.position_at_end(body)
+        lanes.add_incoming(combine(builder, lanes, _load(builder, data, at)), body)
+        at.add_incoming(builder.add(at, _INT64(WIDTH)), body)
+        builder.branch(head)
+        builder.position_at_end(after)
+        value: Any = lanes
+        half = WIDTH // 2
+        while half:
+            order = [_INT32((lane + half) % WIDTH) for lane in range(WIDTH)]
+            other = builder.shuffle_vector(
+                value, value, ir.Constant(ir.VectorType(_INT32, WIDTH), order)
+            )
+            value = combine(builder, value, other)
+            half //= 2
+        return builder.extract_element(value, _INT32(0))
+
+    def typed(context: Any, array: Any, size: Any) -> Any:
+        return types.float32(array, types.int64), generate
+
+    return intrinsic(typed)
+
+
+total: Final = _reduction(lambda builder, a, b: builder.fadd(a, b))
+highest: Final = _reduction(
+    lambda builder, a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)
 )
 
 

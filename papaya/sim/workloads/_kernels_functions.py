@@ -12,16 +12,7 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from papaya.sim.workloads._kernels import (
-    WIDTH,
-    add,
-    clear,
-    fma,
-    inner,
-    intrinsic,
-    move,
-    raise_to,
-)
+from papaya.sim.workloads._kernels import fma, highest, inner, intrinsic, total
 
 _ONE: Final = np.float32(1)
 _LEAST: Final = np.float32(1e-37)
@@ -98,42 +89,28 @@ def _scale_all(x: Any, factor: Any) -> None:
 
 
 @inner
-def odds(scores: Any, lanes: Any) -> Any:
-    """Whole vectors of scores become e^(score - highest score); returns their sum.
-
-    `lanes` is a vector of scratch, in which sums are made in one order whatever LLVM does.
-    """
-    move(lanes, 0, scores, 0)
-    for at in range(WIDTH, scores.size, WIDTH):
-        raise_to(lanes, 0, scores, at)
-    top = lanes[0]
-    for lane in range(1, WIDTH):
-        top = max(top, lanes[lane])
-    _exp_all(scores, top)
-    clear(lanes)
-    for at in range(0, scores.size, WIDTH):
-        add(lanes, 0, scores, at)
-    total = np.float32(0)
-    for lane in range(WIDTH):
-        total += lanes[lane]
-    return total
+def odds(scores: Any) -> Any:
+    """Whole vectors of scores become e^(score - highest score); returns their sum."""
+    _exp_all(scores, highest(scores, scores.size))
+    return total(scores, scores.size)
 
 
 @inner
-def surprise(scores: Any, vocabulary: Any, target: Any, weight: Any, lanes: Any) -> None:
+def surprise(scores: Any, vocabulary: Any, target: Any, weight: Any) -> None:
     """A row of scores becomes the gradient of `weight` times its cross-entropy, then zeros.
 
     Scores beyond the vocabulary are padding, low enough to have no odds.
     """
-    _scale_all(scores, weight / odds(scores, lanes))
+    _scale_all(scores, weight / odds(scores))
     scores[target] -= weight
-    clear(scores[vocabulary:])
+    for word in range(vocabulary, scores.size):
+        scores[word] = np.float32(0)
 
 
 @inner
-def cross_entropy(scores: Any, target: Any, lanes: Any) -> Any:
-    total = odds(scores, lanes)
-    return np.log(total) - np.log(max(scores[target], _LEAST))
+def cross_entropy(scores: Any, target: Any) -> Any:
+    in_all = odds(scores)
+    return np.log(in_all) - np.log(max(scores[target], _LEAST))
 
 
 @inner

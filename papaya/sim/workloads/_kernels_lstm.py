@@ -157,7 +157,7 @@ def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, ste
     weight = np.float32(1.0 / (rows * sizes.steps))
     for row in range(rows):
         scores = work.score_rows[row * v : (row + 1) * v]
-        surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], weight, work.lanes)
+        surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], weight)
         for p in range(sizes.word_panels):
             add(work.d_bias_out, p * WIDTH, scores, p * WIDTH)
     panels_of(work.score_rows, rows, sizes.word_panels, work.scores)
@@ -331,5 +331,5 @@ def losses(sizes: Any, ends: Any, packed: Any, tokens: Any, batch_size: Any) -> 
             for row in range(rows):
                 scores = work.score_rows[row * v : (row + 1) * v]
                 target = tokens[first + row, step + 1]
-                found[first + row] += cross_entropy(scores, target, work.lanes)
+                found[first + row] += cross_entropy(scores, target)
     return found

@@ -57,7 +57,6 @@ class Work(NamedTuple):
     d_out: Any
     d_bias: Any
     d_bias_out: Any
-    lanes: Any  # one vector
 
 
 @inner
@@ -100,5 +99,4 @@ def scratch(sizes: Any, rows: Any) -> Any:
         d_out=aligned(h * v),
         d_bias=aligned(4 * h),
         d_bias_out=aligned(v),
-        lanes=aligned(WIDTH),
     )

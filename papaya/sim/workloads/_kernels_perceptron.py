@@ -141,7 +141,7 @@ def train(layers: Any, places: Any, packed: Any, start: Any, features: Any, labe
     in_all = layers.panels[1:].sum() * height
     values, value_rows, gradients = aligned(in_all), aligned(in_all), aligned(in_all)
     gradient_rows, d_bias = aligned(widest * longest), aligned(widest)
-    model, lanes = aligned(packed.shape[1]), aligned(WIDTH)
+    model = aligned(packed.shape[1])
     classes = layers.sizes[layers.bias.size]
     score_width = layers.panels[layers.bias.size] * WIDTH
     scores_at = (layers.panels[1:].sum() - layers.panels[layers.bias.size]) * height
@@ -159,7 +159,7 @@ def train(layers: Any, places: Any, packed: Any, start: Any, features: Any, labe
                 for row in range(rows):
                     scores = gradient_rows[row * score_width : (row + 1) * score_width]
                     weight = np.float32(1.0 / rows)
-                    surprise(scores, classes, labels[first + row], weight, lanes)
+                    surprise(scores, classes, labels[first + row], weight)
                 _backward(layers, model, inputs, rows, values, value_rows, height, gradients,
                           gradient_rows, d_bias, rate)  # fmt: skip
                 first += rows
@@ -175,7 +175,7 @@ def losses(layers: Any, packed: Any, features: Any, labels: Any, batch_size: Any
     rows_at_once = min(labels.size, batch_size)
     height = rows_at_once * WIDTH
     in_all = layers.panels[1:].sum() * height
-    values, value_rows, lanes = aligned(in_all), aligned(in_all), aligned(WIDTH)
+    values, value_rows = aligned(in_all), aligned(in_all)
     score_width = layers.panels[layers.bias.size] * WIDTH
     scores_at = (layers.panels[1:].sum() - layers.panels[layers.bias.size]) * height
     found = np.zeros(labels.size)
@@ -185,9 +185,8 @@ def losses(layers: Any, packed: Any, features: Any, labels: Any, batch_size: Any
                  height)  # fmt: skip
         for row in range(rows):
             at = scores_at + row * score_width
-            found[first + row] = cross_entropy(
-                value_rows[at : at + score_width], labels[first + row], lanes
-            )
+            scores = value_rows[at : at + score_width]
+            found[first + row] = cross_entropy(scores, labels[first + row])
     return found
 
 

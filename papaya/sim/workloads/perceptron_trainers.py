@@ -107,7 +107,7 @@ class CompiledPerceptron:
         panels = [-(-size // kernel.WIDTH) for size in sizes.layers]
         matrices = [a * b * kernel.WIDTH**2 for a, b in pairwise(panels)]
         biases = [each * kernel.WIDTH for each in panels[1:]]
-        ends = np.cumsum([0, *matrices, *biases, *matrices])
+        ends = np.cumsum([0, *matrices, *biases, 0, *matrices[1:]])  # no way below the first
         count = len(matrices)
         self._length = int(ends[-1])
         self._layers = kernel.Layers(

@@ -182,6 +182,14 @@ def make_secure_version(world: SecureWorld, node: Node, *values: float) -> list[
     return phones
 
 
+def successor(world: SecureWorld, node: SecureNode) -> SecureNode:
+    """The holder dies; another one takes the task, past its adoption window."""
+    world.crash(node)
+    heir = world.start("agg-2")
+    world.place(heir)
+    return heir
+
+
 def mean_of(updates: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
     """What an exact server would step by."""
     table = np.array(updates, float) * np.array(weights)[:, None]
