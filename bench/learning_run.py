@@ -37,6 +37,7 @@ SEED = 1
 FLEET = 10**8
 CONCURRENCY, GOAL = 1300, 100
 HEARTBEAT_S = 45.0
+SAMPLE_S = 20.0  # what a million updates would be sampled at
 FULL, TENTH = 1_000_000, 100_000
 FULL_S, MEMORY_MB = 480.0, 2_000.0
 RATES = Rates(
@@ -63,7 +64,7 @@ def do_record(path: Path, updates: int) -> dict[str, Any]:
     config = structs.replace(
         recordable(task, POPULATION), server=ServerConfig(heartbeat_s=HEARTBEAT_S)
     )
-    trace, report = record(config, SEED, updates=updates)
+    trace, report = record(config, SEED, updates=updates, sample_s=SAMPLE_S)
     trace.save(path)
     utilization = report.tasks[0].utilization
     require(utilization >= 0.95, f"{utilization:.3f} of the places were taken")

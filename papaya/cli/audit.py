@@ -24,7 +24,6 @@ from papaya.verifiable_log.record import Record
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "audit",
-        help="check a log of trusted binaries, and rebuild what it names",
         description="Fetch a log as anyone can, check every record, rebuild every release.",
     )
     parser.set_defaults(run=run)

@@ -37,7 +37,6 @@ _TITLE = "AsyncFL keeps every slot busy; SyncFL waits for stragglers"
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "compare",
-        help="compare AsyncFL with SyncFL on a simulated fleet",
         description="Compare AsyncFL with SyncFL, with and without over-selection, under virtual "
         f"time: the same 100 million phones, {CONCURRENCY} at a time.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

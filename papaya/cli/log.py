@@ -20,7 +20,6 @@ from papaya.verifiable_log.record import Record
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "log",
-        help="the verifiable log of trusted binaries",
         description="Write, show and check the log that devices and auditors read.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)

@@ -32,7 +32,6 @@ from papaya.experiments.scale import SCALES
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "reproduce",
-        help="the paper's figures and tables, its numbers beside ours",
         description="Reproduce figures and tables of the paper in the simulator.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

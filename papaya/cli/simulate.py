@@ -41,7 +41,6 @@ _CONTROL = ("tasks", "gap")
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "simulate",
-        help="run a simulated fleet, learn on it, and report",
         description="Run servers and a simulated fleet under virtual time. With a task file and "
         "data it learns; without, clients take their time and upload nothing of use.",
     )

@@ -40,7 +40,6 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "swarm",
-        help="check the protocol under random faults, seed by seed",
         description="Run whole simulated systems under random faults and check every promise.",
         epilog="bugs to plant:\n  " + "\n  ".join(BUGS),
         formatter_class=_Help,

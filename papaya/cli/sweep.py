@@ -45,7 +45,6 @@ _EPILOG = """examples:
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "sweep",
-        help="learn under many settings and compare them",
         description="Learn with every combination of what is varied, on a simulated fleet.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

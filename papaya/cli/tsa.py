@@ -20,7 +20,6 @@ _DEFAULT_OUTPUT = Path("papaya-tsa.zip")
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "tsa",
-        help="build the trusted binary, or measure it",
         description="The trusted party of secure aggregation, as anyone can build it.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)

@@ -17,6 +17,7 @@ from papaya.learning.definition import ClientSGD
 from papaya.sim.replay import Curve, Rates
 
 CLIENT: Final = ClientSGD(rate=1.0)
+LSTM_CLIENT: Final = ClientSGD(rate=2.0)
 _EPSILON: Final = 1e-5
 TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
 
@@ -29,8 +30,8 @@ class Reached(NamedTuple):
     versions: float
 
 
-def rates(rate: float, beta1: float = 0.0) -> Rates:
-    return Rates(CLIENT, OptimizerConfig(rate=rate, beta1=beta1, epsilon=_EPSILON))
+def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
+    return Rates(client, OptimizerConfig(rate=rate, beta1=beta1, epsilon=_EPSILON))
 
 
 def sync_scene(scale: Scale, concurrency: int, seed: int) -> Scene:

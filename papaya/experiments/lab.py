@@ -26,6 +26,9 @@ from papaya.sim.report import Report
 from papaya.sim.trace import Trace, record
 from papaya.sim.workloads.base import Workload
 from papaya.sim.workloads.embedding import EmbeddingWorkload
+from papaya.sim.workloads.language import Language, LanguageConfig
+from papaya.sim.workloads.lstm import Lstm, Walks
+from papaya.sim.workloads.lstm_trainers import LstmSizes
 
 _POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 _MODEL_LENGTH: Final = 4  # of what is uploaded while a trace is recorded
@@ -34,7 +37,7 @@ _WARM_UP_S: Final = 600.0
 _SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
 _NO_END_HOURS: Final = 10_000.0
 
-Model = Literal["embedding"]
+Model = Literal["embedding", "lstm"]
 
 
 class Scene(Struct, frozen=True, kw_only=True):
@@ -178,7 +181,12 @@ def _trace(path: Path) -> Trace:
 
 @lru_cache(maxsize=2)
 def _workload(model: Model, population: str) -> Workload:
-    return EmbeddingWorkload(_POPULATIONS[population])
+    devices = _POPULATIONS[population]
+    if model == "embedding":
+        return EmbeddingWorkload(devices)
+    sizes = LstmSizes()
+    language = Language(LanguageConfig(vocabulary=sizes.vocabulary))
+    return Lstm(Walks(language, sizes.steps, devices), sizes)
 
 
 def _digest(value: Scene | Trial) -> str:

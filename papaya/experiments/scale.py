@@ -23,6 +23,7 @@ class Scale(Struct, frozen=True, kw_only=True):
     table_updates      counted updates after which Table 1 is taken
     window_hours       of control-plane runs, after the warm-up
     fixed_hour         at which the losses of the training curves are compared
+    curve_seeds        how many seeds have training curves: those are of an LSTM, and slow
     """
 
     name: str
@@ -39,6 +40,7 @@ class Scale(Struct, frozen=True, kw_only=True):
     table_updates: int
     window_hours: float
     fixed_hour: float
+    curve_seeds: int
     common_rate: float
     target: float
     sync_grid: tuple[float, ...]
@@ -59,7 +61,8 @@ QUICK: Final = Scale(
     versions=250,
     table_updates=60_000,
     window_hours=0.5,
-    fixed_hour=1.0,
+    fixed_hour=0.5,
+    curve_seeds=1,
     common_rate=0.01,
     target=28.0,
     sync_grid=_grid(0.0133, 9),
@@ -77,6 +80,7 @@ FULL: Final = Scale(
     table_updates=1_000_000,
     window_hours=2.0,
     fixed_hour=10.0,
+    curve_seeds=5,
     common_rate=0.001,  # Adam's default
     target=28.0,
     sync_grid=_grid(0.0005, 17),

@@ -6,6 +6,7 @@ within rounding.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from papaya.errors import ConfigError, InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
+from papaya.sim import workloads
 from papaya.sim.workloads.base import Clients, Ints, Matrix
 from papaya.sim.workloads.lstm import Lstm
 from papaya.sim.workloads.lstm_trainers import (
@@ -29,6 +31,7 @@ from papaya.sim.workloads.lstm_trainers import (
     Tokens,
     TorchLstm,
 )
+from papaya.sim.workloads.lstm_trainers import fastest as fastest_lstm
 from papaya.sim.workloads.perceptron import Perceptron, Prototypes
 from papaya.sim.workloads.perceptron_trainers import (
     CompiledPerceptron,
@@ -37,6 +40,7 @@ from papaya.sim.workloads.perceptron_trainers import (
     PerceptronTrainer,
     StackedPerceptron,
 )
+from papaya.sim.workloads.perceptron_trainers import fastest as fastest_perceptron
 from papaya.sim.workloads.torch_task import TorchWorkload, _losses
 
 # n = 1, n below, at and above a batch, batches that do not divide n
@@ -224,6 +228,17 @@ def test_an_lstm_refuses_what_it_cannot_train(kind: str) -> None:
         trainer.train(models, start, tokens + SMALL.vocabulary, offsets, ONCE)
     with pytest.raises(InvariantError, match="sequences"):
         trainer.train(models, start, tokens[:, 1:], offsets, ONCE)
+
+
+def test_without_numba_the_fallbacks_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("_kernels_lstm", "_kernels_perceptron"):
+        monkeypatch.delattr(workloads, module, raising=False)
+        monkeypatch.setitem(sys.modules, f"papaya.sim.workloads.{module}", None)
+    assert fastest_lstm(SMALL).name == "torch"
+    assert fastest_perceptron(PerceptronSizes()).name == "numpy"
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(OperatorError, match="needs numba, or torch"):
+        fastest_lstm(SMALL)
 
 
 # --- The workloads ------------------------------------------------------------------------------

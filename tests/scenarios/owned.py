@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from papaya.client.work import Train
 from papaya.config import TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.weighting import WeightedSum
-from papaya.messages.base import SessionId, TaskId
+from papaya.messages.base import TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     ConsumedRow,
@@ -23,6 +24,7 @@ from papaya.messages.storage import (
 )
 from papaya.sim.checkers import CheckedCluster, TaskBooks
 from papaya.sim.cluster import ClusterConfig
+from papaya.sim.devices import Device
 from papaya.sim.storage import Writer
 
 OWNER: Writer = ("owner", 0.0)
@@ -42,12 +44,12 @@ class OwnedCluster(CheckedCluster):
         self.given_up = 0
         super().__init__(config, seed)
 
-    def train(self, session: SessionId, length: int) -> bytes:
+    def train(self, device: Device, work: Train) -> bytes:
         """What is masked, no aggregator can judge: there, devices upload their names as ever."""
-        [books] = [books for books in self.books.values() if session in books.assigned]
+        [books] = [books for books in self.books.values() if work.session in books.assigned]
         if books.config.evaluates is not None and books.config.secure_aggregation is None:
             return AN_EVALUATION.tobytes()
-        return super().train(session, length)
+        return super().train(device, work)
 
     def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
         if config.evaluates is None:

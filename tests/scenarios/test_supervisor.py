@@ -13,8 +13,9 @@ from typing import TypeVar
 import msgspec
 import pytest
 
+from papaya.client.work import Train
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, TaskConfig
-from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, evaluation_vector
+from papaya.learning.evaluation import EvaluationResult, evaluation_vector
 from papaya.messages.base import BlobKey, SessionId, TaskId
 from papaya.messages.storage import (
     Changed,
@@ -29,6 +30,7 @@ from papaya.messages.storage import (
 from papaya.net.admin.history import History
 from papaya.net.admin.supervisor import REMEMBER_S, Supervisor
 from papaya.sim.cluster import ClusterConfig
+from papaya.sim.devices import Device
 from papaya.sim.population import PopulationConfig
 from papaya.store.blobs import Piece
 from tests.scenarios.owned import OWNER, OwnedCluster
@@ -40,10 +42,11 @@ EXAMPLES = 10
 class EvaluatedCluster(OwnedCluster):
     """Devices evaluate truly: loss 8 at version 0, falling with the versions."""
 
-    def train(self, session: SessionId, length: int) -> bytes:
-        if length != EVALUATION_LENGTH:
-            return super().train(session, length)
-        return evaluation_vector(EXAMPLES, EXAMPLES * self.loss(session), EXAMPLES).tobytes()
+    def train(self, device: Device, work: Train) -> bytes:
+        if not work.evaluates:
+            return super().train(device, work)
+        loss = self.loss(work.session)
+        return evaluation_vector(EXAMPLES, EXAMPLES * loss, EXAMPLES).tobytes()
 
     def loss(self, session: SessionId) -> float:
         for task, books in self.books.items():

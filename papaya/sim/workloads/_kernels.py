@@ -9,6 +9,8 @@ to (p + 1) * WIDTH of all rows, one row after the other, then the next panel. So
 vectors from neighbouring addresses. The left factor has any two strides: it may be a transpose.
 
 Each sum is made in the order of the depth, whatever the tile: the same bits in any batch.
+
+numba's cache looks only at the file that a kernel is in: after a change here, touch those files.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ from papaya.cli.demo_progress import (
     view_for,
 )
 from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
-from papaya.cli.demo_texts import LIBRARY, deal_out, find_texts
+from papaya.cli.demo_texts import deal_out, find_texts
 from papaya.cli.main import main
+from papaya.client.texts import LIBRARY
 from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, SyncFL, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.task import load_task
