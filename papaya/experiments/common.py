@@ -57,9 +57,9 @@ def plain_scene(scale: Scale, seed: int) -> Scene:
     return Scene(regime=SyncFL(0.0), concurrency=clients, seed=seed, versions=rounds)
 
 
-def reached(lab: Lab, scale: Scale, scenes: Sequence[Scene], chosen: Rates) -> list[Reached]:
-    """For each scene, when its run with these rates met the target of the scale."""
-    loss = math.log(scale.target)
+def reached(lab: Lab, target: float, scenes: Sequence[Scene], chosen: Rates) -> list[Reached]:
+    """For each scene, when its run with these rates met the target, a perplexity."""
+    loss = math.log(target)
     trials = [Trial(scene=scene, rates=chosen, target=loss) for scene in scenes]
     curves = lab.learn(trials)
     return [met(curves[trial], loss) for trial in trials]

@@ -46,7 +46,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         name: [
             run.hours
             for run in reached(
-                lab, scale, [design_scene(scale, name, seed) for seed in seeds], chosen
+                lab, scale.target, [design_scene(scale, name, seed) for seed in seeds], chosen
             )
         ]
         for name in DESIGNS

@@ -29,7 +29,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     frequency: dict[int, list[float]] = {}
     for goal in scale.goals:
         found = [async_scene(scale, scale.concurrency, seed, goal) for seed in seeds]
-        hours[goal] = [run.hours for run in reached(lab, scale, found, chosen)]
+        hours[goal] = [run.hours for run in reached(lab, scale.target, found, chosen)]
         frequency[goal] = [versions_per_hour(lab, scene) for scene in found]
     small, large = scale.goals[0], scale.goals[-1]
     slower = ratios(hours[large], hours[small])

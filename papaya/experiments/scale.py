@@ -19,7 +19,8 @@ class Scale(Struct, frozen=True, kw_only=True):
     rounds, versions   how far SyncFL and AsyncFL are recorded for learning
     common_rate        the one server rate of the first protocol
     sync_grid, async_grid   server rates that are tried, neighbours at most a factor 1.5 apart
-    target             perplexity for all clients whose time is measured
+    target             perplexity for all clients whose time is measured, with the common rate
+    tuned_target       the same for tuned rates: lower, or it would be met within a few rounds
     table_updates      counted updates after which Table 1 is taken
     window_hours       of control-plane runs, after the warm-up
     fixed_hour         at which the losses of the training curves are compared
@@ -43,6 +44,7 @@ class Scale(Struct, frozen=True, kw_only=True):
     curve_seeds: int
     common_rate: float
     target: float
+    tuned_target: float
     sync_grid: tuple[float, ...]
     async_grid: tuple[float, ...]
 
@@ -58,13 +60,14 @@ QUICK: Final = Scale(
     concurrencies=(130, 650, 1300, 2600),
     goals=(100, 400, 1000, 1300),
     rounds=90,
-    versions=250,
+    versions=400,
     table_updates=60_000,
     window_hours=0.5,
     fixed_hour=0.5,
     curve_seeds=1,
-    common_rate=0.01,
-    target=28.0,
+    common_rate=0.005,
+    target=40.0,
+    tuned_target=26.0,
     sync_grid=_grid(0.0133, 9),
     async_grid=_grid(0.002, 9),
 )
@@ -82,7 +85,8 @@ FULL: Final = Scale(
     fixed_hour=10.0,
     curve_seeds=5,
     common_rate=0.001,  # Adam's default
-    target=28.0,
+    target=40.0,
+    tuned_target=25.0,
     sync_grid=_grid(0.0005, 17),
     async_grid=_grid(0.0001, 17),
 )

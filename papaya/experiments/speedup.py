@@ -20,12 +20,13 @@ from papaya.experiments import charts
 from papaya.experiments.common import (
     Reached,
     async_scene,
+    perplexity,
     rates,
     reached,
     sync_scene,
     tuning_seeds,
 )
-from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.lab import Lab, Scene, Trial
 from papaya.experiments.result import Check, Finding, Result, number, ratios
 from papaya.experiments.scale import Scale
 from papaya.experiments.tuning import Tuned, tuned_for_time
@@ -65,6 +66,7 @@ class Pair(NamedTuple):
 
 class Protocol(NamedTuple):
     name: str
+    target: float
     sync: dict[int, Rates]
     asynchronous: dict[int, Rates]
     tuned: dict[str, Tuned]
@@ -83,7 +85,12 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         findings=tuple(findings),
         checks=tuple(checks),
         plots=_draw(lab, measured),
-        notes=(*_NOTES, *_identity(measured), *_transients(measured)),
+        notes=(
+            *_NOTES,
+            *_identity(measured),
+            *(_asymptotes(lab, scale, seeds[0], protocol) for protocol in protocols),
+            *_transients(measured),
+        ),
     )
 
 
@@ -104,7 +111,7 @@ _NOTES = (
 
 def _common(scale: Scale) -> Protocol:
     chosen = dict.fromkeys(scale.concurrencies, rates(scale.common_rate))
-    return Protocol("one rate for everything", chosen, chosen, {})
+    return Protocol("one rate for everything", scale.target, chosen, chosen, {})
 
 
 def _tuned_protocols(lab: Lab, scale: Scale) -> list[Protocol]:
@@ -120,12 +127,14 @@ def _tuned_protocols(lab: Lab, scale: Scale) -> list[Protocol]:
     return [
         Protocol(
             "one rate per regime",
+            scale.tuned_target,
             dict.fromkeys(scale.concurrencies, at["SyncFL"]),
             dict.fromkeys(scale.concurrencies, at["AsyncFL"]),
             {},
         ),
         Protocol(
             "tuned per regime and concurrency",
+            scale.tuned_target,
             {c: tuned["SyncFL", c].rates for c in scale.concurrencies},
             {c: tuned["AsyncFL", c].rates for c in scale.concurrencies},
             {f"{regime} at {c}": found for (regime, c), found in tuned.items()},
@@ -134,16 +143,34 @@ def _tuned_protocols(lab: Lab, scale: Scale) -> list[Protocol]:
 
 
 def _measure(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol) -> list[Pair]:
-    return [
-        Pair(
+    def both(c: int) -> Pair:
+        sync = [sync_scene(scale, c, seed) for seed in seeds]
+        asynchronous = [async_scene(scale, c, seed) for seed in seeds]
+        return Pair(
             c,
-            reached(lab, scale, [sync_scene(scale, c, s) for s in seeds], protocol.sync[c]),
-            reached(
-                lab, scale, [async_scene(scale, c, s) for s in seeds], protocol.asynchronous[c]
-            ),
+            reached(lab, protocol.target, sync, protocol.sync[c]),
+            reached(lab, protocol.target, asynchronous, protocol.asynchronous[c]),
         )
-        for c in scale.concurrencies
+
+    return [both(c) for c in scale.concurrencies]
+
+
+def _asymptotes(lab: Lab, scale: Scale, seed: int, protocol: Protocol) -> str:
+    """The target beside what each regime reaches in the end, at the paper's concurrency."""
+    c = scale.concurrency
+    trials = {
+        "SyncFL": Trial(scene=sync_scene(scale, c, seed), rates=protocol.sync[c]),
+        "AsyncFL": Trial(scene=async_scene(scale, c, seed), rates=protocol.asynchronous[c]),
+    }
+    curves = lab.learn(trials.values())
+    ends = [
+        f"{name} {number(perplexity(curves[trial].points[-1].quality.all))}"
+        for name, trial in trials.items()
     ]
+    return (
+        f"{protocol.name}: target perplexity {number(protocol.target)}; at the end of the recorded "
+        f"runs, C = {c}: {', '.join(ends)}"
+    )
 
 
 def _findings(name: str, pairs: list[Pair]) -> list[Finding]:

@@ -26,7 +26,7 @@ def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     chosen = rates(scale.common_rate)
     found = {
-        c: reached(lab, scale, [sync_scene(scale, c, seed) for seed in seeds], chosen)
+        c: reached(lab, scale.target, [sync_scene(scale, c, seed) for seed in seeds], chosen)
         for c in scale.concurrencies
     }
     hours = {c: [run.hours for run in runs] for c, runs in found.items()}

@@ -32,8 +32,8 @@ class Tuned(NamedTuple):
 
 
 def tuned_for_time(lab: Lab, scale: Scale, scenes: Sequence[Scene], grid: Sequence[float]) -> Tuned:
-    """The fewest hours to the target."""
-    loss = math.log(scale.target)
+    """The fewest hours to the target of tuned rates."""
+    loss = math.log(scale.tuned_target)
     return tuned(lab, scenes, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, loss)
 
 

@@ -36,6 +36,7 @@ TOY = structs.replace(
     window_hours=0.1,
     fixed_hour=0.05,
     target=95.0,
+    tuned_target=95.0,
     sync_grid=(0.02, 0.03),
     async_grid=(0.01, 0.015),
 )
@@ -63,7 +64,7 @@ def test_the_report_is_one_file_that_names_the_papers_numbers(
     toy: tuple[Path, list[Result]],
 ) -> None:
     text = (toy[0] / "report.html").read_text(encoding="utf-8")
-    assert "http" not in text.replace("<!doctype html>", "")  # nothing is fetched
+    assert "://" not in text  # nothing is fetched
     for number_of_the_paper in ("21x", "73.24", "-17 %", "8.8e-4", "4.3x", "30x"):
         assert number_of_the_paper in text
     assert "calibrated input" in text
