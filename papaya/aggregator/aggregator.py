@@ -18,6 +18,7 @@ from papaya.aggregator.upload import Slots
 from papaya.aggregator.work import (
     Arriving,
     Folded,
+    Forget,
     Lost,
     Offered,
     Restored,
@@ -25,13 +26,13 @@ from papaya.aggregator.work import (
     StepFailed,
     Stepped,
 )
-from papaya.config import ServerConfig
+from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import ProtocolError, TicketError
-from papaya.machine import Effects, Handle, Reply, Send
+from papaya.machine import Effects, Handle, Read, Reply, Send
 from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
 from papaya.messages.participation import ChunkOffer, Refused, Request, Retry
-from papaya.messages.storage import FenceRow, Rows, Transacted
+from papaya.messages.storage import FenceRow, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
 
 
@@ -63,6 +64,7 @@ class Aggregator:
         self._next_beat = boot
         self._woken_at = boot
         self._tokens = count(1)
+        self._left: dict[int, TaskConfig] = {}  # secure tasks, while their rows are read
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -180,7 +182,24 @@ class Aggregator:
                 if held.phase is Phase.STOPPED:
                     del self.tasks[held.task]
                 return effects
+        if isinstance(message, Rows) and message.token in self._left:
+            return self._on_left(self._left.pop(message.token), message)
         return []
+
+    def _leave(self, held: HeldTask) -> Effects:
+        """Orders name it no more: it has another holder, or is over; the rows tell which."""
+        effects = held.stop()
+        if held.offers is None:
+            return effects
+        token = next(self._tokens)
+        self._left[token] = held.pipeline.config
+        return [*effects, Read(token, (task_key(held.task),))]
+
+    def _on_left(self, config: TaskConfig, rows: Rows) -> Effects:
+        row = dict(rows.rows).get(task_key(config.task))
+        is_over = row is None or (isinstance(row, TaskRow) and row.is_over)
+        # Before, or held here again: the trusted party may have seeds that will be asked for.
+        return [Forget(config)] if is_over and config.task not in self.tasks else []
 
     # -- orders and reports -----------------------------------------------------------------
 
@@ -193,7 +212,7 @@ class Aggregator:
         given = {placement.task: placement for placement in orders.tasks}
         effects: Effects = []
         for task in [task for task in self.tasks if task not in given]:
-            effects += self.tasks.pop(task).stop()
+            effects += self._leave(self.tasks.pop(task))
         for placement in given.values():
             effects += self._take(placement)
         return effects

@@ -33,11 +33,15 @@ LOST = "trusted_party_lost"
 
 
 class TrustedPartyError(Exception):
-    """It refused, or is LOST: gone, or no longer the one that took the seeds."""
+    """It refused, or is LOST: gone, or no longer the one that took the seeds.
 
-    def __init__(self, reason: str, message: str) -> None:
+    `group` is set when it has this very seed in another group, which is open.
+    """
+
+    def __init__(self, reason: str, message: str, group: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.group = group
 
 
 class TrustedParty(Protocol):
@@ -58,6 +62,10 @@ class TrustedParty(Protocol):
 
         If the connection breaks meanwhile, it hears it again from the first word on.
         """
+        ...
+
+    def forget(self, parameters: PublicParameters) -> None:
+        """The task is over. Unknown to it, or unreachable, it is left alone: nobody waits."""
         ...
 
 

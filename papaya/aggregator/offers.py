@@ -41,6 +41,7 @@ class Offers:
         self._asked_with: dict[int, int] = {}  # buffers, and the newest seed of each
         self._had_seeds: tuple[int, ...] = ()  # when the present party was asked
         self._lost: tuple[int, ...] = ()
+        self._is_late = False  # the last offers were over when they came
         self.problem = ""
 
     @property
@@ -53,7 +54,8 @@ class Offers:
             return []
         self._is_asked, self._is_doubted = True, False
         self._asked_with = pipeline.newest_seeds()
-        return [GetOffers(self._config, self._seq, self._wanted if self._is_low else 1)]
+        wanted = self._wanted if self._is_low and not self._is_late else 1
+        return [GetOffers(self._config, self._seq, wanted)]
 
     def on_offered(self, now: float, offered: Offered, pipeline: Pipeline) -> None:
         self._is_asked = False
@@ -70,6 +72,15 @@ class Offers:
         self.mark_lost(now, pipeline)
         self._had_seeds = tuple(self._asked_with)
         self._terms = offered.terms
+        left_s = offered.offers[-1].expires - now
+        self._is_late = left_s <= self._config.upload_timeout_s
+        if self._is_late:
+            self._ask_again_at = now + _AGAIN_S
+            self.problem = (
+                f"new offers of the trusted party end in {left_s:.0f} s, an upload may take "
+                f"{self._config.upload_timeout_s:.0f} s: look at its clock"
+            )
+            return
         self._stock.extend(offered.offers)
 
     def mark_lost(self, now: float, pipeline: Pipeline) -> None:

@@ -17,6 +17,7 @@ from papaya.aggregator import regime
 from papaya.aggregator.buffer import Buffer
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.work import (
+    FAILED,
     UNREACHABLE,
     DeleteBlobs,
     Fold,
@@ -41,6 +42,7 @@ from papaya.messages.storage import (
 
 _NEVER = float("inf")
 _AGAIN_S = 1.0
+_MOST_FAILURES = 10
 
 
 class Pipeline:
@@ -60,6 +62,7 @@ class Pipeline:
         self._commit_due = _NEVER
         self._last_commit = -_NEVER
         self._step_due = -_NEVER
+        self._failures = 0  # of the trusted party, at this step
 
     def restore(self) -> Restore:
         records = tuple(self.ledger.records.values())
@@ -86,13 +89,26 @@ class Pipeline:
         """Acknowledged updates of the next version: their clients are no longer active."""
         return len(self.current.folded) if self.acknowledges_folded else self.current.durable
 
-    def place(self, member: Member, sealed: bytes) -> Fold | None:
-        """Take a place in the first buffer with room; None when all are full for now."""
+    @property
+    def _open_targets(self) -> range:
         first = self.ledger.version + 1
         end = first + regime.open_buffers(self.config)
         # Behind the last version that the owner wants there is none to take a place in.
         last = self.config.stop.versions or end
-        for target in range(first, min(end, last + 1)):
+        return range(first, min(end, last + 1))
+
+    def is_past(self, target: int | None) -> bool:
+        """Nothing can be put any more into the buffer of this version, if one is meant."""
+        if target is None:
+            return False
+        return target not in self._open_targets or self._buffer(target).is_full
+
+    def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
+        """Take a place in the first buffer with room; None when all are full for now.
+
+        With a `group`, only in that one: the trusted party has the seed there already.
+        """
+        for target in self._open_targets if group is None else (group,):
             buffer = self._buffer(target)
             if buffer.has_room and regime.accepts(self.config, member.version, target):
                 buffer.folding[member.session] = member
@@ -113,8 +129,12 @@ class Pipeline:
         buffer = self._buffers.get(message.target)
         return buffer is not None and buffer.has(message.session)
 
-    def refuse(self, message: Folded) -> None:
+    def refuse(self, message: Folded) -> int | None:
+        """Its place is free again. Returns the open buffer whose group has its seed, if one does:
+        a predecessor placed it there, and died before it was recorded.
+        """
         del self._buffers[message.target].folding[message.session]
+        return None if self.is_past(message.seed_group) else message.seed_group
 
     def fold(self, now: float, message: Folded) -> Buffer:
         buffer = self._buffers[message.target]
@@ -181,9 +201,14 @@ class Pipeline:
         return self._transact(self.ledger.record(records))
 
     def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
-        if message.dropped == UNREACHABLE:  # it has the seeds: nothing is lost by asking again
+        """Nothing yet, if the trusted party did not answer, or failed: it has the seeds, so that
+        nothing is lost by asking again. One that fails for minutes is not asked any more.
+        """
+        self._failures += message.dropped == FAILED
+        is_failing = message.dropped == FAILED and self._failures < _MOST_FAILURES
+        if message.dropped == UNREACHABLE or is_failing:
             self._is_busy = False
-            self._step_due = now + _AGAIN_S
+            self._step_due = now + _AGAIN_S * 2 ** min(self._failures, 6)
             return []
         self._step = (now, message, ticket_life_s)
         return self._transact(self.ledger.advance(*self._step))
@@ -209,6 +234,7 @@ class Pipeline:
         self._is_busy = False
         self._step = None
         if isinstance(transaction.put[0][1], VersionRow):
+            self._failures = 0
             garbage = self.ledger.advanced(transaction)
             del self._buffers[self.ledger.version]
             return [], True, [DeleteBlobs(garbage)]

@@ -52,6 +52,7 @@ class Session:
         "offer",
         "sealed",
         "sealed_seed",
+        "seed_group",
         "seen_at",
         "ticket",
         "upload",
@@ -70,6 +71,7 @@ class Session:
         self.in_buffer = False
         self.offer: SecureOffer | None = None
         self.sealed_seed = b""
+        self.seed_group: int | None = None  # the version to come that a predecessor gave it to
         self.answer_to: list[Handle] = []
 
     @property

@@ -28,6 +28,8 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple
 
+from msgspec import structs
+
 from papaya.aggregator.masked import (
     LOST,
     MaskedSum,
@@ -40,6 +42,7 @@ from papaya.aggregator.work import (
     Drop,
     Fold,
     Folded,
+    Forget,
     GetOffers,
     Keep,
     Offered,
@@ -203,14 +206,18 @@ class Shards:
         members: list[Any] = []
         try:
             for work, upload in given:
-                refused = None
+                folded = Folded(work.config.task, work.seq, work.target, work.session)
                 try:
                     members.append(self._member(work, _in_order(upload)))
                     sessions.append(work.session)
                 except UpdateRefused as error:
-                    refused = error.reason
-                task = work.config.task
-                results.append(Folded(task, work.seq, work.target, work.session, refused))
+                    folded = structs.replace(folded, refused=error.reason)
+                except TrustedPartyError as error:
+                    reason: SeedRefusal = (
+                        "trusted_party_lost" if error.reason == LOST else "seed_refused"
+                    )
+                    folded = structs.replace(folded, refused=reason, seed_group=error.group)
+                results.append(folded)
             if members:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
                 buffer = self._buffer(config.task, seq, target)
@@ -286,8 +293,13 @@ class Shards:
             return Offered(config.task, work.seq, problem=str(error))
         return Offered(config.task, work.seq, offers, terms)
 
+    def forget(self, work: Forget) -> None:
+        parameters = work.config.public_parameters
+        if self._trusted is not None and parameters is not None:
+            self._trusted.forget(parameters)
+
     def _member(self, work: Fold, pieces: list[BytesLike]) -> Contribution | Sequence[BytesLike]:
-        """What is added to the sum, or UpdateRefused."""
+        """What is added to the sum; or UpdateRefused, or TrustedPartyError for its seed."""
         config = work.config
         if config.secure_aggregation is None:
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
@@ -295,12 +307,7 @@ class Shards:
                 admit_evaluation(update.pieces, config.evaluates.max_examples)
             return Contribution(update, work.examples, work.staleness)
         update_pieces = masked_update(config, pieces)
-        try:
-            self._party().accept(work.offer, work.target, work.sealed)
-        except TrustedPartyError as error:
-            is_lost = error.reason == LOST
-            reason: SeedRefusal = "trusted_party_lost" if is_lost else "seed_refused"
-            raise UpdateRefused(reason, str(error)) from error
+        self._party().accept(work.offer, work.target, work.sealed)
         return update_pieces
 
     def _mean(self, work: Step, total: Total) -> parameters.Vector:

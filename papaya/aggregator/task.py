@@ -32,12 +32,11 @@ from papaya.messages.participation import (
     Aborted,
     AbortReason,
     Completed,
+    DiscardReason,
     Incomplete,
     Retry,
 )
 from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
-
-_TOO_LATE = Completed("round_over")
 
 
 class HeldTask:
@@ -117,18 +116,19 @@ class HeldTask:
                 effects += self._acknowledge(session)
             elif member.session not in self.sessions.ended:
                 self.sessions.remember(member.session, Completed(), member.keep_until)
-        for session in self.sessions.active.values():
-            if session.upload is not None:
-                effects += self._send_again(session)
-        return effects
+        return effects + self._send_all_again()
+
+    def _send_all_again(self) -> Effects:
+        uploading = [s for s in self.sessions.active.values() if s.upload is not None]
+        return [effect for session in uploading for effect in self._send_again(session)]
 
     def _send_again(self, session: Session) -> Effects:
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
-        session.upload, session.in_buffer = None, False
-        self._slots.release((self.task, session.id))
+        effects = self.reclaim_slot(session)
+        session.in_buffer = False
         self.sessions.refile(session)
-        return [*self._answer(session, missing), Drop(self.task, self.fence.seq, session.id)]
+        return self._answer(session, missing) + effects
 
     def on_restored(self, now: float) -> Effects:
         self.phase = Phase.SERVING
@@ -219,7 +219,7 @@ class HeldTask:
         return effects
 
     def reclaim_slot(self, session: Session) -> Effects:
-        """No progress for a heartbeat: its client sends the chunks again later."""
+        """What is here of its upload is forgotten: its client sends the chunks again later."""
         session.upload = None
         self._slots.release((self.task, session.id))
         return [Drop(self.task, self.fence.seq, session.id)]
@@ -242,11 +242,13 @@ class HeldTask:
 
     def _place(self, session: Session) -> Effects:
         if not regime.accepts(self.pipeline.config, session.version, self.ledger.version + 1):
-            return self._end(session, _TOO_LATE, "discarded_round_over")
-        member = session.as_member(
-            keep_until(session.ticket.expires, self.pipeline.config, self._server)
+            return self._discard(session, "round_over")
+        if self.pipeline.is_past(session.seed_group):
+            return self._discard(session, "seed_refused")
+        until = keep_until(session.ticket.expires, self.pipeline.config, self._server)
+        fold = self.pipeline.place(
+            session.as_member(until), session.sealed_seed, session.seed_group
         )
-        fold = self.pipeline.place(member, session.sealed_seed)
         if fold is not None:
             return [fold]
         self._overflow.append(session.id)
@@ -258,7 +260,7 @@ class HeldTask:
             return []
         self._slots.release((self.task, session.id))
         if message.refused is not None:
-            return self._on_refused(session, message) + self.pipeline.pump(now)
+            return self._on_refused(session, message, message.refused) + self.pipeline.pump(now)
         buffer = self.pipeline.fold(now, message)
         session.in_buffer = True
         effects: Effects = []
@@ -268,14 +270,18 @@ class HeldTask:
             effects += self._end_round()
         return effects + self.pipeline.pump(now)
 
-    def _on_refused(self, session: Session, message: Folded) -> Effects:
-        self.pipeline.refuse(message)
+    def _on_refused(self, session: Session, message: Folded, reason: DiscardReason) -> Effects:
+        group = self.pipeline.refuse(message)
+        if group is not None and session.seed_group is None:
+            session.seed_group = group
+            return self._send_again(session) + self._place_overflow()
         if self.offers is not None:
-            self.offers.on_refused(message.refused, session.offer)
+            self.offers.on_refused(reason, session.offer)
         session.upload = None
-        answer = Completed(message.refused)
-        effects = self._end(session, answer, f"discarded_{message.refused}")
-        return effects + self._place_overflow()
+        return self._discard(session, reason) + self._place_overflow()
+
+    def _discard(self, session: Session, reason: DiscardReason) -> Effects:
+        return self._end(session, Completed(reason), f"discarded_{reason}")
 
     def _place_overflow(self) -> Effects:
         effects: Effects = []
@@ -291,10 +297,8 @@ class HeldTask:
         effects: Effects = []
         is_in = self.pipeline.current.has
         for session in [s for s in self.sessions.active.values() if not is_in(s.id)]:
-            if session.is_complete:
-                effects += self._end(session, _TOO_LATE, "discarded_round_over")
-            else:
-                effects += self.end(session, "round_over")
+            end = self._discard if session.is_complete else self.end
+            effects += end(session, "round_over")
         return effects
 
     # -- storage ----------------------------------------------------------------------------
@@ -312,10 +316,12 @@ class HeldTask:
         return effects
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
-        if message.dropped:
-            self.counters[message.counter] += 1
         life_s = ticket_life_s(self.pipeline.config, self._server)
-        return self.pipeline.on_stepped(now, message, life_s)
+        effects = self.pipeline.on_stepped(now, message, life_s)
+        if message.dropped:
+            what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
+            self.counters[what] += 1
+        return effects
 
     def on_step_failed(self, message: StepFailed) -> Effects:
         """Nothing is published and nothing is lost: the record waits for the task's owner."""
@@ -334,11 +340,7 @@ class HeldTask:
         """Until its rows change. Its clients keep their sessions, not their places in memory."""
         self.phase = Phase.HALTED
         self.halted_because = reason
-        effects: Effects = []
-        for session in self.sessions.active.values():
-            if session.upload is not None:
-                effects += self._send_again(session)
-        return effects
+        return self._send_all_again()
 
     def on_transacted(self, now: float, message: Transacted) -> Effects:
         if message.outcome == "refused":

@@ -8,10 +8,11 @@ news. Everything else that it refuses is refused to the client.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 from papaya.aggregator.masked import LOST, TrustedPartyError
-from papaya.aggregator.work import UNREACHABLE, Offer
+from papaya.aggregator.work import FAILED, UNREACHABLE, Offer
 from papaya.messages.participation import SecureOffer
 from papaya.secagg import offer as secagg
 from papaya.secagg.parameters import PublicParameters
@@ -42,6 +43,8 @@ class Tsa(Protocol):
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None: ...
 
+    def forget(self, parameters_hash: bytes) -> object: ...
+
 
 class Evidence(NamedTuple):
     """Why a device may believe the trusted party."""
@@ -67,14 +70,17 @@ class TrustedPartyOverTsa:
         self, parameters: PublicParameters, count: int
     ) -> tuple[tuple[Offer, ...], SecureOffer]:
         with _told():
+            identity = self._tsa.identity_public_key
             digest = self._tsa.register(parameters)
             made = self._tsa.offers(digest, count)
             evidence = self._prove(digest)
+            if self._tsa.identity_public_key != identity:
+                raise TrustedPartyError(LOST, "the trusted party was started anew meanwhile")
         offers = tuple(Offer(o.index, float(o.expires), o.encode()) for o in made)
         return offers, SecureOffer(
             parameters=parameters.encode(),
             offer=b"",
-            identity=self._tsa.identity_public_key,
+            identity=identity,
             platform=evidence.platform,
             evidence=evidence.quote,
             collateral=evidence.collateral,
@@ -92,15 +98,23 @@ class TrustedPartyOverTsa:
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        with _told(UNREACHABLE):  # it may have the seeds: it is asked again
+        with _told(UNREACHABLE, FAILED):  # it may have the seeds: it is asked again
             self._tsa.release(parameters, group, members, take)
+
+    def forget(self, parameters: PublicParameters) -> None:
+        with suppress(Refused, Unavailable):  # one that was started anew knows nothing of it
+            self._tsa.forget(parameters.digest())
 
 
 class _told:
-    """Turns what the trusted party says into TrustedPartyError; `away` when it says nothing."""
+    """Turns what the trusted party says into TrustedPartyError.
 
-    def __init__(self, away: str = LOST) -> None:
+    `away` when it says nothing, `failed` when it cannot do what it should.
+    """
+
+    def __init__(self, away: str = LOST, failed: str = "refused_internal") -> None:
         self._away = away
+        self._failed = failed
 
     def __enter__(self) -> None:
         pass
@@ -109,6 +123,9 @@ class _told:
         if isinstance(error, Unavailable):
             raise TrustedPartyError(self._away, str(error)) from error
         if isinstance(error, Refused):
-            is_strange = error.reason in _STRANGERS
-            reason = LOST if is_strange else f"refused_{error.reason.name.lower()}"
-            raise TrustedPartyError(reason, str(error)) from error
+            reason = f"refused_{error.reason.name.lower()}"
+            if error.reason in _STRANGERS:
+                reason = LOST
+            elif error.reason is Reason.INTERNAL:
+                reason = self._failed
+            raise TrustedPartyError(reason, str(error), error.group) from error

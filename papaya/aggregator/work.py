@@ -7,6 +7,7 @@
     Restore      load the sums of durable records                   → Restored
     Step         apply the server optimizer, write a version        → Stepped or StepFailed
     Drop         forget an upload's bytes or a task's buffers
+    Forget       the trusted party has no more to do for a task
     (any of them                                                    → Lost: a blob is missing)
     DeleteBlobs  after the row that named them is gone
 
@@ -79,6 +80,8 @@ class Folded(Message, frozen=True):
     target: int
     session: SessionId
     refused: DiscardReason | None = None
+    seed_group: int | None = None
+    """The version whose group has this very seed, if that is another one than `target`."""
 
 
 class Snapshot(Effect, frozen=True):
@@ -128,6 +131,7 @@ class Step(Effect, frozen=True):
 
 
 UNREACHABLE = "trusted_party_unreachable"
+FAILED = "trusted_party_failed"
 
 
 class Stepped(Message, frozen=True):
@@ -137,15 +141,9 @@ class Stepped(Message, frozen=True):
     parameters: BlobKey
     optimizer: BlobKey
     dropped: str = ""
-    """Why the masked buffer could not be used: then the version is its predecessor again, or, if
-    the trusted party is UNREACHABLE, the step is to be tried once more.
+    """Why the masked buffer could not be used: then the version is its predecessor again. If the
+    trusted party is UNREACHABLE, or FAILED for some reason of its own, the step may be tried again.
     """
-
-    @property
-    def counter(self) -> str:
-        """Under which name it is counted that there is no step."""
-        is_for_now = self.dropped == UNREACHABLE
-        return "steps_postponed" if is_for_now else f"buffers_dropped_{self.dropped}"
 
 
 class StepFailed(Message, frozen=True):
@@ -182,6 +180,12 @@ class Drop(Effect, frozen=True):
     task: TaskId
     seq: int
     session: SessionId | None = None
+
+
+class Forget(Effect, frozen=True):
+    """A secure task is over: what the trusted party still holds for it is of no use to anyone."""
+
+    config: TaskConfig
 
 
 class DeleteBlobs(Effect, frozen=True):

@@ -3,7 +3,7 @@
 Everything here is the device's own: no server can change it, and defaults are the strict side of
 every choice. Refused when it is made: a policy that contradicts itself. It does not know a
 task's parameters; those that the device agrees to are `Policy` in `papaya/secagg/participant.py`,
-for which `minimum_threshold` is meant.
+for which `minimum_threshold` and `maximum_staleness` are meant.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_cached_keys          the machine may keep its platform keys at Intel
     allow_smt                  hyper-threading may be on: side channels get easier
     minimum_threshold          sums of fewer clients are refused, whatever is attested
+    maximum_staleness          tasks that allow more are refused: a server that lies about versions
+                               makes one update up to sqrt(1 + max_staleness) times louder
     """
 
     log_key: str
@@ -67,6 +69,7 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_cached_keys: bool = False
     allow_smt: bool = False
     minimum_threshold: int = 10
+    maximum_staleness: int = 1000
 
     def __post_init__(self) -> None:
         self.log_policy()
@@ -86,6 +89,13 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "a sum has at least one member",
                 "leave it at 10, or lower it to 1 for a demonstration",
             )
+        if self.maximum_staleness < 0:
+            raise ConfigError.of(
+                "maximum_staleness",
+                self.maximum_staleness,
+                "an update is never ahead of its server",
+                "leave it at 1000, or use 0 to take part in synchronous rounds only",
+            )
         if self.oldest_record < 0:
             raise ConfigError.of("oldest_record", self.oldest_record, "below 0", "use 0")
 
@@ -104,6 +114,5 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ) from error
 
     def accepts(self, platform: Platform) -> bool:
-        if platform == "software":
-            return self.allow_insecure_software
-        return platform in self.platforms
+        is_worth_something = platform != "software" or self.allow_insecure_software
+        return platform in self.platforms and is_worth_something

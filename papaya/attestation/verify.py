@@ -109,7 +109,10 @@ def verify_quote(evidence: Evidence, policy: DevicePolicy, now: float) -> Quoted
     if platform not in PLATFORMS or not policy.accepts(platform):
         hint = None
         if platform == "software":
-            hint = "it proves nothing; a device takes it only with allow_insecure_software = true"
+            hint = (
+                "it proves nothing; a device takes it only with allow_insecure_software = true, "
+                'and "software" among its platforms'
+            )
         message = f"this device does not believe {platform[:20]!r} evidence"
         raise AttestationError("platform", message, hint=hint)
     if len(evidence.quote) > MAX_QUOTE_BYTES or len(evidence.collateral) > MAX_COLLATERAL_BYTES:

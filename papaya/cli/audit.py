@@ -1,8 +1,9 @@
 """`papaya audit`: check a log and every release in it, as anyone can, and say what was not checked.
 
 Each record is built anew from its revision and compared. With `--source` that is a git clone,
-otherwise only this installation's sources are at hand. Exit code 3 if anything failed; steps that
-could not be done are listed and do not fail the audit.
+otherwise only this installation's sources are at hand. Exit code 3 if anything failed, also if the
+clone does not have a revision; 4 if a release was not built anew, because such an audit has checked
+a log's form and no binary. Other steps that could not be done are listed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,27 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from papaya.cli.log_source import add_reading, now, policy_of, reader_of, remember
+from papaya.cli.log_source import add_reading, keeping, now, policy_of, reader_of
 from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
-from papaya.cli.tsa_artifact import NoWheels, artifact_hash, build, from_folder, from_revision
-from papaya.errors import OperatorError, ProtocolError
+from papaya.cli.tsa_artifact import (
+    NoGit,
+    NoWheels,
+    artifact_hash,
+    build,
+    from_folder,
+    from_revision,
+)
+from papaya.errors import OperatorError, PapayaError, ProtocolError
 from papaya.tsa.measurement import Read, installed
-from papaya.verifiable_log.auditor import Built, CannotBuild, Rebuild, Step, audit
+from papaya.verifiable_log.auditor import Built, CannotBuild, NoSource, Rebuild, Step, audit
 from papaya.verifiable_log.record import Record
+
+
+class NotRebuilt(PapayaError):
+    """Nothing failed, but releases were not built anew: nobody has compared them with a source."""
+
+    exit_code = 4
+    default_hint = "clone the source and name it: --source DIR; or accept it with --allow-not-done"
 
 
 def add_to(commands: Commands) -> None:
@@ -34,6 +49,9 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--wheels", type=Path, metavar="DIR", help="dependencies, if pip has no network"
     )
+    parser.add_argument(
+        "--allow-not-done", action="store_true", help="releases need not be built anew"
+    )
     add_format(parser)
 
 
@@ -41,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     policy = policy_of(options)
     reader = reader_of(options, policy)
     rebuild = _rebuild(options.source, options.wheels)
-    steps = list(audit(reader, policy, rebuild, now()))
+    with keeping():
+        steps = list(audit(reader, policy, rebuild, now()))
     failed = [step for step in steps if step.outcome == "failed"]
     open_steps = [step for step in steps if step.outcome == "not done"]
     if options.format == "json":
@@ -51,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
     if failed:
         hint = "do not trust this log, and tell others what you found"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
-    remember(options, reader)
+    unbuilt = [step for step in open_steps if step.name == "rebuild"]
+    if unbuilt and not options.allow_not_done:
+        raise NotRebuilt(f"{plural(len(unbuilt), 'release')} could not be built anew here")
     note(f"nothing failed; {plural(len(open_steps), 'step')} could not be done here")
     return 0
 
@@ -81,6 +102,8 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             read = _reading(source, record.revision, is_clone=is_clone)
             found = artifact_hash(read)
         except OperatorError as error:
+            if is_clone and not isinstance(error, NoGit):
+                raise NoSource(f"{error}. If it is newer than the clone: git fetch") from error
             raise CannotBuild(str(error)) from error
         if not is_clone and found != record.artifact:
             where = "this installation" if source is None else str(source)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 
 from papaya.cli import log_write
-from papaya.cli.log_source import add_reading, now, policy_of, reader_of, refusals, remember
+from papaya.cli.log_source import add_reading, keeping, now, policy_of, reader_of, refusals
 from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.reader import LogReader
@@ -62,7 +62,6 @@ def run_verify(options: argparse.Namespace) -> int:
                 Record.decode(entry)
             except LogError as error:
                 raise LogError(f"record {index}: {error}") from error
-    remember(options, reader)
     if options.format == "json":
         print_json({"checkpoint": _checkpoint(reader), "records": len(entries)})
     else:
@@ -74,7 +73,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
 def _read(options: argparse.Namespace) -> tuple[LogReader, list[bytes]]:
     reader = reader_of(options, policy_of(options))
-    with refusals():
+    with refusals(), keeping():
         reader.refresh(now())
         return reader, reader.entries()
 

@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from papaya.cli.output import positive, whole, writing
+from papaya.cli.output import positive, whole
 from papaya.errors import OperatorError, ProtocolError
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError, MissingFile, Unreachable
 from papaya.verifiable_log.folder import LogFolder
+from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
 from papaya.verifiable_log.note import SignerKey, VerifierKey
-from papaya.verifiable_log.reader import LogReader, over_http
+from papaya.verifiable_log.over_http import over_http
+from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.tiles import Fetch
 
 
@@ -60,20 +62,15 @@ def policy_of(options: argparse.Namespace) -> LogPolicy:
 
 
 def reader_of(options: argparse.Namespace, policy: LogPolicy) -> LogReader:
-    """Over what `--remember` has, if it has anything."""
-    remembered = None
-    if options.remember is not None and options.remember.exists():
-        remembered = options.remember.read_bytes()
-    with refusals():
-        return LogReader(fetch_of(options.log), policy, remembered)
-
-
-def remember(options: argparse.Namespace, reader: LogReader) -> None:
-    if options.remember is not None and reader.remembered is not None:
-        with writing(options.remember):
-            beside = options.remember.with_name(f"{options.remember.name}.new")
-            beside.write_bytes(reader.remembered)
-            beside.replace(options.remember)
+    """From what `--remember` has on; whatever is accepted is there before it is made use of."""
+    fetch = fetch_of(options.log)
+    if options.remember is None:
+        return LogReader(fetch, policy)
+    try:
+        return RememberingReader(fetch, policy, CheckpointFile(options.remember, policy))
+    except (LogError, OSError) as error:
+        hint = "name the file that an earlier command wrote for this log, or one that is not there"
+        raise OperatorError(f"--remember {options.remember}: {error}", hint=hint) from error
 
 
 def fetch_of(log: str) -> Fetch:
@@ -125,6 +122,16 @@ def refusals() -> Iterator[None]:
         raise LogRefused(str(error), hint=hint) from error
     except LogError as error:
         raise LogRefused(str(error)) from error
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Around whatever refreshes a reader: with `--remember` that writes a file."""
+    try:
+        yield
+    except OSError as error:
+        hint = "the log must be there to read, and the file of --remember to be written"
+        raise OperatorError(f"{error.filename}: {error.strerror}", hint=hint) from error
 
 
 def now() -> float:

@@ -14,13 +14,13 @@ from pathlib import Path
 from papaya.cli.log_source import (
     add_reading,
     folder_of,
+    keeping,
     now,
     policy_of,
     private_key,
     public_key,
     reader_of,
     refusals,
-    remember,
 )
 from papaya.cli.output import Commands, add_format, note, print_data, print_json, writing
 from papaya.cli.tsa import reading
@@ -143,9 +143,8 @@ def run_cosign(options: argparse.Namespace) -> int:
             f"{options.key} is not a witness's key", hint="papaya log key --witness"
         )
     reader = reader_of(options, policy_of(options))
-    with refusals():
-        checkpoint = reader.refresh(now())
-    remember(options, reader)  # before the signature leaves: never two histories
+    with refusals(), keeping():
+        checkpoint = reader.refresh(now())  # kept before the signature leaves: never two histories
     print_data(key.signature_line(checkpoint.text, int(now())).rstrip("\n"))
     return 0
 

@@ -16,6 +16,7 @@ from papaya.cli.output import (
     add_format,
     make_folder,
     note,
+    plural,
     print_data,
     print_json,
     table,
@@ -94,8 +95,8 @@ def _keys(what: list[str]) -> list[str]:
 
 
 def _verdict(result: Result) -> str:
-    failed = sum(not check.holds for check in result.checks)
-    return "as the paper claims" if not failed else f"{failed} claims do not hold"
+    holds = sum(check.holds for check in result.checks)
+    return f"{holds} of {plural(len(result.checks), 'check')} hold"
 
 
 def _described(result: Result) -> str:

@@ -34,6 +34,12 @@ class NoWheels(OperatorError):
     default_hint = "fetch them where there is a network, then: papaya tsa build --wheels DIR"
 
 
+class NoGit(OperatorError):
+    """Git could not be asked, which says nothing about a revision."""
+
+    default_hint = "install git, or build from a checkout of that revision"
+
+
 def from_folder(root: Path) -> Read:
     """`Read` for a checkout."""
     return lambda path: (root / path).read_bytes()
@@ -53,7 +59,9 @@ def from_revision(repository: Path, revision: str) -> Read:
             return subprocess.run(
                 command, check=True, capture_output=True, timeout=60, env=environment
             ).stdout
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoGit(f"git could not be run in {repository}: {error}") from error
+        except subprocess.SubprocessError as error:
             message = f"{repository} cannot show {path} of revision {revision[:60]}"
             raise OperatorError(message, hint="fetch that revision, or name its clone") from error
 

@@ -30,6 +30,7 @@ class TaskTerms(Struct, frozen=True):
     max_examples: int
     max_staleness: int
     clip: float | None
+    threshold: int | None
 
 
 class TaskFile(Struct, frozen=True):

@@ -314,6 +314,7 @@ def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...
             max_examples=config.max_examples,
             max_staleness=config.max_staleness,
             clip=config.clip,
+            threshold=config.threshold,
         )
         task = loaded.task
         tasks.append(TaskFile(path, task.name, loaded.module_hash, terms, task.examples))

@@ -20,7 +20,8 @@ from papaya.config.checks import MAX_COUNT, require, require_count, require_posi
 from papaya.config.lifecycle import Evaluated, EvaluationPlan, StopRule
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
-from papaya.secagg.parameters import EXTRA_WORDS, PublicParameters
+from papaya.secagg.parameters import EXTRA_WORDS, MAX_GOAL, PublicParameters
+from papaya.secagg.participant import DEFAULT_MAXIMUM_STALENESS
 
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
@@ -210,6 +211,12 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 "participation_gap_s = 0: one device may take part again at once, so a "
                 "threshold or a privacy budget no longer counts devices"
             )
+        if self.secure_aggregation is not None and self.max_staleness > DEFAULT_MAXIMUM_STALENESS:
+            found.append(
+                f"max_staleness = {self.max_staleness} with secure aggregation: devices refuse "
+                f"tasks that allow more than {DEFAULT_MAXIMUM_STALENESS}, unless their owners "
+                "raise maximum_staleness"
+            )
         if self.durability == "step":
             found.append(
                 "durability = 'step': acknowledged updates of an open buffer are lost in a crash, "
@@ -334,13 +341,22 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 "set clip: fixed point is scaled to it",
             )
         needed = fixed_point.needed_levels(self.model_length, self.max_examples)
+        largest = min(fixed_point.largest_goal(needed), MAX_GOAL)
+        remedy = f"lower aggregation_goal (or concurrency) below {largest + 1}"
         require(
             fixed_point.levels(goal) >= needed,
             "aggregation_goal",
             goal,
             f"leaves {max(0, fixed_point.levels(goal))} fixed-point levels for a model of "
             f"{self.model_length} parameters, which needs {needed}",
-            f"lower aggregation_goal (or concurrency) below {fixed_point.largest_goal(needed) + 1}",
+            remedy,
+        )
+        require(
+            goal <= MAX_GOAL,
+            "aggregation_goal",
+            goal,
+            f"the trusted party releases sums of at most {MAX_GOAL} clients",
+            remedy,
         )
         step = self.clip / fixed_point.levels(goal)
         require(
@@ -349,4 +365,12 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.clip,
             "leaves no fixed-point precision: the sum or one step of the grid is not a float32",
             "choose a clip near the norm of real updates, usually between 0.01 and 100",
+        )
+        is_counted = float(self.clip).is_integer() and self.clip <= fixed_point.levels(goal)
+        require(
+            self.evaluates is None or is_counted,
+            "clip",
+            self.clip,
+            f"an evaluation counts in whole numbers of at most {fixed_point.levels(goal)}",
+            "lower evaluation.clients",
         )

@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from papaya.experiments import charts
-from papaya.experiments.common import async_scene, plain_scene, rates, reached, sync_scene
+from papaya.experiments.common import (
+    ONE_RATE,
+    async_scene,
+    plain_scene,
+    rates,
+    reached,
+    sync_scene,
+)
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number, ratios
 from papaya.experiments.scale import Scale
@@ -83,7 +90,10 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             ),
         ),
         plots=(charts.lines(lab.folder, KEY, "design", [panel]),),
-        notes=(f"One server rate, {scale.common_rate:g}. Infinity: not within the recorded run.",),
+        notes=(
+            "Infinity: not within the recorded run.",
+            ONE_RATE,
+        ),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from papaya.experiments import charts
-from papaya.experiments.common import async_scene, rates, reached, versions_per_hour
+from papaya.experiments.common import ONE_RATE, async_scene, rates, reached, versions_per_hour
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number, ratios
 from papaya.experiments.scale import Scale
@@ -56,5 +56,5 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             ),
         ),
         plots=(charts.lines(lab.folder, KEY, "aggregation goal K", panels),),
-        notes=(f"One server rate, {scale.common_rate:g}, for every K.",),
+        notes=(ONE_RATE,),
     )

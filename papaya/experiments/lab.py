@@ -8,13 +8,14 @@ interrupted goes on where it was.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from papaya import __version__
 from papaya.config import AsyncFL, SyncFL, TaskConfig
@@ -30,12 +31,15 @@ from papaya.sim.workloads.language import Language, LanguageConfig
 from papaya.sim.workloads.lstm import Lstm, Walks
 from papaya.sim.workloads.lstm_trainers import LstmSizes
 
-_POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
+POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 _MODEL_LENGTH: Final = 4  # of what is uploaded while a trace is recorded
 _DRAIN_S: Final = 300.0  # longer than a timeout: whoever was assigned in the window has ended
 _WARM_UP_S: Final = 600.0
-_SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
+SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
 _NO_END_HOURS: Final = 10_000.0
+
+LANGUAGE: Final = LanguageConfig()
+LSTM: Final = LstmSizes()
 
 Model = Literal["embedding", "lstm"]
 
@@ -58,12 +62,16 @@ class Scene(Struct, frozen=True, kw_only=True):
             model_length=_MODEL_LENGTH,
             regime=self.regime,
         )
-        population = _POPULATIONS[self.population]
-        return ClusterConfig(tasks=(task,), population=population, supply=_SUPPLY)
+        population = POPULATIONS[self.population]
+        return ClusterConfig(tasks=(task,), population=population, supply=SUPPLY)
 
     @property
     def goal(self) -> int:
         return self.cluster.tasks[0].aggregation_goal
+
+    def versions_of(self, updates: int | None) -> int | None:
+        """How many versions hold so many updates."""
+        return None if updates is None else math.ceil(updates / self.goal)
 
     @property
     def effort(self) -> float:
@@ -124,14 +132,18 @@ class Lab:
     def learn(self, trials: Iterable[Trial]) -> dict[Trial, Curve]:
         wanted = list(dict.fromkeys(trials))
         self.record(trial.scene for trial in wanted)
-        missing = [trial for trial in wanted if not self._path(trial).exists()]
+        missing = [trial for trial in wanted if self._curve(trial) is None]
         missing.sort(key=lambda trial: -trial.scene.effort)
         self._each("learning", partial(_learn, self.folder), missing)
-        decode = partial(msgspec.json.decode, type=Curve)
-        return {trial: decode(self._path(trial).read_bytes()) for trial in wanted}
+        found = {trial: self._curve(trial) for trial in wanted}
+        return {trial: curve for trial, curve in found.items() if curve is not None}
 
-    def _path(self, trial: Trial) -> Path:
-        return self.folder / "trials" / f"{_digest(trial)}.json"
+    def _curve(self, trial: Trial) -> Curve | None:
+        """None as well for a file that is damaged: it is made again."""
+        try:
+            return msgspec.json.decode(_trial_path(self.folder, trial).read_bytes(), type=Curve)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
 
     def _each(self, kind: str, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         if not items:
@@ -170,8 +182,12 @@ def _learn(folder: Path, trial: Trial) -> None:
         until=trial.until,
     )
     encoded = msgspec.json.encode(curve)
-    path = folder / "trials" / f"{_digest(trial)}.json"
+    path = _trial_path(folder, trial)
     write_whole(path, lambda partly: partly.write_bytes(encoded))
+
+
+def _trial_path(folder: Path, trial: Trial) -> Path:
+    return folder / "trials" / f"{_digest(trial)}.json"
 
 
 @lru_cache(maxsize=2)
@@ -181,14 +197,18 @@ def _trace(path: Path) -> Trace:
 
 @lru_cache(maxsize=2)
 def _workload(model: Model, population: str) -> Workload:
-    devices = _POPULATIONS[population]
+    devices = POPULATIONS[population]
     if model == "embedding":
-        return EmbeddingWorkload(devices)
-    sizes = LstmSizes()
-    language = Language(LanguageConfig(vocabulary=sizes.vocabulary))
-    return Lstm(Walks(language, sizes.steps, devices), sizes)
+        return EmbeddingWorkload(devices, Language(LANGUAGE))
+    language = Language(structs.replace(LANGUAGE, vocabulary=LSTM.vocabulary))
+    return Lstm(Walks(language, LSTM.steps, devices), LSTM)
 
 
 def _digest(value: Scene | Trial) -> str:
-    encoded = msgspec.json.encode((__version__, type(value).__name__, value), order="deterministic")
+    """Of all that decides the outcome, but for the program itself, which its version stands for."""
+    scene = value if isinstance(value, Scene) else value.scene
+    decides: list[object] = [__version__, value, scene.cluster]
+    if isinstance(value, Trial):
+        decides += [LANGUAGE, LSTM] if value.model == "lstm" else [LANGUAGE]
+    encoded = msgspec.json.encode(decides, order="deterministic")
     return hashlib.sha256(encoded).hexdigest()[:24]

@@ -25,7 +25,6 @@ from papaya.experiments.lab import Lab, Scene, Trial
 from papaya.experiments.result import Check, Finding, Result, number
 from papaya.experiments.scale import Scale
 from papaya.experiments.tuning import Tuned, tuned_for_loss
-from papaya.sim.replay import Curve, Point
 
 KEY = "table-1"
 _LEVELS = ("all", "p75", "p99")
@@ -71,7 +70,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         title=f"Table 1: perplexity after {scale.table_updates:,} client updates",
         paper="Table 1",
         findings=_findings(rows),
-        checks=(*_checks(rows), *(found.check(name) for name, found in chosen.items())),
+        checks=(*decide(rows), *(found.check(name) for name, found in chosen.items())),
         plots=(_draw(lab, rows),),
         notes=_notes(rows),
     )
@@ -79,21 +78,21 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 def _tune(lab: Lab, scale: Scale, name: str) -> Tuned:
     grid = scale.async_grid if name == _ASYNC else scale.sync_grid
-    return tuned_for_loss(lab, [_scene(scale, name, s) for s in tuning_seeds(scale)], grid)
+    scenes = [_scene(scale, name, seed) for seed in tuning_seeds(scale)]
+    return tuned_for_loss(lab, scenes, grid, scale.table_updates)
 
 
 def _row(lab: Lab, scale: Scale, seeds: Sequence[int], name: str, chosen: Tuned) -> Row:
-    trials = [Trial(scene=_scene(scale, name, seed), rates=chosen.rates) for seed in seeds]
+    scenes = [_scene(scale, name, seed) for seed in seeds]
+    trials = [
+        Trial(scene=scene, rates=chosen.rates, until=scene.versions_of(scale.table_updates))
+        for scene in scenes
+    ]
     curves = lab.learn(trials)
-    points = [_at(curves[trial], scale.table_updates) for trial in trials]
+    points = [curves[trial].points[-1] for trial in trials]
     found = {level: [perplexity(getattr(p.quality, level)) for p in points] for level in _LEVELS}
     by_clients = [perplexity(point.quality.all_by_clients) for point in points]
     return Row(found, by_clients, [point.hours for point in points])
-
-
-def _at(curve: Curve, updates: int) -> Point:
-    """The first judged version that holds so many updates, or the last."""
-    return next((point for point in curve.points if point.updates >= updates), curve.points[-1])
 
 
 def _findings(rows: dict[str, Row]) -> tuple[Finding, ...]:
@@ -112,10 +111,10 @@ def _findings(rows: dict[str, Row]) -> tuple[Finding, ...]:
 _WORDS = {"all": "all", "p75": "75th percentile", "p99": "99th percentile"}
 
 
-def _checks(rows: dict[str, Row]) -> tuple[Check, ...]:
+def decide(rows: dict[str, Row]) -> tuple[Check, ...]:
     plain, over, asynchronous = (fmean(rows[n].perplexity["p99"]) for n in (_PLAIN, _OVER, _ASYNC))
     hours = {name: fmean(row.hours) for name, row in rows.items()}
-    back = (over - asynchronous) / (over - plain)
+    back = (over - asynchronous) / (over - plain) if over > plain else 0.0
     return (
         Check(
             "at the 99th percentile over-selection is at least 15 % worse than none",

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from msgspec.structs import asdict
+
+from papaya.config import TaskConfig
+from papaya.experiments.common import CLIENT, LSTM_CLIENT
+from papaya.experiments.lab import LANGUAGE, POPULATIONS, SUPPLY
 from papaya.experiments.result import Check, Finding, Result, number
 from papaya.experiments.scale import Scale
 
@@ -38,13 +43,36 @@ def page(results: Sequence[Result], scale: Scale, seeds: Sequence[int], folder: 
             f"{verdict}.</p>"
         ),
         (
-            "<p>Grey rows are inputs that were calibrated to the paper: that they agree proves "
-            "nothing. All other numbers came out of the simulation; in brackets the lowest and the "
-            "highest seed.</p>"
+            "<p>What was put in is <a href=#inputs>at the end</a>. Grey rows were calibrated "
+            "to the paper: that they agree proves nothing. All other numbers came out of the "
+            "simulation; in brackets the lowest and the highest seed.</p>"
         ),
         *(_section(result, folder) for result in results),
+        _inputs(scale),
     ]
     return "\n".join(parts)
+
+
+def _inputs(scale: Scale) -> str:
+    """Everything that was put in, from the objects that the runs were made of."""
+    task = TaskConfig(task="experiment", concurrency=scale.concurrency, model_length=1)
+    groups = {
+        "size of the runs": asdict(scale),
+        "default population, calibrated to the paper": asdict(POPULATIONS["default"]),
+        "stress population": asdict(POPULATIONS["stress"]),
+        "language, its dialect calibrated": asdict(LANGUAGE),
+        "task": {"training_timeout_s": task.training_timeout_s, "max_examples": task.max_examples},
+        "fleet": {"check-ins per expected completion": SUPPLY},
+        "client SGD": asdict(CLIENT),
+        "client SGD of the LSTM": asdict(LSTM_CLIENT),
+    }
+    rows = [
+        f"<tr><td>{escape(group)}<td>{escape(name)}<td>{escape(str(value))}</tr>"
+        for group, fields in groups.items()
+        for name, value in fields.items()
+    ]
+    heading = "<h2 id=inputs>Inputs</h2><p class=paper>What was put in: chosen or calibrated.</p>"
+    return "\n".join([heading, "<table>", *rows, "</table>"])
 
 
 def _section(result: Result, folder: Path) -> str:

@@ -9,6 +9,8 @@ is kept in the folder: calling it again goes on from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,7 @@ from papaya.experiments.lab import Lab
 from papaya.experiments.page import page
 from papaya.experiments.result import Result
 from papaya.experiments.scale import Scale
+from papaya.sim.jobs import write_whole
 
 Tell = Callable[[str, int, int], None]
 
@@ -41,10 +44,20 @@ def reproduce(
     results = []
     for one in chosen:
         result = one.run(lab, scale, seeds)
-        (folder / f"{result.key}.json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(result))
-        )
+        encoded = msgspec.json.format(msgspec.json.encode(result))
+        write_whole(folder / f"{result.key}.json", partial(Path.write_bytes, data=encoded))
         results.append(result)
         ended(result)
-    (folder / "report.html").write_text(page(results, scale, seeds, folder), encoding="utf-8")
+    text = page(_with_earlier(results, folder), scale, seeds, folder)
+    write_whole(folder / "report.html", partial(Path.write_text, data=text, encoding="utf-8"))
     return results
+
+
+def _with_earlier(results: Sequence[Result], folder: Path) -> list[Result]:
+    """Also those of earlier calls whose numbers are complete, in the order of the report."""
+    found = {result.key: result for result in results}
+    for key in EXPERIMENTS:
+        with suppress(FileNotFoundError, msgspec.MsgspecError):
+            data = (folder / f"{key}.json").read_bytes()
+            found.setdefault(key, msgspec.json.decode(data, type=Result))
+    return [found[key] for key in EXPERIMENTS if key in found]

@@ -34,12 +34,16 @@ class Tuned(NamedTuple):
 def tuned_for_time(lab: Lab, scale: Scale, scenes: Sequence[Scene], grid: Sequence[float]) -> Tuned:
     """The fewest hours to the target of tuned rates."""
     loss = math.log(scale.tuned_target)
-    return tuned(lab, scenes, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, loss)
+    return tuned(lab, scenes, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, target=loss)
 
 
-def tuned_for_loss(lab: Lab, scenes: Sequence[Scene], grid: Sequence[float]) -> Tuned:
-    """The lowest loss for all clients where the scenes end."""
-    return tuned(lab, scenes, grid, (0.9,), lambda curve: curve.points[-1].quality.all, None)
+def tuned_for_loss(lab: Lab, scenes: Sequence[Scene], grid: Sequence[float], updates: int) -> Tuned:
+    """The lowest loss for all clients after so many updates, which is what is reported too."""
+
+    def last(curve: Curve) -> float:
+        return curve.points[-1].quality.all if curve.points else math.inf
+
+    return tuned(lab, scenes, grid, (0.9,), last, updates=updates)
 
 
 def tuned(
@@ -48,12 +52,17 @@ def tuned(
     grid: Sequence[float],
     moments: Sequence[float],
     score: Callable[[Curve], float],
-    target: float | None,
+    *,
+    target: float | None = None,
+    updates: int | None = None,
 ) -> Tuned:
     """The best of all rates and first moments, by the mean score over the scenes."""
     candidates = [rates(rate, beta1) for beta1, rate in product(moments, grid)]
     trials = {
-        chosen: [Trial(scene=scene, rates=chosen, target=target) for scene in scenes]
+        chosen: [
+            Trial(scene=scene, rates=chosen, target=target, until=scene.versions_of(updates))
+            for scene in scenes
+        ]
         for chosen in candidates
     }
     curves = lab.learn(trial for group in trials.values() for trial in group)

@@ -9,6 +9,11 @@ edges are fixed, the same for every task: a device learns nothing about others f
 is resolution: a percentile is widened to the whole bucket that it falls into, and `Share.clients`
 says how many that were.
 
+Everything is a whole number: losses count in units of `LOSS_UNIT`, and numbers above
+`EVALUATION_CLIP` are written in digits of that size, each in a place of its own. So fixed point
+rounds nothing away and clamps nothing, however many clients there are, and a sum is exact with
+secure aggregation and without. What is told misses the true mean loss by at most `error_bound`.
+
 One client weighs in the mean by its examples, so a server takes no more of them than the task
 allows a client, and no loss below zero or above `MAX_LOSS` for each: `admit_evaluation`, before an
 upload enters the sum. So no absurd upload ends a task. A lie within these bounds counts, by its
@@ -27,12 +32,19 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from papaya.config.lifecycle import EVALUATION_CLIP
 from papaya.errors import InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 
 # The smallest data volume of each bucket: powers of two, because volumes are heavy-tailed.
 BUCKETS: Final = (0, *(2**power for power in range(1, 16)))
-_COLUMNS: Final = 3  # sum of loss x examples, sum of examples, sum of clients
+LOSS_UNIT: Final = 2.0**-24
+_BASE: Final = int(EVALUATION_CLIP) + 1
+# What the digits of a bucket are worth, the lowest first: the sum of losses, the examples, and last
+# the clients. There are enough for MAX_LOSS on each of 2^31 examples.
+_LOSS: Final = slice(0, 5)
+_EXAMPLES: Final = slice(5, 8)
+_COLUMNS: Final = 9
 EVALUATION_LENGTH: Final = _COLUMNS * len(BUCKETS)
 # The mean loss of one client; a larger one counts as this. For log-losses it is far beyond the
 # worst model; scale another kind of loss until it fits.
@@ -71,14 +83,27 @@ def bucket(volume: int) -> int:
 
 def evaluation_vector(volume: int, loss_sum: float, examples: int) -> Vector:
     """What one device uploads: its sums in the bucket of its data volume, zero elsewhere."""
-    table = np.zeros((len(BUCKETS), _COLUMNS), FLOAT32)
+    if math.isnan(loss_sum):
+        raise OperatorError(
+            "the loss on held-out data is not a number", hint="look at the newest version"
+        )
     if loss_sum < 0:
         raise OperatorError(
             f"the mean loss on held-out data is {loss_sum / examples:g}, below zero",
             hint="add a constant to the loss of the task's file, so that none is negative",
         )
-    table[bucket(volume)] = (min(loss_sum, MAX_LOSS * examples), examples, 1)
+    units = round(min(loss_sum, MAX_LOSS * examples) / LOSS_UNIT)
+    table = np.zeros((len(BUCKETS), _COLUMNS), FLOAT32)
+    table[bucket(volume)] = (*_digits(units, _LOSS), *_digits(examples, _EXAMPLES), 1)
     return table.reshape(-1)
+
+
+def error_bound(share: Share) -> float:
+    """The most by which a mean loss can miss the real one.
+
+    Each client rounds its sum once, to a unit; and what is told went through float32.
+    """
+    return LOSS_UNIT / 2 * share.clients / share.examples + 2.0**-22 * share.loss
 
 
 def admit_evaluation(pieces: Sequence[Vector], max_examples: int) -> None:
@@ -87,12 +112,14 @@ def admit_evaluation(pieces: Sequence[Vector], max_examples: int) -> None:
     filled = table[np.any(table != 0, axis=1)]
     if len(filled) != 1:
         raise UpdateRefused("over_norm", f"{len(filled)} buckets are filled by one client")
-    loss_sum, examples, clients = (float(value) for value in filled[0])
-    if clients != 1 or examples != round(examples) or not 1 <= examples <= max_examples:
+    if (filled != np.rint(filled)).any() or (filled < 0).any() or (filled >= _BASE).any():
+        raise UpdateRefused("over_norm", f"not whole numbers from 0 to {_BASE - 1}")
+    loss_sum, examples, clients = (float(value) for value in _totals(filled)[0])
+    if clients != 1 or not 1 <= examples <= max_examples:
         raise UpdateRefused(
             "over_norm", f"one client counts as {clients:g}, with {examples:g} examples"
         )
-    if not 0 <= loss_sum <= MAX_LOSS * examples * _ROUNDED:
+    if loss_sum > MAX_LOSS * examples:
         raise UpdateRefused("over_norm", f"a loss of {loss_sum / examples:g} is out of bounds")
 
 
@@ -100,17 +127,20 @@ def summarize(sums: Tensor, max_examples: int = 2**32) -> EvaluationResult:
     """The result that these sums over devices say, or ProtocolError."""
     if sums.shape != (EVALUATION_LENGTH,):
         raise ProtocolError(f"an evaluation is {EVALUATION_LENGTH} numbers, not {sums.shape}")
-    table = sums.astype(FLOAT64).reshape(-1, _COLUMNS)
-    table[:, 1:] = np.rint(table[:, 1:])  # whole numbers that went through a mean in float32
-    examples, clients = table[:, 1], table[:, 2]
-    if not np.isfinite(table).all() or (table[:, 1:] < 0).any():
+    # Whole numbers that went through a mean in float32.
+    counted = np.rint(sums.astype(FLOAT64)).reshape(-1, _COLUMNS)
+    if not np.isfinite(counted).all() or (counted < 0).any():
         raise ProtocolError("an evaluation holds a count below zero, NaN or infinity")
+    table = _totals(counted)
+    loss, examples, clients = table.T
     if (examples[clients == 0] != 0).any():
         raise ProtocolError("an evaluation holds examples of no client")
-    if (examples > clients * max_examples).any():
+    if (examples > clients * max_examples * _ROUNDED).any():
         raise ProtocolError(f"an evaluation holds more than {max_examples} examples of a client")
-    if (table[:, 0] < -1).any() or (table[:, 0] > MAX_LOSS * examples * _ROUNDED + 1).any():
-        raise ProtocolError(f"an evaluation holds a mean loss below zero or above {MAX_LOSS:g}")
+    if (loss > MAX_LOSS * examples * _ROUNDED).any():
+        raise ProtocolError(f"an evaluation holds a mean loss above {MAX_LOSS:g}")
+    if (counted > clients[:, None] * (_BASE - 1) * _ROUNDED).any():
+        raise ProtocolError("an evaluation holds digits that its clients cannot have uploaded")
     if not examples.sum() > 0:
         raise ProtocolError("an evaluation of no examples has no mean loss")
     return EvaluationResult(
@@ -118,6 +148,25 @@ def summarize(sums: Tensor, max_examples: int = 2**32) -> EvaluationResult:
         p75=_from_bucket(table, _percentile(table, 0.75)),
         p99=_from_bucket(table, _percentile(table, 0.99)),
     )
+
+
+def _digits(number: int, where: slice) -> list[int]:
+    """The lowest first."""
+    found = []
+    for _ in range(where.start, where.stop):
+        number, digit = divmod(number, _BASE)
+        found.append(digit)
+    if number:
+        raise InvariantError("an evaluation with more examples than a task can allow")
+    return found
+
+
+def _totals(digits: Tensor) -> Tensor:
+    """Of each bucket: the sum of losses, the examples, the clients."""
+    worth = float(_BASE) ** np.arange(_COLUMNS)
+    loss = LOSS_UNIT * (digits[:, _LOSS] * worth[: _LOSS.stop]).sum(axis=1)
+    examples = (digits[:, _EXAMPLES] * worth[: _EXAMPLES.stop - _EXAMPLES.start]).sum(axis=1)
+    return np.stack((loss, examples, digits[:, -1]), axis=1)
 
 
 def _percentile(table: Tensor, share: float) -> int:

@@ -18,6 +18,7 @@ from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
     Fold,
+    Forget,
     GetOffers,
     Keep,
     Restore,
@@ -184,6 +185,7 @@ class AggregatorHost(Host):
         self._kept: object = None
         heavy: tuple[type[Effect], ...] = (
             GetOffers,
+            Forget,
             Fold,
             Snapshot,
             Restore,

@@ -72,6 +72,11 @@ class TrustedLink:
     ) -> None:
         self._call(lambda client: client.release(parameters, group, members, take))
 
+    def forget(self, parameters_hash: bytes) -> None:
+        """Said to the party that is there: none is started to be told this."""
+        if self._client is not None:
+            self._call(lambda client: client.forget(parameters_hash))
+
     def close(self) -> None:
         with self._guard:
             self._disconnect()

@@ -33,6 +33,7 @@ from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
     Fold,
+    Forget,
     GetOffers,
     Keep,
     Lost,
@@ -53,7 +54,7 @@ logger = logging.getLogger("papaya.workers")
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 
-Work = GetOffers | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
+Work = GetOffers | Forget | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 
 
 class BlobStore(Protocol):
@@ -142,6 +143,8 @@ class Workers:
         match work:
             case GetOffers():
                 self._offers.submit(self._get_offers, work)
+            case Forget():
+                self._offers.submit(self._forget, work)
             case Keep():
                 self._shards.keep(work)
             case Fold():
@@ -166,6 +169,12 @@ class Workers:
             logger.exception("offers for %s", work.config.task)
             offered = Offered(work.config.task, work.seq, problem=str(error) or repr(error))
         self._call(self._deliver_all, [offered])
+
+    def _forget(self, work: Forget) -> None:
+        try:
+            self._shards.forget(work)
+        except Exception:
+            logger.exception("the trusted party and %s, which is over", work.config.task)
 
     def _give(self, task: TaskId, given: tuple[Fold, Upload] | LoneJob) -> None:
         with self._changed:

@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from papaya.secagg.errors import UpdateError
-from papaya.secagg.words import BLOCK, SIGNED, Reals, Words, blocks
+from papaya.secagg.words import BLOCK, SIGNED, Reals, Words
 
 _HALF_GROUP: Final = 2**31 - 1
 _FLOAT64: Final = np.dtype("<f8")
@@ -94,12 +94,3 @@ class Encoder:
         if not np.isfinite(values).all():
             raise UpdateError("not_finite", "the update holds NaN or infinity")
         np.clip(scaled, -self._limit, self._limit, out=scaled)
-
-
-def encode(values: Reals, factor: float, limit: int) -> Words:
-    """The group elements of a whole vector."""
-    encoded = np.empty(values.size, np.dtype("<u4"))
-    encoder = Encoder(factor, limit)
-    for block in blocks(values.size):
-        encoder.encode_into(values[block], encoded[block])
-    return encoded

@@ -31,6 +31,7 @@ MAX_ENCODED_BYTES: Final = 1024
 MAX_LENGTH: Final = 2**30  # coordinates: 4 GiB
 EXTRA_WORDS: Final = 2  # after the update: the weight, and the constant 1
 MAX_STALENESS: Final = 2**31
+MAX_GOAL: Final = 131_066  # members that one request for a release can name
 _TASK: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _FLOAT32_TINY: Final = 2.0**-126
 _FLOAT32_MAX: Final = 2.0**128 * (1 - 2.0**-24)
@@ -41,7 +42,8 @@ class PublicParameters:
     """Checked when made: whoever holds one holds sensible values.
 
     `weighting`: "examples" multiplies an update by min(n, max_examples)/max_examples and by
-    1/sqrt(1 + staleness); "none" sums vectors as they are, as an evaluation does.
+    1/sqrt(1 + staleness); "none" sums whole numbers of at most `clip` as they are, as an evaluation
+    does: nothing is rounded or clamped.
     """
 
     task: str
@@ -60,7 +62,7 @@ class PublicParameters:
         known = self.weighting in ("examples", "none")
         _require("weighting", self.weighting, known, "examples or none")
         _require_count("length", self.length, 1, MAX_LENGTH)
-        _require_count("aggregation_goal", self.aggregation_goal, 1, 2**31 - 1)
+        _require_count("aggregation_goal", self.aggregation_goal, 1, MAX_GOAL)
         _require_count("threshold", self.threshold, 1, self.aggregation_goal)
         _require_count("max_examples", self.max_examples, 1, 2**31 - 1)
         _require_count("max_staleness", self.max_staleness, 0, MAX_STALENESS)
@@ -72,6 +74,8 @@ class PublicParameters:
         _require("clip", self.clip, _is_positive(self.clip), "a finite number above zero")
         fits = self.step >= _FLOAT32_TINY and self.aggregation_goal * self.clip <= _FLOAT32_MAX
         _require("clip", self.clip, fits, "a clip whose sums and steps are float32")
+        counts = self.weighting != "none" or (self.clip.is_integer() and self.clip <= self.levels)
+        _require("clip", self.clip, counts, f"a whole number of at most {self.levels} levels")
 
     @property
     def levels(self) -> int:
@@ -81,7 +85,19 @@ class PublicParameters:
     @property
     def step(self) -> float:
         """What one step of an update's coordinate is worth."""
-        return self.clip / self.levels
+        return 1.0 if self.weighting == "none" else self.clip / self.levels
+
+    @property
+    def scale(self) -> float:
+        """The paper's c: steps for a coordinate of 1."""
+        if self.weighting == "none":
+            return 1.0
+        return fixed_point.scale(self.aggregation_goal, self.clip)
+
+    @property
+    def most_steps(self) -> int:
+        """Of one coordinate of one client, to either side of zero."""
+        return int(self.clip) if self.weighting == "none" else self.levels
 
     @property
     def vector_words(self) -> int:

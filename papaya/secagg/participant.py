@@ -4,21 +4,24 @@ Paper, "Protocol Detail", steps 3 and 4: "client i validates the signature and a
 [...] picks a random seed s_i [...] and sends v_i + m_i". Three rules that close attacks:
 
 - *A client seals the seed of one update once.* Sealed for two groups, two sums would differ by one
-  client. `UnsealedUpdate.seal` gives its update away: there is no second one, whatever a server
-  says it has lost. A `SealedUpdate` keeps its bytes, also on disk, and a retry sends them again.
+  client. `UnsealedUpdate.seal` gives its update away, but whoever has the numbers can make another.
+  That nobody does, whatever a server says it has lost, is for the stages of the client
+  (`papaya/client/client.py`). A retry sends the same bytes; after a restart nothing is sent.
 - *Nobody tells a client its weight.* It is computed from the client's own examples and from how far
   the server says it is ahead, within limits that are public parameters.
-- *The device has its own policy.* Parameters that are honestly attested may still be too weak.
+- *The device has its own policy.* Parameters that are honestly attested may still be too weak. So
+  is a large `max_staleness`: what the server says of versions damps an update by up to
+  sqrt(1 + max_staleness), which makes others quieter than the one that it wants to hear.
 
 Order of the device's checks: evidence (attestation), then `Terms` (policy), then the offer; nothing
 is masked before all of them passed. The norm of the update is clipped by the caller; here single
-coordinates are clamped, and NaN and infinity refused.
+coordinates are clamped, and NaN and infinity refused. Of counts, which are not weighted, whatever
+would be rounded or clamped is refused.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -29,15 +32,16 @@ from papaya.secagg.errors import OfferRefused, UpdateError
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.mask import SEED_BYTES, Mask
 from papaya.secagg.offer import KEY_BYTES, Offer
-from papaya.secagg.parameters import HASH_BYTES, PublicParameters
+from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import BLOCK, WORD, Entropy, Reals, Words, blocks
 
 DEFAULT_MINIMUM_THRESHOLD: Final = 10
+DEFAULT_MAXIMUM_STALENESS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What this device agrees to: the signed manifest's values, and its own smallest threshold."""
+    """What this device agrees to: the values of its own task file, and limits of its owner."""
 
     task: str
     length: int
@@ -45,6 +49,7 @@ class Policy:
     max_examples: int
     max_staleness: int
     minimum_threshold: int = DEFAULT_MINIMUM_THRESHOLD
+    maximum_staleness: int = DEFAULT_MAXIMUM_STALENESS
     weighting: str = "examples"
 
     def check(self, parameters: PublicParameters) -> None:
@@ -52,10 +57,13 @@ class Policy:
         if parameters.threshold < self.minimum_threshold:
             message = f"sums of {parameters.threshold} clients, this device wants "
             raise OfferRefused("threshold", f"{message}at least {self.minimum_threshold}")
+        if parameters.max_staleness > self.maximum_staleness:
+            message = f"max_staleness = {parameters.max_staleness}, this device allows "
+            raise OfferRefused("max_staleness", f"{message}at most {self.maximum_staleness}")
         for name in ("task", "length", "clip", "max_examples", "max_staleness", "weighting"):
             found, wanted = getattr(parameters, name), getattr(self, name)
             if found != wanted:
-                raise OfferRefused(name, f"{name} = {found}, the manifest says {wanted}")
+                raise OfferRefused(name, f"{name} = {found}, its task file says {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +133,10 @@ def _masked(
     if delta.shape != (parameters.length,):
         message = f"update of shape {delta.shape} for {parameters.length} parameters"
         raise UpdateError("length", message)
+    if parameters.weighting == "none":
+        _check_counts(delta, parameters.clip)
     levels = parameters.levels
-    encoder = Encoder(weight * damping * (levels / parameters.clip), levels)
+    encoder = Encoder(weight * damping * parameters.scale, parameters.most_steps)
     mask = Mask(seed)
     masked = np.empty(parameters.vector_words, WORD)
     scratch = np.empty(min(masked.size, BLOCK), WORD)
@@ -143,8 +153,12 @@ def _masked(
     return masked
 
 
-_HEADER: Final = struct.Struct(f">4s{HASH_BYTES}sQ{channel.SEALED_BYTES}sQ")
-_MAGIC: Final = b"PSU1"
+def _check_counts(values: Reals, most: float) -> None:
+    """NaN and infinity do not pass either."""
+    with np.errstate(invalid="ignore"):
+        are_counts = (np.rint(values) == values) & (np.abs(values) <= most)
+    if not are_counts.all():
+        raise UpdateError("not_a_count", f"not whole numbers of at most {most:.0f}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,18 +169,3 @@ class SealedUpdate:
     index: int
     sealed: bytes
     masked: Words
-
-    def encode(self) -> bytes:
-        """For the device's disk: after a restart the same bytes are sent again."""
-        fields = (_MAGIC, self.parameters_hash, self.index, self.sealed, self.masked.size)
-        return b"".join((_HEADER.pack(*fields), self.masked.data.cast("B")))
-
-    @classmethod
-    def decode(cls, data: bytes) -> SealedUpdate:
-        """Raises UpdateError for bytes that `encode` has not made."""
-        if len(data) >= _HEADER.size:
-            magic, parameters_hash, index, sealed, words = _HEADER.unpack_from(data)
-            if magic == _MAGIC and len(data) == _HEADER.size + words * WORD.itemsize:
-                masked = np.frombuffer(data, WORD, offset=_HEADER.size)
-                return cls(parameters_hash, index, sealed, masked)
-        raise UpdateError("encoding", f"{len(data)} bytes that are no sealed update")

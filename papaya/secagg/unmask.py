@@ -112,7 +112,7 @@ class Unmasking:
         parameters, members = self._parameters, self._members
         signed = self._unmasked.view(SIGNED)
         weight = _checked_weight(signed[-EXTRA_WORDS:], members, parameters)
-        if self._extent > members * parameters.levels:
+        if self._extent > members * parameters.most_steps:
             most = self._extent * parameters.step
             raise Implausible("coordinate", f"a coordinate of {most:.3g}, above members x clip")
         norm, limit = math.sqrt(self._squares), largest_norm(weight, members, parameters)

@@ -23,10 +23,10 @@ from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import Blobs, Shards
 from papaya.aggregator.task import HeldTask
 from papaya.aggregator.trusted import TrustedPartyOverTsa
-from papaya.aggregator.work import Fold, Offer, Stepped
+from papaya.aggregator.work import FAILED, Fold, Offer, Stepped
 from papaya.client.client import Client
 from papaya.coordinator.coordinator import Coordinator
-from papaya.errors import OperatorError, UpdateRefused
+from papaya.errors import OperatorError
 from papaya.learning.weighting import BytesLike
 from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, TaskId
@@ -119,10 +119,8 @@ _member = Shards._member
 def _fold_before_accept(self: Shards, work: Fold, pieces: list[BytesLike]) -> Any:
     try:
         return _member(self, work, pieces)
-    except UpdateRefused as refused:
-        if isinstance(refused.__cause__, TrustedPartyError):
-            return pieces
-        raise
+    except TrustedPartyError:
+        return pieces
 
 
 _release = TrustedPartyOverTsa.release
@@ -150,6 +148,20 @@ def _take_away_for_lost(
         _release(self, parameters, group, members, take)
     except TrustedPartyError as error:
         raise TrustedPartyError(masked.LOST, str(error)) from error
+
+
+def _take_failure_for_refusal(
+    self: TrustedPartyOverTsa,
+    parameters: PublicParameters,
+    group: int,
+    members: Sequence[int],
+    take: TakeBlock,
+) -> None:
+    try:
+        _release(self, parameters, group, members, take)
+    except TrustedPartyError as error:
+        reason = "refused_internal" if error.reason == FAILED else error.reason
+        raise TrustedPartyError(reason, str(error)) from error
 
 
 _mark_lost = Offers.mark_lost
@@ -232,6 +244,7 @@ BUGS: dict[str, tuple[_Patch, ...]] = {
     "drop-not-counted": ((HeldTask, "on_stepped", _drop_in_silence),),
     "buffer-dropped-without-a-reason": ((Shards, "_mean", _give_up_after_a_crash),),
     "unreachable-taken-for-lost": ((TrustedPartyOverTsa, "release", _take_away_for_lost),),
+    "failure-taken-for-a-refusal": ((TrustedPartyOverTsa, "release", _take_failure_for_refusal),),
     "open-buffer-given-up-too-soon": ((Offers, "mark_lost", _give_all_up),),
 }
 

@@ -51,6 +51,7 @@ class Faults:
         ]
         if any(task.secure_aggregation is not None for task in cluster.config.tasks):
             kinds += [self._crash_trusted, self._crash_trusted, self._cut_off_trusted]
+            kinds += [self._fail_trusted]
         # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
         self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
         cluster.engine.after(0.0, self._next)
@@ -154,6 +155,10 @@ class Faults:
     def _cut_off_trusted(self) -> None:
         """Nothing is lost, so nothing may be given up."""
         self._cluster.trusted.cut_off(self._a_while())
+
+    def _fail_trusted(self) -> None:
+        """It answers, and cannot do what it should: nothing may be given up for that either."""
+        self._cluster.trusted.fail(self._rng.randint(1, 4))
 
     def _heal(self) -> None:
         self._cluster.trusted.come_back()

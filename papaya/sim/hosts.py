@@ -15,6 +15,7 @@ from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
     Fold,
+    Forget,
     GetOffers,
     Keep,
     Lost,
@@ -184,6 +185,7 @@ class AggregatorHost(Host):
         self._shards = Shards(trusted=cluster.trusted.party)
         self._carry_out |= {
             GetOffers: self._get_offers,
+            Forget: self._forget,
             Keep: self._keep,
             Fold: self._fold,
             Snapshot: self._snapshot,
@@ -204,6 +206,9 @@ class AggregatorHost(Host):
 
     def _get_offers(self, work: GetOffers) -> None:
         self._finish([], self._shards.get_offers(work))
+
+    def _forget(self, work: Forget) -> None:
+        self._shards.forget(work)
 
     def _keep(self, work: Keep) -> None:
         self._shards.keep(work)

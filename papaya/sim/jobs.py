@@ -1,14 +1,25 @@
-"""Work in several processes, and files that are there whole or not at all."""
+"""Work in several processes, and files that are there whole or not at all.
+
+No process outlives its use: whether the work fails, Ctrl-C is pressed or this process is ended by
+a signal that it cannot answer, a pipe closes, and the workers that wait for its end exit at once.
+A worker that is ended by someone else (mostly for want of memory) is told, not waited for.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Thread
 from typing import Any, TypeAlias
+
+from papaya.errors import OperatorError
 
 Map: TypeAlias = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
@@ -19,8 +30,30 @@ def mapping(jobs: int) -> Iterator[Map]:
     if jobs <= 1:
         yield map
         return
-    with get_context("spawn").Pool(jobs, _ignore_interrupt) as pool:
-        yield pool.imap_unordered
+    spawn = get_context("spawn")
+    watched, held = spawn.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(jobs, spawn, _prepare, (watched,))
+
+    def mapped(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        try:
+            for ended in as_completed([pool.submit(work, item) for item in items]):
+                yield ended.result()
+        except BrokenProcessPool as error:
+            raise OperatorError(
+                f"one of {jobs} processes was ended before its work was done, "
+                "as the system does when memory runs out",
+                hint="lower --jobs: each process needs memory of its own",
+            ) from error
+
+    try:
+        yield mapped
+    except BaseException:
+        held.close()  # what runs is in vain
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        held.close()
+        watched.close()
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -30,6 +63,13 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     partly.replace(path)
 
 
-def _ignore_interrupt() -> None:
+def _prepare(watched: Connection) -> None:
     """Ctrl-C is for the parent, which ends its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_end_with_parent, args=(watched,), daemon=True).start()
+
+
+def _end_with_parent(watched: Connection) -> None:
+    with suppress(EOFError):
+        watched.recv_bytes()  # nothing is ever sent
+    os._exit(1)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from papaya.config import OptimizerConfig
 from papaya.errors import ConfigError, OperatorError, UpdateRefused
@@ -108,9 +109,10 @@ class Judging:
         self, parameters: Vector, *, version: int, seconds: float, updates: int, trips: int
     ) -> None:
         quality = self._workload.evaluate(parameters)
-        self.points.append(Point(version, seconds / 3600, updates, trips, quality))
-        if not math.isfinite(quality.all):
+        if not all(map(math.isfinite, astuple(quality))):
             self.diverged = f"the loss of version {version} is not finite"
+            return
+        self.points.append(Point(version, seconds / 3600, updates, trips, quality))
         is_there = self._target is not None and quality.all <= self._target
         self._streak = self._streak + 1 if is_there else 0
 

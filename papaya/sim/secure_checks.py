@@ -240,6 +240,8 @@ def _fixed_point(
     parameters: PublicParameters, vector: Sequence[float], sealed: SealedOnce
 ) -> tuple[list[int], int]:
     """What an honest device has to add, before its mask: weighted update, and weight."""
+    if parameters.weighting == "none":  # counts: as they are
+        return [round(value) for value in vector], parameters.levels
     weight = min(sealed.examples, parameters.max_examples) / parameters.max_examples
     factor = weight * (1 / sqrt(1 + sealed.staleness)) * (parameters.levels / parameters.clip)
     limit = parameters.levels

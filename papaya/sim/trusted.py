@@ -20,8 +20,8 @@ from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, Terms, UnsealedUpdate
 from papaya.secagg.unmask import TakeBlock, give_in_blocks
-from papaya.tsa.errors import Unavailable
-from papaya.tsa.trusted_aggregator import TrustedAggregator
+from papaya.tsa.errors import Reason, Refused, Unavailable
+from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
 
 
 class Clock(Protocol):
@@ -32,17 +32,19 @@ class Clock(Protocol):
 class TrustedTwin:
     """`on_accepted` hears of every seed that was taken, `on_released` of every sum given away."""
 
-    def __init__(self, clock: Clock, rng: Random) -> None:
+    def __init__(self, clock: Clock, rng: Random, limits: Limits = DEFAULT_LIMITS) -> None:
         self.on_accepted: Callable[[int, int], None] = lambda index, group: None
         self.on_released: Callable[[bytes, int, tuple[int, ...]], None] = lambda *released: None
         self._clock = clock
         self._rng = rng
+        self._limits = limits
+        self._failures = 0
         self.crash()
         self.party = TrustedPartyOverTsa(self, lambda digest: Evidence("software", b"", b"", -1))
 
     def crash(self, away_s: float = 0.0) -> None:
         """It comes back after so long, with nothing."""
-        self._tsa = TrustedAggregator(self._rng.randbytes)
+        self._tsa = TrustedAggregator(self._rng.randbytes, self._limits)
         self.identity_public_key = self._tsa.identity_public_key
         self._back_at = self._clock.now + away_s
 
@@ -50,8 +52,13 @@ class TrustedTwin:
         """It lives and keeps everything, but nobody reaches it for so long."""
         self._back_at = max(self._back_at, self._clock.now + away_s)
 
+    def fail(self, releases: int) -> None:
+        """It lives, but fails at its next releases, as for want of memory."""
+        self._failures = releases
+
     def come_back(self) -> None:
         self._back_at = self._clock.now
+        self._failures = 0
 
     def register(self, parameters: PublicParameters) -> bytes:
         return self._reached().register(parameters.encode())
@@ -66,9 +73,16 @@ class TrustedTwin:
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        masks = self._reached().release(parameters.digest(), group, members)
+        trusted = self._reached()
+        if self._failures > 0:
+            self._failures -= 1
+            raise Refused(Reason.INTERNAL, "the trusted party failed on this")
+        masks = trusted.release(parameters.digest(), group, members)
         self.on_released(parameters.digest(), group, tuple(members))
         give_in_blocks(masks, take)
+
+    def forget(self, parameters_hash: bytes) -> int:
+        return self._reached().forget(parameters_hash)
 
     def _reached(self) -> TrustedAggregator:
         if self._clock.now < self._back_at:
@@ -86,6 +100,7 @@ def sealed(work: Seal, now: float, rng: Random) -> Sealed:
         max_examples=parameters.max_examples,
         max_staleness=parameters.max_staleness,
         minimum_threshold=1,
+        maximum_staleness=parameters.max_staleness,
         weighting=parameters.weighting,
     )
     terms = Terms(work.offer.identity, parameters, policy)

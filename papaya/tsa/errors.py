@@ -20,6 +20,7 @@ class Reason(IntEnum):
     REPLAYED = 12
     OFFER_EXPIRED = 13
     SEAL = 14
+    OTHER_GROUP = 15
     GROUP_FULL = 20
     TOO_MANY_GROUPS = 21
     GROUP_CLOSED = 22
@@ -32,11 +33,15 @@ class Reason(IntEnum):
 
 
 class Refused(Exception):
-    """A request that the trusted party does not fulfil. Its state is as before."""
+    """A request that the trusted party does not fulfil. Its state is as before.
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    OTHER_GROUP, and nothing else, names the open `group` that has exactly this seed.
+    """
+
+    def __init__(self, reason: Reason, message: str, group: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
+        self.group = group
 
 
 class Unavailable(Exception):

@@ -3,12 +3,14 @@
 Paper, "Protocol Detail", step 6: "the trusted party re-generates m_i with s_i and aggregates it to
 a running sum". Seeds wait until eight are there, or until nothing else is to do, because eight
 masks cost little more memory traffic than one. Seeds are kept until the release: what the server
-leaves out (step 3 of the ideal functionality) is taken off again.
+leaves out (step 3 of the ideal functionality) is taken off again. And whatever fails on the way,
+for want of memory say, the sum is made again from them: it is never half of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 from papaya.secagg.mask import add_masks, subtract_masks, sum_masks
@@ -18,7 +20,7 @@ BATCH: Final = 8
 
 
 class Group:
-    """Invariant: the running sum is that of all seeds except the waiting ones."""
+    """Invariant: the running sum, if there is one, is that of all seeds except the waiting ones."""
 
     def __init__(self, words: int) -> None:
         self._words = words
@@ -38,29 +40,34 @@ class Group:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._seeds if self._sum is None else self._waiting)
 
     def add(self, index: int, seed: bytes) -> None:
         self._seeds[index] = seed
         self._waiting.append(index)
-        if len(self._waiting) >= BATCH:
-            self.sum_waiting()
+        if self.waiting >= BATCH:
+            with suppress(MemoryError):  # the seed is taken: it waits on
+                self.sum_waiting()
 
     def sum_waiting(self) -> None:
         """Brings the running sum up to date."""
-        if self._sum is None:
-            self._sum = sum_masks([], self._words)
-        add_masks(self._sum, [self._seeds[index] for index in self._waiting])
+        total, self._sum = self._sum, None
+        waiting = [self._seeds[i] for i in (self._seeds if total is None else self._waiting)]
+        if total is None:
+            total = sum_masks([], self._words)
+        add_masks(total, waiting)
         self._waiting.clear()
+        self._sum = total
 
     def masks_of(self, members: Sequence[int]) -> Words:
-        """The sum of exactly these members' masks. The group is of no use afterwards."""
+        """The sum of exactly these members' masks. The running sum is given away with it."""
         wanted = dict.fromkeys(members)
         waiting = dict.fromkeys(self._waiting)
         missing = [self._seeds[i] for i in members if i in waiting]
         surplus = [s for i, s in self._seeds.items() if i not in wanted and i not in waiting]
-        if self._sum is None or len(missing) + len(surplus) > len(members):
+        total, self._sum = self._sum, None
+        if total is None or len(missing) + len(surplus) > len(members):
             return sum_masks([self._seeds[index] for index in members], self._words)
-        add_masks(self._sum, missing)
-        subtract_masks(self._sum, surplus)
-        return self._sum
+        add_masks(total, missing)
+        subtract_masks(total, surplus)
+        return total

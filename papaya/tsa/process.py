@@ -4,8 +4,8 @@ The loop behind `papaya serve tsa`. When nobody has asked anything for a moment 
 seeds, so that a release finds its sum ready. A connection is not read while its answer is being
 sent, so a peer that does not read costs one answer of memory, which is a view of the sum. A
 connection that announces too long a request is closed; one too many closes the connection that was
-silent longest. No peer can end the process: only the `stop` socket can. It logs nothing and writes
-nothing.
+silent longest. No peer can end the process, and no want of memory: only the `stop` socket can. It
+logs nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 
 from papaya.tsa import endpoint, wire
 from papaya.tsa.service import Answer, Evidence, Service
-from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
+from papaya.tsa.trusted_aggregator import Limits, TrustedAggregator
 
 MAX_CONNECTIONS: Final = 64
 _READ_BYTES: Final = 1 << 16
@@ -28,10 +28,26 @@ _QUIET_S: Final = 0.005  # seeds that come close together are summed together
 _LONGEST_WAIT_S: Final = 0.05  # when it is never quiet
 
 
-def wall_clock() -> Callable[[], float]:
-    """Unix seconds that never jump while the process lives."""
-    start = time.time() - time.monotonic()
-    return lambda: start + time.monotonic()
+def wall_clock(read: Callable[[], float] = time.time) -> Callable[[], float]:
+    """Unix seconds that never fall while the process lives.
+
+    A monotonic clock stands still while the machine sleeps, and does not hear when the wall clock
+    is set right: offers would be over before any device could use them.
+    """
+    latest = read()
+
+    def now() -> float:
+        nonlocal latest
+        latest = max(latest, read())
+        return latest
+
+    return now
+
+
+def platform_limits() -> Limits:
+    """Sums may take half of the memory that the machine, the guest or the enclave has."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Limits(memory_bytes=memory_bytes // 2)
 
 
 class _Connection:
@@ -109,7 +125,7 @@ class Process:
     def _turn(self, stop: socket.socket) -> bool:
         ready = self._selector.select(timeout=_QUIET_S)
         if not ready or time.monotonic() - self._summed_s >= _LONGEST_WAIT_S:
-            idle = not self._service.aggregator.sum_waiting()
+            idle = not self._sum_waiting()
             self._summed_s = time.monotonic()
             if idle and not ready:
                 ready = self._selector.select()
@@ -122,6 +138,13 @@ class Process:
                 self._serve(key.data, events)
         return True
 
+    def _sum_waiting(self) -> bool:
+        """False if there was nothing to do, or no memory to do it: then a release has to."""
+        try:
+            return self._service.aggregator.sum_waiting()
+        except MemoryError:
+            return False
+
     def _admit(self) -> None:
         try:
             stream, _ = self._listener.accept()
@@ -129,11 +152,15 @@ class Process:
             return
         if len(self._connections) >= MAX_CONNECTIONS:
             self._close(next(iter(self._connections.values())))
-        stream.setblocking(False)
-        endpoint.tune(stream)
-        connection = _Connection(stream)
+        try:
+            stream.setblocking(False)
+            endpoint.tune(stream)
+            connection = _Connection(stream)
+            self._selector.register(stream, selectors.EVENT_READ, connection)
+        except (OSError, MemoryError):
+            stream.close()
+            return
         self._connections[stream] = connection
-        self._selector.register(stream, selectors.EVENT_READ, connection)
 
     def _serve(self, connection: _Connection, events: int) -> None:
         # Whoever was heard last goes to the end of the line, and is closed last.
@@ -147,7 +174,7 @@ class Process:
                 connection.send(self._service.answer(request, self._clock()))
         except BlockingIOError:
             return
-        except OSError:
+        except (OSError, MemoryError):
             self._close(connection)
             return
         self._selector.modify(connection.stream, connection.events, connection)
@@ -162,10 +189,10 @@ def serve(
     listener: socket.socket,
     stop: socket.socket,
     evidence: Evidence | None = None,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: Limits | None = None,
 ) -> None:
     """A new trusted party with the system's entropy and clock, until `stop` becomes readable."""
-    aggregator = TrustedAggregator(os.urandom, limits)
+    aggregator = TrustedAggregator(os.urandom, limits or platform_limits())
     Process(Service(aggregator, evidence), listener, wall_clock()).run(stop)
 
 

@@ -38,9 +38,10 @@ class Service:
                 return self._release(body)
             return [wire.frame(wire.DONE, self._small(operation, body, now))]
         except Refused as refused:
-            return [wire.encode_refusal(refused.reason, str(refused))]
+            return [wire.encode_refusal(refused)]
         except Exception:
-            return [wire.encode_refusal(Reason.INTERNAL, "the trusted party failed on this")]
+            failed = Refused(Reason.INTERNAL, "the trusted party failed on this")
+            return [wire.encode_refusal(failed)]
 
     def _release(self, body: bytes) -> Answer:
         masks = self.aggregator.release(*wire.read_release(body))

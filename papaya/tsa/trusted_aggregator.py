@@ -42,7 +42,7 @@ class Limits:
 
     tasks: int = 64
     memory_bytes: int = 16 << 30  # for sums; a task that might need more is not registered
-    outstanding_offers: int = 1 << 16  # per task
+    outstanding_offers: int = 1 << 16  # per task; above it the oldest end
     open_groups: int = 4  # per task
     left_over_seeds: int = 1024  # per group, beyond the aggregation goal
     offer_lifetime_s: int = 3600
@@ -158,13 +158,19 @@ class TrustedAggregator:
     # --- Offers --------------------------------------------------------------------------------
 
     def offers(self, parameters_hash: bytes, count: int, now: float) -> list[Offer]:
-        """So many new initial messages of this task, in the order of their indices."""
+        """So many new initial messages of this task, in the order of their indices.
+
+        Clients that take offers and leave must not starve those who come after them: the oldest
+        offers end for new ones. Uploads end long before so many others have begun.
+        """
         task = self._task(parameters_hash)
-        self._forget_expired(task, now)
-        room = self._limits.outstanding_offers - len(task.pending)
-        if not 1 <= count <= room:
-            message = f"{count} offers asked for, there is room for {room}"
+        limit = self._limits.outstanding_offers
+        if not 1 <= count <= limit:
+            message = f"{count} offers asked for, from 1 to {limit} are kept"
             raise Refused(Reason.TOO_MANY_OFFERS, message)
+        self._forget_expired(task, now)
+        while len(task.pending) > limit - count:
+            self._end_oldest(task)
         expires = int(now) + self._limits.offer_lifetime_s
         return [self._offer(task, expires) for _ in range(count)]
 
@@ -181,17 +187,20 @@ class TrustedAggregator:
     def _forget_expired(self, task: _Task, now: float) -> None:
         # The oldest come first. Should a clock have run backwards, some stay a little longer,
         # and are refused all the same when a seed comes for them.
-        while task.pending:
-            index, pending = next(iter(task.pending.items()))
-            if now < pending.expires:
-                return
-            del task.pending[index]
-            del self._task_of_pending[index]
+        while task.pending and now >= next(iter(task.pending.values())).expires:
+            self._end_oldest(task)
+
+    def _end_oldest(self, task: _Task) -> None:
+        index = next(iter(task.pending))
+        del task.pending[index]
+        del self._task_of_pending[index]
 
     # --- Seeds ---------------------------------------------------------------------------------
 
     def accept(self, index: int, group: int, sealed: bytes, now: float) -> None:
-        """Takes the seed of one index into a group. REPLAYED: exactly this was done before."""
+        """Takes the seed of one index into a group. REPLAYED: exactly this was done before;
+        OTHER_GROUP: it was, for another group that is still open.
+        """
         task = self._task_of_pending.get(index)
         if task is None:
             raise self._not_pending(index, group, sealed)
@@ -218,11 +227,13 @@ class TrustedAggregator:
         if (found := self._accepted.get(index)) is None:
             return Refused(Reason.INDEX_USED, f"offer {index} was used, or ended")
         same = hashlib.sha256(sealed).digest() == found.sealed_digest
-        if same and group == found.group:
+        if not same:
+            message = f"offer {index} was used: another seed of it is in group {found.group}"
+            return Refused(Reason.INDEX_USED, message)
+        if group == found.group:
             return Refused(Reason.REPLAYED, f"seed {index} is in group {group} already")
-        what = "this" if same else "another"
-        message = f"offer {index} was used: {what} seed of it is in group {found.group}"
-        return Refused(Reason.INDEX_USED, message)
+        message = f"seed {index} is in group {found.group}"
+        return Refused(Reason.OTHER_GROUP, message, found.group)
 
     def _check_open(self, task: _Task, group: int) -> None:
         if not 0 <= group <= MAX_NUMBER:

@@ -3,11 +3,12 @@
     request    length: u32 | operation: u8 | fields
     answer     length: u32 | 0            | fields            done
                length: u32 | reason: u8   | text              refused
+               length: u32 | OTHER_GROUP  | group: u64, text  refused: the seed is in that group
 
     IDENTITY                                        → version: u8, key: 32 bytes
     REGISTER   parameters: JSON                     → hash: 32 bytes
     OFFERS     hash, count: u16                     → count × offer (112 bytes)
-    ACCEPT     index: u64, group: u64, sealed: 64   →                       81 bytes per client
+    ACCEPT     index: u64, group: u64, sealed: 64   →            85 bytes per client in all
     RELEASE    hash, group: u64, members × u64      → words: little-endian u32
     DROP       hash, group: u64                     → seeds: u32
     FORGET     hash                                 → seeds: u32
@@ -34,7 +35,6 @@ from papaya.tsa.trusted_aggregator import Status
 VERSION: Final = 1
 DONE: Final = 0
 MAX_REQUEST_BYTES: Final = 1 << 20
-MAX_ANSWER_BYTES: Final = (1 << 32) - 1
 MAX_OFFERS: Final = 1024  # per request
 MAX_TEXT_BYTES: Final = 400
 LENGTH: Final = struct.Struct(">I")
@@ -46,6 +46,7 @@ _HASH: Final = struct.Struct(f">{HASH_BYTES}s")
 _STATUS: Final = struct.Struct(">IIqH")
 _STATUS_GROUP: Final = struct.Struct(">QI")
 _COUNT: Final = struct.Struct(">I")
+_NUMBER: Final = struct.Struct(">Q")
 _NUMBER_BYTES: Final = 8
 
 
@@ -199,13 +200,18 @@ def decode_status(body: bytes) -> Status:
     return Status(offers, waiting, None if released < 0 else released, found)
 
 
-def encode_refusal(reason: Reason, text: str) -> bytes:
-    return frame(reason, text.encode()[:MAX_TEXT_BYTES])
+def encode_refusal(refused: Refused) -> bytes:
+    group = b"" if refused.group is None else _NUMBER.pack(refused.group)
+    return frame(refused.reason, (group + str(refused).encode())[:MAX_TEXT_BYTES])
 
 
 def decode_refusal(code: int, body: bytes) -> Refused:
+    group = None
+    if code == Reason.OTHER_GROUP and len(body) >= _NUMBER_BYTES:
+        (group,) = _NUMBER.unpack_from(body)
+        body = body[_NUMBER_BYTES:]
     text = body[:MAX_TEXT_BYTES].decode(errors="replace")
     try:
-        return Refused(Reason(code), text)
+        return Refused(Reason(code), text, group)
     except ValueError:
         return Refused(Reason.INTERNAL, f"reason {code}: {text}")

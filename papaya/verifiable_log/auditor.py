@@ -4,8 +4,9 @@
     if the source code can be used to build the expected trust binaries." (paper, "Auditing")
 
 The audit reads the log through the same `LogReader` as a device. Building is not done here: it is a
-function that is given, and raises `CannotBuild` where it could not be tried. A step that was not
-done is never reported as done: measurements of hardware are not checked here, and it says so.
+function that is given, and raises `CannotBuild` where it could not be tried, `NoSource` where the
+source does not have what the record names. A step that was not done is never reported as done:
+measurements of hardware are not checked here, and it says so.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ Rebuild: TypeAlias = Callable[[Record], "Built"]
 
 class CannotBuild(Exception):
     """The build could not be tried here; says why."""
+
+
+class NoSource(Exception):
+    """The source is here, and nothing can be built from the record's revision of it; says why."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ def _audit_record(index: int, entry: bytes, rebuild: Rebuild) -> Iterator[Step]:
         built = rebuild(record)
     except CannotBuild as error:
         yield Step("rebuild", "not done", str(error), index)
+    except NoSource as error:
+        yield Step("rebuild", "failed", str(error), index)
     else:
         yield from _compared(record, built, index)
     for platform in sorted(record.measurements.keys() - {"software"}):

@@ -9,10 +9,8 @@ then would be signing a fork. The private key is never kept in this folder.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from papaya.verifiable_log.checkpoint import (
@@ -21,6 +19,7 @@ from papaya.verifiable_log.checkpoint import (
     open_remembered,
     sign_checkpoint,
 )
+from papaya.verifiable_log.durable import locked, sync_folder, write_durably
 from papaya.verifiable_log.errors import ForkError, LogError, MissingFile
 from papaya.verifiable_log.merkle import EMPTY_ROOT, leaf_hash, tree_root
 from papaya.verifiable_log.note import (
@@ -135,20 +134,14 @@ class LogFolder:
         for folder in reversed([place.parent, *place.parent.parents]):
             if folder.is_relative_to(self._folder) and not folder.exists():
                 folder.mkdir()
-                _sync(folder.parent)
-        beside = place.with_name(f".{place.name}.new")
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.rename(place)
-        _sync(place.parent)
+                sync_folder(folder.parent)
+        write_durably(place, data)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self._folder / _LOCK).open("wb") as file:
+        with ExitStack() as stack:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(locked(self._folder / _LOCK, wait=False))
             except BlockingIOError as error:
                 raise LogError(f"another process is writing the log in {self._folder}") from error
             yield
@@ -157,11 +150,3 @@ class LogFolder:
 def _groups(first: int, items: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
     for start in range(0, len(items), TILE_WIDTH):
         yield first + start // TILE_WIDTH, items[start : start + TILE_WIDTH]
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

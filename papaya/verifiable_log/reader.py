@@ -6,14 +6,11 @@
 `LogReader` gets files through a function, so it works over HTTP, from a folder and in a test. It
 remembers the newest checkpoint that it accepted and refuses anything that does not continue it: an
 older one is a roll-back, another history is a fork. A new device starts from the checkpoint in its
-package. What `entry` returns was proven to stand in the remembered tree.
+package, and never forgets that one. What `entry` returns was proven to stand in the remembered
+tree. `papaya/verifiable_log/memory.py` remembers on a disk.
 """
 
 from __future__ import annotations
-
-import http.client
-import urllib.error
-import urllib.request
 
 from papaya.verifiable_log.checkpoint import (
     Checkpoint,
@@ -24,10 +21,8 @@ from papaya.verifiable_log.checkpoint import (
 from papaya.verifiable_log.errors import (
     ForkError,
     LogError,
-    MissingFile,
     ProofError,
     RollbackError,
-    Unreachable,
 )
 from papaya.verifiable_log.merkle import (
     EMPTY_ROOT,
@@ -41,7 +36,6 @@ from papaya.verifiable_log.merkle import (
 from papaya.verifiable_log.note import MAX_NOTE_BYTES
 from papaya.verifiable_log.tiles import (
     CHECKPOINT,
-    MAX_FILE_BYTES,
     TILE_WIDTH,
     Fetch,
     TileNodes,
@@ -52,18 +46,32 @@ from papaya.verifiable_log.tiles import (
     width_of,
 )
 
-_HTTP_TIMEOUT_S = 30
-_NOT_THERE = (404, 410)
-
 
 class LogReader:
-    """One log, from the remembered checkpoint on; keep `remembered` over restarts."""
+    """One log, from the remembered checkpoints on; keep `remembered` over restarts.
 
-    def __init__(self, fetch: Fetch, policy: LogPolicy, remembered: bytes | None = None) -> None:
+    All that are given must be continued: the one on the disk, and the one in the package.
+    """
+
+    def __init__(self, fetch: Fetch, policy: LogPolicy, *remembered: bytes | None) -> None:
         self._fetch = fetch
         self._policy = policy
-        self._note = remembered
-        self._checkpoint = None if remembered is None else open_remembered(remembered, policy)
+        self._note: bytes | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._to_continue: list[Checkpoint] = []
+        for note in remembered:
+            if note is not None:
+                self.must_continue(note)
+
+    def must_continue(self, note: bytes) -> None:
+        """The log has shown this checkpoint to somebody whom the reader believes."""
+        known = open_remembered(note, self._policy)
+        for other in self._to_continue:
+            if other.size == known.size and other.root != known.root:
+                raise ForkError(f"two histories of the log are remembered, both of {known.size}")
+        self._to_continue.append(known)
+        if self._checkpoint is None or self._checkpoint.size < known.size:
+            self._note, self._checkpoint = note, known
 
     @property
     def remembered(self) -> bytes | None:
@@ -82,9 +90,10 @@ class LogReader:
         fresh = open_checkpoint(note[: MAX_NOTE_BYTES + 1], self._policy, now)
         if fresh.size == 0 and fresh.root != EMPTY_ROOT:
             raise LogError("the log is empty, but its root is not that of an empty tree")
-        if self._checkpoint is not None:
-            self._check_continues(self._checkpoint, fresh)
-        self._note, self._checkpoint = note, fresh
+        for known in self._to_continue:
+            self._check_continues(known, fresh)
+        # Whatever continues this one continues those before it.
+        self._note, self._checkpoint, self._to_continue = note, fresh, [fresh]
         return fresh
 
     def entry(self, index: int) -> bytes:
@@ -132,27 +141,3 @@ class LogReader:
             raise ForkError(
                 f"the log of size {new.size} does not continue the log of size {old.size}: {error}"
             ) from error
-
-
-def over_http(url: str) -> Fetch:
-    """Files under a URL, by the standard library alone."""
-    if not url.startswith(("https://", "http://")):
-        raise LogError(f"not an HTTP address: {url!r}")
-
-    def fetch(path: str) -> bytes:
-        address = f"{url.rstrip('/')}/{path}"
-        try:
-            with urllib.request.urlopen(address, timeout=_HTTP_TIMEOUT_S) as answer:
-                body: bytes = answer.read(MAX_FILE_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code in _NOT_THERE:
-                raise MissingFile(f"{address} is not there") from error
-            raise Unreachable(f"{address} answers {error.code}") from error
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            raise Unreachable(f"{address} cannot be read: {error}") from error
-        if len(body) > MAX_FILE_BYTES:
-            raise LogError(f"{address} is longer than {MAX_FILE_BYTES} bytes")
-        return body
-
-    return fetch

@@ -67,6 +67,7 @@ TERMS = TaskTerms(
     max_examples=CONFIG.max_examples,
     max_staleness=CONFIG.max_staleness,
     clip=CONFIG.clip,
+    threshold=CONFIG.threshold,
 )
 _LOST = "papaya_task_buffers_dropped_trusted_party_lost_total"
 

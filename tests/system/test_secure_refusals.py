@@ -35,12 +35,14 @@ def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> Non
         unbelieving = trust(installation, server, platforms=("sgx",), allow_insecure_software=False)
         careful = trust(installation, server, minimum_threshold=GOAL + 1)
         strict = structs.replace(TERMS, max_examples=2)
+        crowded = structs.replace(TERMS, threshold=GOAL + 1)
         for number, (believed, label, terms, reason) in enumerate(
             (
                 (None, "masked", TERMS, "believes no trusted party"),
                 (unbelieving, "masked", TERMS, "software"),
                 (careful, "masked", TERMS, f"at least {GOAL + 1}"),
-                (known, "masked", strict, "the manifest says 2"),
+                (known, "masked", strict, "its task file says 2"),
+                (known, "masked", crowded, f"at least {GOAL + 1}"),
                 (known, "clear", TERMS, "asks for secure aggregation"),
                 (known, "masked", structs.replace(TERMS, secure=False), "does not know secure"),
             )

@@ -31,7 +31,8 @@ from papaya.net.device.limits import Limits
 from papaya.net.tls import client_context
 from papaya.net.token_files import Secret
 
-MAX_ANSWER_BYTES = 64 << 10
+# The longest is a grant with its offer: 256 KiB of collateral and 64 KiB of quote, as base64.
+MAX_ANSWER_BYTES = 512 << 10
 _SILENT = 3
 _NO_TIMEOUT = aiohttp.ClientTimeout()
 _PIECE_BYTES = 64 << 10

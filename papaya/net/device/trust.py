@@ -2,15 +2,24 @@
 
 DESIGN 7, order of checks: the quote, the measurement in the public log, the parameters by the
 device's own policy, the signature of the offer; it aborts on the first that fails, and nothing is
-masked before. The log is read where auditors read it; its last checkpoint is kept on disk and the
-next one must continue it. Without a policy of its owner a device believes nobody. Calls block on
-the network: they belong on a thread.
+masked before. The log is read where auditors read it; a checkpoint that it has shown is on the disk
+before anything else is looked at, and the next one must continue it, and the one in the policy.
+Without a policy of its owner a device believes nobody.
+
+A seal is asked for once per update: that is the client's rule (`papaya/client/client.py`), whose
+stages never lead back to sealing. Here every call is another update.
+
+`seal` blocks on the network, on a host that may be hostile: it has half a minute for all of the
+log, holds no lock meanwhile, and `seal_aside` keeps it on threads of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -20,43 +29,57 @@ import numpy as np
 from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.client.executor import TaskTerms
+from papaya.client.terms import agreed_policy
 from papaya.client.work import Seal, Sealed
-from papaya.config.lifecycle import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.errors import ConfigError, OperatorError, ProtocolError
-from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.learning.parameters import FLOAT32
-from papaya.messages.base import TaskId
 from papaya.secagg.errors import SecureAggregationError
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.participant import Policy, Terms, UnsealedUpdate
+from papaya.secagg.participant import Terms, UnsealedUpdate
 from papaya.verifiable_log.errors import LogError
-from papaya.verifiable_log.reader import LogReader, over_http
+from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
+from papaya.verifiable_log.over_http import over_http
+from papaya.verifiable_log.reader import LogReader
 
 # Believed for so long without asking the log again: an identity key lives as long as its process.
 _BELIEVED_S = 600.0
 _MOST_BELIEVED = 64
+# For all files of the log together; an upload has 120 s unless its server says otherwise.
+_LOG_S = 30.0
 
 
 class Trust:
     """One process's view of trusted parties, by its owner's policy. Threads may share it."""
 
-    def __init__(self, policy: DevicePolicy, checkpoint: Path, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        policy: DevicePolicy,
+        checkpoint: Path,
+        now: Callable[[], float],
+        *,
+        log_s: float = _LOG_S,
+    ) -> None:
         self.policy = policy
-        self._checkpoint = checkpoint
+        self._memory = CheckpointFile(checkpoint, policy.log_policy())
         self._now = now
+        self._log_s = log_s
         self._lock = Lock()
-        remembered = checkpoint.read_bytes() if checkpoint.exists() else None
-        if remembered is None and policy.log_checkpoint:
-            remembered = policy.log_checkpoint.encode()
+        self._believed: dict[tuple[bytes, bytes], float] = {}
+        self._threads = ThreadPoolExecutor(thread_name_prefix="trust")
         try:
-            self._reader = LogReader(over_http(policy.log_url), policy.log_policy(), remembered)
-        except LogError as error:
+            self._reader()
+        except (LogError, OSError) as error:
             raise OperatorError(
                 f"the log of this device's policy cannot be used: {error}",
-                hint=f"look at log_url, and at {checkpoint} if the log was replaced",
+                hint=f"look at log_url and log_checkpoint; restore {checkpoint} if it was damaged. "
+                "Without it this device would believe an older log again",
             ) from error
-        self._believed: dict[tuple[bytes, bytes], float] = {}
+
+    async def seal_aside(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
+        """On threads of its own: a slow log delays other seals, and nothing else of a process."""
+        call = partial(self.seal, work, terms, evaluates=evaluates)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
         """Raises ProtocolError at the first check that fails."""
@@ -64,7 +87,7 @@ class Trust:
         try:
             parameters = PublicParameters.decode(offered.parameters)
             self._believe(work, parameters)
-            policy = self._policy(work.task, terms, evaluates=evaluates)
+            policy = agreed_policy(self.policy, work.task, terms, evaluates=evaluates)
             agreed = Terms(offered.identity, parameters, policy)
             update = UnsealedUpdate(
                 np.frombuffer(work.update, FLOAT32), work.examples, work.version
@@ -73,6 +96,11 @@ class Trust:
             done = update.seal(agreed, offer, work.current, self._now(), os.urandom)
         except SecureAggregationError as error:
             raise ProtocolError(f"{error.reason}: {error}") from error
+        except OSError as error:
+            raise OperatorError(
+                f"what was seen of the log cannot be kept: {error}",
+                hint="nothing was masked: make room for the file, and let the device write it",
+            ) from error
         return Sealed(done.masked.tobytes(), done.sealed)
 
     def _believe(self, work: Seal, parameters: PublicParameters) -> None:
@@ -81,7 +109,8 @@ class Trust:
         with self._lock:
             if self._now() < self._believed.get(known, 0.0):
                 return
-            self._verify(work, digest)
+        self._verify(work, digest)
+        with self._lock:
             if len(self._believed) >= _MOST_BELIEVED:
                 self._believed.clear()
             self._believed[known] = self._now() + _BELIEVED_S
@@ -90,47 +119,25 @@ class Trust:
         offered = work.offer
         # The platform's name is checked by the policy: whatever is no platform is refused there.
         evidence = Evidence(offered.platform, offered.evidence, offered.collateral)  # type: ignore[arg-type]
-        found = verify_evidence(
+        try:
+            reader = self._reader()
+        except LogError as error:
+            raise ProtocolError(f"log: {error}") from error
+        return verify_evidence(
             evidence,
             identity_key=offered.identity,
             parameters_hash=digest,
             leaf_index=offered.leaf,
             policy=self.policy,
-            reader=self._reader,
+            reader=reader,
             now=self._now(),
         )
-        self._remember()
-        return found
 
-    def _remember(self) -> None:
-        """Before anything is masked: a log that was seen must not be unseen."""
-        note = self._reader.remembered
-        if note is not None:
-            temporary = self._checkpoint.with_suffix(".new")
-            temporary.write_bytes(note)
-            os.replace(temporary, self._checkpoint)
-
-    def _policy(self, task: TaskId, terms: TaskTerms, *, evaluates: bool) -> Policy:
-        if evaluates:
-            return Policy(
-                task=task,
-                length=EVALUATION_LENGTH,
-                clip=EVALUATION_CLIP,
-                max_examples=1,
-                max_staleness=EVALUATION_MAX_STALENESS,
-                minimum_threshold=self.policy.minimum_threshold,
-                weighting="none",
-            )
-        if terms.clip is None:
-            raise ProtocolError(f"task {task} has no clip: nothing bounds what would be masked")
-        return Policy(
-            task=task,
-            length=terms.model_length,
-            clip=terms.clip,
-            max_examples=terms.max_examples,
-            max_staleness=terms.max_staleness,
-            minimum_threshold=self.policy.minimum_threshold,
-        )
+    def _reader(self) -> LogReader:
+        """From all that was ever seen of the log. One thread's own, and for one reading."""
+        fetch = over_http(self.policy.log_url, all_s=self._log_s)
+        pinned = self.policy.log_checkpoint.encode() or None
+        return RememberingReader(fetch, self.policy.log_policy(), self._memory, pinned)
 
 
 def read_policy(path: Path) -> DevicePolicy:

@@ -232,7 +232,7 @@ class Visit:
                 raise ProtocolError(
                     "this device believes no trusted party", hint="papaya client --trust FILE"
                 )
-            done = await asyncio.to_thread(trust.seal, effect, terms, evaluates=joined.evaluates)
+            done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
         except Exception as error:  # whatever goes wrong, nothing was masked
             self._fail("no seal", _in_words(error))
         else:

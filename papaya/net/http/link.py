@@ -14,7 +14,7 @@ from papaya.errors import InvariantError
 from papaya.net.http.exchange import Headers, has_body
 from papaya.net.http.head import END_OF_HEAD, HttpError, ResponseHead, parse_response
 from papaya.net.http.limits import MAX_HEAD_BYTES, PeerLimits
-from papaya.net.http.splice import MAX_AHEAD_BYTES, Pipe
+from papaya.net.http.splice import MAX_AHEAD_BYTES, Pipe, TargetBroken
 
 
 class PeerUnavailable(HttpError):
@@ -106,7 +106,10 @@ class Link(asyncio.Protocol):
             self._put(data)
 
     def pull(self, pipe: Pipe, source: int, count: int) -> int:
-        """Sends up to `count` bytes that have come to the socket `source`; how many, maybe none."""
+        """Sends up to `count` bytes that have come to the socket `source`; how many, maybe none.
+
+        If the far side is gone they are taken from `source` in vain, and count as any others.
+        """
         if (
             self._file < 0
             or len(self._held_head) > MAX_AHEAD_BYTES
@@ -124,9 +127,10 @@ class Link(asyncio.Protocol):
             try:
                 came, rest = pipe.move(source, self._file, count - sent, ahead)
                 ahead = b""
-            except OSError:
+            except TargetBroken as broken:
                 self._is_clean = False  # As in `_put`.
-                return sent
+                self._unsent -= broken.came
+                return sent + broken.came
             if not came:
                 break
             self._unsent -= came

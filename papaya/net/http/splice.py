@@ -16,6 +16,18 @@ _PIPE_BYTES = 1 << 20  # what Linux gives anyone
 MAX_AHEAD_BYTES = 32 << 10  # half of what a pipe holds before it is enlarged
 
 
+class TargetBroken(OSError):
+    """Bytes were on their way to a socket that takes no more.
+
+    `came` of them are gone from their source all the same, and whoever counts what is left of a
+    body has to count them.
+    """
+
+    def __init__(self, came: int) -> None:
+        super().__init__(f"the target broke after {came} bytes were taken for it")
+        self.came = came
+
+
 class Puller:
     """A receiver that can take its body out of the socket by itself.
 
@@ -44,7 +56,7 @@ class Pipe:
         """From socket to socket: how much came, and the end of it that `target` had no room for.
 
         `ahead` goes before it, in one piece with it, and is no longer than `MAX_AHEAD_BYTES`.
-        Raises OSError if `target` is broken; what came is lost then, as it is in a socket.
+        Raises TargetBroken, which says how much came: that is lost, as it is in a socket.
         """
         if ahead:
             os.write(self._in, ahead)
@@ -58,9 +70,9 @@ class Pipe:
                 left -= os.splice(self._out, target, left)
         except (BlockingIOError, InterruptedError):
             return came, os.read(self._out, left)
-        except OSError:
+        except OSError as error:
             os.read(self._out, left)
-            raise
+            raise TargetBroken(came) from error
         return came, b""
 
     def close(self) -> None:

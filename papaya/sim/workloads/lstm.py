@@ -60,6 +60,7 @@ class Walks:
         self.steps = steps
         self._judge = Judge(language, population)
         self._state = splitmix64(language.state(seed), _WALKS)
+        self._judged = np.uint64(splitmix64(language.state(seed), _HELD_OUT))  # no device's
 
     def sequences(self, clients: Clients, most: int) -> tuple[Tokens, Ints]:
         counts = np.minimum(clients.examples, most)
@@ -78,8 +79,7 @@ class Walks:
 
     @cached_property
     def _held_out(self) -> tuple[Tokens, Tokens]:
-        state = np.uint64(splitmix64(self._state, _HELD_OUT))
-        states = splitmix64_words(state, np.arange(_JUDGED, dtype=np.uint64))
+        states = splitmix64_words(self._judged, np.arange(_JUDGED, dtype=np.uint64))
         common, dialect = np.zeros(_JUDGED, np.int64), np.ones(_JUDGED, np.int64)
         return self._walks(states, common), self._walks(states, dialect)
 

@@ -89,6 +89,8 @@ class Prototypes:
         self._population = population
         self._classes, self._features = classes, features
         self._state = splitmix64(splitmix64(seed, _DATA), config.seed)
+        judged = splitmix64(splitmix64(seed, _HELD_OUT), config.seed)
+        self._judged = np.uint64(judged)  # no device's
         self._step = FLOAT32.type(config.noise * np.sqrt(12) / 65536)
         around = np.random.Generator(np.random.PCG64([config.seed, _PROTOTYPES]))
         self._prototypes = (around.random((classes, features)) * 2 - 1).astype(FLOAT32)
@@ -130,8 +132,7 @@ class Prototypes:
 
     @cached_property
     def _held_out(self) -> tuple[tuple[Matrix, Labels], tuple[Matrix, Labels]]:
-        state = np.uint64(splitmix64(self._state, _HELD_OUT))
-        states = splitmix64_words(state, np.arange(_JUDGED, dtype=np.uint64))
+        states = splitmix64_words(self._judged, np.arange(_JUDGED, dtype=np.uint64))
         labels = (np.arange(_JUDGED) % self._classes).astype(np.int32)
         plain, accented = np.zeros(_JUDGED, np.int64), np.ones(_JUDGED, np.int64)
         return (

@@ -88,11 +88,6 @@ class Memory:
         return self._held_out[client]
 
 
-def client_of(source: Source, device: Ints) -> Ints:
-    """Whose data these devices hold."""
-    return device % len(source.volumes)
-
-
 def population_of(
     source: Source,
     max_examples: int,

@@ -89,6 +89,8 @@ class SecureNode(Node):
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, work.GetOffers):
             self.receive(self.shards.get_offers(effect))
+        elif isinstance(effect, work.Forget):
+            self.shards.forget(effect)
         else:
             super()._carry_out(effect)
 

@@ -108,6 +108,9 @@ class Masks:
             raise self.refusal
         give_in_blocks(self.masks, take)
 
+    def forget(self, parameters: PublicParameters) -> None:
+        raise AssertionError
+
 
 def a_record(*indices: int) -> RecordRow:
     members = tuple(Member(f"s{index}", 4, 0, 1, 0.0, index) for index in indices)

@@ -103,6 +103,20 @@ def test_an_offer_that_ends_before_the_upload_has_to_is_not_given() -> None:
     assert asked(offers, 100.0) == [GetOffers(CONFIG, 1, WANTED)]
 
 
+def test_new_offers_that_are_over_already_are_a_problem_and_are_not_burnt_in_heaps() -> None:
+    """The clock of the trusted party is behind: no client could use what it makes."""
+    offers = Offers(CONFIG, 1)
+    asked(offers, 0.0)
+    given(offers, 5000.0, made(0, expires=3600.0))
+    assert "end in -1400 s" in offers.problem
+    assert "clock" in offers.problem
+    assert (offers.take(5000.0), asked(offers, 5000.0), offers.next_wake()) == (None, [], 5001.0)
+    assert asked(offers, 5001.0) == [GetOffers(CONFIG, 1, 1)]
+    given(offers, 5001.0, made(WANTED, count=1, expires=9000.0))
+    assert offers.problem == ""
+    assert asked(offers, 5001.0) == [GetOffers(CONFIG, 1, WANTED)]
+
+
 def test_without_a_trusted_party_it_asks_again_and_says_why() -> None:
     offers = Offers(CONFIG, 1)
     asked(offers, 0.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from papaya.aggregator.work import Fold, GetOffers, Snapshot, Step
 from papaya.config import SyncFL
-from papaya.machine import Transact
+from papaya.machine import Effect, Transact
 from papaya.messages.owner import TaskRows, rollback
 from papaya.messages.participation import (
     Complete,
@@ -128,6 +130,86 @@ def test_a_crash_of_the_holder_at_any_point_loses_nothing(kind: type) -> None:
     assert sorted(world.consumed()) == sorted([first.session, second.session])
     assert world.parameters(1)[0] == pytest.approx(4.0, abs=1e-5)
     assert heir.dropped() == {}
+
+
+@pytest.mark.parametrize("kind", [Fold, Snapshot, Transact])
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_a_crash_with_seeds_in_two_groups_loses_nothing(
+    kind: type[Effect], order: tuple[int, ...]
+) -> None:
+    """Two are in group 1 and two in group 2, none of them durable; they come back in any order,
+    so that each may be placed in the buffer that has not its seed.
+    """
+    world, node = a_secure_world(a_secure_task(goal=2))
+    phones = world.secure_phones(node, 4)
+    node.hold(kind)
+    for phone, value in zip(phones, (2.0, 6.0, 10.0, 20.0), strict=True):
+        phone.upload(value)
+    world.pass_s(1.0)
+    heir = successor(world, node)
+    for number in order:
+        phones[number].node = heir
+        answer = phones[number].send_for_good()
+        if isinstance(answer, Incomplete):
+            answer = phones[number].send_for_good()
+        assert answer == COUNTED
+    assert (world.version, heir.dropped()) == (2, {})
+    assert sorted(world.consumed()) == sorted(phone.session for phone in phones)
+    assert world.parameters(2)[0] == pytest.approx(19.0, abs=1e-5)
+    assert not any(name.startswith("discarded") for name in heir.held().counters)
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_all_come_back_at_once_and_none_is_lost(turn: int) -> None:
+    """A misplaced one has its wrong place for a moment: who belongs there waits for it."""
+    world, node = a_secure_world(a_secure_task(goal=2))
+    phones = world.secure_phones(node, 4)
+    node.hold(Snapshot)
+    for phone in phones:
+        phone.upload(4.0)
+    world.pass_s(1.0)
+    heir = successor(world, node)
+    heir.hold(Fold)
+    back = phones[turn:] + phones[:turn]
+    for phone in back:
+        phone.node = heir
+        phone.send_masked()
+    handles = [phone.complete() for phone in back]
+    while heir.held_back:
+        heir.release_one()
+    again = []
+    for phone, handle in zip(back, handles, strict=True):
+        if isinstance(world.answers.get(handle), Incomplete):
+            phone.send_masked()
+            again.append(phone.complete())
+        else:
+            again.append(handle)
+    heir.release()
+    world.pass_s(1.0)
+    assert [world.answers[handle] for handle in again] == [COUNTED] * 4
+    assert (world.version, heir.dropped()) == (2, {})
+
+
+def test_a_misplaced_client_is_asked_for_its_bytes_once_and_then_told_that_it_is_too_late() -> None:
+    """While it sends them, others fill the buffer that has its seed."""
+    world, node = a_secure_world(a_secure_task(goal=1))
+    phones = world.secure_phones(node, 4)
+    node.hold(Snapshot)
+    phones[0].upload(1.0)
+    phones[1].upload(1.0)
+    for phone in phones[2:]:
+        phone.granted_and_sealed(1.0)
+    world.pass_s(1.0)
+    heir = successor(world, node)
+    for phone in phones:
+        phone.node = heir
+    late = phones[1]
+    assert isinstance(late.send_for_good(), Incomplete)
+    assert [phone.send_for_good() for phone in phones[2:]] == [COUNTED] * 2
+    folds = len(heir.did(Fold))
+    assert late.send_for_good() == Completed("seed_refused")
+    assert heir.held().counters["discarded_seed_refused"] == 1
+    assert len(heir.did(Fold)) == folds  # for a version that is there nobody is asked
 
 
 def test_a_crash_between_release_and_commit_repeats_the_same_step() -> None:

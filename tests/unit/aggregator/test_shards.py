@@ -16,6 +16,7 @@ from papaya.aggregator.shards import Shards, Upload, blob_key
 from papaya.aggregator.work import Drop, Fold, Folded, Keep, Restore, Snapshot
 from papaya.config import Evaluated, TaskConfig
 from papaya.errors import MissingBlob
+from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.kernels import NUMPY, Kernel, compiled
 from papaya.learning.parameters import FLOAT32
 from papaya.learning.weighting import BytesLike, WeightedSum
@@ -145,11 +146,11 @@ def test_what_is_refused_leaves_the_others_of_its_pass_alone() -> None:
 def test_an_evaluation_that_no_device_makes_is_refused() -> None:
     """One of them could reach the target loss of a task, and end it."""
     pinned = Evaluated("words", 3, "words/1/version-3", 4, max_examples=1500)
-    config = an_async_task(100, concurrency=100, model_length=3, evaluates=pinned)
+    honest = evaluation_vector(5, 7.0, 2)
+    config = an_async_task(100, concurrency=100, model_length=honest.size, evaluates=pinned)
     shards = Shards()
-    for session, values in (("honest", (7.0, 2.0, 1.0)), ("evil", (-1e6, 1.0, 1.0))):
-        data = np.array(values, FLOAT32).tobytes()
-        shards.keep(Keep(TASK, session, 0, data, 12))
+    for session, vector in (("honest", honest), ("evil", -honest)):
+        shards.keep(Keep(TASK, session, 0, vector.tobytes(), vector.nbytes))
     assert shards.fold(a_fold("honest", config=config)).refused is None
     assert shards.fold(a_fold("evil", config=config)).refused == "over_norm"
     [cut] = shards.snapshot(Snapshot(TASK, 1, (1,)))[0].sums

@@ -8,7 +8,7 @@ import pytest
 
 from papaya.aggregator.masked import LOST, TrustedPartyError
 from papaya.aggregator.trusted import Evidence, TrustedPartyOverTsa
-from papaya.aggregator.work import UNREACHABLE
+from papaya.aggregator.work import FAILED, UNREACHABLE
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
@@ -46,6 +46,9 @@ class Failing:
     ) -> None:
         raise self._error
 
+    def forget(self, parameters_hash: bytes) -> int:
+        raise self._error
+
 
 def evidence(digest: bytes) -> Evidence:
     return Evidence("software", b"quote of " + digest, b"collateral", 7)
@@ -73,7 +76,13 @@ def test_a_trusted_party_that_cannot_be_reached_is_lost() -> None:
     assert reasons_of(Unavailable("no answer")) == [LOST, LOST, UNREACHABLE]
 
 
-@pytest.mark.parametrize("reason", [reason for reason in Reason if reason is not Reason.REPLAYED])
+def test_a_failure_of_its_own_is_no_refusal_of_masks() -> None:
+    """It has the seeds, and may have more memory in a moment."""
+    failed = Refused(Reason.INTERNAL, "no memory")
+    assert reasons_of(failed) == ["refused_internal", "refused_internal", FAILED]
+
+
+@pytest.mark.parametrize("reason", sorted(set(Reason) - {Reason.REPLAYED, Reason.INTERNAL}))
 def test_one_that_does_not_know_what_it_should_was_started_anew(reason: Reason) -> None:
     expected = LOST if reason in STRANGE else f"refused_{reason.name.lower()}"
     assert reasons_of(Refused(reason, "no")) == [expected] * 3
@@ -83,6 +92,13 @@ def test_a_seed_that_it_has_already_is_no_news() -> None:
     """Only for the seed: an offer or a release is never refused so."""
     party = TrustedPartyOverTsa(Failing(Refused(Reason.REPLAYED, "already")), evidence)
     party.accept(1, 2, b"sealed")
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("no answer"), Refused(Reason.UNKNOWN_PARAMETERS, "never heard of it")]
+)
+def test_nobody_waits_for_a_task_to_be_forgotten(error: Exception) -> None:
+    TrustedPartyOverTsa(Failing(error), evidence).forget(PARAMETERS)
 
 
 def test_any_other_error_is_a_bug_and_stays_one() -> None:
@@ -118,3 +134,25 @@ def test_offers_come_with_all_that_a_device_needs_to_believe_them() -> None:
     assert PublicParameters.decode(terms.parameters) == parameters
     told = (terms.platform, terms.evidence, terms.collateral, terms.leaf, terms.offer)
     assert told == ("software", b"quote of " + parameters.digest(), b"collateral", 7, b"")
+
+
+class RestartedMeanwhile(Direct):
+    """Offers are made by one, the evidence is of another that was started before it was asked."""
+
+    def evidence(self, digest: bytes) -> Evidence:
+        self.identity_public_key = b"another identity"
+        return evidence(digest)
+
+
+def test_offers_and_evidence_come_from_one_trusted_party_or_not_at_all() -> None:
+    tsa = RestartedMeanwhile(Deployment())
+    with pytest.raises(TrustedPartyError) as caught:
+        TrustedPartyOverTsa(tsa, tsa.evidence).offers(PARAMETERS, 3)
+    assert caught.value.reason == LOST
+
+
+def test_the_group_that_has_a_seed_is_told() -> None:
+    party = TrustedPartyOverTsa(Failing(Refused(Reason.OTHER_GROUP, "it is there", 7)), evidence)
+    with pytest.raises(TrustedPartyError) as caught:
+        party.accept(1, 6, b"sealed")
+    assert caught.value.group == 7

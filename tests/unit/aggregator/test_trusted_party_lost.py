@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from papaya.aggregator.work import Fold, Snapshot, Step
@@ -9,6 +11,9 @@ from papaya.config import SyncFL
 from papaya.machine import Transact
 from papaya.messages.participation import Aborted, Completed
 from papaya.messages.storage import OptimizerRow, RecordRow, VersionRow
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.unmask import TakeBlock
+from papaya.tsa.errors import Reason, Refused
 from tests.unit.aggregator.builders import SERVER
 from tests.unit.aggregator.secure_builders import (
     SecureNode,
@@ -156,6 +161,55 @@ def test_a_trusted_party_that_cannot_be_reached_for_a_while_costs_nothing() -> N
     assert (world.version, node.dropped()) == (1, {})
     assert world.parameters(1)[0] == pytest.approx(3.0, abs=1e-5)
     assert [phone.ask_again(node) for phone in phones] == [COUNTED] * 2
+
+
+class Failing:
+    """The trusted party's release, which fails so many times first."""
+
+    def __init__(self, world: SecureWorld, times: int) -> None:
+        self._release = world.trusted.release
+        self.times = times
+
+    def __call__(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        self.times -= 1
+        if self.times >= 0:
+            raise Refused(Reason.INTERNAL, "the trusted party failed on this")
+        self._release(parameters, group, members, take)
+
+
+def test_a_trusted_party_that_fails_for_a_moment_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, node = a_secure_world(a_secure_task(goal=2))
+    monkeypatch.setattr(world.trusted, "release", Failing(world, 3))
+    for phone in world.secure_phones(node, 2):
+        assert phone.upload_for_good(3.0) == COUNTED
+    world.pass_s(20.0)
+    assert (world.version, node.dropped()) == (1, {})
+    assert node.held().counters["steps_postponed"] == 3
+    assert world.parameters(1)[0] == pytest.approx(3.0, abs=1e-5)
+
+
+def test_a_trusted_party_that_always_fails_is_given_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And asked no more often than it has to be; the next buffer has all its tries."""
+    world, node = a_secure_world(a_secure_task(goal=1))
+    failing = Failing(world, 1000)
+    monkeypatch.setattr(world.trusted, "release", failing)
+    [phone] = world.secure_phones(node, 1)
+    assert phone.upload_for_good(3.0) == COUNTED
+    world.pass_s(120.0)
+    assert (world.version, node.dropped()) == (0, {})
+    world.pass_s(480.0)
+    assert (world.version, node.dropped()) == (1, {"trusted_party_failed": 1})
+    assert failing.times == 1000 - 10
+    failing.times = 3
+    make_secure_version(world, node, 2.0)
+    world.pass_s(20.0)
+    assert (world.version, node.dropped()) == (2, {"trusted_party_failed": 1})
 
 
 def test_the_other_buffer_is_committed_while_a_step_waits_for_the_trusted_party() -> None:

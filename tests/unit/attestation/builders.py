@@ -19,7 +19,11 @@ PARAMETERS_HASH = b"p" * 32
 
 
 def a_policy(**changes: Any) -> DevicePolicy:
-    wanted: dict[str, Any] = {"log_key": str(KEY.verifier), "allow_insecure_software": True}
+    wanted: dict[str, Any] = {
+        "log_key": str(KEY.verifier),
+        "platforms": ("sgx", "tdx", "software"),
+        "allow_insecure_software": True,
+    }
     return DevicePolicy(**(wanted | changes))
 
 

@@ -21,6 +21,7 @@ def test_defaults_are_strict() -> None:
     assert policy.accepts("tdx")
     assert policy.tcb_statuses == ("UpToDate",)
     assert policy.minimum_threshold == 10
+    assert policy.maximum_staleness == 1000
     machine = (policy.allow_smt, policy.allow_cached_keys, policy.allow_dynamic_platform)
     assert machine == (False, False, False)
 
@@ -28,8 +29,16 @@ def test_defaults_are_strict() -> None:
 def test_software_evidence_needs_its_own_word() -> None:
     with pytest.raises(ConfigError, match="proves nothing"):
         DevicePolicy(log_key=LOG_KEY, platforms=("software",))
-    policy = DevicePolicy(log_key=LOG_KEY, allow_insecure_software=True)
+    policy = DevicePolicy(log_key=LOG_KEY, platforms=("software",), allow_insecure_software=True)
     assert policy.accepts("software")
+    assert not policy.accepts("sgx")
+
+
+def test_what_is_allowed_is_not_believed_unless_it_is_among_the_platforms() -> None:
+    """An owner who says `platforms = ["sgx"]` means it, whatever else a copied file allows."""
+    policy = DevicePolicy(log_key=LOG_KEY, platforms=("sgx",), allow_insecure_software=True)
+    assert not policy.accepts("software")
+    assert not policy.accepts("tdx")
 
 
 def test_a_policy_can_be_read_from_a_file_of_the_owner() -> None:
@@ -68,6 +77,7 @@ def test_a_file_with_anything_else_is_refused(fields: dict[str, Any]) -> None:
         {"witness_quorum": 1},
         {"platforms": ()},
         {"minimum_threshold": 0},
+        {"maximum_staleness": -1},
         {"oldest_record": -1},
     ],
 )

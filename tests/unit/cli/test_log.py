@@ -242,10 +242,65 @@ def test_an_audit_finds_a_binary_that_the_source_does_not_give(world: World) -> 
 
 def test_an_audit_without_the_source_says_so(world: World) -> None:
     world.append()
-    steps = world.read("audit")
+    with pytest.raises(audit.NotRebuilt, match="1 release") as caught:
+        world.read("audit")
+    assert caught.value.exit_code == 4
+    steps = msgspec.json.decode(world.captured.out)
     [step] = [step for step in steps if step["name"] == "rebuild"]
     assert step["outcome"] == "not done"
     assert world.revision in step["detail"]
+    assert world.read("audit", "--allow-not-done") == steps
+
+
+@pytest.mark.parametrize("allowed", [(), ("--allow-not-done",)])
+def test_an_audit_fails_for_a_revision_that_the_clone_does_not_have(
+    world: World, allowed: tuple[str, ...]
+) -> None:
+    """A log that nobody can rebuild: the record's source is nowhere."""
+    world.append()
+    entry = LogFolder(world.log).fetch("tile/entries/000.p/1")[2:]
+    nowhere = entry.replace(world.revision.encode(), b"de" * 20)
+    LogFolder(world.log).append([nowhere], SignerKey.parse(world.key.read_text()))
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", "--source", world.clone, "--wheels", world.wheels, *allowed)
+    steps = msgspec.json.decode(world.captured.out)
+    [failed] = [step for step in steps if step["outcome"] == "failed"]
+    assert (failed["name"], failed["index"]) == ("rebuild", 1)
+    assert "git fetch" in failed["detail"]
+
+
+def test_a_machine_without_git_says_nothing_about_a_revision(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.append()
+    monkeypatch.setenv("PATH", str(world.folder / "no-programs"))
+    with pytest.raises(audit.NotRebuilt):
+        world.read("audit", "--source", world.clone, "--wheels", world.wheels)
+    assert "git could not be run" in world.captured.out
+
+
+def test_a_log_that_failed_an_audit_must_be_continued_all_the_same(world: World) -> None:
+    """What was seen is evidence: the same past has to be there when the audit is repeated."""
+    seen = world.folder / "seen"
+    LogFolder(world.log).append([b"no record"], SignerKey.parse(world.key.read_text()))
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", "--remember", seen)
+    assert seen.read_bytes() == (world.log / "checkpoint").read_bytes()
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint\n"])
+def test_a_damaged_memory_is_told_and_not_replaced(world: World, damage: bytes) -> None:
+    seen = world.folder / "seen"
+    seen.write_bytes(damage)
+    with pytest.raises(OperatorError, match="no checkpoint of this log"):
+        world.read("verify", "--remember", seen)
+    assert seen.read_bytes() == damage
+
+
+def test_a_memory_that_cannot_be_written_is_told(world: World) -> None:
+    with pytest.raises(OperatorError, match="No such file") as caught:
+        world.read("verify", "--remember", world.folder / "nowhere" / "seen")
+    assert "--remember" in caught.value.hint
 
 
 def test_an_audit_of_a_plain_folder_compares_what_it_holds(world: World) -> None:
@@ -254,7 +309,7 @@ def test_an_audit_of_a_plain_folder_compares_what_it_holds(world: World) -> None
     steps = world.read("audit", "--source", plain, "--wheels", world.wheels)
     assert outcomes(steps)["rebuild"] == "passed"
     make_sources(plain, "another release\n")
-    steps = world.read("audit", "--source", plain, "--wheels", world.wheels)
+    steps = world.read("audit", "--source", plain, "--wheels", world.wheels, "--allow-not-done")
     assert outcomes(steps)["rebuild"] == "not done"
 
 
@@ -269,6 +324,6 @@ def test_an_audit_without_dependencies_says_so(world: World) -> None:
 
 def test_an_audit_prints_its_steps_for_people(world: World) -> None:
     world.append()
-    text = world.out("audit", world.log, "--log-key", world.log_key)
+    text = world.out("audit", world.log, "--log-key", world.log_key, "--allow-not-done")
     assert "log       checkpoint" in text
     assert "record 0  rebuild" in text

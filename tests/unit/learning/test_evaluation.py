@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from papaya.config.checks import MAX_COUNT
+from papaya.config.lifecycle import EVALUATION_CLIP
 from papaya.errors import InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.evaluation import (
     BUCKETS,
@@ -17,6 +20,7 @@ from papaya.learning.evaluation import (
     Share,
     admit_evaluation,
     bucket,
+    error_bound,
     evaluation_vector,
     summarize,
 )
@@ -43,10 +47,24 @@ def test_a_bucket_is_the_last_whose_edge_is_not_above_the_volume(volume: int) ->
 
 
 def test_one_device_fills_its_own_bucket_only() -> None:
-    table = evaluation_vector(5, 12.5, 4).reshape(-1, 3)
-    assert table[bucket(5)].tolist() == [12.5, 4, 1]
-    assert np.count_nonzero(table) == 3
+    """12.5 is 2^24 x 12.5 units, which is 8192^2 x 3 and 8192 x 1024 units."""
+    table = evaluation_vector(5, 12.5, 4).reshape(len(BUCKETS), -1)
+    assert table[bucket(5)].tolist() == [0, 1024, 3, 0, 0, 4, 0, 0, 1]
+    assert np.count_nonzero(table) == 4
     assert table.dtype == np.dtype("<f4")
+
+
+@given(st.floats(0, MAX_LOSS), st.integers(1, MAX_COUNT))
+def test_what_is_uploaded_are_whole_numbers_that_fit_their_places(
+    loss: float, examples: int
+) -> None:
+    vector = evaluation_vector(0, loss * examples, examples)
+    assert (vector == np.rint(vector)).all()
+    assert vector.min() >= 0
+    assert vector.max() <= EVALUATION_CLIP
+    found = summarize(vector.astype(float)).all
+    assert found.examples == examples
+    assert abs(found.loss - loss) <= error_bound(found)
 
 
 @given(devices)
@@ -83,17 +101,22 @@ def test_counts_that_went_through_a_float32_mean_are_whole_again() -> None:
     assert (found.clients, found.examples) == (7, 21)
 
 
+def columns(loss: float, examples: float, clients: float) -> Any:
+    return np.tile([loss] * 5 + [examples] * 3 + [clients], len(BUCKETS))
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda sums: sums[:-1], "48 numbers"),
+        (lambda sums: sums[:-1], "144 numbers"),
         (lambda sums: sums * np.nan, "NaN"),
         (lambda sums: -sums, "below zero"),
         (lambda sums: sums * 0, "no examples"),
-        (lambda sums: sums * np.tile([1, 1, 0], len(BUCKETS)), "of no client"),
-        (lambda sums: sums * np.tile([1, 51, 1], len(BUCKETS)), "more than 100 examples"),
-        (lambda sums: sums * np.tile([1e6, 1, 1], len(BUCKETS)), "above 1000"),
-        (lambda sums: sums * np.tile([-1e6, 1, 1], len(BUCKETS)), "loss below zero"),
+        (lambda sums: sums * columns(1, 1, 0), "of no client"),
+        (lambda sums: sums * columns(1, 51, 1), "more than 100 examples"),
+        (lambda sums: sums * columns(1e6, 1, 1), "above 1000"),
+        (lambda sums: sums * columns(-1, 1, 1), "below zero"),
+        (lambda sums: sums + columns(1, 0, 0) * 9000 * (sums > 0), "cannot have uploaded"),
     ],
 )
 def test_unusable_sums_are_refused(change, complaint: str) -> None:  # type: ignore[no-untyped-def]
@@ -119,13 +142,15 @@ def test_what_devices_make_is_admitted(volume: int, loss: float, examples: int, 
     vector = evaluation_vector(volume, loss * examples, examples)
     admit_evaluation([vector[:cut], vector[cut:]], max_examples=1500)
     found = summarize(vector.astype(np.float64), max_examples=1500)
-    assert found.all.loss == pytest.approx(min(loss, MAX_LOSS), rel=1e-5, abs=1e-30)
+    assert found.all.loss == pytest.approx(min(loss, MAX_LOSS), rel=1e-9, abs=2.0**-24)
 
 
 ABSURD: dict[str, list[tuple[int, tuple[float, float, float]]]] = {
     "a loss far below zero": [(3, (-1e6, 1, 1))],
-    "a loss below zero": [(3, (-0.5, 1, 1))],
+    "a loss below zero": [(3, (-1.0, 1, 1))],
+    "a loss that is not in units": [(3, (0.5, 1, 1))],
     "a loss far above": [(3, (1e6, 1, 1))],
+    "a loss above": [(3, (251, 1, 1))],  # one in this place is worth 4
     "more examples than a client has": [(3, (1.0, 1501, 1))],
     "no examples": [(3, (1.0, 0, 1))],
     "half an example": [(3, (1.0, 0.5, 1))],
@@ -140,11 +165,23 @@ ABSURD: dict[str, list[tuple[int, tuple[float, float, float]]]] = {
 
 @pytest.mark.parametrize("what", ABSURD)
 def test_what_no_device_makes_is_refused(what: str) -> None:
-    table = np.zeros((len(BUCKETS), 3), np.float32)
-    for row, values in ABSURD[what]:
-        table[row] = values
+    table = np.zeros((len(BUCKETS), 9), np.float32)
+    for row, (loss, examples, clients) in ABSURD[what]:
+        table[row, [2, 5, 8]] = loss, examples, clients
     with pytest.raises(UpdateRefused):
         admit_evaluation([table.reshape(-1)], max_examples=1500)
+
+
+def test_what_these_tables_say_without_a_mistake_is_admitted() -> None:
+    table = np.zeros((len(BUCKETS), 9), np.float32)
+    table[3, [2, 5, 8]] = 1.0, 20, 1
+    admit_evaluation([table.reshape(-1)], max_examples=1500)
+    assert summarize(table.reshape(-1)).all == Share(0, 1, 20, 4.0 / 20)
+
+
+def test_a_loss_that_is_no_number_is_not_uploaded() -> None:
+    with pytest.raises(OperatorError, match="not a number"):
+        evaluation_vector(10, math.nan, 2)
 
 
 def test_a_device_does_not_hide_a_loss_below_zero() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Policy, SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import UnmaskedSum, unmask
-from papaya.secagg.words import WORD, Entropy, Reals, Words
+from papaya.secagg.words import WORD, Entropy, Reals, Words, blocks
 from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
 
 NOW = 1_700_000_000.0
@@ -49,6 +50,15 @@ def a_policy(parameters: PublicParameters, **changes: Any) -> Policy:
     for name in ("task", "length", "clip", "max_examples", "max_staleness"):
         fields[name] = getattr(parameters, name)
     return Policy(**(fields | changes))
+
+
+def encoded(values: Reals, factor: float, limit: int) -> Words:
+    """The group elements of a whole vector, without a mask."""
+    words = np.empty(values.size, WORD)
+    encoder = Encoder(factor, limit)
+    for block in blocks(values.size):
+        encoder.encode_into(values[block], words[block])
+    return words
 
 
 def decoded(words: Words, members: int, parameters: PublicParameters) -> UnmaskedSum:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.secagg.errors import ParametersError
-from papaya.secagg.parameters import MAX_LENGTH, PublicParameters
+from papaya.secagg.parameters import HASH_BYTES, MAX_GOAL, MAX_LENGTH, PublicParameters
+from papaya.tsa import wire
 from tests.unit.secagg.builders import a_task
 
 GOOD = a_task()
@@ -30,7 +31,12 @@ def test_what_is_encoded_is_decoded() -> None:
         clip=st.floats(1e-6, 1e6),
         max_examples=st.integers(1, 5000),
         max_staleness=st.integers(0, 10**6),
-        weighting=st.sampled_from(["examples", "none"]),
+    )
+    | st.builds(
+        a_task,
+        aggregation_goal=st.integers(50, 1000),
+        clip=st.integers(1, 10**6).map(float),
+        weighting=st.just("none"),
     )
 )
 def test_the_encoding_is_one_to_one(parameters: PublicParameters) -> None:
@@ -101,7 +107,9 @@ BAD: list[dict[str, Any]] = [
     {"max_staleness": None},
     {"weighting": "server"},
     {"weighting": []},
-    {"aggregation_goal": 2**25},
+    {"aggregation_goal": MAX_GOAL + 1},
+    {"weighting": "none", "clip": 0.5},
+    {"weighting": "none", "clip": 2.0**30},
     {"aggregation_goal": 10**6, "length": 10**6},
 ]
 
@@ -114,6 +122,22 @@ def test_values_out_of_bounds_are_refused_by_name(changes: dict[str, Any]) -> No
 
 
 def test_a_task_without_precision_is_told_the_largest_goal() -> None:
-    a_task(length=10**6, aggregation_goal=536736)
-    with pytest.raises(ParametersError, match="at most 536736"):
-        a_task(length=10**6, aggregation_goal=536737)
+    a_task(length=10**8, aggregation_goal=53685)
+    with pytest.raises(ParametersError, match="at most 53685"):
+        a_task(length=10**8, aggregation_goal=53686)
+
+
+def test_the_largest_goal_is_what_one_request_for_a_release_can_name() -> None:
+    """More could be summed and never be released."""
+    members = range(MAX_GOAL)
+    request = wire.release_request(bytes(HASH_BYTES), 1, members)
+    assert len(request) - wire.LENGTH.size <= wire.MAX_REQUEST_BYTES
+    longer = wire.release_request(bytes(HASH_BYTES), 1, range(MAX_GOAL + 1))
+    assert len(longer) - wire.LENGTH.size > wire.MAX_REQUEST_BYTES
+
+
+def test_counts_are_scaled_by_nothing() -> None:
+    counts = a_task(weighting="none", clip=8191.0, aggregation_goal=MAX_GOAL)
+    assert (counts.scale, counts.step, counts.most_steps) == (1.0, 1.0, 8191)
+    with pytest.raises(ParametersError, match="whole number"):
+        a_task(weighting="none", clip=float(counts.levels + 1), aggregation_goal=MAX_GOAL)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from papaya.secagg import channel, fixed_point
+from papaya.secagg import channel
 from papaya.secagg.mask import Mask, sum_masks
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import Terms, UnsealedUpdate
 from papaya.secagg.words import WORD
-from tests.unit.secagg.builders import NOW, a_policy
+from tests.unit.secagg.builders import NOW, a_policy, encoded
 from tests.unit.secagg.vectors import FILE, made
 
 VECTORS = json.loads(FILE.read_text(encoding="utf-8"))
@@ -95,5 +95,5 @@ def test_a_whole_update_is_sealed_as_published() -> None:
 def test_fixed_point_is_as_published() -> None:
     levels = PARAMETERS.levels
     delta = np.array(VECTORS["update"], np.float32)
-    found = fixed_point.encode(delta, 0.25 * levels, levels)
+    found = encoded(delta, 0.25 * levels, levels)
     assert found.tolist() == VECTORS["encoded"][:-2]

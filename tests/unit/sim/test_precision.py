@@ -13,6 +13,7 @@ from msgspec import structs
 from papaya.config import AsyncFL, TaskConfig
 from papaya.secagg import fixed_point
 from papaya.sim.precision import norms_of, precision, suggested_clip
+from tests.unit.secagg.builders import encoded
 
 LENGTH, GOAL = 400, 20
 TASK = TaskConfig(
@@ -57,7 +58,7 @@ def test_the_errors_are_those_of_the_encoder() -> None:
     scale = fixed_point.scale(GOAL, said.clip)
     clipped = updates * np.minimum(1, said.clip / np.linalg.norm(updates, axis=1))[:, None]
     weighted = clipped * shares[:, None]
-    words = [fixed_point.encode(row, scale, said.levels) for row in weighted]
+    words = [encoded(row, scale, said.levels) for row in weighted]
     total = np.sum(words, axis=0, dtype=np.uint32).view(np.int32)
     misses = total / scale / shares.sum() - weighted.sum(axis=0) / shares.sum()
     assert np.abs(misses).max() <= said.error_bound

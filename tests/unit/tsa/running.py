@@ -17,9 +17,13 @@ from tests.unit.secagg.builders import NOW, entropy
 
 
 @contextmanager
-def running(address: str | None = None, evidence: Evidence | None = None) -> Iterator[str]:
+def running(
+    address: str | None = None,
+    evidence: Evidence | None = None,
+    trusted: TrustedAggregator | None = None,
+) -> Iterator[str]:
     """Yields the address; on leaving, the loop must end by itself."""
-    service = Service(TrustedAggregator(entropy("trusted party")), evidence)
+    service = Service(trusted or TrustedAggregator(entropy("trusted party")), evidence)
     stop, wake = socket.socketpair()
     with tempfile.TemporaryDirectory() as folder, stop, wake:
         where = address or f"unix:{Path(folder) / 'tsa'}"

@@ -21,8 +21,9 @@ from papaya.tsa import endpoint, wire
 from papaya.tsa.client import TrustedAggregatorClient
 from papaya.tsa.errors import Reason, Refused, Unavailable
 from papaya.tsa.evidence import EvidenceError
+from papaya.tsa.process import platform_limits, wall_clock
 from papaya.tsa.service import Evidence
-from papaya.tsa.trusted_aggregator import Status
+from papaya.tsa.trusted_aggregator import Status, TrustedAggregator
 from tests.unit.secagg.builders import NOW, a_policy, a_task, entropy
 from tests.unit.tsa.running import received, running
 
@@ -190,3 +191,57 @@ def test_the_socket_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
 def test_only_this_machine_is_listened_to(address: str) -> None:
     with pytest.raises(ValueError, match=r"neither|this machine"):
         endpoint.listen(address)
+
+
+class OutOfMemory(TrustedAggregator):
+    """There is never enough to work ahead."""
+
+    def sum_waiting(self) -> bool:
+        raise MemoryError
+
+
+def test_want_of_memory_ends_neither_the_process_nor_what_it_has() -> None:
+    starved = OutOfMemory(entropy("trusted party"))
+    with running(trusted=starved) as where, TrustedAggregatorClient(where) as client:
+        parameters_hash = client.register(TASK)
+        updates = [sealed_by(client, parameters_hash) for _ in range(10)]
+        for update in updates:
+            client.accept(update.index, 1, update.sealed)
+        total = sum((update.masked for update in updates), np.zeros(TASK.vector_words, WORD))
+        unmasking = Unmasking(total, 10, TASK)
+        client.release(TASK, 1, [update.index for update in updates], unmasking.take)
+        assert unmasking.result().weight == 10
+
+
+def test_a_connection_that_cannot_be_set_up_costs_nobody_else_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_options(_: socket.socket) -> None:
+        raise OSError("the peer is gone")
+
+    with running() as where:
+        monkeypatch.setattr(endpoint, "tune", no_options)
+        with socket.socket(socket.AF_UNIX) as visitor:
+            visitor.connect(where.removeprefix("unix:"))
+            assert received(visitor, 1) == b""
+        monkeypatch.undo()
+        with TrustedAggregatorClient(where) as client:
+            assert client.register(TASK) == TASK.digest()
+
+
+def test_its_clock_follows_the_wall_clock_and_never_falls() -> None:
+    """After a sleep of the machine, or when the wall clock is set: offers end by the same time."""
+    shown = [100.0]
+    now = wall_clock(lambda: shown[0])
+    shown[0] = 7300.0  # the machine slept for two hours
+    assert now() == 7300.0
+    shown[0] = 50.0
+    assert now() == 7300.0
+    shown[0] = 7301.0
+    assert now() == 7301.0
+
+
+def test_sums_may_take_half_of_the_memory_there_is() -> None:
+    meminfo = Path("/proc/meminfo").read_text().split()
+    total = int(meminfo[meminfo.index("MemTotal:") + 1]) << 10
+    assert platform_limits().memory_bytes == pytest.approx(total / 2, rel=0.01)

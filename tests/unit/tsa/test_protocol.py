@@ -18,7 +18,7 @@ from papaya.secagg.words import WORD, Words
 from papaya.tsa import wire
 from papaya.tsa.errors import Reason, Refused
 from tests.unit.secagg import reference
-from tests.unit.secagg.builders import NOW, Deployment, a_task, decoded, entropy
+from tests.unit.secagg.builders import NOW, Deployment, a_task, decoded, encoded, entropy
 
 LENGTH = 3
 
@@ -161,7 +161,7 @@ def test_the_statistics_would_notice() -> None:
     """No mask, a mask that leaves out a part of the group, and a mask used twice."""
     deployment, first, _ = two_inputs()
     parameters = deployment.parameters
-    plain = fixed_point.encode(
+    plain = encoded(
         np.sin(np.arange(WORDS)).astype(np.float32), float(parameters.levels), parameters.levels
     )
     assert uniformity(plain) < 1e-12

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from papaya.secagg.mask import sum_masks
+from papaya.secagg.mask import subtract_masks, sum_masks
+from papaya.secagg.words import Words
+from papaya.tsa import group as group_module
+from papaya.tsa import wire
 from papaya.tsa.errors import Reason, Refused
 from papaya.tsa.group import BATCH, Group
 from papaya.tsa.trusted_aggregator import Limits, Status, TrustedAggregator, report_data
@@ -39,18 +43,29 @@ def test_registering_twice_is_registering_once() -> None:
     assert deployment.offer().index == offer.index + 1
 
 
-def test_offers_are_bounded_until_they_expire() -> None:
-    deployment = Deployment(limits=Limits(outstanding_offers=3, offer_lifetime_s=10))
-    deployment.trusted.offers(deployment.hash, 3, NOW)
-    with refused(Reason.TOO_MANY_OFFERS):
-        deployment.trusted.offers(deployment.hash, 1, NOW + 9)
-    assert [o.index for o in deployment.trusted.offers(deployment.hash, 1, NOW + 10)] == [3]
+def test_offers_that_nobody_used_make_way_for_new_ones() -> None:
+    """Whoever takes offers and leaves keeps nobody from taking part, not for a second."""
+    deployment = Deployment(limits=Limits(outstanding_offers=3))
+    updates = [deployment.any_sealed() for _ in range(5)]
     deployment.trusted.check()
+    assert deployment.trusted.status(deployment.hash).outstanding_offers == 3
+    for update in updates[:2]:
+        with refused(Reason.INDEX_USED):
+            deployment.accept(update)
+    for update in updates[2:]:
+        deployment.accept(update)
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_no_offers_are_no_request(count: int) -> None:
-    deployment = Deployment()
+def test_offers_that_expired_go_first() -> None:
+    deployment = Deployment(limits=Limits(outstanding_offers=3, offer_lifetime_s=10))
+    deployment.trusted.offers(deployment.hash, 2, NOW)
+    deployment.trusted.offers(deployment.hash, 1, NOW + 10)
+    assert deployment.trusted.status(deployment.hash).outstanding_offers == 1
+
+
+@pytest.mark.parametrize("count", [0, -1, 4])
+def test_none_and_more_than_are_kept_are_no_request(count: int) -> None:
+    deployment = Deployment(limits=Limits(outstanding_offers=3))
     with refused(Reason.TOO_MANY_OFFERS):
         deployment.trusted.offers(deployment.hash, count, NOW)
 
@@ -214,3 +229,70 @@ def test_a_groups_sum_is_that_of_its_members(members: list[int], summed: bool) -
         group.sum_waiting()
     expected = sum_masks([seeds[index] for index in members], 9)
     assert np.array_equal(group.masks_of(members), expected)
+
+
+def test_a_seed_in_another_open_group_is_told_with_its_group_and_another_seed_is_not() -> None:
+    deployment = Deployment()
+    update = deployment.accept(deployment.any_sealed(), group=5)
+    with pytest.raises(Refused) as caught:
+        deployment.accept(update, group=4)
+    assert (caught.value.reason, caught.value.group) == (Reason.OTHER_GROUP, 5)
+    decoded = wire.decode_refusal(Reason.OTHER_GROUP, wire.encode_refusal(caught.value)[5:])
+    assert (decoded.reason, decoded.group, str(decoded)) == (
+        Reason.OTHER_GROUP,
+        5,
+        str(caught.value),
+    )
+    with pytest.raises(Refused) as caught:
+        deployment.accept(replace(update, sealed=bytes(len(update.sealed))), group=4)
+    assert (caught.value.reason, caught.value.group) == (Reason.INDEX_USED, None)
+
+
+class NoMemory:
+    """Stands for one function of the masks: it fails once, after so many calls that went well."""
+
+    def __init__(self, function: Callable[[Words, Sequence[bytes]], None], good: int) -> None:
+        self._function = function
+        self._good = good
+
+    def __call__(self, total: Words, seeds: Sequence[bytes]) -> None:
+        self._good -= 1
+        if self._good == -1:
+            self._function(total, seeds[:1])  # it may have been at it already
+            raise MemoryError
+        self._function(total, seeds)
+
+
+@pytest.mark.parametrize("name", ["add_masks", "subtract_masks"])
+@pytest.mark.parametrize("good", [0, 1])
+def test_a_sum_that_failed_for_want_of_memory_is_right_when_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, name: str, good: int
+) -> None:
+    draw, group = entropy("seeds"), Group(9)
+    monkeypatch.setattr(group_module, name, NoMemory(getattr(group_module, name), good))
+    seeds = {index: draw(16) for index in range(2 * BATCH + 3)}
+    for index, seed in seeds.items():
+        group.add(index, seed)  # a seed is taken, whether or not there is memory to sum it
+    members = [*range(1, 2 * BATCH), 2 * BATCH + 1]
+    expected = sum_masks([seeds[index] for index in members], 9)
+    found = None
+    while found is None:
+        with suppress(MemoryError):
+            found = group.masks_of(members)
+    assert np.array_equal(found, expected)
+    assert np.array_equal(group.masks_of(members), expected)
+
+
+def test_a_release_that_fails_leaves_the_group_to_be_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deployment = Deployment(a_task(aggregation_goal=20, threshold=2))
+    updates = deployment.accepted(BATCH) + deployment.accepted(3)
+    members = [update.index for update in updates[1:]]
+    failing = NoMemory(subtract_masks, 0)
+    monkeypatch.setattr(group_module, "subtract_masks", failing)
+    with pytest.raises(MemoryError):
+        deployment.trusted.release(deployment.hash, 0, members)
+    deployment.trusted.check()
+    words = deployment.unmasked(updates[1:])
+    assert words[-1] == len(members)  # each client adds the constant 1

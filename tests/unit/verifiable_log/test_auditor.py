@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from papaya.verifiable_log.auditor import Built, CannotBuild, Step, audit
+from papaya.verifiable_log.auditor import Built, CannotBuild, NoSource, Step, audit
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.record import Record
@@ -64,6 +64,15 @@ def test_a_build_that_cannot_be_tried_is_not_done(tmp_path: Path) -> None:
     reader = a_reader(a_log(tmp_path, [a_record().encode()]))
     [step] = [step for step in audit(reader, POLICY, cannot, NOW) if step.name == "rebuild"]
     assert (step.outcome, step.detail) == ("not done", "no source of 1212")
+
+
+def test_a_source_that_does_not_have_the_revision_fails(tmp_path: Path) -> None:
+    def nowhere(record: Record) -> Built:
+        raise NoSource(f"there is no {record.revision[:4]}")
+
+    reader = a_reader(a_log(tmp_path, [a_record().encode()]))
+    [step] = [step for step in audit(reader, POLICY, nowhere, NOW) if step.name == "rebuild"]
+    assert (step.outcome, step.detail) == ("failed", "there is no 1212")
 
 
 def test_a_build_without_dependencies_says_so(tmp_path: Path) -> None:

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from papaya.verifiable_log.errors import LogError, MissingFile
-from papaya.verifiable_log.reader import LogReader, over_http
+from papaya.verifiable_log.over_http import over_http
+from papaya.verifiable_log.reader import LogReader
 from tests.unit.verifiable_log.builders import KEY, NOW, POLICY, Served, a_log, a_reader
+from tests.unit.verifiable_log.hosts import serving
 
 ENTRIES = [b"entry %d" % i for i in range(300)]
 
 
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
-    handler = functools.partial(Quiet, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with serving(tmp_path) as address:
+        yield address
 
 
 def test_any_http_server_can_serve_a_log(tmp_path: Path, address: str) -> None:
@@ -51,12 +40,6 @@ def test_what_is_not_served_is_missing(address: str) -> None:
 def test_a_server_that_is_away_is_said_to_be(address: str) -> None:
     with pytest.raises(LogError, match="cannot be read"):
         over_http("http://127.0.0.1:1")("checkpoint")
-
-
-@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://example.org", "log"])
-def test_only_http_is_fetched(url: str) -> None:
-    with pytest.raises(LogError, match="not an HTTP address"):
-        over_http(url)
 
 
 def test_a_reader_remembers_over_restarts(tmp_path: Path) -> None:

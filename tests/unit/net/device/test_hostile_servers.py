@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+from papaya.attestation.verify import MAX_COLLATERAL_BYTES, MAX_QUOTE_BYTES
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.messages import wire
@@ -23,6 +24,7 @@ from papaya.messages.participation import (
     Incomplete,
     Left,
     Retry,
+    SecureOffer,
     UploadGranted,
 )
 from papaya.messages.selection import Accepted, Rejected
@@ -122,6 +124,27 @@ def test_a_flood_and_a_silence_end_within_the_devices_time(where: str, flood: Ha
             fake.replace[where] = flood
             config = IMPATIENT if flood is silence else QUICK
             assert (await visit_for_hours(fake, where, config)).ending == "gave_up"
+
+    asyncio.run(scenario())
+
+
+def test_the_longest_evidence_of_the_protocol_is_an_answer() -> None:
+    """Collateral and quote at their limits, in a grant, as base64."""
+    longest = SecureOffer(
+        b"p" * 2048, b"o" * 512, b"i" * 64, "s" * 64, b"q" * (64 << 10), b"c" * (256 << 10), 2**53
+    )
+    assert len(longest.collateral) >= MAX_COLLATERAL_BYTES
+    assert len(longest.evidence) >= MAX_QUOTE_BYTES
+    granted = UploadGranted(b"t" * 1024, 7, 8, 30.0, longest)
+    assert len(wire.encode(granted)) <= MAX_ANSWER_BYTES
+
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.joined = joined(secure=True)
+            fake.replace["report"] = answer(granted)
+            finish = await visit(fake)
+        assert (finish.ending, finish.reason) == ("failed", "no seal")
+        assert fake.seen.count("report") == 1
 
     asyncio.run(scenario())
 

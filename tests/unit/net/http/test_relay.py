@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,7 +18,7 @@ from papaya.net.http.limits import PeerLimits
 from papaya.net.http.link import Response
 from papaya.net.http.listening import Listening
 from papaya.net.http.relay import Relay, Relays
-from papaya.net.http.routes import Receiver, Streamed
+from papaya.net.http.routes import Buffered, Receiver, Streamed
 from tests.unit.net.http.loopback import (
     LOOPS,
     Collector,
@@ -163,6 +165,52 @@ def test_a_far_side_that_dies_or_is_busy_is_a_503() -> None:
             assert b"without an answer" in response.body
 
     run(main())
+
+
+@both_loops
+def test_after_a_far_side_that_breaks_the_next_request_is_none_of_the_body(loop: str) -> None:
+    """What was taken from the device and lost has come, too: or as much would be skipped later."""
+    body = UPDATE[:40_000]
+
+    async def main() -> None:
+        connections, turns = Connections(), asyncio.get_running_loop()
+        relays = Relays(connections)
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.setblocking(False)
+
+        def forward(exchange: Exchange) -> Relay:
+            address = f"127.0.0.1:{listener.getsockname()[1]}"
+            return relays.relay(exchange, address, "/u/1", (), 5, pass_on)
+
+        ping = Buffered("GET", "/ping", lambda exchange, _: exchange.answer(200, b"pong"))
+        async with a_server([Streamed("PUT", "/u/{n}", forward, 1 << 20), ping]) as middle:
+            device = socket.create_connection(("127.0.0.1", middle.port))
+            with listener, device:
+                device.setblocking(False)
+                device.send(a_request("PUT", "/u/1", body)[:-30_000])
+                far, _ = await turns.sock_accept(listener)
+                await read_until(far, body[9_990:10_000])
+                # In one turn of the loop: more of the body is there, and the far side is gone.
+                device.send(body[10_000:30_000])
+                far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                far.close()
+                refusal = await read_until(device, b"without an answer\"}")
+                assert b" 503 " in refusal
+                assert b"Connection: close" not in refusal
+                device.send(body[30_000:] + a_request("GET", "/ping"))
+                assert b" 200 " in await read_until(device, b"pong")
+            await connections.close()
+
+    run(main(), loop)
+
+
+async def read_until(end: socket.socket, last: bytes) -> bytes:
+    data = b""
+    while not data.endswith(last):
+        piece = await asyncio.get_running_loop().sock_recv(end, 1 << 16)
+        assert piece, "the other side closed"
+        data += piece
+    return data
 
 
 def test_nothing_piles_up_in_the_middle_while_the_far_side_rests() -> None:

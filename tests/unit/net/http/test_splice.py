@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 import numpy as np
 import pytest
 
-from papaya.net.http.splice import MAX_AHEAD_BYTES, Pipe, open_pipe
+from papaya.net.http.splice import MAX_AHEAD_BYTES, Pipe, TargetBroken, open_pipe
 
 BODY = np.random.default_rng(2).bytes(4 << 20)
 
@@ -86,8 +86,9 @@ def test_a_target_that_broke_leaves_nothing_for_the_next(pipe: Pipe) -> None:
         sender.sendall(b"secret")
         gone.close()
         broken.close()
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            pipe.move(source.fileno(), broken.detach(), 6, bytes(MAX_AHEAD_BYTES))
+        with pytest.raises(TargetBroken) as raised:
+            pipe.move(source.fileno(), broken.detach(), 9, bytes(MAX_AHEAD_BYTES))
+        assert raised.value.came == 6
         sender.sendall(b"mine")
         assert pipe.move(source.fileno(), target.fileno(), 4) == (4, b"")
         assert taken(receiver) == b"mine"

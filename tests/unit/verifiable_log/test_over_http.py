@@ -1,0 +1,79 @@
+"""A log's files over HTTP: whoever serves them, it ends in time."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+
+from papaya.verifiable_log.errors import LogError, MissingFile, Unreachable
+from papaya.verifiable_log.over_http import over_http
+from tests.system.tls import make_certificates
+from tests.unit.verifiable_log.hosts import Dripping, serving
+
+# A TLS record of sixteen thousand bytes, of which one comes now and then.
+_HANDSHAKE = b"\x16\x03\x03\x40\x00"
+_LONG_S = 20.0
+
+
+def test_a_file_is_read_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_certificates(tmp_path / "tls")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "checkpoint").write_bytes(b"a log")
+    with serving(tmp_path / "log", context) as address:
+        with pytest.raises(Unreachable, match="certificate"):
+            over_http(address)("checkpoint")
+        monkeypatch.setenv("SSL_CERT_FILE", str(made.authority))
+        fetch = over_http(address)
+        assert fetch("checkpoint") == b"a log"
+        with pytest.raises(MissingFile, match="is not there"):
+            fetch("tile/0/000")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first"),
+    [
+        ("http", b"HTTP/1.0 200 OK\r\n\r\n"),
+        ("http", b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n"),
+        ("http", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1000\r\n"),
+        ("http", b"HTTP/1.1 200 OK\r\nServer: "),
+        ("http", b""),
+        ("https", _HANDSHAKE),
+    ],
+    ids=["body", "length", "chunked", "headers", "status", "handshake"],
+)
+def test_a_host_that_drips_is_left_in_time(scheme: str, first: bytes) -> None:
+    """Each byte comes long before a socket's own timeout."""
+    began = time.monotonic()
+    with Dripping(first) as host:
+        fetch = over_http(f"{scheme}://127.0.0.1:{host.port}", file_s=0.3)
+        with pytest.raises(Unreachable, match="not within"):
+            fetch("checkpoint")
+    assert time.monotonic() - began < _LONG_S
+
+
+def test_all_files_of_one_reading_have_one_time(tmp_path: Path) -> None:
+    """Or a host would drip each of many tiles for as long as it is let."""
+    with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
+        fetch = over_http(f"http://127.0.0.1:{host.port}", file_s=_LONG_S, all_s=0.3)
+        with pytest.raises(Unreachable, match="not within"):
+            fetch("checkpoint")
+        with pytest.raises(Unreachable, match="was not tried"):
+            fetch("tile/0/000")
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://example.org", "log"])
+def test_only_http_is_fetched(url: str) -> None:
+    with pytest.raises(LogError, match="not an HTTP address"):
+        over_http(url)
+
+
+def test_a_host_does_not_redirect_to_a_file(tmp_path: Path) -> None:
+    """`file:` behind a redirect would read what is on the device."""
+    place = b"HTTP/1.0 302 Found\r\nLocation: file:///etc/hostname\r\nContent-Length: 0\r\n\r\n"
+    with Dripping(place) as host, pytest.raises(Unreachable):
+        over_http(f"http://127.0.0.1:{host.port}")("checkpoint")
