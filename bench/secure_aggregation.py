@@ -6,7 +6,8 @@ Cases: expanding and adding masks ÷ the bare AES-CTR key stream, eight seeds wa
 masking and sealing on the device ÷ one key stream pass (CPU time of one thread, both); release and
 unmasking at K = 100 ÷ one 20 MB copy between the two processes; bytes and milliseconds across the
 boundary for K = 1…1000, both ways (the paper measured K = 1). Things that are compared take turns,
-and the best of several turns counts, because machines are noisy; of the unmasking, the median turn.
+and the best of several turns counts, because machines are noisy; of the unmasking and of the bytes,
+the median turn.
 Run as `python bench/secure_aggregation.py [--plot FILE]`; prints one JSON line per case with value,
 target and whether it passed. A wrong result exits with 1; a slow one is only reported.
 """

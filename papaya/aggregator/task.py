@@ -125,10 +125,8 @@ class HeldTask:
     def _send_again(self, session: Session) -> Effects:
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
-        effects = self.reclaim_slot(session)
         session.in_buffer = False
-        self.sessions.refile(session)
-        return self._answer(session, missing) + effects
+        return self._answer(session, missing) + self.reclaim_slot(session)
 
     def on_restored(self, now: float) -> Effects:
         self.phase = Phase.SERVING
@@ -221,6 +219,7 @@ class HeldTask:
     def reclaim_slot(self, session: Session) -> Effects:
         """What is here of its upload is forgotten: its client sends the chunks again later."""
         session.upload = None
+        self.sessions.refile(session)
         self._slots.release((self.task, session.id))
         return [Drop(self.task, self.fence.seq, session.id)]
 
@@ -246,9 +245,8 @@ class HeldTask:
         if self.pipeline.is_past(session.seed_group):
             return self._discard(session, "seed_refused")
         until = keep_until(session.ticket.expires, self.pipeline.config, self._server)
-        fold = self.pipeline.place(
-            session.as_member(until), session.sealed_seed, session.seed_group
-        )
+        seed = session.sealed_seed, session.seed_group
+        fold = self.pipeline.place(session.as_member(until), *seed)
         if fold is not None:
             return [fold]
         self._overflow.append(session.id)

@@ -26,6 +26,7 @@ from papaya.cli.output import (
     writing,
 )
 from papaya.cli.simulate import check_goal
+from papaya.cli.update_scale import lines, scale_rows
 from papaya.sim.fairness import Distance
 from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course, recordable
 from papaya.sim.plan import regime_of, with_rates, with_setting
@@ -150,14 +151,11 @@ def summary(learnt: Learnt) -> str:
         ("learnt", f"{_done(learnt)} in {learnt.hours:.2f} virtual hours"),
         ("utilization", f"{used}, {staleness}"),
         ("took part", _took_part(learnt)),
-        ("update norms", _norms(learnt)),
-        ("clip", _clip(learnt)),
-        ("fixed point", _fixed_point(learnt)),
+        *scale_rows(learnt),
     ]
     if learnt.curve.diverged is not None:
         rows.insert(1, ("diverged", learnt.curve.diverged))
-    lines = [head, *(f"  {name:<13} {text}" for name, text in rows)]
-    return "\n".join(lines) + "\n\n" + _qualities(learnt)
+    return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt)
 
 
 def _done(learnt: Learnt) -> str:
@@ -194,34 +192,3 @@ def _took_part(learnt: Learnt) -> str:
 
 def _distance(found: Distance) -> str:
     return f"{found.ks:.3f} (p = {found.p_value:.2g})"
-
-
-def _norms(learnt: Learnt) -> str:
-    norms = learnt.norms
-    if norms is None:
-        return "–"
-    return (
-        f"median {norms.p50:.3g}, 90 % {norms.p90:.3g}, 99 % {norms.p99:.3g}, "
-        f"longest {norms.largest:.3g} (of the first {norms.updates:,})"
-    )
-
-
-def _clip(learnt: Learnt) -> str:
-    found, own = learnt.precision, learnt.run.rates.clip
-    if found is None:
-        return "–"
-    now = "the task has none" if own is None else f"the task has {own:g}"
-    return f"suggested {found.clip:g}: {percent(found.clipped)} of updates are longer; {now}"
-
-
-def _fixed_point(learnt: Learnt) -> str:
-    found = learnt.precision
-    if found is None:
-        return "–"
-    if not found.is_enough:
-        return f"K leaves {found.levels:,} levels, {found.needed:,} are needed: lower K"
-    return (
-        f"at this clip and K a step is {found.step:.2g}; a coordinate of the mean misses by "
-        f"{found.error:.2g} (at most {found.error_bound:.2g}), of a median update it is "
-        f"{found.coordinate:.2g}"
-    )

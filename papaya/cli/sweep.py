@@ -1,7 +1,8 @@
 """`papaya sweep`: many learning runs, to choose K, concurrency and rates before touching a fleet.
 
 In parallel and resumable: what a run found is kept in the output folder, and asked for again it is
-read, not run. A table on stdout, the best setting first; plots beside the runs.
+read, not run. A table on stdout, the best setting first, and how long client updates are there;
+plots beside the runs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from papaya.cli.output import (
     writing,
 )
 from papaya.cli.simulate import add_data
+from papaya.cli.update_scale import lines, scale_rows
 from papaya.errors import OperatorError
 from papaya.sim.plan import VARIABLES, Plan, Regime
 from papaya.sim.population import DEFAULT
@@ -143,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print_json([_without_curves(row) for row in rows])
     else:
-        print_data(_table(rows, varied, plan.target))
+        print_data(_table(rows, varied, plan.target) + "\n\n" + _scale(rows[0]))
     plot = folder / "sweep.png"
     with writing(plot):
         learning_plots.draw_sweep(rows, varied, plot, f"{prepared.task.task}: the best settings")
@@ -207,6 +209,13 @@ def _table(rows: Sequence[Row], varied: Sequence[str], target: float | None) -> 
     timed = ("hours to target", "trips") if target is not None else ("hours", "trips")
     header = (*(varied or ("",)), *timed, "loss", "p75", "p99", "utilization", "K–S")
     return table(header, [_cells(row, varied, target) for row in rows])
+
+
+def _scale(best: Row) -> str:
+    """Of one seed: norms of one run are many already."""
+    first = best.outcomes[0]
+    head = f"client updates with the best setting ({best.label}), seed {first.run.course.seed}:"
+    return "\n".join([head, *lines(scale_rows(first))])
 
 
 def _cells(row: Row, varied: Sequence[str], target: float | None) -> list[str]:

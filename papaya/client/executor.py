@@ -14,6 +14,7 @@ from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
+from papaya.config import TaskConfig
 from papaya.learning.definition import Examples
 
 LOADER: Final = "load_examples"
@@ -31,6 +32,17 @@ class TaskTerms(Struct, frozen=True):
     max_staleness: int
     clip: float | None
     threshold: int | None
+
+    @classmethod
+    def of(cls, config: TaskConfig) -> TaskTerms:
+        return cls(
+            secure=config.secure_aggregation is not None,
+            model_length=config.model_length,
+            max_examples=config.max_examples,
+            max_staleness=config.max_staleness,
+            clip=config.clip,
+            threshold=config.threshold,
+        )
 
 
 class TaskFile(Struct, frozen=True):

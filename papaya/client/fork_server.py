@@ -307,15 +307,7 @@ def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...
         from papaya.learning.torch.engine import TorchEngine
 
         engines[path] = TorchEngine(loaded)
-        config = loaded.config()
-        terms = TaskTerms(
-            secure=config.secure_aggregation is not None,
-            model_length=config.model_length,
-            max_examples=config.max_examples,
-            max_staleness=config.max_staleness,
-            clip=config.clip,
-            threshold=config.threshold,
-        )
+        terms = TaskTerms.of(loaded.config())
         task = loaded.task
         tasks.append(TaskFile(path, task.name, loaded.module_hash, terms, task.examples))
     return engines, tuple(tasks)

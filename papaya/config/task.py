@@ -21,10 +21,10 @@ from papaya.config.lifecycle import Evaluated, EvaluationPlan, StopRule
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 from papaya.secagg.parameters import EXTRA_WORDS, MAX_GOAL, PublicParameters
-from papaya.secagg.participant import DEFAULT_MAXIMUM_STALENESS
 
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
+_STALENESS_OF_DEVICES = 1000  # what they allow, unless their owners say otherwise
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -211,10 +211,10 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 "participation_gap_s = 0: one device may take part again at once, so a "
                 "threshold or a privacy budget no longer counts devices"
             )
-        if self.secure_aggregation is not None and self.max_staleness > DEFAULT_MAXIMUM_STALENESS:
+        if self.secure_aggregation is not None and self.max_staleness > _STALENESS_OF_DEVICES:
             found.append(
                 f"max_staleness = {self.max_staleness} with secure aggregation: devices refuse "
-                f"tasks that allow more than {DEFAULT_MAXIMUM_STALENESS}, unless their owners "
+                f"tasks that allow more than {_STALENESS_OF_DEVICES}, unless their owners "
                 "raise maximum_staleness"
             )
         if self.durability == "step":

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Self, TypeAlias, overload
+from typing import Final, NamedTuple, Self, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from papaya.sim.draws import (
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
+_Device = TypeVar("_Device", int, Words)
 
 SLOT_S: Final = 3600.0
 SLOTS_PER_DAY: Final = 24
@@ -302,6 +303,11 @@ def _volumes(config: PopulationConfig, z: Floats) -> Floats:
     return np.clip(np.rint(wished), 1, config.examples_cap)
 
 
+def client_of(device: _Device, clients: int) -> _Device:
+    """Whose data a device holds: a source has fewer clients than a population has devices."""
+    return device % clients
+
+
 class _Given:
     """Volumes that a data source gives, and the normal scores of their ranks; equals share one."""
 
@@ -313,7 +319,7 @@ class _Given:
         self._z = normals(middles.astype(np.uint64))
 
     def of(self, devices: Words) -> tuple[Floats, Floats]:
-        clients = devices % np.uint64(len(self._examples))
+        clients = client_of(devices, len(self._examples))
         return self._z[clients], self._examples[clients]
 
 

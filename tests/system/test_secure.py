@@ -61,14 +61,7 @@ CONFIG = TaskConfig(
     keep_versions=100_000,
     training_timeout_s=3600.0,
 )
-TERMS = TaskTerms(
-    secure=True,
-    model_length=CONFIG.model_length,
-    max_examples=CONFIG.max_examples,
-    max_staleness=CONFIG.max_staleness,
-    clip=CONFIG.clip,
-    threshold=CONFIG.threshold,
-)
+TERMS = TaskTerms.of(CONFIG)
 _LOST = "papaya_task_buffers_dropped_trusted_party_lost_total"
 
 

@@ -22,7 +22,6 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError
-from papaya.secagg.parameters import MAX_GOAL
 
 NAN, INF = math.nan, math.inf
 Built = TaskConfig | ServerConfig | DeviceConfig | OptimizerConfig
@@ -209,13 +208,6 @@ def test_the_remedy_for_too_little_precision_works(model_length: int) -> None:
     assert config.aggregation_goal == advised
 
 
-def test_a_goal_that_the_trusted_party_could_never_release_is_refused() -> None:
-    assert a_config(**SECURE, regime=AsyncFL(MAX_GOAL)).aggregation_goal == MAX_GOAL
-    error = refusal(TaskConfig, **SECURE, regime=AsyncFL(MAX_GOAL + 1))
-    assert f"sums of at most {MAX_GOAL} clients" in str(error)
-    assert error.hint.endswith(f"below {MAX_GOAL + 1}")
-
-
 def test_a_goal_that_leaves_no_precision_in_the_clear_is_fine_there() -> None:
     assert a_config(regime=AsyncFL(aggregation_goal=2**31)).aggregation_goal == 2**31
 
@@ -331,10 +323,6 @@ def test_a_wise_configuration_has_no_warnings() -> None:
         ({"regime": SyncFL(0.0), "concurrency": 101}, ["over_selection = 0", "= 240"]),
         ({"participation_gap_s": 0}, ["participation_gap_s = 0", "devices"]),
         ({"durability": "step"}, ["durability = 'step'", "lost in a crash"]),
-        (
-            {**SECURE, "regime": AsyncFL(100, max_staleness=1001)},
-            ["max_staleness = 1001 ", "more than 1000", "maximum_staleness"],
-        ),
     ],
 )
 def test_an_unwise_value_is_named_with_what_will_happen(
@@ -351,7 +339,6 @@ def test_an_unwise_value_is_named_with_what_will_happen(
         {"regime": AsyncFL(100, max_staleness=52)},  # exactly 4 x 1300 / 100
         {"regime": SyncFL(over_selection=0.0), "concurrency": 100},
         {"participation_gap_s": 1.0},
-        {**SECURE, "regime": AsyncFL(100, max_staleness=1000)},
     ],
 )
 def test_the_last_wise_value_is_not_warned_about(values: dict[str, Any]) -> None:

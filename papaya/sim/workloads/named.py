@@ -26,10 +26,11 @@ from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.task import LoadedTask, load_task
 from papaya.sim.draws import splitmix64_words
-from papaya.sim.population import DEFAULT, PopulationConfig
+from papaya.sim.population import DEFAULT, PopulationConfig, client_of
 from papaya.sim.replay import Rates
 from papaya.sim.workloads.base import Clients, Ints, Workload
 from papaya.sim.workloads.corpus import folder_source, library_source, loader_of
+from papaya.sim.workloads.language_workload import LanguageWorkload
 from papaya.sim.workloads.leaf import leaf_source
 from papaya.sim.workloads.source import Source, population_of
 
@@ -123,7 +124,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         )
     module, name = BUILT_IN[spec.name]
     kind = getattr(import_module(module), name)
-    workload: Workload = kind(population)
+    workload: LanguageWorkload = kind(population)
 
     def make(seed: int, processes: int) -> Workload:
         made: Workload = kind(population, seed=seed)
@@ -131,7 +132,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
 
     return Prepared(
         spec=spec,
-        digest=spec.name,
+        digest=f"{spec.name}/{workload.digest}",
         task=TaskConfig(
             task=spec.name,
             concurrency=_CONCURRENCY,
@@ -175,10 +176,10 @@ def _torch(loaded: LoadedTask, source: Source, seed: int, processes: int) -> Wor
     clients = len(source.volumes)
 
     def examples_of(device: int, count: int) -> list[bytes]:
-        return source.training(device % clients)[:count]
+        return source.training(client_of(device, clients))[:count]
 
     def judged_on(device: int) -> list[bytes]:
-        return source.held_out(device % clients)[:_JUDGED_ON]
+        return source.held_out(client_of(device, clients))[:_JUDGED_ON]
 
     return TorchWorkload(
         loaded,

@@ -150,7 +150,8 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
 ) -> None:
     assert sweep(own, tmp_path) == 0
     out, err = capsys.readouterr()
-    header, _, *rows = out.splitlines()
+    shown, scale = out.split("\n\n")
+    header, _, *rows = shown.splitlines()
     assert header.split()[:4] == ["K", "client_rate", "hours", "trips"]
     losses = [float(row.split()[4]) for row in rows]
     assert losses == sorted(losses)
@@ -162,11 +163,24 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
     assert "runs: 100 %, 4 of 4 runs\n" in err
     found = json.loads(out)
     assert [f"{row['loss']:.4f}" for row in found] == [f"{loss:.4f}" for loss in losses]
+    assert_is_of(found[0], scale)
     for row in found:
         [outcome] = row["outcomes"]
         assert (tmp_path / outcome["run"]).exists()
         assert outcome["norms"]["p99"] > 0
         assert outcome["precision"]["clip"] > 0
+
+
+def assert_is_of(best: dict[str, Any], scale: str) -> None:
+    """What people read of the lengths of updates is what programs read of the best setting."""
+    head, norms, clip, fixed_point = scale.splitlines()
+    [outcome] = best["outcomes"]
+    assert head == f"client updates with the best setting ({best['label']}), seed 1:"
+    quantiles = outcome["norms"]
+    for words, level in (("median", "p50"), ("90 %", "p90"), ("99 %", "p99")):
+        assert f"{words} {quantiles[level]:.3g}, " in norms
+    assert f"suggested {outcome['precision']['clip']:g}: " in clip
+    assert f"misses by {outcome['precision']['error']:.2g} " in fixed_point
 
 
 def test_a_target_sorts_by_hours(

@@ -39,18 +39,6 @@ def a_config(**changes: Any) -> TaskConfig:
     return TaskConfig(**(settings | changes))
 
 
-def terms_of(config: TaskConfig) -> TaskTerms:
-    """As the executor reads a task file."""
-    return TaskTerms(
-        secure=config.secure_aggregation is not None,
-        model_length=config.model_length,
-        max_examples=config.max_examples,
-        max_staleness=config.max_staleness,
-        clip=config.clip,
-        threshold=config.threshold,
-    )
-
-
 def offered(config: TaskConfig) -> PublicParameters:
     found = config.public_parameters
     assert found is not None
@@ -64,7 +52,7 @@ def an_evaluation_of(config: TaskConfig) -> TaskConfig:
 def refusal(owner: DevicePolicy, file: TaskConfig, server: TaskConfig) -> str:
     """Of what a server offers for a task that the device has a file of."""
     is_evaluation = server.evaluates is not None
-    policy = agreed_policy(owner, server.task, terms_of(file), evaluates=is_evaluation)
+    policy = agreed_policy(owner, server.task, TaskTerms.of(file), evaluates=is_evaluation)
     with pytest.raises(OfferRefused) as caught:
         policy.check(offered(server))
     return caught.value.reason
@@ -73,7 +61,9 @@ def refusal(owner: DevicePolicy, file: TaskConfig, server: TaskConfig) -> str:
 @pytest.mark.parametrize("config", [a_config(), an_evaluation_of(a_config())])
 def test_a_device_agrees_to_what_its_file_says(config: TaskConfig) -> None:
     is_evaluation = config.evaluates is not None
-    policy = agreed_policy(an_owner(), config.task, terms_of(a_config()), evaluates=is_evaluation)
+    policy = agreed_policy(
+        an_owner(), config.task, TaskTerms.of(a_config()), evaluates=is_evaluation
+    )
     policy.check(offered(config))
 
 
@@ -92,7 +82,7 @@ def test_a_server_lowers_the_goal_and_with_it_the_threshold() -> None:
 
 def test_a_higher_threshold_than_the_files_is_no_harm() -> None:
     file = a_config(secure_aggregation=SecureAggregation(20))
-    policy = agreed_policy(an_owner(), file.task, terms_of(file), evaluates=False)
+    policy = agreed_policy(an_owner(), file.task, TaskTerms.of(file), evaluates=False)
     policy.check(offered(a_config()))
 
 
@@ -105,7 +95,7 @@ def test_a_file_that_allows_more_staleness_than_its_owner_is_refused() -> None:
     stale = a_config(regime=AsyncFL(aggregation_goal=GOAL, max_staleness=1001))
     assert refusal(an_owner(), stale, stale) == "max_staleness"
     policy = agreed_policy(
-        an_owner(maximum_staleness=1001), stale.task, terms_of(stale), evaluates=False
+        an_owner(maximum_staleness=1001), stale.task, TaskTerms.of(stale), evaluates=False
     )
     policy.check(offered(stale))
 
@@ -113,12 +103,17 @@ def test_a_file_that_allows_more_staleness_than_its_owner_is_refused() -> None:
 def test_evaluations_are_not_damped_so_no_staleness_is_too_much() -> None:
     config = an_evaluation_of(a_config())
     policy = agreed_policy(
-        an_owner(maximum_staleness=0), config.task, terms_of(a_config()), evaluates=True
+        an_owner(maximum_staleness=0), config.task, TaskTerms.of(a_config()), evaluates=True
     )
     policy.check(offered(config))
 
 
+def test_a_file_in_the_clear_has_no_threshold() -> None:
+    terms = TaskTerms.of(a_config(secure_aggregation=None))
+    assert (terms.secure, terms.threshold) == (False, None)
+
+
 def test_without_a_clip_nothing_is_masked() -> None:
-    terms = structs.replace(terms_of(a_config()), clip=None)
+    terms = structs.replace(TaskTerms.of(a_config()), clip=None)
     with pytest.raises(ProtocolError, match="no clip"):
         agreed_policy(an_owner(), "next-word", terms, evaluates=False)

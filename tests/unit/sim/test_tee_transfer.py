@@ -16,6 +16,7 @@ from papaya.sim.tee_transfer import (
     Transfer,
     bytes_into_tee,
     bytes_out_of_tee,
+    in_turns,
     measure_transfer,
 )
 from papaya.sim.transfer_plot import draw_transfer, seconds_of
@@ -78,6 +79,24 @@ def test_what_is_measured_was_moved_and_the_rest_is_only_counted() -> None:
     assert all(t.seconds > 0 for t in found if t.seconds is not None)
     for t in found:
         assert t.bytes_in == bytes_into_tee(t.k, 2_000_000, t.design)
+
+
+def test_both_designs_have_as_many_turns() -> None:
+    found = measure_transfer((1, 3), 2_000_000, naive_up_to=1, turns=3)
+    assert [t.turns for t in found] == [3, 3, 3, 0]
+
+
+@pytest.mark.parametrize(("naive_s", "turns"), [(0.1, 3), (2.0, 3), (3.0, 2), (60.0, 1)])
+def test_what_takes_long_takes_fewer_turns_of_both(naive_s: float, turns: int) -> None:
+    order: list[float] = []
+
+    def moving(seconds: float) -> float:
+        order.append(seconds)
+        return seconds
+
+    times = in_turns([lambda: moving(0.01), lambda: moving(naive_s)], 3)
+    assert times == [[0.01] * turns, [naive_s] * turns]
+    assert order == [0.01, naive_s] * turns
 
 
 def test_a_time_that_was_not_measured_follows_from_the_largest_that_was() -> None:

@@ -202,7 +202,7 @@ class OutOfMemory(TrustedAggregator):
 
 def test_want_of_memory_ends_neither_the_process_nor_what_it_has() -> None:
     starved = OutOfMemory(entropy("trusted party"))
-    with running(trusted=starved) as where, TrustedAggregatorClient(where) as client:
+    with running(trusted=starved) as where, TrustedAggregatorClient(where, 10.0) as client:
         parameters_hash = client.register(TASK)
         updates = [sealed_by(client, parameters_hash) for _ in range(10)]
         for update in updates:
@@ -222,10 +222,11 @@ def test_a_connection_that_cannot_be_set_up_costs_nobody_else_anything(
     with running() as where:
         monkeypatch.setattr(endpoint, "tune", no_options)
         with socket.socket(socket.AF_UNIX) as visitor:
+            visitor.settimeout(10.0)
             visitor.connect(where.removeprefix("unix:"))
             assert received(visitor, 1) == b""
         monkeypatch.undo()
-        with TrustedAggregatorClient(where) as client:
+        with TrustedAggregatorClient(where, 10.0) as client:
             assert client.register(TASK) == TASK.digest()
 
 

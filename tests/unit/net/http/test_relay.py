@@ -194,7 +194,7 @@ def test_after_a_far_side_that_breaks_the_next_request_is_none_of_the_body(loop:
                 device.send(body[10_000:30_000])
                 far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 far.close()
-                refusal = await read_until(device, b"without an answer\"}")
+                refusal = await read_until(device, b'without an answer"}')
                 assert b" 503 " in refusal
                 assert b"Connection: close" not in refusal
                 device.send(body[30_000:] + a_request("GET", "/ping"))

@@ -30,4 +30,4 @@ def test_no_device_trains_on_what_is_held_out() -> None:
 
 
 def _noise(features: Matrix) -> set[bytes]:
-    return {row.tobytes() for row in np.rint(features / 1000).astype(np.int32)}
+    return {row.tobytes() for row in features > 0}

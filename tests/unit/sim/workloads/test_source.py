@@ -8,8 +8,8 @@ import pytest
 from papaya.client.example_store import MAX_EXAMPLE_BYTES, split_of
 from papaya.client.use_policy import Policy
 from papaya.errors import ConfigError, OperatorError
-from papaya.sim.population import DEFAULT, Population
-from papaya.sim.workloads.source import Memory, client_of, population_of
+from papaya.sim.population import DEFAULT, Population, client_of
+from papaya.sim.workloads.source import Memory, population_of
 
 CLIENTS = [[b"%d/%d" % (client, i) for i in range(10 + 40 * client)] for client in range(5)]
 
@@ -57,8 +57,12 @@ def test_no_data_and_too_large_examples_are_refused() -> None:
 
 
 def test_devices_share_the_clients_out() -> None:
-    devices = np.array([0, 4, 5, 99_999_999])
-    assert client_of(a_source(), devices).tolist() == [0, 4, 0, 4]
+    devices = [0, 4, 5, 99_999_999]
+    volumes = a_source().volumes
+    assert client_of(np.array(devices, np.uint64), len(volumes)).tolist() == [0, 4, 0, 4]
+    assert [client_of(device, len(volumes)) for device in devices] == [0, 4, 0, 4]
+    held = Population(population_of(a_source(), max_examples=1000), 1).examples(np.array(devices))
+    assert held.tolist() == volumes[[0, 4, 0, 4]].tolist()
 
 
 def test_a_population_has_the_sources_volumes_as_far_as_the_task_trains_on_them() -> None:
