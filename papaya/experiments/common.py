@@ -69,10 +69,14 @@ def reached(
 
     `stop_at`: the run goes on until it has met a lower one.
     """
-    end = math.log(target if stop_at is None else stop_at)
-    trials = [Trial(scene=scene, rates=chosen, target=end) for scene in scenes]
+    trials = trials_to(target if stop_at is None else stop_at, scenes, chosen)
     curves = lab.learn(trials)
     return [met(curves[trial], math.log(target)) for trial in trials]
+
+
+def trials_to(target: float, scenes: Sequence[Scene], chosen: Rates) -> list[Trial]:
+    """Runs that end when they have met the target, a perplexity."""
+    return [Trial(scene=scene, rates=chosen, target=math.log(target)) for scene in scenes]
 
 
 def met(curve: Curve, loss: float) -> Reached:

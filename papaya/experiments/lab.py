@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -20,7 +22,7 @@ from msgspec import Struct, structs
 from papaya import __version__
 from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.jobs import mapping, write_whole
+from papaya.sim.jobs import Map, mapping, write_whole
 from papaya.sim.population import DEFAULT, STRESS
 from papaya.sim.replay import Curve, Rates, learn
 from papaya.sim.report import Report
@@ -109,8 +111,10 @@ class Recording:
         return msgspec.json.decode(self._stem.with_suffix(".json").read_bytes(), type=Report)
 
 
-class Lab:
-    """`tell(kind, done, total)` hears of progress."""
+class Lab(AbstractContextManager["Lab"]):
+    """`tell(kind, done, total)` hears of progress. With several jobs, the processes live until the
+    lab is closed: `with Lab(…) as lab`.
+    """
 
     def __init__(
         self, folder: Path, jobs: int, tell: Callable[[str, int, int], None] = lambda *_: None
@@ -118,8 +122,17 @@ class Lab:
         self.folder = folder
         self._jobs = jobs
         self._tell = tell
+        self._processes = ExitStack()
         for part in ("scenes", "trials"):
             (folder / part).mkdir(parents=True, exist_ok=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._processes.__exit__(kind, error, trace)
 
     def record(self, scenes: Iterable[Scene]) -> dict[Scene, Recording]:
         wanted = list(dict.fromkeys(scenes))
@@ -149,9 +162,12 @@ class Lab:
         if not items:
             return
         self._tell(kind, 0, len(items))
-        with mapping(min(self._jobs, len(items))) as mapped:
-            for done, _ in enumerate(mapped(work, items), start=1):
-                self._tell(kind, done, len(items))
+        for done, _ in enumerate(self._mapped(work, items), start=1):
+            self._tell(kind, done, len(items))
+
+    @cached_property
+    def _mapped(self) -> Map:
+        return self._processes.enter_context(mapping(self._jobs))
 
 
 def _record(folder: Path, scene: Scene) -> None:

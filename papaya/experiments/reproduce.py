@@ -39,15 +39,15 @@ def reproduce(
     each result.
     """
     chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
-    lab = Lab(folder, jobs, tell)
-    lab.record(scene for one in chosen for scene in one.scenes(scale, seeds))
     results = []
-    for one in chosen:
-        result = one.run(lab, scale, seeds)
-        encoded = msgspec.json.format(msgspec.json.encode(result))
-        write_whole(folder / f"{result.key}.json", partial(Path.write_bytes, data=encoded))
-        results.append(result)
-        ended(result)
+    with Lab(folder, jobs, tell) as lab:
+        lab.record(scene for one in chosen for scene in one.scenes(scale, seeds))
+        for one in chosen:
+            result = one.run(lab, scale, seeds)
+            encoded = msgspec.json.format(msgspec.json.encode(result))
+            write_whole(folder / f"{result.key}.json", partial(Path.write_bytes, data=encoded))
+            results.append(result)
+            ended(result)
     text = page(_with_earlier(results, folder), scale, seeds, folder)
     write_whole(folder / "report.html", partial(Path.write_text, data=text, encoding="utf-8"))
     return results

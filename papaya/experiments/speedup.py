@@ -25,6 +25,7 @@ from papaya.experiments.common import (
     rates,
     reached,
     sync_scene,
+    trials_to,
     tuning_seeds,
 )
 from papaya.experiments.lab import Lab, Scene, Trial
@@ -149,17 +150,20 @@ def _tuned_protocols(lab: Lab, scale: Scale) -> list[Protocol]:
 def _measure(
     lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol, target: float
 ) -> list[Pair]:
-    def runs(scenes: list[Scene], chosen: Rates) -> list[Reached]:
-        return reached(lab, target, scenes, chosen, stop_at=protocol.targets[-1])
-
-    return [
-        Pair(
-            c,
-            runs([sync_scene(scale, c, seed) for seed in seeds], protocol.sync[c]),
-            runs([async_scene(scale, c, seed) for seed in seeds], protocol.asynchronous[c]),
+    stop_at = protocol.targets[-1]
+    sides = {
+        c: (
+            ([sync_scene(scale, c, seed) for seed in seeds], protocol.sync[c]),
+            ([async_scene(scale, c, seed) for seed in seeds], protocol.asynchronous[c]),
         )
         for c in scale.concurrencies
-    ]
+    }
+    lab.learn(t for pair in sides.values() for side in pair for t in trials_to(stop_at, *side))
+
+    def runs(scenes: list[Scene], chosen: Rates) -> list[Reached]:
+        return reached(lab, target, scenes, chosen, stop_at=stop_at)
+
+    return [Pair(c, runs(*sync), runs(*side)) for c, (sync, side) in sides.items()]
 
 
 def _findings(name: str, pairs: list[Pair]) -> list[Finding]:

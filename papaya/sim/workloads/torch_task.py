@@ -31,7 +31,7 @@ from msgspec import structs
 
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
-from papaya.learning.evaluation import BUCKETS
+from papaya.learning.evaluation import summarize
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
 from papaya.learning.torch.engine import TorchEngine
@@ -196,8 +196,7 @@ class _Trainer:
         found = np.empty(len(clients))
         for row, examples in enumerate(clients):
             sums = self._engine.evaluate(parameters, examples, len(examples))
-            table = np.frombuffer(sums, FLOAT32).reshape(len(BUCKETS), -1).sum(axis=0)
-            found[row] = float(table[0]) / float(table[1])
+            found[row] = summarize(np.frombuffer(sums, FLOAT32)).all.loss
         return found
 
 
