@@ -1,9 +1,10 @@
 """`papaya audit`: check a log and every release in it, as anyone can, and say what was not checked.
 
-Each record is built anew from its revision and compared. With `--source` that is a git clone,
-otherwise only this installation's sources are at hand. Exit code 3 if anything failed, also if the
-clone does not have a revision; 4 if a release was not built anew, because such an audit has checked
-a log's form and no binary. Other steps that could not be done are listed.
+Each record is built anew from its revision and compared, for which `--source` must be a git clone:
+a folder or this installation may hold the same sources, but nothing shows of which revision they
+are. Exit code 2 if the log cannot be reached; 3 if anything failed, also if the clone does not have
+a revision; 4 if a release was not built anew, because such an audit has checked a log's form and no
+binary. Other steps that could not be done are listed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from papaya.cli.log_source import add_reading, keeping, now, policy_of, reader_of
+from papaya.cli.log_source import (
+    LogUnreachable,
+    add_reading,
+    keeping,
+    now,
+    policy_of,
+    reader_of,
+)
 from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
 from papaya.cli.tsa_artifact import (
     NoGit,
@@ -27,6 +35,9 @@ from papaya.errors import OperatorError, PapayaError, ProtocolError
 from papaya.tsa.measurement import Read, installed
 from papaya.verifiable_log.auditor import Built, CannotBuild, NoSource, Rebuild, Step, audit
 from papaya.verifiable_log.record import Record
+
+
+_READING = ("checkpoint", "entries")
 
 
 class NotRebuilt(PapayaError):
@@ -44,7 +55,7 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(run=run)
     add_reading(parser)
     parser.add_argument(
-        "--source", type=Path, metavar="DIR", help="a git clone of the source, or a checkout"
+        "--source", type=Path, metavar="DIR", help="a git clone that has the logged revisions"
     )
     parser.add_argument(
         "--wheels", type=Path, metavar="DIR", help="dependencies, if pip has no network"
@@ -70,6 +81,9 @@ def run(options: argparse.Namespace) -> int:
     if failed:
         hint = "do not trust this log, and tell others what you found"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
+    unread = [step for step in open_steps if step.name in _READING]
+    if unread:
+        raise LogUnreachable(unread[0].detail)
     unbuilt = [step for step in open_steps if step.name == "rebuild"]
     if unbuilt and not options.allow_not_done:
         raise NotRebuilt(f"{plural(len(unbuilt), 'release')} could not be built anew here")
@@ -105,11 +119,11 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             if is_clone and not isinstance(error, NoGit):
                 raise NoSource(f"{error}. If it is newer than the clone: git fetch") from error
             raise CannotBuild(str(error)) from error
-        if not is_clone and found != record.artifact:
+        if not is_clone:
             where = "this installation" if source is None else str(source)
+            gives = "the same artifact" if found == record.artifact else "another artifact"
             raise CannotBuild(
-                f"{where} holds another release; a clone with revision {record.revision}"
-                " is needed: --source DIR"
+                f"{where} gives {gives}; revision {record.revision} was not checked: --source CLONE"
             )
         try:
             build(read, wheels)

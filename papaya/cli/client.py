@@ -13,12 +13,16 @@ import asyncio
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from papaya.cli.output import Commands, add_format, note, plural, positive, whole
 from papaya.client.eligibility import CONDITIONS
 from papaya.config import DeviceConfig
 from papaya.errors import OperatorError
 from papaya.net.clock import device_clock
+
+if TYPE_CHECKING:
+    from papaya.cli.client_output import Printer
 
 SERVER = "http://127.0.0.1:8750"
 _NO_FLOOR = "0 lets one device take part at once again, as a demonstration does"
@@ -176,12 +180,19 @@ def run(options: argparse.Namespace) -> int:
         raise OperatorError(
             "devices need aiohttp, which is not installed", hint="pip install 'papaya[device]'"
         ) from error
-    asyncio.run(_run(options))
+    from papaya.cli.client_output import Printer
+
+    printer = Printer(options.format)
+    try:
+        asyncio.run(_run(options, printer))
+    except KeyboardInterrupt:  # while it starts or ends: then nobody handles signals
+        printer.summarize()
+        raise
+    printer.summarize()
     return 0
 
 
-async def _run(options: argparse.Namespace) -> None:
-    from papaya.cli.client_output import Printer
+async def _run(options: argparse.Namespace, printer: Printer) -> None:
     from papaya.cli.client_setup import (
         device_stores,
         device_tokens,
@@ -194,7 +205,7 @@ async def _run(options: argparse.Namespace) -> None:
     from papaya.net.device import Device, DeviceProcess, DeviceRuntime, Limits, Pacing
     from papaya.net.device.memory import memory_mb
 
-    clock, printer = device_clock(), Printer(options.format)
+    clock = device_clock()
     is_waiting = hasattr(options, "protocol_only")  # which takes no core
     stores = device_stores(options.store, options.devices)
     tokens = device_tokens(options.token_file, options.devices)
@@ -234,4 +245,3 @@ async def _run(options: argparse.Namespace) -> None:
             runtime = DeviceRuntime(process, devices)
             with runtime.stopped_by_signals():
                 await runtime.run(getattr(options, "visits", None))
-    printer.summarize()

@@ -1,7 +1,8 @@
 """What the commands about logs share: where a log is, whose it is, and what was seen of it before.
 
 A log is a folder or an HTTP address, read the same way. Its public key is always asked for: a log
-without one is only a rumour. What a log does wrong becomes an error of the peer, exit code 3.
+without one is only a rumour. What a log does wrong becomes an error of the peer, exit code 3; one
+that cannot be reached has done nothing wrong, exit code 2.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ class LogRefused(ProtocolError):
     """A log, a proof or a signature does not hold."""
 
     default_hint = "do not trust this log; keep what it served, and tell whoever runs it"
+
+
+class LogUnreachable(OperatorError):
+    """A log could not be read, which says nothing about it."""
+
+    default_hint = "check the address and the network: this says nothing about the log yet"
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
@@ -115,8 +122,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except Unreachable as error:
-        hint = "check the address and the network: this says nothing about the log yet"
-        raise LogRefused(str(error), hint=hint) from error
+        raise LogUnreachable(str(error)) from error
     except MissingFile as error:
         hint = "a log has its files below LOG/checkpoint and LOG/tile: is this its address?"
         raise LogRefused(str(error), hint=hint) from error

@@ -130,6 +130,11 @@ def run_append(options: argparse.Namespace) -> int:
         print_json({"index": index, "artifact": artifact, "root": checkpoint.root.hex()})
     else:
         print_data(f"record {checkpoint.size - 1}: {artifact}")
+    if options.source is None:
+        note(
+            f"this installation was measured: revision {options.revision} is only a claim."
+            " With --source CLONE that revision is measured"
+        )
     return 0
 
 

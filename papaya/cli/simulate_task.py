@@ -28,7 +28,17 @@ from papaya.cli.output import (
 from papaya.cli.simulate import check_goal
 from papaya.cli.update_scale import lines, scale_rows
 from papaya.sim.fairness import Distance
-from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course, recordable
+from papaya.sim.learnt import (
+    Course,
+    Fleet,
+    Learnt,
+    Run,
+    clients_to_train,
+    fleet_of,
+    learn_run,
+    record_course,
+    recordable,
+)
 from papaya.sim.plan import regime_of, with_rates, with_setting
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import Report, percent, regime_name
@@ -37,6 +47,7 @@ from papaya.sim.workloads.named import Prepared, WorkloadSpec, prepare
 
 _UPDATES, _EVALUATIONS = 5000, 20
 _MAX_HOURS = 10_000.0
+_MANY = 100.0  # from there on, one digit after the point
 _MOST_FINITE = 700.0  # exp of more is not a float
 
 
@@ -57,6 +68,9 @@ def run_task(options: argparse.Namespace) -> int:
     for warning in run.course.task.warnings():
         note(f"warning: {warning}")
     learnt, report = _learn(run, prepared, getattr(options, "processes", 1))
+    if not learnt.versions and learnt.curve.diverged is None:
+        hours = f"{run.course.hours:g} virtual hours"
+        note(f"warning: nothing was learnt: no server update in {hours}; raise --hours")
     _write(folder, learnt, report)
     if options.format == "json":
         print_json(learnt)
@@ -116,7 +130,7 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report
             progress.update("fleet", min(1.0, done), words)
 
         trace, report = record_course(course, recorded)
-        total = max(1, min(course.updates, len(trace.clients)))
+        total = max(1, clients_to_train(course, trace))
 
         def trained(count: int) -> None:
             progress.update(
@@ -142,20 +156,28 @@ def _write(folder: Path, learnt: Learnt, report: Report) -> None:
 
 def summary(learnt: Learnt) -> str:
     """For people; the fields of `Learnt` are for programs."""
-    task, fleet = learnt.run.course.task, learnt.fleet
+    task = learnt.run.course.task
     head = f"{learnt.run.workload}: {regime_name(task)}, C = {task.concurrency}, "
     head += f"K = {task.aggregation_goal}, seed {learnt.run.course.seed}"
-    used = percent(math.nan if fleet.utilization is None else fleet.utilization)
-    staleness = f"staleness {fleet.mean_staleness:.1f}, at most {fleet.max_staleness}"
     rows = [
         ("learnt", f"{_done(learnt)} in {learnt.hours:.2f} virtual hours"),
-        ("utilization", f"{used}, {staleness}"),
+        ("utilization", _used(learnt.fleet)),
         ("took part", _took_part(learnt)),
         *scale_rows(learnt),
     ]
     if learnt.curve.diverged is not None:
-        rows.insert(1, ("diverged", learnt.curve.diverged))
+        last = f"loss {learnt.end.all:.4f} until then"
+        rows.insert(1, ("diverged", f"{learnt.curve.diverged}; {last}"))
     return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt)
+
+
+def _used(fleet: Fleet) -> str:
+    if fleet.utilization is None:
+        return "–, staleness – (the run is shorter than its warm-up)"
+    if fleet.mean_staleness is None:
+        return f"{percent(fleet.utilization)}, staleness – (no server update after the warm-up)"
+    staleness = f"staleness {fleet.mean_staleness:.1f}, at most {fleet.max_staleness}"
+    return f"{percent(fleet.utilization)}, {staleness}"
 
 
 def _done(learnt: Learnt) -> str:
@@ -173,10 +195,17 @@ def _qualities(learnt: Learnt) -> str:
     )
     rows = []
     for field, words in names:
-        losses = [getattr(quality, field) for quality in (learnt.start, learnt.end)]
-        perplexities = [math.exp(loss) if loss < _MOST_FINITE else math.inf for loss in losses]
-        rows.append((words, *(f"{x:.4f}" for x in losses), *(f"{x:,.1f}" for x in perplexities)))
+        losses = [getattr(learnt.start, field), getattr(learnt.end, field)]
+        cells = [f"{loss:.4f}" for loss in losses] + [_perplexity(loss) for loss in losses]
+        if learnt.curve.diverged is not None:
+            cells[1] = cells[3] = "–"
+        rows.append((words, *cells))
     return table(header, rows)
+
+
+def _perplexity(loss: float) -> str:
+    value = math.exp(loss) if loss < _MOST_FINITE else math.inf
+    return f"{value:,.1f}" if value >= _MANY else f"{value:.3f}"
 
 
 def _took_part(learnt: Learnt) -> str:

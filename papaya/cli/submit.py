@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from papaya.cli.admin_client import add_connection, client_for, task_path
-from papaya.cli.output import Commands, add_format, note, print_data, print_json, whole
+from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json, whole
 from papaya.config import TaskConfig
 from papaya.errors import ConfigError, OperatorError
 from papaya.net.admin.views import NewTask, Stored, TaskView
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     client = client_for(options)
     loaded = load_task(options.file)
     config = changed(loaded.config(), options.name, options.set)
-    for warning in config.warnings():
+    for warning in [*config.warnings(), *refusals(loaded.config(), config)]:
         note(f"warning: {warning}")
     vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
     data = parameters.encode(vector, {"task": config.task, "version": "0"})
@@ -72,9 +72,28 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print_json(view)
     else:
-        print_data(f"{view.task} is {view.state}: {config.concurrency} clients at a time")
+        clients = plural(config.concurrency, "client")
+        print_data(f"{view.task} is {view.state}: {clients} at a time")
         note(f"\nwatch it: papaya task watch {view.task}")
     return 0
+
+
+def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:
+    """What devices that have the file as it is will not take part in, in words for its owner."""
+    if file.secure_aggregation is None and submitted.secure_aggregation is None:
+        return []
+    if file.secure_aggregation is None or submitted.secure_aggregation is None:
+        found = ["secure aggregation is not what the file says"]
+    else:
+        found = [
+            f"{name} = {getattr(submitted, name)}, the file says {getattr(file, name)}"
+            for name in ("clip", "max_examples", "max_staleness")
+            if getattr(submitted, name) != getattr(file, name)
+        ]
+        if (submitted.threshold or 0) < (file.threshold or 0):
+            found.append(f"sums of {submitted.threshold}, the file says {file.threshold} or more")
+    advice = "devices that have this file will refuse the task. Change the file instead of --set"
+    return [f"{difference}: {advice}, and give devices that file" for difference in found]
 
 
 def changed(config: TaskConfig, name: str | None, settings: list[str]) -> TaskConfig:

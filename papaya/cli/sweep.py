@@ -8,7 +8,8 @@ plots beside the runs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec import structs, to_builtins
@@ -135,10 +136,12 @@ def run(options: argparse.Namespace) -> int:
     prepared = prepare(plan.workload, plan.population)
     folder = make_folder(options.output)
     note(prepared.about)
-    with Progress() as progress, writing(folder):
+    with _resumable(), Progress() as progress, writing(folder):
         outcomes = sweep(
             plan, folder, options.jobs, lambda step: progress.update(*_shown(step)), prepared
         )
+    if any(not outcome.versions and outcome.curve.diverged is None for outcome in outcomes):
+        note("warning: some runs made no server update and learnt nothing: raise --hours")
     asked = ("regime", *plan.vary)
     rows = rows_of(outcomes, varied_in(rows_of(outcomes, ()), asked))
     varied = varied_in(rows, asked)
@@ -153,6 +156,15 @@ def run(options: argparse.Namespace) -> int:
         note(f"warning: {warning}: its optimum may lie beyond")
     note(f"\nruns: {folder / 'runs'}\nplot: {plot}")
     return 0
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("what has ended is kept: the same command goes on where it was")
+        raise
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -200,7 +212,9 @@ def _shown(step: Step) -> tuple[str, float, str]:
         words = f"{step.done} of {plural(step.total, 'trace')} of the protocol recorded"
         return "traces", step.done / step.total if step.total else 1.0, words
     words = f"{step.done} of {plural(step.total, 'run')}"
-    if step.outcome is not None:
+    if step.outcome is not None and step.outcome.curve.diverged is not None:
+        words += ", the last diverged"
+    elif step.outcome is not None:
         words += f", the last with loss {step.outcome.end.all:.4f}"
     return "runs", step.done / step.total, words
 
@@ -208,7 +222,16 @@ def _shown(step: Step) -> tuple[str, float, str]:
 def _table(rows: Sequence[Row], varied: Sequence[str], target: float | None) -> str:
     timed = ("hours to target", "trips") if target is not None else ("hours", "trips")
     header = (*(varied or ("",)), *timed, "loss", "p75", "p99", "utilization", "K–S")
-    return table(header, [_cells(row, varied, target) for row in rows])
+    shown = table(header, [_cells(row, varied, target) for row in rows])
+    return "\n".join([shown, *(_diverged(row) for row in rows if row.diverged)])
+
+
+def _diverged(row: Row) -> str:
+    """Why a setting has no loss: a mean over what was learnt until then would look like one."""
+    first = next(o for o in row.outcomes if o.curve.diverged is not None)
+    of = f" with {plural(row.diverged, 'seed')} of {len(row.outcomes)}"
+    many = of if len(row.outcomes) > 1 else ""
+    return f"– {row.label}: diverged{many} after version {first.versions}: {first.curve.diverged}"
 
 
 def _scale(best: Row) -> str:
@@ -229,11 +252,10 @@ def _cells(row: Row, varied: Sequence[str], target: float | None) -> list[str]:
         spread = f" ± {row.target_hours_spread:.2f}" if many else ""
         spent = [f"{row.target_hours:.2f}{spread}", f"{row.target_trips:,.0f}"]
     loss = f"{row.loss:.4f}" + (f" ± {row.loss_spread:.4f}" if many else "")
-    if row.diverged:
-        loss += f" ({row.diverged} diverged)"
+    losses = ["–"] * 3 if row.diverged else [loss, f"{row.p75:.4f}", f"{row.p99:.4f}"]
     ks = "–" if row.ks is None else f"{row.ks:.3f}"
     used = "–" if row.utilization is None else percent(row.utilization)
-    return [*named, *spent, loss, f"{row.p75:.4f}", f"{row.p99:.4f}", used, ks]
+    return [*named, *spent, *losses, used, ks]
 
 
 def _value(value: float | str) -> str:
@@ -243,11 +265,13 @@ def _value(value: float | str) -> str:
 def _without_curves(row: Row) -> dict[str, object]:
     """The curves are in the files, one for each run; here are their names."""
     shown: dict[str, object] = to_builtins(structs.replace(row, outcomes=()))
+    if row.diverged:
+        shown |= dict.fromkeys(("loss", "loss_spread", "p75", "p99"))
     shown["outcomes"] = [
         {
             "run": f"runs/{outcome.run.digest}.json",
             "seed": outcome.run.course.seed,
-            "loss": outcome.end.all,
+            "loss": outcome.end.all if outcome.curve.diverged is None else None,
             "target_hours": outcome.target_hours,
             "diverged": outcome.curve.diverged,
             "norms": to_builtins(outcome.norms),

@@ -29,6 +29,7 @@ from papaya.cli.output import (
     table,
     whole,
 )
+from papaya.cli.without_update import HINT, in_words, without_update
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.net.admin.views import (
     Evaluate,
@@ -133,17 +134,20 @@ def run_show(options: argparse.Namespace) -> int:
     client = client_for(options)
     detail = client.get(task_path(options.task), TaskDetail)
     versions = client.get(task_path(options.task, "versions"), tuple[VersionView, ...])
+    reasons = without_update(client, options.task)
     if options.format == "json":
-        print_json({"detail": detail, "versions": versions})
+        print_json({"detail": detail, "versions": versions, "without_update": reasons})
         return 0
     history = [] if detail.task.evaluates else ["", _versions_table(detail, versions)]
-    print_data("\n".join([*_facts(detail), *history]))
+    print_data("\n".join([*_facts(detail, reasons), *history]))
+    if next(iter(reasons), "") == "left":
+        note(HINT)
     for warning in detail.warnings:
         note(f"warning: {warning}")
     return 0
 
 
-def _facts(detail: TaskDetail) -> list[str]:
+def _facts(detail: TaskDetail, reasons: dict[str, int]) -> list[str]:
     task, config = detail.task, detail.config
     facts = {
         "task": task.task,
@@ -152,6 +156,7 @@ def _facts(detail: TaskDetail) -> list[str]:
         "evaluates": task.evaluates,
         **(_of_an_evaluation(task) if task.evaluates else _of_a_model(detail)),
         "server sees": _sees(config),
+        "no update": in_words(reasons),
         "submitted": _date(task.submitted),
         "ended": _date(task.ended) if task.ended else "",
         "held by": task.holder,

@@ -6,6 +6,7 @@ Three lines for people, of one learning run; `papaya/sim/precision.py` has the n
 from __future__ import annotations
 
 from papaya.sim.learnt import Learnt
+from papaya.sim.precision import LEAST_UPDATES
 from papaya.sim.report import percent
 
 
@@ -35,9 +36,17 @@ def _norms(learnt: Learnt) -> str:
 def _clip(learnt: Learnt) -> str:
     found, own = learnt.precision, learnt.run.rates.clip
     if found is None:
-        return "–"
+        return _why_none(learnt)
     now = "the task has none" if own is None else f"the task has {own:g}"
     return f"suggested {found.clip:g}: {percent(found.clipped)} of updates are longer; {now}"
+
+
+def _why_none(learnt: Learnt) -> str:
+    if learnt.curve.diverged is not None:
+        return "– (the run diverged: its updates say nothing)"
+    if learnt.norms is None or learnt.norms.updates < LEAST_UPDATES:
+        return f"– (too few to tell: it needs {LEAST_UPDATES} client updates)"
+    return "–"
 
 
 def _fixed_point(learnt: Learnt) -> str:

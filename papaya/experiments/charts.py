@@ -27,6 +27,7 @@ class Panel(NamedTuple):
     y_label: str
     lines: Lines
     log: bool = False
+    log_x: bool = False
 
 
 def by_concurrency(folder: Path, key: str, panels: Sequence[Panel]) -> str:
@@ -46,6 +47,8 @@ def lines(folder: Path, key: str, x_label: str, panels: Sequence[Panel]) -> str:
                 axis.set_ylim(bottom=0)
             elif any(_seen(points) for points in panel.lines.values()):
                 axis.set_yscale("log")
+            if panel.log_x:
+                axis.set_xscale("log")
             if len(panel.lines) > 1:
                 axis.legend(frameon=False, fontsize=8)
         return figure

@@ -68,5 +68,5 @@ def number(value: float) -> str:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
-    """Seed by seed."""
-    return tuple(a / b for a, b in zip(above, below, strict=True))
+    """Seed by seed; not a number where nothing was reached on either side."""
+    return tuple(a / b if b else math.nan for a, b in zip(above, below, strict=True))

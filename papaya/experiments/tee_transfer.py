@@ -23,6 +23,7 @@ from papaya.sim.tee_transfer import (
 
 KEY = "tee-transfer"
 MEASURED = 100
+_NAMES: dict[Design, str] = {"asynchronous": "ours", "naive": "naive TEE aggregation"}
 Moved = Mapping[tuple[Design, int], float]
 
 
@@ -65,12 +66,18 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 def _draw(lab: Lab, size: Moved, seconds: Moved) -> str:
     def lines(values: Moved, unit: float) -> charts.Lines:
         return {
-            design: [(k, (value / unit,)) for (name, k), value in values.items() if name == design]
+            _NAMES[design]: [(k, (v / unit,)) for (name, k), v in values.items() if name == design]
             for design in DESIGNS
         }
 
     panels = [
-        charts.Panel("Bytes across the boundary", "MB", lines(size, 1e6), log=True),
-        charts.Panel("Transfer time", "seconds", lines(seconds, 1.0), log=True),
+        charts.Panel("Bytes across the boundary", "MB", lines(size, 1e6), log=True, log_x=True),
+        charts.Panel(
+            f"Time to move them (naive: measured up to {MEASURED})",
+            "seconds",
+            lines(seconds, 1.0),
+            log=True,
+            log_x=True,
+        ),
     ]
     return charts.lines(lab.folder, KEY, "aggregation goal K", panels)

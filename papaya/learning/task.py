@@ -28,6 +28,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -43,7 +44,7 @@ from papaya.config import (
     SyncFL,
     TaskConfig,
 )
-from papaya.errors import OperatorError, PapayaError
+from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.definition import ClientSGD, Examples, Task
 from papaya.learning.named import read_checkpoint
 from papaya.learning.parameters import Manifest, Vector
@@ -65,6 +66,7 @@ __all__ = [
 ]
 
 _MAX_FILE_BYTES: Final = 1 << 20
+_SHOWN_BYTES: Final = 60  # of an example, in a hint
 
 
 def module_hash(source: bytes) -> str:
@@ -93,6 +95,22 @@ class LoadedTask:
 
         return initial_parameters(self.task, self.manifest, seed)
 
+    def try_on(self, examples: Sequence[bytes], what: str) -> None:
+        """Show examples to `batch` and `loss`; ConfigError says where in the file they fail."""
+        from papaya.learning.torch.module import tried_batch, try_loss  # imports torch
+
+        try:
+            batch = tried_batch(self.task, examples)
+        except Exception as error:
+            hint = f"batch gets a list of bytes; the first of them: {_shortened(examples[0])}"
+            raise _located(self.path, error, f"{what}: batch", hint) from error
+        try:
+            try_loss(self.task, batch)
+        except Exception as error:
+            made = ", ".join(map(_described, batch))
+            hint = f"loss gets the module and what batch gives: {made}"
+            raise _located(self.path, error, f"{what}: loss", hint) from error
+
 
 def load_task(path: Path) -> LoadedTask:
     """Run the owner's own file, here, and check what it defines, or OperatorError."""
@@ -114,6 +132,8 @@ def load_task(path: Path) -> LoadedTask:
         loaded.config()
     except Exception as error:
         raise _located(path, error) from error
+    if task.sample:
+        loaded.try_on(task.sample, "`sample`")
     return loaded
 
 
@@ -165,15 +185,29 @@ def _the_task(path: Path, module: ModuleType) -> Task:
     return tasks["task"]
 
 
-def _located(path: Path, error: BaseException) -> OperatorError:
+def _shortened(example: bytes) -> str:
+    more = "…" if len(example) > _SHOWN_BYTES else ""
+    return f"{example[:_SHOWN_BYTES]!r}{more}"
+
+
+def _described(value: object) -> str:
+    """A tensor by its kind and shape: `torch.int64[1, 20]`."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return type(value).__name__ if shape is None or dtype is None else f"{dtype}{list(shape)}"
+
+
+def _located(
+    path: Path, error: BaseException, tried: str | None = None, hint: str | None = None
+) -> ConfigError:
     """The error with the deepest line of the owner's file that was running."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     place = f"{path}:{lines[-1]}" if lines else str(path)
+    while_trying = "" if tried is None else f" (while trying {tried})"
     if isinstance(error, PapayaError):
-        return OperatorError(f"{place}: {error}", hint=error.hint)
+        return ConfigError(f"{place}: {error}{while_trying}", hint=error.hint)
     if isinstance(error, ImportError):
         hint = "a task is one file: move what it needs into it, or install the package"
-    else:
+    elif hint is None:
         hint = f"try: python {path}"
-    return OperatorError(f"{place}: {type(error).__name__}: {error}", hint=hint)
+    return ConfigError(f"{place}: {type(error).__name__}: {error}{while_trying}", hint=hint)

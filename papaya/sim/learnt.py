@@ -29,7 +29,7 @@ from papaya.learning.parameters import Vector
 from papaya.messages.selection import Capabilities
 from papaya.sim.cluster import ClusterConfig, DeviceKind
 from papaya.sim.fairness import Fairness, fairness
-from papaya.sim.population import PopulationConfig
+from papaya.sim.population import Population, PopulationConfig
 from papaya.sim.precision import Norms, Precision, norms_of, precision
 from papaya.sim.replay import Curve, Rates, learn
 from papaya.sim.report import Report
@@ -38,6 +38,7 @@ from papaya.sim.workloads.base import Clients, Ints, Matrix, Quality, Workload
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
+_SAMPLED_VISITS: Final = 4096
 _DIGEST_DIGITS: Final = 24
 
 
@@ -74,12 +75,15 @@ class Run(Struct, frozen=True, kw_only=True):
 
 
 class Fleet(Struct, frozen=True):
-    """What the recorded system was like, after its warm-up. None: it was over before."""
+    """What the recorded system was like, after its warm-up.
+
+    None: the run was over before; of staleness also: no server update came after it.
+    """
 
     utilization: float | None
-    versions_per_hour: float
-    mean_staleness: float
-    max_staleness: int
+    versions_per_hour: float | None
+    mean_staleness: float | None
+    max_staleness: int | None
     aborted: int
     dropped: int
 
@@ -140,21 +144,43 @@ def record_course(
         course.seed,
         updates=course.updates,
         hours=course.hours,
-        warm_up_s=min(_MAX_WARM_UP_S, 900 * course.hours),
+        warm_up_s=_warm_up_s(course),
         progress=progress,
     )
 
 
+def _warm_up_s(course: Course) -> float:
+    """Half of what the run takes if every place is taken all the time: it may take longer."""
+    task = course.task
+    visits = Population(course.cluster.population, 0).visitors(np.arange(_SAMPLED_VISITS))
+    busy_s = np.minimum(visits.latency_s + visits.execution_s, task.training_timeout_s).mean()
+    least_s = course.updates * float(busy_s) / task.concurrency
+    return min(_MAX_WARM_UP_S, least_s / 2, 900 * course.hours)
+
+
 def fleet_of(report: Report) -> Fleet:
     result = report.tasks[0]
+    is_over = math.isnan(result.utilization)
     return Fleet(
-        utilization=None if math.isnan(result.utilization) else result.utilization,
-        versions_per_hour=result.versions_per_hour,
-        mean_staleness=result.mean_staleness,
-        max_staleness=result.max_staleness,
+        utilization=None if is_over else result.utilization,
+        versions_per_hour=None if is_over else result.versions_per_hour,
+        mean_staleness=result.mean_staleness if result.counted else None,
+        max_staleness=result.max_staleness if result.counted else None,
         aborted=sum(result.aborted.values()),
         dropped=result.dropped,
     )
+
+
+def clients_to_train(course: Course, trace: Trace) -> int:
+    """All members of the versions that are learnt: a version is made of K, however few are asked
+    for."""
+    return int(trace.first[_last_version(course, trace) + 1])
+
+
+def _last_version(course: Course, trace: Trace) -> int:
+    """Recording goes on to the end of a minute: learn no more than was asked for."""
+    enough = int(np.searchsorted(trace.first[1:], course.updates))
+    return min(enough, trace.versions)
 
 
 def learn_run(
@@ -166,15 +192,13 @@ def learn_run(
 ) -> Learnt:
     """`progress` is told how many clients have trained so far."""
     watched = workload if progress is None else _Watched(workload, progress)
-    # Recording goes on to the end of a minute: learn no more than was asked for.
-    enough = int(np.searchsorted(trace.first[1:], run.course.updates))
     curve = learn(
         trace,
         watched,
         run.rates,
         target=run.target,
         evaluations=run.evaluations,
-        until=enough,
+        until=_last_version(run.course, trace),
     )
     points = tuple(point for point in curve.points if _is_finite(point.quality))
     if not points:
@@ -196,7 +220,9 @@ def learn_run(
         fleet=fleet,
         fairness=fairness(trace),
         norms=norms_of(curve.norms),
-        precision=precision(run.course.task, workload.length, mean_examples, curve.norms),
+        precision=None
+        if curve.diverged is not None  # its updates are no sample of those of a run that learns
+        else precision(run.course.task, workload.length, mean_examples, curve.norms),
     )
 
 

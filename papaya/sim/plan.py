@@ -1,11 +1,12 @@
 """What a sweep runs: every combination of the values that are varied, in every regime and seed.
 
 K and max_staleness are of AsyncFL, over_selection is of SyncFL: in the other regime they vary
-nothing, and no run is made twice. What is not varied is as the task's file says.
+nothing, and no run is made twice; refused in a plan that has only the other regime. What is not varied is as the task's file says.
 """
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from itertools import product
 from typing import Final, Literal
 
@@ -31,6 +32,11 @@ VARIABLES: Final = (
     "beta1",
 )
 _WHOLE: Final = ("concurrency", "K", "max_staleness")
+_OF_ONE_REGIME: Final[dict[str, Regime]] = {
+    "K": "async",
+    "max_staleness": "async",
+    "over_selection": "sync",
+}
 _MAX_RUNS: Final = 100_000
 
 
@@ -52,7 +58,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, values in self.vary.items():
             known = ", ".join(VARIABLES)
-            require(name in VARIABLES, "vary", name, f"is not one of {known}", f"vary {known}")
+            remedy = _alike(name, values) or f"vary {known}"
+            require(name in VARIABLES, "vary", name, f"is not one of {known}", remedy)
             require(bool(values), "vary", name, "has no values", f"write {name}=1,2")
             for value in values:
                 is_whole = name not in _WHOLE or value == int(value)
@@ -66,6 +73,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
     """Without doubles, in the order of the plan; ConfigError if one of them cannot be."""
     regimes = plan.regimes or (regime_of(prepared.task),)
+    for name in plan.vary:
+        regime = _OF_ONE_REGIME.get(name, regimes[0])
+        problem = f"is of {regime} runs, and there are none: it would vary nothing"
+        remedy = f"--regime {regime} or --regime async,sync, or do not vary {name}"
+        require(regime in regimes, "vary", name, problem, remedy)
     settings = [
         dict(zip(plan.vary, values, strict=True)) for values in product(*plan.vary.values())
     ]
@@ -79,6 +91,14 @@ def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
         for seed in plan.seeds
     )
     return list({run.digest: run for run in runs}.values())
+
+
+def _alike(name: str, values: tuple[float, ...]) -> str:
+    """The variable that may have been meant."""
+    by_name = {known.lower(): known for known in VARIABLES}
+    for found in get_close_matches(name.lower().replace("-", "_"), by_name, n=1):
+        return f"{by_name[found]}={','.join(f'{value:g}' for value in values)}"
+    return ""
 
 
 def setting_of(run: Run) -> dict[str, float | str]:

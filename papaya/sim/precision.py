@@ -23,6 +23,7 @@ from msgspec import Struct
 from papaya.config import TaskConfig
 from papaya.secagg import fixed_point
 
+LEAST_UPDATES: Final = 30  # of fewer, a 99th percentile is the longest: chance
 _LEVELS: Final = (50, 90, 95, 99, 100)
 
 
@@ -81,13 +82,17 @@ def precision(
     found: Sequence[float],
     clip: float | None = None,
 ) -> Precision | None:
-    """At this clip, or at the suggested one. None if nobody trained, or K leaves no level."""
+    """At this clip, or at the suggested one. None if nobody trained, or too few to suggest one, or
+    if K leaves no level.
+    """
     norms = norms_of(found)
     goal = task.aggregation_goal
     levels = fixed_point.levels(goal)
     if norms is None or levels < 1:
         return None
     if clip is None:
+        if norms.updates < LEAST_UPDATES:
+            return None
         clip = suggested_clip(norms)
     step = clip / levels
     total_weight = goal * min(1.0, mean_examples / task.max_examples)

@@ -65,7 +65,7 @@ def varied_in(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
 
 def edges(rows: Sequence[Row]) -> list[str]:
     """Rates whose best value, among the rows of the best regime, is the smallest or the largest."""
-    if not rows:
+    if not rows or rows[0].diverged:
         return []
     alike = [row for row in rows if row.setting["regime"] == rows[0].setting["regime"]]
     found = []

@@ -35,6 +35,11 @@ MODEL_BYTES: Final = 20_000_000
 GOALS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 SEED_MESSAGE_BYTES: Final = len(wire.accept_request(0, 0, bytes(SEALED_BYTES)))
+_NO_HASH: Final = bytes(HASH_BYTES)
+NAME_BYTES: Final = len(wire.release_request(_NO_HASH, 0, (0,))) - len(
+    wire.release_request(_NO_HASH, 0, ())
+)
+BYTES_PER_CLIENT: Final = SEED_MESSAGE_BYTES + NAME_BYTES  # its seed, and its place in the list
 _ANSWER_BYTES: Final = len(wire.frame(wire.DONE))
 _FRAME: Final = struct.Struct(">QQ")  # bytes that come, and bytes that are wanted back
 _TIMEOUT_S: Final = 60.0
@@ -54,7 +59,7 @@ def bytes_out_of_tee(k: int, model_bytes: int, design: Design) -> int:
 
 def _messages(k: int, model_bytes: int, design: Design) -> list[tuple[int, int]]:
     """Bytes of each message and of its answer: one per client, then the question for the sum."""
-    listed = len(wire.release_request(bytes(HASH_BYTES), 0, range(k)))
+    listed = len(wire.release_request(_NO_HASH, 0, range(k)))
     if design == "naive":
         per_client = len(wire.frame_head(wire.DONE, model_bytes)) + model_bytes
         answer = len(wire.frame_head(wire.DONE, model_bytes)) + model_bytes

@@ -6,7 +6,8 @@
 The audit reads the log through the same `LogReader` as a device. Building is not done here: it is a
 function that is given, and raises `CannotBuild` where it could not be tried, `NoSource` where the
 source does not have what the record names. A step that was not done is never reported as done:
-measurements of hardware are not checked here, and it says so.
+measurements of hardware are not checked here, and it says so. A log that cannot be reached has not
+failed: the step that wanted to read it is `not done`, and the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from papaya.verifiable_log.checkpoint import LogPolicy
-from papaya.verifiable_log.errors import LogError
+from papaya.verifiable_log.errors import LogError, Unreachable
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
 
@@ -56,6 +57,9 @@ def audit(reader: LogReader, policy: LogPolicy, rebuild: Rebuild, now: float) ->
     old_size = reader.checkpoint.size if known else 0
     try:
         checkpoint = reader.refresh(now)
+    except Unreachable as error:
+        yield Step("checkpoint", "not done", str(error))
+        return
     except LogError as error:
         yield Step("checkpoint", "failed", str(error))
         return
@@ -67,6 +71,9 @@ def audit(reader: LogReader, policy: LogPolicy, rebuild: Rebuild, now: float) ->
         yield Step("consistency", "not done", "no earlier checkpoint is remembered here")
     try:
         entries = reader.entries()
+    except Unreachable as error:
+        yield Step("entries", "not done", str(error))
+        return
     except LogError as error:
         yield Step("entries", "failed", str(error))
         return

@@ -6,19 +6,23 @@ from its own file. So a buffer or a frozen parameter that depends on the random 
 and so are statistics that training changes and nobody uploads, as BatchNorm keeps them.
 
 Refused: a model that is no module, without trainable parameters, with parameters that are not
-float32 on the CPU; on the owner's sample, a batch that is no tuple or a loss that is no scalar
+float32 on the CPU; on examples that are tried, a batch that is no tuple or a loss that is no scalar
 with a gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 
 from papaya.errors import OperatorError
 from papaya.learning.definition import Task
 from papaya.learning.parameters import Manifest, Vector
+
+Batch: TypeAlias = tuple[Any, ...]
+"""What the owner's `batch` makes of examples, and `loss` is given beside the module."""
 
 _OTHER_NORMALISATION = "use LayerNorm or GroupNorm, or track_running_stats=False"
 
@@ -75,8 +79,6 @@ def checked_manifest(task: Task) -> Manifest:
             )
     manifest = Manifest(tuple((name, tuple(value.shape)) for name, value in parameters.items()))
     manifest.flatten(tensors_of(module))  # type: ignore[arg-type]  # finite, too
-    if task.sample:
-        _check_sample(task, module)
     return manifest
 
 
@@ -101,10 +103,18 @@ def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
             )
 
 
-def _check_sample(task: Task, module: torch.nn.Module) -> None:
-    before = {name: value.clone() for name, value in _fixed(module).items()}
+def tried_batch(task: Task, examples: Sequence[bytes]) -> Batch:
+    """What the owner's `batch` makes of these, and nobody's random generator disturbed."""
     with torch.random.fork_rng(devices=[]):
-        checked_loss(task, module.train(), list(task.sample))
+        return _batch(task, examples)
+
+
+def try_loss(task: Task, batch: Batch) -> None:
+    """The owner's `loss` of a fresh module, refused if no client could learn from it."""
+    module = make_module(task).train()
+    before = {name: value.clone() for name, value in _fixed(module).items()}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        _loss(task, module, batch)
     for name, value in _fixed(module).items():
         if not torch.equal(value, before[name]):
             raise OperatorError(
@@ -115,12 +125,20 @@ def _check_sample(task: Task, module: torch.nn.Module) -> None:
 
 def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes]) -> torch.Tensor:
     """The loss of one batch, with its graph. No backward here: see papaya/client/fork_server.py."""
+    return _loss(task, module, _batch(task, examples))
+
+
+def _batch(task: Task, examples: Sequence[bytes]) -> Batch:
     batch = task.batch(list(examples))
     if not isinstance(batch, tuple):
         raise OperatorError(
             f"batch gives a {type(batch).__name__}, not a tuple of tensors",
             hint="end it with: return (inputs, targets)",
         )
+    return batch
+
+
+def _loss(task: Task, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     loss = task.loss(module, *batch)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

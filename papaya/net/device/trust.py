@@ -150,6 +150,6 @@ def read_policy(path: Path) -> DevicePolicy:
         ) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path}: {error}", hint="docs/run-a-device.md lists its fields"
+            f"{path}: {error}", hint="docs/secure-aggregation.md lists its fields"
         ) from error
     return found

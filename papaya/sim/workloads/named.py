@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -100,6 +101,12 @@ class Prepared:
 
 def prepare(spec: WorkloadSpec, population: PopulationConfig = DEFAULT) -> Prepared:
     """Load the file and the data; OperatorError says what is wrong with them."""
+    if not spec.is_built_in and not spec.name.endswith(".py") and not Path(spec.name).is_file():
+        close = get_close_matches(spec.name, BUILT_IN, n=1)
+        raise OperatorError(
+            f"there is no workload {spec.name!r}: {', '.join(BUILT_IN)} or a .py file",
+            hint=close[0] if close else "my_task.py --data leaf:FOLDER",
+        )
     return _built_in(spec, population) if spec.is_built_in else _own(spec, population)
 
 
@@ -155,6 +162,8 @@ def _own(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         )
     loaded = load_task(Path(spec.name))
     source = open_source(spec.data, loaded)
+    # Before anything is recorded: what fails on an example fails at once.
+    loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
     task = loaded.config()
     clients, volumes = len(source.volumes), source.volumes
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)

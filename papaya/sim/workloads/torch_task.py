@@ -10,15 +10,17 @@ owner's code is sent. Examples are read here and sent as bytes, so the data sour
 The task's own clip is left to the replay: a sweep looks at the norms of updates to choose one.
 
 Refused (OperatorError): a source that gives another number of examples than it was asked for, a
-task file that changed since it was loaded, and all that the engine refuses. A client that diverges
+task file that changed since it was loaded, and all that the engine refuses; ConfigError: an example
+on which the owner's code fails. A client that diverges
 ends the call.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import pairwise
@@ -29,7 +31,7 @@ from typing import Final, Self, TypeVar
 import numpy as np
 from msgspec import structs
 
-from papaya.errors import OperatorError
+from papaya.errors import OperatorError, PapayaError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import summarize
 from papaya.learning.parameters import FLOAT32, Vector
@@ -111,7 +113,7 @@ class TorchWorkload:
         self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
     ) -> Matrix:
         jobs = [
-            _Training(models[index], self._examples(device, n, sgd.max_examples), seed)
+            _Training(device, models[index], self._examples(device, n, sgd.max_examples), seed)
             for index, device, n, seed in zip(
                 start.tolist(),
                 clients.device.tolist(),
@@ -162,6 +164,7 @@ class TorchWorkload:
 class _Training:
     """One client's work. Clients of one version share its array, also when they are sent."""
 
+    device: int
     model: Vector
     examples: list[bytes]
     seed: int
@@ -187,7 +190,8 @@ class _Trainer:
             self._sgd = sgd
         updates = np.empty((len(jobs), self._loaded.manifest.length), FLOAT32)
         for row, job in zip(updates, jobs, strict=True):
-            update, _ = self._engine.train(job.model, job.examples, job.seed)
+            with self._blaming(f"device {job.device}", job.examples):
+                update, _ = self._engine.train(job.model, job.examples, job.seed)
             row[:] = np.frombuffer(update, FLOAT32)
         return updates
 
@@ -195,9 +199,23 @@ class _Trainer:
         """The mean loss of each client."""
         found = np.empty(len(clients))
         for row, examples in enumerate(clients):
-            sums = self._engine.evaluate(parameters, examples, len(examples))
+            with self._blaming(f"judged client {row}", examples):
+                sums = self._engine.evaluate(parameters, examples, len(examples))
             found[row] = summarize(np.frombuffer(sums, FLOAT32)).all.loss
         return found
+
+    @contextmanager
+    def _blaming(self, whose: str, examples: Sequence[bytes]) -> Iterator[None]:
+        """The owner's code failed: say where, and on which example if one alone is enough."""
+        try:
+            yield
+        except PapayaError:
+            raise
+        except Exception:
+            for number, example in enumerate(examples):
+                self._loaded.try_on([example], f"example {number} of {whose}")
+            self._loaded.try_on(examples, f"all {len(examples)} examples of {whose}")
+            raise
 
 
 def _shares(work: list[_Job], processes: int) -> list[list[_Job]]:

@@ -12,8 +12,11 @@ from typing import TypeVar
 
 from papaya.cli import status, task
 from papaya.cli.main import Parser
+from papaya.net.http.exchange import Exchange
 from papaya.net.http.listening import serve
+from papaya.net.http.routes import Buffered
 from papaya.net.internal_api import guarded
+from papaya.net.metrics import Registry
 from papaya.net.token_files import Secret
 from tests.unit.net.admin.builders import System
 
@@ -27,7 +30,11 @@ class AdminServer:
     def __init__(self, system: System, loop: asyncio.AbstractEventLoop, url: str) -> None:
         self.system = system
         self.url = url
+        self.metrics = Registry()
         self._loop = loop
+
+    def on_metrics(self, exchange: Exchange, body: bytes) -> None:
+        exchange.answer(200, self.metrics.text().encode())
 
     def call(self, coroutine: Coroutine[None, None, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
@@ -44,7 +51,8 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         routes = guarded(system.administration.routes(), Secret(TOKEN), b"{}")
-        listening = await serve(routes, "127.0.0.1", 0)
+        metrics = Buffered("GET", "/metrics", lambda *asked: found[0].on_metrics(*asked))
+        listening = await serve([*routes, metrics], "127.0.0.1", 0)
         found.append(AdminServer(system, loop, f"http://127.0.0.1:{listening.port}"))
         stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
         started.set()

@@ -176,6 +176,30 @@ def test_an_unreachable_server_is_named_once_with_a_hint(tmp_path: Path) -> None
     assert "does not answer" not in rest
 
 
+def test_what_was_done_until_an_interruption_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C while it starts or ends, when no device can be asked to leave."""
+
+    async def interrupted(options: argparse.Namespace, printer: Printer) -> None:
+        printer.on_event(Ended("device-1", "counted", "next-word"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(*WAITING, "--store", str(tmp_path / "device.db"))
+    assert "1 visit: 1 counted" in capsys.readouterr().err
+
+
+def test_an_unknown_field_of_a_policy_on_trust_names_the_table_of_fields(tmp_path: Path) -> None:
+    policy = tmp_path / "trust.toml"
+    policy.write_text('log_keys = "x"\n')
+    with pytest.raises(OperatorError, match="log_keys") as caught:
+        run(*WAITING, "--trust", str(policy), "--store", str(tmp_path / "device.db"))
+    page = caught.value.hint.split()[0]
+    assert "| `log_key` |" in Path(page).read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from papaya.cli import audit, log
-from papaya.cli.log_source import LogRefused
+from papaya.cli.log_source import LogRefused, LogUnreachable
 from papaya.cli.tsa_artifact import from_folder
 from papaya.errors import OperatorError, ProtocolError
 from papaya.tsa.measurement import measure
@@ -173,9 +173,12 @@ def outcomes(steps: list[dict[str, Any]]) -> dict[str, str]:
 def test_a_log_that_cannot_be_read_is_no_reason_to_distrust_it(world: World) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(LogRefused, match="cannot be read") as caught:
-        world.out("log", "verify", f"http://127.0.0.1:{port}", "--log-key", world.log_key)
-    assert "says nothing about the log" in caught.value.hint
+    for command in (("log", "verify"), ("audit",)):
+        with pytest.raises(LogUnreachable, match="cannot be read") as caught:
+            world.out(*command, f"http://127.0.0.1:{port}", "--log-key", world.log_key)
+        assert "says nothing about the log" in caught.value.hint
+        assert caught.value.exit_code == 2
+    assert "checkpoint  not done" in world.captured.out
 
 
 def test_a_folder_without_a_log_is_told_from_a_log_that_lies(world: World) -> None:
@@ -303,14 +306,38 @@ def test_a_memory_that_cannot_be_written_is_told(world: World) -> None:
     assert "--remember" in caught.value.hint
 
 
-def test_an_audit_of_a_plain_folder_compares_what_it_holds(world: World) -> None:
+def rebuild_of(world: World, *options: object) -> tuple[str, str]:
+    with pytest.raises(audit.NotRebuilt):
+        world.read("audit", *options)
+    steps = msgspec.json.decode(world.captured.out)
+    [step] = [step for step in steps if step["name"] == "rebuild"]
+    return step["outcome"], step["detail"]
+
+
+def test_sources_without_a_revision_show_nothing_about_the_recorded_one(world: World) -> None:
+    """The same artifact from somewhere else: the revision may not even exist."""
     world.append()
     plain = make_sources(world.folder / "plain")
-    steps = world.read("audit", "--source", plain, "--wheels", world.wheels)
-    assert outcomes(steps)["rebuild"] == "passed"
+    outcome, detail = rebuild_of(world, "--source", plain, "--wheels", world.wheels)
+    assert outcome == "not done"
+    assert f"plain gives the same artifact; revision {world.revision} was not checked" in detail
     make_sources(plain, "another release\n")
-    steps = world.read("audit", "--source", plain, "--wheels", world.wheels, "--allow-not-done")
-    assert outcomes(steps)["rebuild"] == "not done"
+    outcome, detail = rebuild_of(world, "--source", plain, "--wheels", world.wheels)
+    assert outcome == "not done"
+    assert "gives another artifact" in detail
+
+
+def test_a_revision_that_was_not_measured_is_a_claim_when_logged_and_when_audited(
+    world: World,
+) -> None:
+    where = ["--log", world.log, "--key", world.key, "--repository", REPOSITORY]
+    world.out("log", "append", *where, "--revision", "0" * 40, "--software")
+    assert f"revision {'0' * 40} is only a claim" in world.captured.err
+    outcome, detail = rebuild_of(world)
+    assert outcome == "not done"
+    assert f"this installation gives the same artifact; revision {'0' * 40} was not" in detail
+    world.append()
+    assert "claim" not in world.captured.err
 
 
 def test_an_audit_without_dependencies_says_so(world: World) -> None:

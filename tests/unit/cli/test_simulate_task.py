@@ -136,6 +136,45 @@ def test_a_goal_is_of_the_tasks_own_regime(
     assert "--over-selection is for SyncFL" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["simulate", "sweep"])
+@pytest.mark.parametrize(
+    ("change", "tried", "hint"),
+    [
+        (('p["y"]', 'p["label"]'), "KeyError: 'label' (while trying the first example", "b'{\"x\""),
+        (("Linear(2, 1)", "Linear(3, 1)"), "of client 0 of LEAF", "torch.float32[1, 2]"),
+    ],
+)
+def test_a_task_that_fails_on_the_data_is_refused_before_anything_runs(
+    command: str,
+    change: tuple[str, str],
+    tried: str,
+    hint: str,
+    own: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(TASK.replace(*change))
+    assert main([command, str(path), *own[1:], "--output", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {path}:")
+    assert tried in err
+    assert hint in err
+    assert "recorded" not in err
+
+
+def test_an_example_that_fails_during_the_run_is_named(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    picky = "[float(p['y'] if p['x'][0] < 1.5 else p['label']) for p in pairs]"
+    path.write_text(TASK.replace('[float(p["y"]) for p in pairs]', picky))
+    assert simulate([str(path), *own[1:]], tmp_path / "out") == 2
+    err = capsys.readouterr().err
+    assert f"error: {path}:9: KeyError: 'label' (while trying example " in err
+    assert "Traceback" not in err
+
+
 # -- papaya sweep
 
 

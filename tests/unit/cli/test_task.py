@@ -358,6 +358,27 @@ def test_a_rate_is_of_versions_that_clients_made_and_of_some_seconds() -> None:
     assert watch.versions_per_minute([]) is None
 
 
+def test_show_tells_how_sessions_ended_that_brought_no_update(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(server, "task", "show", "next-word") == 0
+    assert "no update" not in capsys.readouterr().out
+    labels = ("task", "reason")
+    aborted = server.metrics.counter("papaya_task_sessions_aborted_total", "", *labels)
+    discarded = server.metrics.counter("papaya_task_updates_discarded_total", "", *labels)
+    aborted.add(7, "next-word", "left")
+    aborted.add(9, "next-word-2", "silent")
+    aborted.add(0, "next-word", "stale")
+    discarded.add(2, "next-word", "over_norm")
+    assert run(server, "task", "show", "next-word") == 0
+    out, err = capsys.readouterr()
+    assert "no update    9 sessions so far: 7 left, 2 over_norm\n" in out
+    assert "these devices left by themselves" in err
+    discarded.add(10, "next-word", "round_over")
+    assert run(server, "task", "show", "next-word") == 0
+    assert "hint" not in capsys.readouterr().err
+
+
 def test_an_evaluation_is_shown_as_one(
     server: AdminServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,12 @@ def test_speedup_is_trips_gain_times_throughput() -> None:
     assert (gain, trips) == (3.0, 9.0)
 
 
+def test_a_pair_that_never_met_its_target_has_no_throughput() -> None:
+    pair = Pair(100, [took(1.0)], [NEVER])
+    assert pair.speedup == (0.0,)
+    assert math.isnan(pair.throughput[0])
+
+
 def bias(async_p: float, time_p: float, over_d: float) -> list[bool]:
     by_examples = {
         "AsyncFL": [Distance(0.01, 1.0, 0.02), Distance(0.01, async_p, 0.02)],

@@ -212,3 +212,20 @@ def test_a_file_that_fails_leaves_no_module_behind(tmp_path: Path) -> None:
     with pytest.raises(OperatorError):
         load(tmp_path, "1 / 0")
     assert {name for name in sys.modules if name.startswith("papaya_task_")} <= before
+
+
+# What fails on the sample; which of the two functions did; what the hint tells about its input.
+ON_THE_SAMPLE = {
+    "batch": ("task = a_task(sample=[b'a b'])", "`sample`: batch", r"b'a b'"),
+    "loss": ("task = a_task(model=lambda: nn.Linear(3, 1))", "`sample`: loss", r"float32[2, 2]"),
+}
+
+
+@pytest.mark.parametrize("case", ON_THE_SAMPLE)
+def test_what_fails_on_the_sample_says_so_and_what_it_was_given(case: str, tmp_path: Path) -> None:
+    rest, tried, given = ON_THE_SAMPLE[case]
+    with pytest.raises(OperatorError, match=r"Error: .*while trying") as raised:
+        load(tmp_path, HEAD + rest)
+    assert f"my_task.py:{7 if case == 'loss' else 10}: " in str(raised.value)
+    assert str(raised.value).endswith(f"(while trying {tried})")
+    assert given in raised.value.hint

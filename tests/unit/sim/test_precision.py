@@ -51,7 +51,7 @@ def test_the_errors_are_those_of_the_encoder() -> None:
     rng = np.random.default_rng(3)
     updates = rng.normal(0, 0.1 / math.sqrt(LENGTH), (GOAL, LENGTH))
     examples = np.full(GOAL, 25)
-    norms = np.linalg.norm(updates, axis=1).tolist()
+    norms = 4 * np.linalg.norm(updates, axis=1).tolist()
     said = precision(TASK, LENGTH, float(examples.mean()), norms)
     assert said is not None
     shares = examples / TASK.max_examples
@@ -69,8 +69,8 @@ def test_the_errors_are_those_of_the_encoder() -> None:
 
 
 def test_few_examples_cost_precision_and_a_large_goal_levels() -> None:
-    fine = precision(TASK, LENGTH, 100.0, [1.0, 2.0])
-    coarse = precision(TASK, LENGTH, 10.0, [1.0, 2.0])
+    fine = precision(TASK, LENGTH, 100.0, 20 * [1.0, 2.0])
+    coarse = precision(TASK, LENGTH, 10.0, 20 * [1.0, 2.0])
     assert fine is not None
     assert coarse is not None
     assert coarse.error == pytest.approx(10 * fine.error)

@@ -10,8 +10,10 @@ import pytest
 
 from papaya.secagg.parameters import PublicParameters
 from papaya.sim.tee_transfer import (
+    BYTES_PER_CLIENT,
     GOALS,
     MODEL_BYTES,
+    NAME_BYTES,
     SEED_MESSAGE_BYTES,
     Transfer,
     bytes_into_tee,
@@ -31,7 +33,16 @@ def test_a_client_sends_the_same_few_bytes_whatever_the_model() -> None:
         small, large = (bytes_into_tee(k, size, "asynchronous") for size in (4, MODEL_BYTES))
         assert small == large
         assert small <= 256 * (k + 1)
-    assert SEED_MESSAGE_BYTES == 85
+    assert (SEED_MESSAGE_BYTES, NAME_BYTES) == (85, 8)
+
+
+def test_one_more_client_is_as_many_bytes_as_the_documentation_says() -> None:
+    counts = [bytes_into_tee(k, MODEL_BYTES, "asynchronous") for k in (1, 2, 3)]
+    assert [b - a for a, b in pairwise(counts)] == [BYTES_PER_CLIENT, BYTES_PER_CLIENT]
+    text = Path("docs/secure-aggregation.md").read_text()
+    assert f"go {BYTES_PER_CLIENT} bytes per client" in text
+    assert f"{SEED_MESSAGE_BYTES} with its sealed seed" in text
+    assert f"{NAME_BYTES} that name it" in text
 
 
 def test_naive_aggregation_is_k_times_m_and_ours_k_plus_m() -> None:

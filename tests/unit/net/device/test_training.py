@@ -43,7 +43,9 @@ class FakeExecutor:
 
 def task_file(task: str = "next-word", examples: Examples | None = None) -> TaskFile:
     asked = examples or Examples("text", newest_first=False)
-    return TaskFile("my_task.py", task, "sha256:ab", TaskTerms(False, 3, 1500, 50, None, None), asked)
+    return TaskFile(
+        "my_task.py", task, "sha256:ab", TaskTerms(False, 3, 1500, 50, None, None), asked
+    )
 
 
 def assignment(evaluates: bool = False, model_length: int = 3) -> Assignment:
