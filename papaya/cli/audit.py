@@ -36,7 +36,6 @@ from papaya.tsa.measurement import Read, installed
 from papaya.verifiable_log.auditor import Built, CannotBuild, NoSource, Rebuild, Step, audit
 from papaya.verifiable_log.record import Record
 
-
 _READING = ("checkpoint", "entries")
 
 

@@ -186,7 +186,7 @@ def _done(learnt: Learnt) -> str:
 
 
 def _qualities(learnt: Learnt) -> str:
-    header = ("clients, by data volume", "loss", "→", "perplexity", "→")
+    header = ("held-out clients, by volume", "loss", "→", "perplexity", "→")
     names = (
         ("all", "all, by examples"),
         ("p75", "from the 75th percentile on"),
@@ -195,6 +195,9 @@ def _qualities(learnt: Learnt) -> str:
     )
     rows = []
     for field, words in names:
+        count = getattr(learnt.judges, field, None)
+        if count is not None:
+            words += f" ({count:,})"
         losses = [getattr(learnt.start, field), getattr(learnt.end, field)]
         cells = [f"{loss:.4f}" for loss in losses] + [_perplexity(loss) for loss in losses]
         if learnt.curve.diverged is not None:

@@ -34,7 +34,8 @@ def texts_in(folder: Path) -> list[Path]:
     found = sorted(file for file in folder.rglob("*") if file.is_file() and _is_text(folder, file))
     if not found:
         raise OperatorError(
-            f"there are no texts in {folder}", hint="name a folder with texts in it"
+            f"there are no texts in {folder}",
+            hint="any file counts that is not hidden and has no zero byte near its beginning",
         )
     return found
 

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from papaya.config.checks import MAX_COUNT, require, require_count
 
-# Of evaluations under secure aggregation: the largest whole number that one client may upload in one
-# place, which the fixed point of every goal has room for; and one version is all that there is.
+# Of evaluations under secure aggregation: the largest whole number that one client may upload in
+# one place, which the fixed point of every goal has room for; and one version is all there is.
 # Devices compare them with what they are offered.
 EVALUATION_CLIP = 2.0**13 - 1
 EVALUATION_MAX_STALENESS = 1

@@ -109,8 +109,8 @@ def perplexity(loss: float) -> float:
 
 
 ONE_RATE: Final = (
-    "One server rate for all: a smaller K makes more steps of the same size per hour. Tuned for "
-    "each, the differences are smaller: see the speedup."
+    "One server rate for all: a smaller K makes more steps of the same size per hour. What tuning "
+    "each of them changes, the experiment on speedup tells."
 )
 
 

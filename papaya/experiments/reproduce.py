@@ -54,7 +54,7 @@ def reproduce(
 
 
 def _with_earlier(results: Sequence[Result], folder: Path) -> list[Result]:
-    """Also those of earlier calls whose numbers are complete, in the order of the report."""
+    """Also those of earlier calls, in the order of the report."""
     found = {result.key: result for result in results}
     for key in EXPERIMENTS:
         with suppress(FileNotFoundError, msgspec.MsgspecError):

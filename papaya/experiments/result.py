@@ -16,22 +16,28 @@ from msgspec import Struct
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """One number: the paper's in its own words, ours for each seed."""
+    """One number: the paper's in its own words, ours for each seed. None, as JSON has it, stands
+    for what is no number, such as hours to a target that was not met.
+    """
 
     name: str
     paper: str
-    values: tuple[float, ...]
+    values: tuple[float | None, ...]
     unit: str = ""
     kind: Literal["outcome", "input"] = "outcome"
 
     @property
+    def numbers(self) -> tuple[float, ...]:
+        return tuple(math.nan if value is None else value for value in self.values)
+
+    @property
     def mean(self) -> float:
-        return fmean(self.values)
+        return fmean(self.numbers)
 
     @property
     def spread(self) -> tuple[float, float]:
         """The lowest and the highest of the seeds."""
-        return min(self.values), max(self.values)
+        return min(self.numbers), max(self.numbers)
 
 
 class Check(Struct, frozen=True):

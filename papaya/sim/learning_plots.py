@@ -24,6 +24,14 @@ _TAILS = (
     ("p99", "from the 99th percentile on"),
 )
 _BEST = 6
+_DASHES = (
+    "-",
+    (0, (6, 3)),
+    (0, (3, 3)),
+    (0, (8, 3, 2, 3)),
+    (0, (1.5, 1.5)),
+    (0, (4, 2, 1, 2, 1, 2)),
+)
 _PANELS_PER_ROW = 3
 _SPREAD = 8
 _MAX_TICKS = 8
@@ -66,14 +74,16 @@ def draw_sweep(rows: Sequence[Row], varied: Sequence[str], path: Path, title: st
 
 def _draw_best(axes: Axes, rows: Sequence[Row], title: str) -> None:
     prepare(axes, title, "virtual time (hours)", "loss on held-out data")
-    for row, color in zip(rows[:_BEST], COLORS, strict=False):
+    # Curves often lie on each other: the later ones, dashed, let those below be seen.
+    for row, color, dashes in zip(rows[:_BEST], COLORS, _DASHES, strict=False):
         for number, outcome in enumerate(row.outcomes):
             points = outcome.curve.points
             axes.plot(
                 [point.hours for point in points],
                 [point.quality.all for point in points],
                 color=color,
-                lw=1.3,
+                ls=dashes,
+                lw=1.6,
                 label=row.label if number == 0 else None,
             )
     _target(axes, rows[0].outcomes[0].run.target)
@@ -84,13 +94,13 @@ def _draw_variable(axes: Axes, rows: Sequence[Row], name: str) -> None:
     """Each setting is a dot; the line joins the best at each value."""
     is_timed = any(row.target_hours is not None for row in rows)
     wanted = "hours to the target" if is_timed else "final loss"
-    prepare(axes, name, name, wanted)
+    prepare(axes, f"{name}: best for each value", name, wanted)
     regimes = sorted({str(row.setting["regime"]) for row in rows})
     for regime, color in zip(regimes, COLORS, strict=False):
         best: dict[float, float] = {}
         for row in rows:
             height = row.target_hours if is_timed else row.loss
-            if row.setting["regime"] != regime or height is None:
+            if row.setting["regime"] != regime or height is None or row.diverged:
                 continue
             value = float(row.setting[name])
             axes.plot(value, height, "o", color=color, ms=4, alpha=0.6)

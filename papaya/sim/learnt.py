@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -35,6 +35,7 @@ from papaya.sim.replay import Curve, Rates, learn
 from papaya.sim.report import Report
 from papaya.sim.trace import Recorded, Trace, record
 from papaya.sim.workloads.base import Clients, Ints, Matrix, Quality, Workload
+from papaya.sim.workloads.held_out import at_or_above
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
@@ -88,8 +89,26 @@ class Fleet(Struct, frozen=True):
     dropped: int
 
 
+class Judges(Struct, frozen=True):
+    """How many clients a model is judged on: in all, and of those with much data."""
+
+    all: int
+    p75: int
+    p99: int
+
+
+@runtime_checkable
+class SupportsJudges(Protocol):
+    """A workload that judges on real clients."""
+
+    held_out: Clients
+
+
 class Learnt(Struct, frozen=True, kw_only=True):
-    """What came of a run. `target_*` are None when the target was not reached, or not given."""
+    """What came of a run. `target_*` are None when the target was not reached, or not given.
+
+    `judges` are None where no clients judge: the built-in workloads know their language.
+    """
 
     run: Run
     length: int
@@ -104,6 +123,7 @@ class Learnt(Struct, frozen=True, kw_only=True):
     fairness: Fairness | None
     norms: Norms | None
     precision: Precision | None
+    judges: Judges | None = None
 
     @property
     def start(self) -> Quality:
@@ -172,8 +192,7 @@ def fleet_of(report: Report) -> Fleet:
 
 
 def clients_to_train(course: Course, trace: Trace) -> int:
-    """All members of the versions that are learnt: a version is made of K, however few are asked
-    for."""
+    """All members of the versions that are learnt: a version is of K, however few are asked for."""
     return int(trace.first[_last_version(course, trace) + 1])
 
 
@@ -223,7 +242,13 @@ def learn_run(
         precision=None
         if curve.diverged is not None  # its updates are no sample of those of a run that learns
         else precision(run.course.task, workload.length, mean_examples, curve.norms),
+        judges=_judges(workload.held_out) if isinstance(workload, SupportsJudges) else None,
     )
+
+
+def _judges(clients: Clients) -> Judges:
+    levels = (0.0, 0.75, 0.99)
+    return Judges(*(int(at_or_above(clients.examples, level).sum()) for level in levels))
 
 
 def _is_finite(quality: Quality) -> bool:

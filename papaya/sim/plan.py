@@ -1,7 +1,8 @@
 """What a sweep runs: every combination of the values that are varied, in every regime and seed.
 
 K and max_staleness are of AsyncFL, over_selection is of SyncFL: in the other regime they vary
-nothing, and no run is made twice; refused in a plan that has only the other regime. What is not varied is as the task's file says.
+nothing, and no run is made twice; a plan with only the other regime is refused. What is not varied
+is as the task's file says.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _alike(name: str, values: tuple[float, ...]) -> str:
     """The variable that may have been meant."""
     by_name = {known.lower(): known for known in VARIABLES}
     for found in get_close_matches(name.lower().replace("-", "_"), by_name, n=1):
-        return f"{by_name[found]}={','.join(f'{value:g}' for value in values)}"
+        return f"did you mean {by_name[found]}={','.join(f'{value:g}' for value in values)}?"
     return ""
 
 

@@ -123,11 +123,7 @@ def _draw_active(axes: Axes, lines: list[_Line]) -> None:
         )
     axes.set_ylim(0, 1.13 * limits[-1])
     axes.margins(x=0.01)
-    rows = math.ceil(len(lines) / _LEGEND_COLUMNS)
-    axes.set_title(axes.get_title("left"), pad=8 + 14 * rows)
-    _legend(
-        axes, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=_LEGEND_COLUMNS, borderaxespad=0.1
-    )
+    _legend_above(axes, math.ceil(len(lines) / _LEGEND_COLUMNS), _LEGEND_COLUMNS)
 
 
 def without_short_dips(samples: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -167,7 +163,7 @@ def _draw_staleness(axes: Axes, lines: list[_Line]) -> None:
         )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(stale) <= _MAX_INNER_LEGEND:
-        _legend(axes, loc="upper right")
+        _legend_above(axes, rows=len(stale), columns=1)
 
 
 def _draw_versions(axes: Axes, lines: list[_Line]) -> None:
@@ -192,6 +188,12 @@ def prepare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
     axes.grid(axis="y", color=_FAINT, lw=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend_above(axes: Axes, rows: int, columns: int) -> None:
+    """Between the title and the axes, where nothing is drawn."""
+    axes.set_title(axes.get_title("left"), pad=8 + 14 * rows)
+    _legend(axes, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.1)
 
 
 def _legend(axes: Axes, **placement: Any) -> None:

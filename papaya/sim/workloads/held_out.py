@@ -19,10 +19,15 @@ def quality(losses: Floats, volumes: Ints) -> Quality:
     """Client i has the mean loss `losses[i]` and `volumes[i]` training examples."""
     if len(losses) == 0 or len(losses) != len(volumes) or volumes.min() < 1:
         raise InvariantError(f"{len(losses)} losses for {len(volumes)} clients with examples")
-    ordered = np.sort(volumes)
 
-    def at_or_above(level: float) -> float:
-        chosen = volumes >= ordered[int(level * len(ordered))]
+    def mean(level: float) -> float:
+        chosen = at_or_above(volumes, level)
         return float(np.average(losses[chosen], weights=volumes[chosen]))
 
-    return Quality(at_or_above(0), at_or_above(0.75), at_or_above(0.99), float(losses.mean()))
+    return Quality(mean(0), mean(0.75), mean(0.99), float(losses.mean()))
+
+
+def at_or_above(volumes: Ints, level: float) -> npt.NDArray[np.bool_]:
+    """Which clients are at or above this percentile, from 0 to below 1."""
+    chosen: npt.NDArray[np.bool_] = volumes >= np.sort(volumes)[int(level * len(volumes))]
+    return chosen

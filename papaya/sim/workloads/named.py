@@ -105,7 +105,7 @@ def prepare(spec: WorkloadSpec, population: PopulationConfig = DEFAULT) -> Prepa
         close = get_close_matches(spec.name, BUILT_IN, n=1)
         raise OperatorError(
             f"there is no workload {spec.name!r}: {', '.join(BUILT_IN)} or a .py file",
-            hint=close[0] if close else "my_task.py --data leaf:FOLDER",
+            hint=f"did you mean {close[0]}?" if close else "my_task.py --data leaf:FOLDER",
         )
     return _built_in(spec, population) if spec.is_built_in else _own(spec, population)
 
@@ -161,7 +161,13 @@ def _own(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
             hint=f"--data leaf:FOLDER, text:FOLDER or stdlib; without data there are: {names}",
         )
     loaded = load_task(Path(spec.name))
-    source = open_source(spec.data, loaded)
+    return with_source(spec, loaded, open_source(spec.data, loaded), population)
+
+
+def with_source(
+    spec: WorkloadSpec, loaded: LoadedTask, source: Source, population: PopulationConfig = DEFAULT
+) -> Prepared:
+    """A task file and examples from anywhere."""
     # Before anything is recorded: what fails on an example fails at once.
     loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
     task = loaded.config()

@@ -27,14 +27,13 @@ TOKEN = "0123456789abcdef-test"
 class AdminServer:
     """A running one. `call` runs a coroutine on its loop."""
 
-    def __init__(self, system: System, loop: asyncio.AbstractEventLoop, url: str) -> None:
+    def __init__(
+        self, system: System, loop: asyncio.AbstractEventLoop, url: str, metrics: Registry
+    ) -> None:
         self.system = system
         self.url = url
-        self.metrics = Registry()
+        self.metrics = metrics
         self._loop = loop
-
-    def on_metrics(self, exchange: Exchange, body: bytes) -> None:
-        exchange.answer(200, self.metrics.text().encode())
 
     def call(self, coroutine: Coroutine[None, None, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout=30)
@@ -51,9 +50,14 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         routes = guarded(system.administration.routes(), Secret(TOKEN), b"{}")
-        metrics = Buffered("GET", "/metrics", lambda *asked: found[0].on_metrics(*asked))
-        listening = await serve([*routes, metrics], "127.0.0.1", 0)
-        found.append(AdminServer(system, loop, f"http://127.0.0.1:{listening.port}"))
+        metrics = Registry()
+
+        def on_metrics(exchange: Exchange, body: bytes) -> None:
+            exchange.answer(200, metrics.text().encode())
+
+        listening = await serve([*routes, Buffered("GET", "/metrics", on_metrics)], "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listening.port}"
+        found.append(AdminServer(system, loop, url, metrics))
         stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
         started.set()
         await stopping.wait()

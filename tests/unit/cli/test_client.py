@@ -182,7 +182,7 @@ def test_what_was_done_until_an_interruption_is_told(
     """Ctrl-C while it starts or ends, when no device can be asked to leave."""
 
     async def interrupted(options: argparse.Namespace, printer: Printer) -> None:
-        printer.on_event(Ended("device-1", "counted", "next-word"))
+        printer.on_event(Ended("device-1", 0.0, "counted", "", "next-word"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(client, "_run", interrupted)

@@ -72,6 +72,12 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     assert learnt.run.course.seed == 3
     assert (learnt.updates, learnt.versions, learnt.length) == (80, 20, 3)
     assert learnt.end.all < 0.8 * learnt.start.all
+    assert learnt.fleet.mean_staleness is not None  # the warm-up is shorter than even this run
+    assert report["fleet"]["from_s"] < report["fleet"]["until_s"] / 2
+    assert learnt.judges is not None
+    assert f"all, by examples ({learnt.judges.all})" in out
+    assert f"99th percentile on ({learnt.judges.p99})" in out
+    assert learnt.judges.all > learnt.judges.p75 > learnt.judges.p99 > 0
     assert report["fleet"]["tasks"][0]["task"] == "signs"
     for words in ("perplexity", "99th percentile", "K–S", "update norms", "suggested", "step"):
         assert words in out
@@ -112,6 +118,8 @@ def test_the_regime_can_be_switched(
         (["simulate", "signs.py", "--tasks", "2"], "--tasks is for runs that learn nothing"),
         (["simulate", "signs.py"], "needs data to learn from"),
         (["sweep", "signs.py"], "needs data to learn from"),
+        (["sweep", "bigam"], "there is no workload 'bigam': embedding, bigram or a .py file"),
+        (["sweep", "embedding", "--vary", "k=5"], "did you mean K=5?"),
         (["sweep", "embedding", "--vary", "K=1", "--vary", "K=2"], "K is varied twice"),
         (["sweep", "embedding", "--vary", "speed=1"], "is not one of concurrency"),
         (["sweep", "embedding", "--vary", "K=a"], "is not NAME=A,B"),
@@ -140,7 +148,7 @@ def test_a_goal_is_of_the_tasks_own_regime(
 @pytest.mark.parametrize(
     ("change", "tried", "hint"),
     [
-        (('p["y"]', 'p["label"]'), "KeyError: 'label' (while trying the first example", "b'{\"x\""),
+        (('p["y"]', 'p["label"]'), "KeyError: 'label' (while trying the first example", 'b\'{"x"'),
         (("Linear(2, 1)", "Linear(3, 1)"), "of client 0 of LEAF", "torch.float32[1, 2]"),
     ],
 )
@@ -173,6 +181,39 @@ def test_an_example_that_fails_during_the_run_is_named(
     err = capsys.readouterr().err
     assert f"error: {path}:9: KeyError: 'label' (while trying example " in err
     assert "Traceback" not in err
+
+
+def test_a_few_clients_are_told_as_what_they_are(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(own, tmp_path, "--updates", "3") == 0
+    out, err = capsys.readouterr()
+    assert "100 %, 4 of 4 clients trained" in err  # a server update is of K
+    assert "clip          – (too few to tell" in out
+
+
+def test_a_run_that_is_too_short_says_so(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(own, tmp_path, "--hours", "0.002") == 0
+    out, err = capsys.readouterr()
+    assert "warning: nothing was learnt: no server update in 0.002 virtual hours" in err
+    assert "staleness –" in out
+    assert "staleness 0" not in out
+    fleet = msgspec.json.decode((tmp_path / "report.json").read_bytes())["learning"]["fleet"]
+    assert fleet["mean_staleness"] is None
+
+
+def test_a_run_that_diverges_has_neither_loss_nor_clip(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate(own, tmp_path, "--client-rate", "1e39") == 0
+    out = capsys.readouterr().out
+    assert "  diverged      " in out
+    assert "clip          – (the run diverged" in out
+    assert "suggested" not in out
+    [judged] = [line for line in out.splitlines() if line.startswith("all, by examples")]
+    assert judged.split()[-1] == judged.split()[-3] == "–"
 
 
 # -- papaya sweep
@@ -220,6 +261,59 @@ def assert_is_of(best: dict[str, Any], scale: str) -> None:
         assert f"{words} {quantiles[level]:.3g}, " in norms
     assert f"suggested {outcome['precision']['clip']:g}: " in clip
     assert f"misses by {outcome['precision']['error']:.2g} " in fixed_point
+
+
+def test_a_setting_that_diverges_has_no_loss_but_a_reason(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["--population", "1e5", "--updates", "40", "--jobs", "1", "--output", str(tmp_path)]
+    vary = ["--vary", "client_rate=1e39,0.5"]
+    assert main(["sweep", *own, *vary, *small]) == 0
+    shown = capsys.readouterr().out.split("\n\n")[0].splitlines()
+    assert shown[-2].split()[0] == "1e+39"
+    assert shown[-2].split()[3:6] == ["–", "–", "–"]
+    assert shown[-1].startswith("– client_rate 1e+39: diverged after version 0: ")
+    assert main(["sweep", *own, *vary, *small, "--format", "json"]) == 0
+    best, worst = json.loads(capsys.readouterr().out)
+    assert best["loss"] > 0
+    assert worst["loss"] is worst["outcomes"][0]["precision"] is None
+
+
+@pytest.mark.parametrize(
+    ("varied", "regime", "hint"),
+    [("over_selection=0.1", "async", "--regime sync"), ("K=4", "sync", "--regime async")],
+)
+def test_what_would_vary_nothing_is_refused(
+    varied: str, regime: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["sweep", "embedding", "--vary", varied, "--regime", regime]
+    assert main([*arguments, "--output", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "it would vary nothing" in err
+    assert f"hint: {hint}" in err
+
+
+def test_an_interrupted_sweep_says_how_to_go_on(
+    own: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("papaya.cli.sweep.sweep", interrupt)
+    assert sweep(own, tmp_path) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_the_example_of_the_documentation_learns(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = Path(__file__).parents[3] / "examples" / "leaf.py"
+    assert simulate([str(example), *own[1:]], tmp_path, "--format", "json") == 0
+    learnt = msgspec.json.decode(capsys.readouterr().out, type=Learnt)
+    assert learnt.end.all < 0.8 * learnt.start.all
 
 
 def test_a_target_sorts_by_hours(

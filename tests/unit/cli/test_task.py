@@ -103,7 +103,8 @@ def test_every_command_speaks_json(server: AdminServer, capsys: pytest.CaptureFi
         assert out.count("\n") == 1
         msgspec.json.decode(out, type=kind)
     assert run(server, "task", "show", "next-word", "--format", "json") == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"detail", "versions"}
+    shown = json.loads(capsys.readouterr().out)
+    assert set(shown) == {"detail", "versions", "without_update"}
 
 
 def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
 from papaya.cli.admin_client import TOKEN_VARIABLE
-from papaya.config import SecureAggregation
+from papaya.cli.submit import changed, refusals
+from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.messages.storage import PointRow, Transaction, point_key

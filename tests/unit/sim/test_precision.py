@@ -12,7 +12,7 @@ from msgspec import structs
 
 from papaya.config import AsyncFL, TaskConfig
 from papaya.secagg import fixed_point
-from papaya.sim.precision import norms_of, precision, suggested_clip
+from papaya.sim.precision import LEAST_UPDATES, norms_of, precision, suggested_clip
 from tests.unit.secagg.builders import encoded
 
 LENGTH, GOAL = 400, 20
@@ -76,7 +76,7 @@ def test_few_examples_cost_precision_and_a_large_goal_levels() -> None:
     assert coarse.error == pytest.approx(10 * fine.error)
     assert fine.is_enough
     wide = structs.replace(TASK, regime=AsyncFL(2**25), concurrency=2**26)
-    found = precision(wide, 10**6, 100.0, [1.0])
+    found = precision(wide, 10**6, 100.0, 30 * [1.0])
     assert found is not None
     assert not found.is_enough
 
@@ -86,3 +86,8 @@ def test_a_clip_can_be_asked_for() -> None:
     assert found is not None
     assert (found.clip, found.clipped) == (2.0, 0.5)
     assert precision(TASK, LENGTH, 50.0, []) is None
+
+
+def test_a_clip_is_not_suggested_from_a_few_updates() -> None:
+    assert precision(TASK, LENGTH, 50.0, (LEAST_UPDATES - 1) * [1.0]) is None
+    assert precision(TASK, LENGTH, 50.0, LEAST_UPDATES * [1.0]) is not None

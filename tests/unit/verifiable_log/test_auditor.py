@@ -6,7 +6,9 @@ from pathlib import Path
 
 from papaya.verifiable_log.auditor import Built, CannotBuild, NoSource, Step, audit
 from papaya.verifiable_log.checkpoint import LogPolicy
+from papaya.verifiable_log.errors import Unreachable
 from papaya.verifiable_log.folder import LogFolder
+from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
 from tests.unit.verifiable_log.builders import (
     ARTIFACT,
@@ -55,6 +57,23 @@ def test_a_record_that_is_not_one_fails_and_the_others_are_checked(tmp_path: Pat
     assert steps["record", 0].outcome == "failed"
     assert ("rebuild", 0) not in steps
     assert steps["rebuild", 1].outcome == "passed"
+
+
+def test_a_log_that_cannot_be_reached_has_not_failed(tmp_path: Path) -> None:
+    log = a_log(tmp_path, [a_record().encode()])
+
+    def fetching(reachable: str) -> LogReader:
+        def fetch(path: str) -> bytes:
+            if path != reachable:
+                raise Unreachable(f"{path} cannot be read")
+            return log.fetch(path)
+
+        return LogReader(fetch, POLICY)
+
+    for reachable, last in (("nothing", "checkpoint"), ("checkpoint", "entries")):
+        steps = list(audit(fetching(reachable), POLICY, lambda record: Built(ARTIFACT), NOW))
+        assert (steps[-1].name, steps[-1].outcome) == (last, "not done")
+        assert not [step for step in steps if step.outcome == "failed"]
 
 
 def test_a_build_that_cannot_be_tried_is_not_done(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_chunk_that_moves_slowly_is_answered_after_the_time_for_a_request() ->
         await reader.readuntil(b"\r\n\r\n")
         for _ in range(16):
             await reader.readexactly(len(DATA) // 16)
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.25)
         answer(writer, ChunkReceived("u1", 0))
 
     async def scenario() -> None:
