@@ -1,9 +1,10 @@
-"""Charts of experiments: lines over an axis with the spread of the seeds, curves, histograms."""
+"""Charts of experiments: lines and bars with the spread of the seeds, histograms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from papaya.sim.plots import COLORS, prepare, save
 
@@ -18,6 +20,8 @@ Points = Sequence[tuple[float, Sequence[float]]]
 Lines = Mapping[str, Points]
 _HEIGHT, _WIDTH = 3.6, 4.6
 _FEW = 12
+_INSIDE = 4
+_ROOM = 0.8
 
 
 class Panel(NamedTuple):
@@ -38,19 +42,46 @@ def lines(folder: Path, key: str, x_label: str, panels: Sequence[Panel]) -> str:
     """One panel beside the other; a band from the lowest to the highest seed."""
 
     def make() -> Figure:
+        labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
+        colors = dict(zip(labels, cycle(COLORS)))
         figure, axes = _figure(len(panels))
         for axis, panel in zip(axes, panels, strict=True):
             prepare(axis, panel.title, x_label, panel.y_label)
-            for (label, points), color in zip(panel.lines.items(), COLORS, strict=False):
-                _line(axis, label, points, color)
-            if not panel.log:
-                axis.set_ylim(bottom=0)
-            elif any(_seen(points) for points in panel.lines.values()):
-                axis.set_yscale("log")
-            if panel.log_x:
-                axis.set_xscale("log")
-            if len(panel.lines) > 1:
-                axis.legend(frameon=False, fontsize=8)
+            for label, points in panel.lines.items():
+                _line(axis, label, _seen(points, positive=panel.log), colors[label])
+            _scale(axis, panel)
+        _legends(figure, axes, panels)
+        return figure
+
+    return save(make, folder / f"{key}.png").name
+
+
+def bars(
+    folder: Path,
+    key: str,
+    title: str,
+    y_label: str,
+    groups: Sequence[str],
+    values: Mapping[str, Sequence[Sequence[float]]],
+) -> str:
+    """`values`: label -> for each group, what the seeds gave. A whisker spans the seeds."""
+
+    def make() -> Figure:
+        figure, (axis,) = _figure(1)
+        prepare(axis, title, "", y_label)
+        width = _ROOM / len(values)
+        for place, (label, found) in enumerate(values.items()):
+            shift = (place - (len(values) - 1) / 2) * width
+            color = COLORS[place % len(COLORS)]
+            for at, seeds in enumerate(found):
+                if all(map(math.isfinite, seeds)):
+                    mean = fmean(seeds)
+                    spread = [[mean - min(seeds)], [max(seeds) - mean]]
+                    axis.bar(at + shift, mean, 0.9 * width, yerr=spread, color=color)
+            axis.bar(0, 0, color=color, label=label)  # the legend's, even if nothing was drawn
+        axis.set_xticks(range(len(groups)), groups)
+        if len(values) > 1:
+            axis.legend(frameon=False, fontsize=8)
         return figure
 
     return save(make, folder / f"{key}.png").name
@@ -85,19 +116,44 @@ def _figure(count: int) -> tuple[Figure, list[Axes]]:
     return figure, list(axes[0])
 
 
-def _line(axis: Axes, label: str, points: Points, color: str) -> None:
-    seen = _seen(points)
+def _line(axis: Axes, label: str, seen: Points, color: str) -> None:
     x, low, high = [], [], []
     for place, values in seen:
         x.append(place)
         low.append(min(values))
         high.append(max(values))
     means = [fmean(values) for _, values in seen]
-    marker = "o" if len(points) <= _FEW else ""
+    marker = "o" if len(seen) <= _FEW else ""
     axis.plot(x, means, marker=marker, markersize=4, color=color, label=label)
     axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def _seen(points: Points) -> Points:
-    """What is not finite, such as hours to a target that was never met, is not drawn."""
-    return [(x, values) for x, values in points if all(map(math.isfinite, values))]
+def _seen(points: Points, *, positive: bool) -> Points:
+    """What cannot be drawn is left out, such as hours to a target that was never met."""
+    return [
+        (x, values)
+        for x, values in points
+        if all(math.isfinite(value) and (value > 0 or not positive) for value in values)
+    ]
+
+
+def _scale(axis: Axes, panel: Panel) -> None:
+    if not panel.log:
+        axis.set_ylim(bottom=0)
+    elif any(_seen(points, positive=True) for points in panel.lines.values()):
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if panel.log_x:
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
+    """Inside a panel if it is short, under all of them if it is not."""
+    longest = max(zip(axes, panels, strict=True), key=lambda pair: len(pair[1].lines))
+    if len(longest[1].lines) > _INSIDE:
+        handles, labels = longest[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    for axis, panel in zip(axes, panels, strict=True):
+        if 1 < len(panel.lines) <= _INSIDE:
+            axis.legend(frameon=False, fontsize=8)

@@ -64,8 +64,8 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         100 * math.log(s) / math.log(t) if t > 1 and s > 0 else math.nan
         for s, t in zip(small, total, strict=True)
     )
-    lines = {n: [(float(i), hours[n])] for i, n in enumerate(DESIGNS) if _finite(hours[n])}
-    panel = charts.Panel("Hours to the target", "hours", lines)
+    groups = [name.replace(" ", "\n", 1) for name in DESIGNS]
+    values = {"hours": [hours[name] for name in DESIGNS]}
     return Result(
         key=KEY,
         title="Hours to the target for each design",
@@ -89,13 +89,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
                 number(fmean(total)),
             ),
         ),
-        plots=(charts.lines(lab.folder, KEY, "design", [panel]),),
+        plots=(charts.bars(lab.folder, KEY, "Hours to the target", "hours", groups, values),),
         notes=(
             "Infinity: not within the recorded run.",
             ONE_RATE,
         ),
     )
-
-
-def _finite(values: Sequence[float]) -> bool:
-    return all(map(math.isfinite, values))

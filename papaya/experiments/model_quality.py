@@ -158,10 +158,8 @@ def _notes(rows: dict[str, Row]) -> tuple[str, ...]:
 
 
 def _draw(lab: Lab, rows: dict[str, Row]) -> str:
-    levels = list(enumerate(_LEVELS))
-    lines = {
-        name: [(float(index), row.perplexity[level]) for index, level in levels]
-        for name, row in rows.items()
-    }
-    panel = charts.Panel("Perplexity: 0 all, 1 p75, 2 p99", "perplexity", lines)
-    return charts.lines(lab.folder, KEY, "clients by data volume", [panel])
+    values = {name: [row.perplexity[level] for level in _LEVELS] for name, row in rows.items()}
+    groups = [_WORDS[level] for level in _LEVELS]
+    return charts.bars(
+        lab.folder, KEY, "By data volume of the clients", "perplexity", groups, values
+    )

@@ -8,7 +8,7 @@
     IDENTITY                                        → version: u8, key: 32 bytes
     REGISTER   parameters: JSON                     → hash: 32 bytes
     OFFERS     hash, count: u16                     → count × offer (112 bytes)
-    ACCEPT     index: u64, group: u64, sealed: 64   →            85 bytes per client in all
+    ACCEPT     index: u64, group: u64, sealed: 64   →            85 bytes, frame and all
     RELEASE    hash, group: u64, members × u64      → words: little-endian u32
     DROP       hash, group: u64                     → seeds: u32
     FORGET     hash                                 → seeds: u32
