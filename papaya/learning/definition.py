@@ -28,6 +28,8 @@ from papaya.config import (
 from papaya.config.checks import require, require_count
 from papaya.errors import ConfigError
 
+_MAX_RATE = 3.4e38  # the largest float32, nearly
+
 
 class Examples(Struct, frozen=True, forbid_unknown_fields=True):
     """Which of the device's examples to train on: a collection of its example store."""
@@ -59,10 +61,10 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def __post_init__(self) -> None:
         require(
-            0 < self.rate < float("inf"),
+            0 < self.rate <= _MAX_RATE,
             "client.rate",
             self.rate,
-            "must be finite and above zero",
+            f"must be above zero and at most {_MAX_RATE:g}",
             "try 0.1, then factors of three around it",
         )
         require(

@@ -87,7 +87,7 @@ def _draw_best(axes: Axes, rows: Sequence[Row], title: str) -> None:
                 label=row.label if number == 0 else None,
             )
     _target(axes, rows[0].outcomes[0].run.target)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, handlelength=4)
 
 
 def _draw_variable(axes: Axes, rows: Sequence[Row], name: str) -> None:

@@ -178,7 +178,7 @@ def _draw_versions(axes: Axes, lines: list[_Line]) -> None:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if len(lines) <= _MAX_INNER_LEGEND:
-        _legend(axes, loc="upper left")
+        _legend_above(axes, rows=len(lines), columns=1)
 
 
 def prepare(axes: Axes, title: str, x_label: str, y_label: str) -> None:
