@@ -63,12 +63,14 @@ async def _stop_and_go_on(installation: Installation, server: ServerProcess) -> 
 
 
 async def _stop_in_mid_upload(book: Book, server: ServerProcess) -> None:
-    """With two versions made, a third begun, and two uploads half-way."""
-    await book.until(
-        lambda: len(book.acknowledged) >= 2 * _GOAL + 3 and len(book.in_mid_upload) == 2,
-        _STEP_S,
-        "two rounds, a part of the third, and two uploads that are half-way",
-    )
+    """With two versions made, a third begun, two uploads half-way, and others still training."""
+
+    def is_time() -> bool:
+        at_work = sum(session not in book.ended for session in book.joined)
+        begun = len(book.acknowledged) >= 2 * _GOAL + 3
+        return begun and len(book.in_mid_upload) == 2 and at_work > 3
+
+    await book.until(is_time, _STEP_S, "two rounds, a part of the third, two uploads half-way")
     half_way = list(book.in_mid_upload)
     assert await asyncio.to_thread(server.stop) == 0
     told = {session: book.ended.get(session) for session in half_way}
