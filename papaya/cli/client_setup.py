@@ -20,7 +20,7 @@ from papaya.net.clock import Clock
 from papaya.net.device import Device, ProtocolTrainer, Trainer, sandboxed
 from papaya.net.device.trust import Trust, read_policy
 from papaya.net.token_files import read as read_token
-from papaya.sim.trainers import protocol_update
+from papaya.sim.protocol_updates import protocol_update
 
 
 def listed(text: str) -> list[str]:

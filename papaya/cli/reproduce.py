@@ -21,6 +21,7 @@ from papaya.cli.output import (
     print_json,
     table,
     whole,
+    writing,
 )
 from papaya.errors import OperatorError
 from papaya.experiments.catalogue import EXPERIMENTS
@@ -41,7 +42,10 @@ def add_to(commands: Commands) -> None:
         "what", nargs="+", metavar="figure|table|all", help=f"all, or of: {', '.join(EXPERIMENTS)}"
     )
     parser.add_argument(
-        "--scale", choices=SCALES, default="quick", help="quick: minutes; full: the paper's size"
+        "--scale",
+        choices=SCALES,
+        default="quick",
+        help="quick: within an hour; full: the paper's size",
     )
     parser.add_argument(
         "--seeds",
@@ -63,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     seeds = range(1, 1 + getattr(options, "seeds", scale.seeds))
     folder = make_folder(options.output / scale.name)
     started = time.monotonic()
-    with Progress() as progress:
+    with Progress() as progress, writing(folder):
 
         def tell(kind: str, done: int, total: int) -> None:
             progress.update(kind, done / total, f"{done} of {total} runs")

@@ -31,7 +31,6 @@ class Panel(NamedTuple):
     y_label: str
     lines: Lines
     log: bool = False
-    log_x: bool = False
 
 
 def by_concurrency(folder: Path, key: str, panels: Sequence[Panel]) -> str:
@@ -143,9 +142,6 @@ def _scale(axis: Axes, panel: Panel) -> None:
     elif any(_seen(points, positive=True) for points in panel.lines.values()):
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    if panel.log_x:
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _legends(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> None:

@@ -6,9 +6,8 @@ asynchronous secure aggregation moves K seeds in and one sum out, O(K + m).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from papaya.experiments import charts
 from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
 from papaya.experiments.scale import Scale
@@ -16,15 +15,13 @@ from papaya.sim.tee_transfer import (
     DESIGNS,
     GOALS,
     MODEL_BYTES,
-    Design,
     bytes_into_tee,
     measure_transfer,
 )
+from papaya.sim.transfer_plot import draw_transfer
 
 KEY = "tee-transfer"
 MEASURED = 100
-_NAMES: dict[Design, str] = {"asynchronous": "ours", "naive": "naive TEE aggregation"}
-Moved = Mapping[tuple[Design, int], float]
 
 
 def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
@@ -53,7 +50,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             Check("at most 256 bytes per client", per_client <= 256, number(per_client)),
             Check(f"far fewer bytes at K = {last}", fewer >= 100, f"{number(fewer)} times"),
         ),
-        plots=(_draw(lab, size, seconds),),
+        plots=(draw_transfer(moved, lab.folder / f"{KEY}.png").name,),
         notes=(
             (
                 "A model of 20 MB. Times are of bytes between two processes on this machine, "
@@ -61,23 +58,3 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             ),
         ),
     )
-
-
-def _draw(lab: Lab, size: Moved, seconds: Moved) -> str:
-    def lines(values: Moved, unit: float) -> charts.Lines:
-        return {
-            _NAMES[design]: [(k, (v / unit,)) for (name, k), v in values.items() if name == design]
-            for design in DESIGNS
-        }
-
-    panels = [
-        charts.Panel("Bytes across the boundary", "MB", lines(size, 1e6), log=True, log_x=True),
-        charts.Panel(
-            f"Time to move them (naive: measured up to {MEASURED})",
-            "seconds",
-            lines(seconds, 1.0),
-            log=True,
-            log_x=True,
-        ),
-    ]
-    return charts.lines(lab.folder, KEY, "aggregation goal K", panels)

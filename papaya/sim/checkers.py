@@ -49,9 +49,9 @@ from papaya.messages.tickets import UploadTicket, claim_of
 from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import Device
 from papaya.sim.hosts import Host
+from papaya.sim.protocol_updates import protocol_vector
 from papaya.sim.secure_checks import SecureAuditor, demand
 from papaya.sim.storage import Writer
-from papaya.sim.trainers import protocol_vector
 
 _CONTROL = (AggregatorOrders, AggregatorReport, SelectorOrders, SelectorReport)
 

@@ -38,8 +38,8 @@ from papaya.sim.engine import Engine, TimerWheel
 from papaya.sim.hosts import AggregatorHost, Host
 from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
+from papaya.sim.protocol_updates import protocol_update
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
-from papaya.sim.trainers import protocol_update
 from papaya.sim.trusted import TrustedTwin, sealed
 
 # When nearly the whole fleet is here already, an arrival may find nobody.

@@ -20,8 +20,8 @@ from papaya.sim.cluster import Cluster
 from papaya.sim.devices import Path
 from papaya.sim.hosts import AggregatorHost
 from papaya.sim.network import NetworkConfig
+from papaya.sim.protocol_updates import protocol_update
 from papaya.sim.storage import StorageConfig
-from papaya.sim.trainers import protocol_update
 
 _RECORDED_MESSAGES = 64
 

@@ -38,7 +38,7 @@ from papaya.messages.storage import (
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import WORD, Words
-from papaya.sim.trainers import protocol_vector
+from papaya.sim.protocol_updates import protocol_vector
 from papaya.sim.trusted import TrustedTwin
 
 Seed = tuple[bytes, int]

@@ -38,7 +38,7 @@ from papaya.net.device import Assignment, Device, DeviceProcess, Pacing, Protoco
 from papaya.net.device.selectors import Selectors
 from papaya.net.device.trust import Trust
 from papaya.net.token_files import Secret
-from papaya.sim.trainers import protocol_update
+from papaya.sim.protocol_updates import protocol_update
 
 _CONFIG = DeviceConfig(
     request_timeout_s=2.0,

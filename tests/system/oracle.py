@@ -1,8 +1,8 @@
 """What the stores say in the end, against what devices were told: counted exactly once, by name.
 
-Devices upload small integers that encode their session (papaya/sim/trainers.py). So a sum names its
-members: one that is missing, doubled or foreign changes some coordinate by far more than rounding.
-It reads rows and blobs from the data folder itself, and believes no server.
+Devices upload small integers that encode their session (papaya/sim/protocol_updates.py). So a sum
+names its members: one that is missing, doubled or foreign changes some coordinate by far more than
+rounding. It reads rows and blobs from the data folder itself, and believes no server.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from papaya.messages.storage import (
     optimizer_key,
     task_key,
 )
-from papaya.sim.trainers import protocol_vector
+from papaya.sim.protocol_updates import protocol_vector
 from papaya.store.blobs import FolderBlobs
 from papaya.store.state import SqliteState
 

@@ -22,8 +22,8 @@ from papaya.messages.storage import (
     record_key,
 )
 from papaya.secagg.words import WORD
+from papaya.sim.protocol_updates import protocol_update, protocol_vector
 from papaya.sim.secure_checks import SecureAuditor
-from papaya.sim.trainers import protocol_update, protocol_vector
 from papaya.sim.trusted import TrustedTwin, sealed
 from tests.unit.aggregator.secure_builders import MAX_EXAMPLES, a_secure_task
 from tests.unit.client.builders import joined

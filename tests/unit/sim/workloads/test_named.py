@@ -63,7 +63,6 @@ def leaf_data(folder: Path, clients: int = 8) -> Path:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_built_in_workload_learns(name: str) -> None:
-    pytest.importorskip(BUILT_IN[name][0])
     prepared = prepare(WorkloadSpec(name), POPULATION)
     with prepared.opened(3) as workload:
         assert workload.length == prepared.task.model_length
