@@ -31,7 +31,7 @@ from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Read, Reply, Send
 from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
-from papaya.messages.participation import ChunkOffer, Refused, Request, Retry
+from papaya.messages.participation import Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
 
@@ -69,7 +69,7 @@ class Aggregator:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
-        if isinstance(message, Request | ChunkOffer):
+        if isinstance(message, Ticketed):
             return self._finish(now, self._on_request(now, message, reply_to))
         match message:
             case (
@@ -126,7 +126,7 @@ class Aggregator:
 
     # -- clients and work -------------------------------------------------------------------
 
-    def _on_request(self, now: float, request: Request | ChunkOffer, reply_to: Handle) -> Effects:
+    def _on_request(self, now: float, request: Ticketed, reply_to: Handle) -> Effects:
         try:
             claim = claim_of(request.ticket)
         except TicketError as error:

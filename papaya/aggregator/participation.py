@@ -42,8 +42,8 @@ from papaya.messages.participation import (
     Left,
     Refused,
     Report,
-    Request,
     Retry,
+    Ticketed,
     UploadGranted,
 )
 from papaya.messages.tickets import (
@@ -77,7 +77,7 @@ class Participation:
         self,
         now: float,
         held: HeldTask,
-        request: Request | ChunkOffer,
+        request: Ticketed,
         claim: AnyTicket,
         reply_to: Handle,
     ) -> Effects:

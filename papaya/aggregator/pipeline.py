@@ -168,7 +168,7 @@ class Pipeline:
     def next_wake(self) -> float:
         if self._is_busy:
             return _NEVER
-        return min(self._commit_due, self._step_due if self.current.is_closed else _NEVER)
+        return min(self._commit_due, self._step_due) if self.current.is_closed else self._commit_due
 
     def pump(self, now: float) -> Effects:
         """Start the next storage operation, if one is due and none is on its way."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from itertools import takewhile
 
 from papaya.aggregator.upload import Upload
 from papaya.config import ServerConfig, TaskConfig
@@ -181,8 +182,13 @@ class Sessions:
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def forget(self, now: float) -> None:
-        """Drop ends whose tickets have all expired."""
-        for session in [key for key, (_, until) in self.ended.items() if until <= now]:
+        """Drop ends whose tickets have all expired, from the first that was remembered on.
+
+        They expire nearly in this order. What is behind one that has not yet waits with it, for no
+        longer than a session lives.
+        """
+        over = list(takewhile(lambda session: self.ended[session][1] <= now, self.ended))
+        for session in over:
             del self.ended[session]
 
     def check(self, concurrency: int) -> None:

@@ -50,7 +50,7 @@ from papaya.messages.storage import (
 )
 
 # A report that confirms this many joins is acknowledged at once, so that the next is short.
-_ACKNOWLEDGE_AFTER_JOINS = 64
+_ACKNOWLEDGE_AFTER_JOINS = 16
 _OVERLOADED_BEATS = 3
 
 

@@ -190,6 +190,8 @@ class Retry(Message, frozen=True):
 
 
 Request = Join | Heartbeat | Report | Chunk | Complete | Leave
+Ticketed = Request | ChunkOffer
+"""What is routed by its ticket."""
 Answer = (
     Joined
     | Alive

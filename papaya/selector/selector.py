@@ -20,7 +20,7 @@ from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
 from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId
 from papaya.messages.control import Assignment, Held, SelectorOrders, SelectorReport
-from papaya.messages.participation import Aborted, ChunkOffer, Refused, Request, Retry
+from papaya.messages.participation import Aborted, Refused, Retry, Ticketed
 from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Gone, Rejected
 from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
 from papaya.selector.classes import Distinctions
@@ -81,7 +81,7 @@ class Selector:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
-        if isinstance(message, Request | ChunkOffer):
+        if isinstance(message, Ticketed):
             return self._on_request(message, reply_to)
         match message:
             case CheckIn():
@@ -277,7 +277,7 @@ class Selector:
 
     # -- participation ----------------------------------------------------------------------
 
-    def _on_request(self, request: Request | ChunkOffer, reply_to: Handle) -> Effects:
+    def _on_request(self, request: Ticketed, reply_to: Handle) -> Effects:
         try:
             ticket = claim_of(request.ticket)
         except TicketError as error:

@@ -60,7 +60,7 @@ class Engine:
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
         """Run every event up to `until`; `stop` is asked before each one."""
         heap = self._heap
-        with _rare_garbage_collection():
+        with rare_garbage_collection():
             while heap and heap[0][0] <= until:
                 if stop is not None and stop():
                     return
@@ -71,7 +71,7 @@ class Engine:
 
 
 @contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """What a simulation drops is freed by reference counts; looking for cycles costs a tenth."""
     usual = gc.get_threshold()
     gc.set_threshold(200_000, 20, 20)

@@ -30,6 +30,7 @@ from papaya.messages.base import SessionId
 from papaya.messages.storage import ConsumedRow, Row, Transaction
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.devices import Device
+from papaya.sim.engine import rare_garbage_collection
 from papaya.sim.population import Population, Visit
 from papaya.sim.report import Report, Watched
 from papaya.sim.workloads.base import Clients, Ints
@@ -261,12 +262,13 @@ def record(
         enough_versions = versions is not None and cluster.version >= versions
         return enough_versions or (updates is not None and cluster.counted >= updates)
 
-    while cluster.engine.now < 3600 * hours and not is_over():
-        cluster.run(min(cluster.engine.now + _STEP_S, 3600 * hours))
-        if progress is not None:
-            progress(cluster)
-    if drain_s:
-        cluster.run(cluster.engine.now + drain_s)
+    with rare_garbage_collection():  # between the steps as well
+        while cluster.engine.now < 3600 * hours and not is_over():
+            cluster.run(min(cluster.engine.now + _STEP_S, 3600 * hours))
+            if progress is not None:
+                progress(cluster)
+        if drain_s:
+            cluster.run(cluster.engine.now + drain_s)
     return cluster.trace(), cluster.report()
 
 
