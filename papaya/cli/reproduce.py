@@ -29,6 +29,9 @@ from papaya.experiments.page import shown
 from papaya.experiments.reproduce import reproduce
 from papaya.experiments.result import Result
 from papaya.experiments.scale import SCALES
+from papaya.sim.lab import Step
+
+_WORK = {"traces": "recording", "runs": "learning"}
 
 
 def add_to(commands: Commands) -> None:
@@ -69,8 +72,10 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     with Progress() as progress, writing(folder):
 
-        def tell(kind: str, done: int, total: int) -> None:
-            progress.update(kind, done / total, f"{done} of {total} runs")
+        def tell(step: Step) -> None:
+            if missing := step.total - step.kept:
+                done = step.done - step.kept
+                progress.update(_WORK[step.kind], done / missing, f"{done} of {missing} runs")
 
         def ended(result: Result) -> None:
             progress.say(f"{result.title}: {_verdict(result)}")

@@ -31,11 +31,12 @@ from papaya.cli.output import (
 from papaya.cli.simulate import add_data
 from papaya.cli.update_scale import lines, scale_rows
 from papaya.errors import OperatorError
+from papaya.sim.lab import Step
 from papaya.sim.plan import VARIABLES, Plan, Regime
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
 from papaya.sim.results import Row, edges, rows_of, varied_in
-from papaya.sim.sweep import Step, sweep
+from papaya.sim.sweep import sweep
 from papaya.sim.workloads.named import BUILT_IN, WorkloadSpec, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
@@ -210,7 +211,7 @@ def _regimes(text: str) -> tuple[Regime, ...]:
 def _shown(step: Step) -> tuple[str, float, str]:
     if step.kind == "traces":
         words = f"{step.done} of {plural(step.total, 'trace')} of the protocol recorded"
-        return "traces", step.done / step.total if step.total else 1.0, words
+        return "traces", step.done / step.total, words
     words = f"{step.done} of {plural(step.total, 'run')}"
     if step.outcome is not None and step.outcome.curve.diverged is not None:
         words += ", the last diverged"

@@ -19,11 +19,12 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError
+from papaya.sim.lab import Step
 from papaya.sim.learnt import Course, Learnt, Run, record_course, recordable
 from papaya.sim.plan import Plan, runs_of, setting_of, with_setting
 from papaya.sim.population import PopulationConfig
 from papaya.sim.results import Row, edges, rows_of, varied_in
-from papaya.sim.sweep import Step, sweep
+from papaya.sim.sweep import sweep
 from papaya.sim.workloads.named import Prepared, WorkloadSpec, prepare
 
 POPULATION = PopulationConfig(size=100_000, latency_mean_s=1.0)
@@ -171,7 +172,7 @@ def test_a_second_sweep_reads_and_runs_only_what_is_missing(
     again = sweep(SMALL, folder, jobs=1, progress=steps.append, prepared=prepared)
     assert again == outcomes
     assert [(s.kind, s.done, s.total) for s in steps] == [
-        ("traces", 0, 0), ("runs", 2, 4), ("runs", 3, 4), ("runs", 4, 4),
+        ("traces", 2, 2), ("runs", 2, 4), ("runs", 3, 4), ("runs", 4, 4),
     ]  # fmt: skip
     changed = {p for p, time in before.items() if p.stat().st_mtime_ns != time}
     assert changed == {gone, damaged}

@@ -1,0 +1,163 @@
+"""Where runs come from: recorded once, learnt along many times, kept on disk.
+
+    with Lab(folder, jobs, make, tell) as lab:
+        outcomes = lab.learn(runs)
+
+What is asked for is read if it is there, and made if not, in several processes. Every recording and
+every learning run is kept under the digest of what it is (identity.py), whole or not at all. So
+work that was interrupted goes on where it was, and whoever asks for the same gets the same file:
+
+    traces/DIGEST.npz, .msgpack   a `Course`: its trace, and the report on it
+    runs/DIGEST.json              a `Run`: its `Learnt`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from papaya.sim.jobs import Map, mapping, write_whole
+from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course
+from papaya.sim.report import Report
+from papaya.sim.trace import Trace
+from papaya.sim.workloads.base import Workload
+
+Make: TypeAlias = Callable[[Run], Workload]
+"""The workload that a run names. It is called in other processes, so it has a name itself."""
+
+
+class Step(NamedTuple):
+    """How far it is with what was asked for, of which `kept` were there before.
+
+    `outcome` is the run that has just ended.
+    """
+
+    kind: Literal["traces", "runs"]
+    done: int
+    total: int
+    kept: int
+    outcome: Learnt | None = None
+
+
+class Recording:
+    """What was recorded, read when it is asked for."""
+
+    def __init__(self, folder: Path, course: Course) -> None:
+        self._trace = folder / "traces" / f"{course.digest}.npz"
+        self._report = self._trace.with_suffix(".msgpack")  # JSON has no NaN
+
+    @property
+    def is_there(self) -> bool:
+        return self._trace.exists() and self._report.exists()
+
+    @cached_property
+    def trace(self) -> Trace:
+        return Trace.load(self._trace)
+
+    @cached_property
+    def report(self) -> Report:
+        return msgspec.msgpack.decode(self._report.read_bytes(), type=Report)
+
+    def write(self, trace: Trace, report: Report) -> None:
+        encoded = msgspec.msgpack.encode(report)
+        write_whole(self._report, lambda path: path.write_bytes(encoded))
+        write_whole(self._trace, trace.save)
+
+
+class Lab(AbstractContextManager["Lab"]):
+    """`make` makes workloads, `tell` hears of progress. The processes live until it is closed."""
+
+    def __init__(
+        self, folder: Path, jobs: int, make: Make, tell: Callable[[Step], None] = lambda step: None
+    ) -> None:
+        self.folder = folder
+        self._jobs = jobs
+        self._make = make
+        self._tell = tell
+        self._processes = ExitStack()
+        for part in ("traces", "runs"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._processes.__exit__(kind, error, trace)
+
+    def record(self, courses: Iterable[Course]) -> dict[Course, Recording]:
+        wanted = {course: Recording(self.folder, course) for course in courses}
+        missing = [course for course, recording in wanted.items() if not recording.is_there]
+        missing.sort(key=lambda course: -course.effort)  # the longest first
+        for _ in self._made("traces", partial(_record, self.folder), missing, len(wanted)):
+            pass
+        return wanted
+
+    def learn(self, runs: Iterable[Run]) -> dict[Run, Learnt]:
+        found = {run: _read(self.folder, run) for run in runs}
+        missing = [run for run, outcome in found.items() if outcome is None]
+        if missing:
+            self.record(run.course for run in missing)
+        missing.sort(key=lambda run: -run.course.effort)
+        work = partial(_learn, self.folder, self._make)
+        for outcome in self._made("runs", work, missing, len(found)):
+            found[outcome.run] = outcome
+        return {run: outcome for run, outcome in found.items() if outcome is not None}
+
+    def _made(
+        self,
+        kind: Literal["traces", "runs"],
+        work: Callable[[Any], Any],
+        items: Sequence[Any],
+        total: int,
+    ) -> Iterator[Any]:
+        """What comes of each item, as it is done."""
+        kept = total - len(items)
+        self._tell(Step(kind, kept, total, kept))
+        for done, outcome in enumerate(self._mapped(work, items), start=kept + 1):
+            self._tell(Step(kind, done, total, kept, outcome))
+            yield outcome
+
+    @cached_property
+    def _mapped(self) -> Map:
+        return self._processes.enter_context(mapping(self._jobs))
+
+
+# -- in any process -----------------------------------------------------------------------------
+
+
+def _record(folder: Path, course: Course) -> None:
+    Recording(folder, course).write(*record_course(course))
+
+
+def _learn(folder: Path, make: Make, run: Run) -> Learnt:
+    recording = _recording(folder, run.course)
+    fleet = fleet_of(recording.report)
+    outcome = learn_run(run, recording.trace, fleet, make(run))
+    encoded = msgspec.json.encode(outcome)
+    write_whole(_path(folder, run), lambda path: path.write_bytes(encoded))
+    return outcome
+
+
+def _read(folder: Path, run: Run) -> Learnt | None:
+    """None as well for a file that is damaged: it is made again."""
+    try:
+        return msgspec.json.decode(_path(folder, run).read_bytes(), type=Learnt)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def _path(folder: Path, run: Run) -> Path:
+    return folder / "runs" / f"{run.digest}.json"
+
+
+@lru_cache(maxsize=2)
+def _recording(folder: Path, course: Course) -> Recording:
+    return Recording(folder, course)
