@@ -20,7 +20,7 @@ from papaya.experiments.page import page
 from papaya.experiments.result import Result
 from papaya.experiments.runs import workload_of
 from papaya.experiments.scale import Scale
-from papaya.sim.jobs import write_whole
+from papaya.sim.jobs import mapping, write_whole
 from papaya.sim.lab import Lab, Step
 
 
@@ -39,7 +39,8 @@ def reproduce(
     """
     chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
     results = []
-    with Lab(folder, jobs, workload_of, tell) as lab:
+    with mapping(jobs) as mapped:
+        lab = Lab(folder, mapped, workload_of, tell)
         lab.record(course for one in chosen for course in one.courses(scale, seeds))
         for one in chosen:
             result = one.run(lab, scale, seeds)

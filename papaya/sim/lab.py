@@ -1,11 +1,11 @@
 """Where runs come from: recorded once, learnt along many times, kept on disk.
 
-    with Lab(folder, jobs, make, tell) as lab:
-        outcomes = lab.learn(runs)
+    with mapping(jobs) as mapped:
+        outcomes = Lab(folder, mapped, make, tell).learn(runs)
 
-What is asked for is read if it is there, and made if not, in several processes. Every recording and
-every learning run is kept under the digest of what it is (identity.py), whole or not at all. So
-work that was interrupted goes on where it was, and whoever asks for the same gets the same file:
+What is asked for is read if it is there, and made if not. Every recording and every learning run is
+kept under the digest of all that decides it (identity.py), whole or not at all. So work that was
+interrupted goes on where it was, and whoever asks for the same gets the same file:
 
     traces/DIGEST.npz, .msgpack   a `Course`: its trace, and the report on it
     runs/DIGEST.json              a `Run`: its `Learnt`
@@ -13,21 +13,20 @@ work that was interrupted goes on where it was, and whoever asks for the same ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from papaya.sim.jobs import Map, mapping, write_whole
+from papaya.sim.jobs import Map, write_whole
 from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course
 from papaya.sim.report import Report
 from papaya.sim.trace import Trace
 from papaya.sim.workloads.base import Workload
 
+Kind = Literal["traces", "runs"]
 Make: TypeAlias = Callable[[Run], Workload]
 """The workload that a run names. It is called in other processes, so it has a name itself."""
 
@@ -38,7 +37,7 @@ class Step(NamedTuple):
     `outcome` is the run that has just ended.
     """
 
-    kind: Literal["traces", "runs"]
+    kind: Kind
     done: int
     total: int
     kept: int
@@ -70,34 +69,28 @@ class Recording:
         write_whole(self._trace, trace.save)
 
 
-class Lab(AbstractContextManager["Lab"]):
-    """`make` makes workloads, `tell` hears of progress. The processes live until it is closed."""
+class Lab:
+    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` hears of progress."""
 
     def __init__(
-        self, folder: Path, jobs: int, make: Make, tell: Callable[[Step], None] = lambda step: None
+        self,
+        folder: Path,
+        mapped: Map,
+        make: Make,
+        tell: Callable[[Step], None] = lambda step: None,
     ) -> None:
         self.folder = folder
-        self._jobs = jobs
+        self._mapped = mapped
         self._make = make
         self._tell = tell
-        self._processes = ExitStack()
         for part in ("traces", "runs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._processes.__exit__(kind, error, trace)
 
     def record(self, courses: Iterable[Course]) -> dict[Course, Recording]:
         wanted = {course: Recording(self.folder, course) for course in courses}
         missing = [course for course, recording in wanted.items() if not recording.is_there]
         missing.sort(key=lambda course: -course.effort)  # the longest first
-        for _ in self._made("traces", partial(_record, self.folder), missing, len(wanted)):
-            pass
+        self._do("traces", partial(_record, self.folder), missing, len(wanted))
         return wanted
 
     def learn(self, runs: Iterable[Run]) -> dict[Run, Learnt]:
@@ -107,27 +100,18 @@ class Lab(AbstractContextManager["Lab"]):
             self.record(run.course for run in missing)
         missing.sort(key=lambda run: -run.course.effort)
         work = partial(_learn, self.folder, self._make)
-        for outcome in self._made("runs", work, missing, len(found)):
-            found[outcome.run] = outcome
-        return {run: outcome for run, outcome in found.items() if outcome is not None}
+        made = {outcome.run: outcome for outcome in self._do("runs", work, missing, len(found))}
+        return {run: outcome or made[run] for run, outcome in found.items()}
 
-    def _made(
-        self,
-        kind: Literal["traces", "runs"],
-        work: Callable[[Any], Any],
-        items: Sequence[Any],
-        total: int,
-    ) -> Iterator[Any]:
-        """What comes of each item, as it is done."""
-        kept = total - len(items)
+    def _do(
+        self, kind: Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int
+    ) -> list[Any]:
+        kept, outcomes = total - len(missing), []
         self._tell(Step(kind, kept, total, kept))
-        for done, outcome in enumerate(self._mapped(work, items), start=kept + 1):
-            self._tell(Step(kind, done, total, kept, outcome))
-            yield outcome
-
-    @cached_property
-    def _mapped(self) -> Map:
-        return self._processes.enter_context(mapping(self._jobs))
+        for outcome in self._mapped(work, missing):
+            outcomes.append(outcome)
+            self._tell(Step(kind, kept + len(outcomes), total, kept, outcome))
+        return outcomes
 
 
 # -- in any process -----------------------------------------------------------------------------
@@ -139,8 +123,7 @@ def _record(folder: Path, course: Course) -> None:
 
 def _learn(folder: Path, make: Make, run: Run) -> Learnt:
     recording = _recording(folder, run.course)
-    fleet = fleet_of(recording.report)
-    outcome = learn_run(run, recording.trace, fleet, make(run))
+    outcome = learn_run(run, recording.trace, fleet_of(recording.report), make(run))
     encoded = msgspec.json.encode(outcome)
     write_whole(_path(folder, run), lambda path: path.write_bytes(encoded))
     return outcome

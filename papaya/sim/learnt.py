@@ -27,17 +27,16 @@ from papaya.messages.selection import Capabilities
 from papaya.sim.cluster import ClusterConfig, DeviceKind
 from papaya.sim.fairness import Fairness, fairness
 from papaya.sim.identity import digest
-from papaya.sim.population import Population, PopulationConfig
+from papaya.sim.population import PopulationConfig
 from papaya.sim.precision import Norms, Precision, norms_of, precision
 from papaya.sim.replay import Curve, Rates, learn
 from papaya.sim.report import Report
-from papaya.sim.trace import Recorded, Trace, record
+from papaya.sim.trace import Recorded, Trace, least_s, record
 from papaya.sim.workloads.base import Clients, Ints, Matrix, Quality, Workload
 from papaya.sim.workloads.held_out import at_or_above
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
-_SAMPLED_VISITS: Final = 4096
 _UPDATES_PER_PLACE: Final = 50  # in an hour, about
 UNBOUNDED: Final = 10**12  # updates: more than any run has
 
@@ -181,12 +180,8 @@ def record_course(
 
 
 def _warm_up_s(course: Course) -> float:
-    """Half of what the run takes if every place is taken all the time: it may take longer."""
-    task = course.task
-    visits = Population(course.cluster.population, 0).visitors(np.arange(_SAMPLED_VISITS))
-    busy_s = np.minimum(visits.latency_s + visits.execution_s, task.training_timeout_s).mean()
-    least_s = course.updates * float(busy_s) / task.concurrency
-    return min(_MAX_WARM_UP_S, least_s / 2, 900 * course.hours)
+    """Half of what the run takes at least, or a quarter of its hours."""
+    return min(_MAX_WARM_UP_S, least_s(course.cluster, course.updates) / 2, 900 * course.hours)
 
 
 def fleet_of(report: Report) -> Fleet:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 
+from papaya.sim.jobs import mapping
 from papaya.sim.lab import Lab, Step
 from papaya.sim.learnt import Learnt, Run
 from papaya.sim.plan import Plan, runs_of
@@ -38,8 +39,8 @@ def sweep(
     """
     runs = runs_of(plan, prepared or prepare(plan.workload, plan.population))
     make = partial(_make, plan.workload, plan.population)
-    with Lab(folder, min(jobs, len(runs)), make, progress) as lab:
-        outcomes = lab.learn(runs)
+    with mapping(min(jobs, len(runs))) as mapped:
+        outcomes = Lab(folder, mapped, make, progress).learn(runs)
     return [outcomes[run] for run in runs]
 
 

@@ -84,7 +84,7 @@ def test_the_same_seeds_give_the_same_results_in_any_process(
 
 def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
     steps: list[Step] = []
-    lab = Lab(tmp_path, 1, workload_of, steps.append)
+    lab = Lab(tmp_path, map, workload_of, steps.append)
     run = learning(COURSE, rates(0.01))
     first = lab.learn([run, run])
     told = [("traces", 0, 1, 0), ("traces", 1, 1, 0), ("runs", 0, 1, 0), ("runs", 1, 1, 0)]
@@ -94,7 +94,7 @@ def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
 
 
 def test_an_optimum_on_the_edge_of_the_grid_is_no_optimum(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, 1, workload_of)
+    lab = Lab(tmp_path, map, workload_of)
 
     def best_at(wanted: float) -> bool:
         def score(curve: Curve) -> float:
@@ -108,7 +108,7 @@ def test_an_optimum_on_the_edge_of_the_grid_is_no_optimum(tmp_path: Path) -> Non
 
 
 def test_a_run_that_never_meets_its_target_takes_forever(tmp_path: Path) -> None:
-    [outcome] = Lab(tmp_path, 1, workload_of).learn([learning(COURSE, rates(0.01))]).values()
+    [outcome] = Lab(tmp_path, map, workload_of).learn([learning(COURSE, rates(0.01))]).values()
     assert math.isinf(met(outcome.curve, 0.0).hours)
 
 
