@@ -19,6 +19,7 @@ from papaya.cli.output import (
     plural,
     print_data,
     print_json,
+    resumable,
     table,
     whole,
     writing,
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     seeds = range(1, 1 + getattr(options, "seeds", scale.seeds))
     folder = make_folder(options.output / scale.name)
     started = time.monotonic()
-    with Progress() as progress, writing(folder):
+    with writing(folder), resumable(), Progress() as progress:
 
         def tell(step: Step) -> None:
             if missing := step.total - step.kept:

@@ -8,8 +8,7 @@ plots beside the runs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import structs, to_builtins
@@ -24,6 +23,7 @@ from papaya.cli.output import (
     positive,
     print_data,
     print_json,
+    resumable,
     table,
     whole,
     writing,
@@ -137,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     prepared = prepare(plan.workload, plan.population)
     folder = make_folder(options.output)
     note(prepared.about)
-    with _resumable(), Progress() as progress, writing(folder):
+    with writing(folder), resumable(), Progress() as progress:
         outcomes = sweep(
             plan, folder, options.jobs, lambda step: progress.update(*_shown(step)), prepared
         )
@@ -157,15 +157,6 @@ def run(options: argparse.Namespace) -> int:
         note(f"warning: {warning}: its optimum may lie beyond")
     note(f"\nruns: {folder / 'runs'}\nplot: {plot}")
     return 0
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        note("what has ended is kept: the same command goes on where it was")
-        raise
 
 
 def _plan(options: argparse.Namespace) -> Plan:
