@@ -70,8 +70,7 @@ def reached(
     `stop_at`: the run goes on until it has met a lower one.
     """
     runs = runs_to(target if stop_at is None else stop_at, courses, chosen)
-    found = lab.learn(runs)
-    return [met(found[run].curve, math.log(target)) for run in runs]
+    return [met(outcome.curve, math.log(target)) for outcome in lab.learn(runs)]
 
 
 def runs_to(target: float, courses: Sequence[Course], chosen: Rates) -> list[Run]:
@@ -98,7 +97,7 @@ def met(curve: Curve, loss: float) -> Reached:
 
 def versions_per_hour(lab: Lab, course: Course) -> float:
     """Server updates, after the first tenth, in which the fleet starts."""
-    [recording] = lab.record([course]).values()
+    [recording] = lab.record([course])
     created_s = recording.trace.created_s
     skipped = len(created_s) // 10
     return float(3600 * (len(created_s) - 1 - skipped) / (created_s[-1] - created_s[skipped]))

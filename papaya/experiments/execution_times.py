@@ -30,9 +30,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     recordings = lab.record(courses(scale, seeds))
     rounds, means, spans = [], [], []
     sample: list[float] = []
-    for course, recording in recordings.items():
+    for recording in recordings:
         trace = recording.trace
-        population = Population(course.cluster.population, course.seed)
+        population = Population(trace.config.population, trace.seed)
         execution_s, _ = everyone(population, trace.task.training_timeout_s)
         rounds.append(float(np.diff(trace.created_s).mean()))
         means.append(float(execution_s.mean()))

@@ -87,11 +87,10 @@ def _tune(lab: Lab, scale: Scale, name: str) -> Tuned:
 def _row(lab: Lab, scale: Scale, seeds: Sequence[int], name: str, chosen: Tuned) -> Row:
     courses = [_course(scale, name, seed) for seed in seeds]
     runs = [learning(course, chosen.rates, updates=scale.table_updates) for course in courses]
-    found = lab.learn(runs)
-    points = [found[run].curve.points[-1] for run in runs]
-    by_level = {level: [perplexity(getattr(p.quality, level)) for p in points] for level in _LEVELS}
+    points = [outcome.curve.points[-1] for outcome in lab.learn(runs)]
+    found = {level: [perplexity(getattr(p.quality, level)) for p in points] for level in _LEVELS}
     by_clients = [perplexity(point.quality.all_by_clients) for point in points]
-    return Row(by_level, by_clients, [point.hours for point in points])
+    return Row(found, by_clients, [point.hours for point in points])
 
 
 def _findings(rows: dict[str, Row]) -> tuple[Finding, ...]:

@@ -52,7 +52,7 @@ def learning(
     return Run(
         course=course,
         workload=model,
-        data="synthetic",  # all else about it is code
+        data=model,  # all else about it is code
         rates=rates,
         updates=updates,
         target=target,

@@ -103,7 +103,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 def _clients(lab: Lab, course: Course, hours: float | None) -> tuple[Floats, Floats]:
     """(execution, examples) of the counted; without `hours` the run ends with a whole round."""
-    [recording] = lab.record([course]).values()
+    [recording] = lab.record([course])
     trace: Trace = recording.trace
     chosen = trace.assigned_s >= START_S
     if hours is not None:

@@ -239,10 +239,9 @@ def _asymptotes(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol
         ("AsyncFL", async_course, protocol.asynchronous[c]),
     ):
         runs = [learning(make(scale, c, seed), chosen) for seed in seeds]
-        found = lab.learn(runs).values()
-        losses = [[point.quality.all for point in outcome.curve.points] for outcome in found]
-        last = fmean(each[-1] for each in losses)
-        falling = fmean(each[-max(1, len(each) // 10)] for each in losses) - last
+        losses = [[p.quality.all for p in outcome.curve.points] for outcome in lab.learn(runs)]
+        last = fmean(found[-1] for found in losses)
+        falling = fmean(found[-max(1, len(found) // 10)] for found in losses) - last
         ends.append(f"{name} {number(perplexity(last))} (loss still falling by {number(falling)})")
     targets = " and ".join(f"{target:g}" for target in protocol.targets)
     return (

@@ -94,7 +94,7 @@ def decide(name: str, kept: dict[int, tuple[float, ...]]) -> Check:
 
 def _kept(lab: Lab, course: Course) -> float:
     """Of the devices that can take part, the 1 % with the most data: counted ÷ expected."""
-    [recording] = lab.record([course]).values()
+    [recording] = lab.record([course])
     trace = recording.trace
     population = Population(course.cluster.population, course.seed)
     _, examples = everyone(population, trace.task.training_timeout_s)

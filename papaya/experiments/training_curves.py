@@ -75,16 +75,15 @@ def _curves(lab: Lab, scale: Scale, name: str, seeds: Sequence[int]) -> list[Cur
     courses = [design_course(scale, name, seed) for seed in seeds]
     runs = [
         learning(
-            course,
+            recording.course,
             chosen,
             model="lstm",
             updates=_updates_until(recording.trace, scale.fixed_hour),
             evaluations=_EVALUATIONS,
         )
-        for course, recording in lab.record(courses).items()
+        for recording in lab.record(courses)
     ]
-    found = lab.learn(runs)
-    return [found[run].curve for run in runs]
+    return [outcome.curve for outcome in lab.learn(runs)]
 
 
 def _updates_until(trace: Trace, hours: float) -> int:

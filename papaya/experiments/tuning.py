@@ -64,14 +64,14 @@ def tuned(
 ) -> Tuned:
     """The best of all rates and first moments, by the mean score over the courses."""
     candidates = [rates(rate, beta1) for beta1, rate in product(moments, grid)]
-    runs = {
-        chosen: [learning(course, chosen, updates=updates, target=target) for course in courses]
+    outcomes = lab.learn(
+        learning(course, chosen, updates=updates, target=target)
         for chosen in candidates
-    }
-    found = lab.learn(run for group in runs.values() for run in group)
+        for course in courses
+    )
     scores = {
-        chosen: fmean(_score(found[run].curve, score) for run in group)
-        for chosen, group in runs.items()
+        chosen: fmean(_score(each.curve, score) for each in outcomes if each.run.rates == chosen)
+        for chosen in candidates
     }
     best = min(candidates, key=lambda chosen: scores[chosen])
     is_on_edge = best.optimizer.rate in (grid[0], grid[-1])

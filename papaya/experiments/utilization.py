@@ -29,21 +29,17 @@ def _regimes(scale: Scale) -> dict[str, AsyncFL | SyncFL]:
 
 
 def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
-    return [
-        course for regime in _regimes(scale).values() for course in _courses(scale, seeds, regime)
-    ]
+    regimes = _regimes(scale).values()
+    return [course for regime in regimes for course in _courses(scale, seeds, regime)]
 
 
 def _courses(scale: Scale, seeds: Sequence[int], regime: AsyncFL | SyncFL) -> list[Course]:
-    hours = scale.window_hours
-    return [window(regime, scale.concurrency, seed, hours) for seed in seeds]
+    return [window(regime, scale.concurrency, seed, scale.window_hours) for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     reports = {
-        name: [
-            recording.report for recording in lab.record(_courses(scale, seeds, regime)).values()
-        ]
+        name: [recording.report for recording in lab.record(_courses(scale, seeds, regime))]
         for name, regime in _regimes(scale).items()
     }
     used = {n: tuple(r.tasks[0].utilization for r in found) for n, found in reports.items()}

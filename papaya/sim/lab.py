@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from papaya.errors import OperatorError
 from papaya.sim.jobs import Map, write_whole
 from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course
 from papaya.sim.report import Report
@@ -48,6 +49,7 @@ class Recording:
     """What was recorded, read when it is asked for."""
 
     def __init__(self, folder: Path, course: Course) -> None:
+        self.course = course
         self._trace = folder / "traces" / f"{course.digest}.npz"
         self._report = self._trace.with_suffix(".msgpack")  # JSON has no NaN
 
@@ -61,7 +63,11 @@ class Recording:
 
     @cached_property
     def report(self) -> Report:
-        return msgspec.msgpack.decode(self._report.read_bytes(), type=Report)
+        try:
+            return msgspec.msgpack.decode(self._report.read_bytes(), type=Report)
+        except msgspec.MsgspecError as error:
+            problem = f"cannot read report {self._report}: {error}"
+            raise OperatorError(problem, hint="delete it") from error
 
     def write(self, trace: Trace, report: Report) -> None:
         encoded = msgspec.msgpack.encode(report)
@@ -86,22 +92,26 @@ class Lab:
         for part in ("traces", "runs"):
             (folder / part).mkdir(parents=True, exist_ok=True)
 
-    def record(self, courses: Iterable[Course]) -> dict[Course, Recording]:
-        wanted = {course: Recording(self.folder, course) for course in courses}
-        missing = [course for course, recording in wanted.items() if not recording.is_there]
+    def record(self, courses: Iterable[Course]) -> list[Recording]:
+        """In the order in which they are asked for."""
+        wanted = [Recording(self.folder, course) for course in courses]
+        distinct = {recording.course: recording for recording in wanted}
+        missing = [course for course, recording in distinct.items() if not recording.is_there]
         missing.sort(key=lambda course: -course.effort)  # the longest first
-        self._do("traces", partial(_record, self.folder), missing, len(wanted))
+        self._do("traces", partial(_record, self.folder), missing, len(distinct))
         return wanted
 
-    def learn(self, runs: Iterable[Run]) -> dict[Run, Learnt]:
-        found = {run: _read(self.folder, run) for run in runs}
+    def learn(self, runs: Iterable[Run]) -> list[Learnt]:
+        """In the order in which they are asked for."""
+        wanted = list(runs)
+        found = {run: _read(self.folder, run) for run in dict.fromkeys(wanted)}
         missing = [run for run, outcome in found.items() if outcome is None]
         if missing:
             self.record(run.course for run in missing)
         missing.sort(key=lambda run: -run.course.effort)
         work = partial(_learn, self.folder, self._make)
         made = {outcome.run: outcome for outcome in self._do("runs", work, missing, len(found))}
-        return {run: outcome or made[run] for run, outcome in found.items()}
+        return [found[run] or made[run] for run in wanted]
 
     def _do(
         self, kind: Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int

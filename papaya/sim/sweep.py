@@ -40,8 +40,7 @@ def sweep(
     runs = runs_of(plan, prepared or prepare(plan.workload, plan.population))
     make = partial(_make, plan.workload, plan.population)
     with mapping(min(jobs, len(runs))) as mapped:
-        outcomes = Lab(folder, mapped, make, progress).learn(runs)
-    return [outcomes[run] for run in runs]
+        return Lab(folder, mapped, make, progress).learn(runs)
 
 
 def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run) -> Workload:

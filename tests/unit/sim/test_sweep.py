@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from papaya.config import (
     SyncFL,
     TaskConfig,
 )
-from papaya.errors import ConfigError
+from papaya.errors import ConfigError, OperatorError
 from papaya.sim.lab import Step
 from papaya.sim.learnt import Course, Learnt, Run, record_course, recordable
 from papaya.sim.plan import Plan, runs_of, setting_of, with_setting
@@ -209,6 +210,26 @@ def test_a_run_that_diverges_is_an_outcome(prepared: Prepared, tmp_path: Path) -
     assert outcome.curve.diverged is not None
     assert outcome.versions < 10
     assert sweep(plan, tmp_path, jobs=1, prepared=prepared) == [outcome]
+
+
+def test_a_run_that_is_over_before_anything_is_sampled_is_kept_as_well(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    [outcome] = sweep(structs.replace(SMALL, vary={}, hours=1e-4), tmp_path, 1, prepared=prepared)
+    assert (outcome.fleet.utilization, outcome.fleet.mean_staleness) == (None, None)
+    assert outcome.versions == 0
+
+
+def test_a_damaged_recording_is_named(prepared: Prepared, tmp_path: Path) -> None:
+    plan = structs.replace(SMALL, vary={})
+    sweep(plan, tmp_path, jobs=1, prepared=prepared)
+    for kind in ("report", "trace"):
+        elsewhere = tmp_path / kind
+        shutil.copytree(tmp_path / "traces", elsewhere / "traces")
+        [path] = (elsewhere / "traces").glob("*.msgpack" if kind == "report" else "*.npz")
+        path.write_bytes(path.read_bytes()[:99])
+        with pytest.raises(OperatorError, match=f"cannot read {kind} {path}"):
+            sweep(plan, elsewhere, jobs=1, prepared=prepared)
 
 
 def test_a_task_is_recorded_with_its_own_terms_and_every_device_fits() -> None:
