@@ -1,7 +1,7 @@
 """The models of the paper's evaluation, as `papaya reproduce` learns them.
 
-An LSTM where the paper's figure is of its language model's training, else a smaller model that
-behaves alike. Devices have the same data in every run: seeds differ in who takes part, and when.
+An LSTM for the training curves, a smaller model for all else. One seed of the language's data for
+all runs: their seeds differ in the fleet, in who takes part and when.
 """
 
 from __future__ import annotations
