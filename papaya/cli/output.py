@@ -8,6 +8,7 @@ to mend: an error with a hint, never a traceback.
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 _PLAIN_STEP = 0.25
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +99,20 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         hint = "choose another folder with --output"
+        if error.errno in _FULL:
+            hint = "make room there, then run the same command again"
         problem = error.strerror or str(error)
         raise OperatorError(f"{path} cannot be written: {problem}", hint=hint) from error
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """Around work that keeps what it has done, inside `writing`."""
+    try:
+        yield
+    except (KeyboardInterrupt, OSError):
+        note("what has ended is kept: the same command goes on where it was")
+        raise
 
 
 def make_folder(path: Path) -> Path:

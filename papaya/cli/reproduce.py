@@ -19,6 +19,7 @@ from papaya.cli.output import (
     plural,
     print_data,
     print_json,
+    resumable,
     table,
     whole,
     writing,
@@ -29,6 +30,9 @@ from papaya.experiments.page import shown
 from papaya.experiments.reproduce import reproduce
 from papaya.experiments.result import Result
 from papaya.experiments.scale import SCALES
+from papaya.sim.lab import Step
+
+_WORK = {"traces": "recording", "runs": "learning"}
 
 
 def add_to(commands: Commands) -> None:
@@ -67,10 +71,12 @@ def run(options: argparse.Namespace) -> int:
     seeds = range(1, 1 + getattr(options, "seeds", scale.seeds))
     folder = make_folder(options.output / scale.name)
     started = time.monotonic()
-    with Progress() as progress, writing(folder):
+    with writing(folder), resumable(), Progress() as progress:
 
-        def tell(kind: str, done: int, total: int) -> None:
-            progress.update(kind, done / total, f"{done} of {total} runs")
+        def tell(step: Step) -> None:
+            if missing := step.total - step.kept:
+                done = step.done - step.kept
+                progress.update(_WORK[step.kind], done / missing, f"{done} of {missing} runs")
 
         def ended(result: Result) -> None:
             progress.say(f"{result.title}: {_verdict(result)}")

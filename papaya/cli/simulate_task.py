@@ -115,6 +115,7 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
         workload=prepared.task.task,
         data=prepared.digest,
         rates=with_rates(prepared.rates, setting),
+        updates=course.updates,
         evaluations=_EVALUATIONS,
     )
 
@@ -130,7 +131,7 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report
             progress.update("fleet", min(1.0, done), words)
 
         trace, report = record_course(course, recorded)
-        total = max(1, clients_to_train(course, trace))
+        total = max(1, clients_to_train(run, trace))
 
         def trained(count: int) -> None:
             progress.update(

@@ -8,8 +8,7 @@ plots beside the runs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from msgspec import structs, to_builtins
@@ -24,6 +23,7 @@ from papaya.cli.output import (
     positive,
     print_data,
     print_json,
+    resumable,
     table,
     whole,
     writing,
@@ -31,11 +31,12 @@ from papaya.cli.output import (
 from papaya.cli.simulate import add_data
 from papaya.cli.update_scale import lines, scale_rows
 from papaya.errors import OperatorError
+from papaya.sim.lab import Step
 from papaya.sim.plan import VARIABLES, Plan, Regime
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
 from papaya.sim.results import Row, edges, rows_of, varied_in
-from papaya.sim.sweep import Step, sweep
+from papaya.sim.sweep import sweep
 from papaya.sim.workloads.named import BUILT_IN, WorkloadSpec, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
@@ -136,7 +137,7 @@ def run(options: argparse.Namespace) -> int:
     prepared = prepare(plan.workload, plan.population)
     folder = make_folder(options.output)
     note(prepared.about)
-    with _resumable(), Progress() as progress, writing(folder):
+    with writing(folder), resumable(), Progress() as progress:
         outcomes = sweep(
             plan, folder, options.jobs, lambda step: progress.update(*_shown(step)), prepared
         )
@@ -156,15 +157,6 @@ def run(options: argparse.Namespace) -> int:
         note(f"warning: {warning}: its optimum may lie beyond")
     note(f"\nruns: {folder / 'runs'}\nplot: {plot}")
     return 0
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        note("what has ended is kept: the same command goes on where it was")
-        raise
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -210,7 +202,7 @@ def _regimes(text: str) -> tuple[Regime, ...]:
 def _shown(step: Step) -> tuple[str, float, str]:
     if step.kind == "traces":
         words = f"{step.done} of {plural(step.total, 'trace')} of the protocol recorded"
-        return "traces", step.done / step.total if step.total else 1.0, words
+        return "traces", step.done / step.total, words
     words = f"{step.done} of {plural(step.total, 'run')}"
     if step.outcome is not None and step.outcome.curve.diverged is not None:
         words += ", the last diverged"

@@ -20,9 +20,10 @@ from papaya.experiments import (
     training_curves,
     utilization,
 )
-from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Result
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 
 
 class Experiment(Protocol):
@@ -30,7 +31,7 @@ class Experiment(Protocol):
 
     KEY: str
 
-    def scenes(self, scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+    def courses(self, scale: Scale, seeds: Sequence[int]) -> list[Course]:
         """The runs of the machines that it needs."""
 
     def run(self, lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:

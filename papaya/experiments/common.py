@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from papaya.config import AsyncFL, OptimizerConfig, SyncFL
-from papaya.experiments.lab import Lab, Scene, Trial
+from papaya.experiments.runs import learning, until_versions
 from papaya.experiments.scale import OVER_SELECTION, Scale
 from papaya.learning.definition import ClientSGD
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course, Run
 from papaya.sim.replay import Curve, Rates
 
 CLIENT: Final = ClientSGD(rate=1.0)
@@ -34,12 +36,11 @@ def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
     return Rates(client, OptimizerConfig(rate=rate, beta1=beta1, epsilon=_EPSILON))
 
 
-def sync_scene(scale: Scale, concurrency: int, seed: int) -> Scene:
-    regime = SyncFL(OVER_SELECTION)
-    return Scene(regime=regime, concurrency=concurrency, seed=seed, versions=scale.rounds)
+def sync_course(scale: Scale, concurrency: int, seed: int) -> Course:
+    return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, scale.rounds)
 
 
-def async_scene(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> Scene:
+def async_course(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> Course:
     """The run at the paper's concurrency is long enough for Table 1 as well."""
     goal = scale.goal if goal is None else goal
     versions = scale.versions
@@ -47,36 +48,34 @@ def async_scene(scale: Scale, concurrency: int, seed: int, goal: int | None = No
         versions = max(scale.rounds, scale.versions * scale.goal // goal)
     if (concurrency, goal) == (scale.concurrency, scale.goal):
         versions = max(versions, math.ceil(scale.table_updates / goal))
-    return Scene(regime=AsyncFL(goal), concurrency=concurrency, seed=seed, versions=versions)
+    return until_versions(AsyncFL(goal), concurrency, seed, versions)
 
 
-def plain_scene(scale: Scale, seed: int) -> Scene:
+def plain_course(scale: Scale, seed: int) -> Course:
     """SyncFL without over-selection: "we set concurrency equal to aggregation goal"."""
     rounds = math.ceil(scale.table_updates / scale.large_goal)
-    clients = scale.large_goal
-    return Scene(regime=SyncFL(0.0), concurrency=clients, seed=seed, versions=rounds)
+    return until_versions(SyncFL(0.0), scale.large_goal, seed, rounds)
 
 
 def reached(
     lab: Lab,
     target: float,
-    scenes: Sequence[Scene],
+    courses: Sequence[Course],
     chosen: Rates,
     *,
     stop_at: float | None = None,
 ) -> list[Reached]:
-    """For each scene, when its run with these rates met the target, a perplexity.
+    """For each course, when its run with these rates met the target, a perplexity.
 
     `stop_at`: the run goes on until it has met a lower one.
     """
-    trials = trials_to(target if stop_at is None else stop_at, scenes, chosen)
-    curves = lab.learn(trials)
-    return [met(curves[trial], math.log(target)) for trial in trials]
+    runs = runs_to(target if stop_at is None else stop_at, courses, chosen)
+    return [met(outcome.curve, math.log(target)) for outcome in lab.learn(runs)]
 
 
-def trials_to(target: float, scenes: Sequence[Scene], chosen: Rates) -> list[Trial]:
+def runs_to(target: float, courses: Sequence[Course], chosen: Rates) -> list[Run]:
     """Runs that end when they have met the target, a perplexity."""
-    return [Trial(scene=scene, rates=chosen, target=math.log(target)) for scene in scenes]
+    return [learning(course, chosen, target=math.log(target)) for course in courses]
 
 
 def met(curve: Curve, loss: float) -> Reached:
@@ -96,9 +95,9 @@ def met(curve: Curve, loss: float) -> Reached:
     )
 
 
-def versions_per_hour(lab: Lab, scene: Scene) -> float:
+def versions_per_hour(lab: Lab, course: Course) -> float:
     """Server updates, after the first tenth, in which the fleet starts."""
-    [recording] = lab.record([scene]).values()
+    [recording] = lab.record([course])
     created_s = recording.trace.created_s
     skipped = len(created_s) // 10
     return float(3600 * (len(created_s) - 1 - skipped) / (created_s[-1] - created_s[skipped]))

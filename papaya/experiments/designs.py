@@ -14,15 +14,16 @@ from statistics import fmean
 from papaya.experiments import charts
 from papaya.experiments.common import (
     ONE_RATE,
-    async_scene,
-    plain_scene,
+    async_course,
+    plain_course,
     rates,
     reached,
-    sync_scene,
+    sync_course,
 )
-from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number, ratios
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 
 KEY = "designs"
 OVER, LARGE, SMALL, PLAIN = DESIGNS = (
@@ -33,18 +34,18 @@ OVER, LARGE, SMALL, PLAIN = DESIGNS = (
 )
 
 
-def design_scene(scale: Scale, name: str, seed: int) -> Scene:
+def design_course(scale: Scale, name: str, seed: int) -> Course:
     """As the paper configures it: all at one concurrency, but without over-selection at K."""
     if name == PLAIN:
-        return plain_scene(scale, seed)
+        return plain_course(scale, seed)
     if name == OVER:
-        return sync_scene(scale, scale.concurrency, seed)
+        return sync_course(scale, scale.concurrency, seed)
     goal = scale.goal if name == SMALL else scale.large_goal
-    return async_scene(scale, scale.concurrency, seed, goal)
+    return async_course(scale, scale.concurrency, seed, goal)
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [design_scene(scale, name, seed) for name in DESIGNS for seed in seeds]
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [design_course(scale, name, seed) for name in DESIGNS for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -53,7 +54,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         name: [
             run.hours
             for run in reached(
-                lab, scale.target, [design_scene(scale, name, seed) for seed in seeds], chosen
+                lab, scale.target, [design_course(scale, name, seed) for seed in seeds], chosen
             )
         ]
         for name in DESIGNS

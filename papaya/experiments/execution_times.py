@@ -11,27 +11,28 @@ from collections.abc import Sequence
 import numpy as np
 
 from papaya.experiments import charts
-from papaya.experiments.common import plain_scene
-from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.common import plain_course
 from papaya.experiments.result import Check, Finding, Result, number
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 from papaya.sim.population import Population
 from papaya.sim.report import everyone
 
 KEY = "execution-times"
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [plain_scene(scale, seed) for seed in seeds]
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [plain_course(scale, seed) for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    recordings = lab.record(scenes(scale, seeds))
+    recordings = lab.record(courses(scale, seeds))
     rounds, means, spans = [], [], []
     sample: list[float] = []
-    for scene, recording in recordings.items():
+    for recording in recordings:
         trace = recording.trace
-        population = Population(scene.cluster.population, scene.seed)
+        population = Population(trace.config.population, trace.seed)
         execution_s, _ = everyone(population, trace.task.training_timeout_s)
         rounds.append(float(np.diff(trace.created_s).mean()))
         means.append(float(execution_s.mean()))

@@ -10,17 +10,18 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from papaya.experiments import charts
-from papaya.experiments.common import ONE_RATE, async_scene, rates, reached, versions_per_hour
-from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.common import ONE_RATE, async_course, rates, reached, versions_per_hour
 from papaya.experiments.result import Check, Finding, Result, number, ratios
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 
 KEY = "goal-sweep"
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
     at = scale.concurrency
-    return [async_scene(scale, at, seed, goal) for goal in scale.goals for seed in seeds]
+    return [async_course(scale, at, seed, goal) for goal in scale.goals for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -28,9 +29,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     hours: dict[int, list[float]] = {}
     frequency: dict[int, list[float]] = {}
     for goal in scale.goals:
-        found = [async_scene(scale, scale.concurrency, seed, goal) for seed in seeds]
+        found = [async_course(scale, scale.concurrency, seed, goal) for seed in seeds]
         hours[goal] = [run.hours for run in reached(lab, scale.target, found, chosen)]
-        frequency[goal] = [versions_per_hour(lab, scene) for scene in found]
+        frequency[goal] = [versions_per_hour(lab, course) for course in found]
     small, large = scale.goals[0], scale.goals[-1]
     slower = ratios(hours[large], hours[small])
     panels = [

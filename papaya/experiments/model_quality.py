@@ -15,16 +15,18 @@ from typing import NamedTuple
 
 from papaya.experiments import charts
 from papaya.experiments.common import (
-    async_scene,
+    async_course,
     perplexity,
-    plain_scene,
-    sync_scene,
+    plain_course,
+    sync_course,
     tuning_seeds,
 )
-from papaya.experiments.lab import Lab, Scene, Trial
 from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.runs import learning
 from papaya.experiments.scale import Scale
 from papaya.experiments.tuning import Tuned, tuned_for_loss
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 
 KEY = "table-1"
 _LEVELS = ("all", "p75", "p99")
@@ -50,15 +52,15 @@ class Row(NamedTuple):
     hours: list[float]
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
     every = [*seeds, *tuning_seeds(scale)]
-    return [_scene(scale, name, seed) for name in _PAPER for seed in every]
+    return [_course(scale, name, seed) for name in _PAPER for seed in every]
 
 
-def _scene(scale: Scale, name: str, seed: int) -> Scene:
+def _course(scale: Scale, name: str, seed: int) -> Course:
     if name == _PLAIN:
-        return plain_scene(scale, seed)
-    make = sync_scene if name == _OVER else async_scene
+        return plain_course(scale, seed)
+    make = sync_course if name == _OVER else async_course
     return make(scale, scale.concurrency, seed)
 
 
@@ -78,18 +80,14 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 def _tune(lab: Lab, scale: Scale, name: str) -> Tuned:
     grid = scale.async_grid if name == _ASYNC else scale.sync_grid
-    scenes = [_scene(scale, name, seed) for seed in tuning_seeds(scale)]
-    return tuned_for_loss(lab, scenes, grid, scale.table_updates)
+    courses = [_course(scale, name, seed) for seed in tuning_seeds(scale)]
+    return tuned_for_loss(lab, courses, grid, scale.table_updates)
 
 
 def _row(lab: Lab, scale: Scale, seeds: Sequence[int], name: str, chosen: Tuned) -> Row:
-    scenes = [_scene(scale, name, seed) for seed in seeds]
-    trials = [
-        Trial(scene=scene, rates=chosen.rates, until=scene.versions_of(scale.table_updates))
-        for scene in scenes
-    ]
-    curves = lab.learn(trials)
-    points = [curves[trial].points[-1] for trial in trials]
+    courses = [_course(scale, name, seed) for seed in seeds]
+    runs = [learning(course, chosen.rates, updates=scale.table_updates) for course in courses]
+    points = [outcome.curve.points[-1] for outcome in lab.learn(runs)]
     found = {level: [perplexity(getattr(p.quality, level)) for p in points] for level in _LEVELS}
     by_clients = [perplexity(point.quality.all_by_clients) for point in points]
     return Row(found, by_clients, [point.hours for point in points])

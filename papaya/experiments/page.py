@@ -11,9 +11,11 @@ from msgspec.structs import asdict
 
 from papaya.config import TaskConfig
 from papaya.experiments.common import CLIENT, LSTM_CLIENT
-from papaya.experiments.lab import LANGUAGE, POPULATIONS, SUPPLY
 from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.runs import SUPPLY
 from papaya.experiments.scale import Scale
+from papaya.sim.population import DEFAULT, STRESS
+from papaya.sim.workloads.paper import LANGUAGE
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
@@ -58,8 +60,8 @@ def _inputs(scale: Scale) -> str:
     task = TaskConfig(task="experiment", concurrency=scale.concurrency, model_length=1)
     groups = {
         "size of the runs": asdict(scale),
-        "default population, calibrated to the paper": asdict(POPULATIONS["default"]),
-        "stress population": asdict(POPULATIONS["stress"]),
+        "default population, calibrated to the paper": asdict(DEFAULT),
+        "stress population": asdict(STRESS),
         "language, its dialect calibrated": asdict(LANGUAGE),
         "task": {"training_timeout_s": task.training_timeout_s, "max_examples": task.max_examples},
         "fleet": {"check-ins per expected completion": SUPPLY},

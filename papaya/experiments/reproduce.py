@@ -16,13 +16,12 @@ from pathlib import Path
 import msgspec
 
 from papaya.experiments.catalogue import EXPERIMENTS
-from papaya.experiments.lab import Lab
 from papaya.experiments.page import page
 from papaya.experiments.result import Result
+from papaya.experiments.runs import workload_of
 from papaya.experiments.scale import Scale
-from papaya.sim.jobs import write_whole
-
-Tell = Callable[[str, int, int], None]
+from papaya.sim.jobs import mapping, write_whole
+from papaya.sim.lab import Lab, Step
 
 
 def reproduce(
@@ -32,7 +31,7 @@ def reproduce(
     folder: Path,
     *,
     jobs: int = 2,
-    tell: Tell = lambda kind, done, total: None,
+    tell: Callable[[Step], None] = lambda step: None,
     ended: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """The chosen experiments, in the order of the report. `tell` hears of progress, `ended` of
@@ -40,8 +39,9 @@ def reproduce(
     """
     chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
     results = []
-    with Lab(folder, jobs, tell) as lab:
-        lab.record(scene for one in chosen for scene in one.scenes(scale, seeds))
+    with mapping(jobs) as mapped:
+        lab = Lab(folder, mapped, workload_of, tell)
+        lab.record(course for one in chosen for course in one.courses(scale, seeds))
         for one in chosen:
             result = one.run(lab, scale, seeds)
             encoded = msgspec.json.format(msgspec.json.encode(result))

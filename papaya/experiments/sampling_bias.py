@@ -18,18 +18,19 @@ import numpy.typing as npt
 
 from papaya.config import AsyncFL, SyncFL
 from papaya.experiments import charts
-from papaya.experiments.common import TUNING_SEED, plain_scene
-from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.common import TUNING_SEED, plain_course
 from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.runs import START_S, window
 from papaya.experiments.scale import OVER_SELECTION, Scale
 from papaya.sim.fairness import Distance, distance
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 from papaya.sim.trace import Trace
 
 KEY = "sampling-bias"
 _ASYNC, _OVER = "AsyncFL", "SyncFL with over-selection"
 _PAPER = {_ASYNC: ("8.8e-4", "0.98"), _OVER: ("6.6e-2", "0.0")}
 _TRUTH = "SyncFL without over-selection"
-_START_S = 600.0
 
 Floats = npt.NDArray[np.float64]
 
@@ -38,23 +39,22 @@ def _regimes(scale: Scale) -> dict[str, AsyncFL | SyncFL]:
     return {_ASYNC: AsyncFL(scale.goal), _OVER: SyncFL(OVER_SELECTION)}
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
     compared = [
-        _scene(scale, regime, seed) for regime in _regimes(scale).values() for seed in seeds
+        _course(scale, regime, seed) for regime in _regimes(scale).values() for seed in seeds
     ]
-    return [*compared, plain_scene(scale, TUNING_SEED)]
+    return [*compared, plain_course(scale, TUNING_SEED)]
 
 
-def _scene(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Scene:
-    hours = scale.window_hours
-    return Scene(regime=regime, concurrency=scale.concurrency, seed=seed, hours=hours)
+def _course(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Course:
+    return window(regime, scale.concurrency, seed, scale.window_hours)
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     # Another seed, or the same devices would be on both sides of the comparison.
-    truth = _clients(lab, plain_scene(scale, TUNING_SEED), None)
+    truth = _clients(lab, plain_course(scale, TUNING_SEED), None)
     found = {
-        name: [_clients(lab, _scene(scale, r, seed), scale.window_hours) for seed in seeds]
+        name: [_clients(lab, _course(scale, r, seed), scale.window_hours) for seed in seeds]
         for name, r in _regimes(scale).items()
     }
     by_examples = {n: _distances(sides, truth, 1) for n, sides in found.items()}
@@ -101,13 +101,13 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
-def _clients(lab: Lab, scene: Scene, hours: float | None) -> tuple[Floats, Floats]:
+def _clients(lab: Lab, course: Course, hours: float | None) -> tuple[Floats, Floats]:
     """(execution, examples) of the counted; without `hours` the run ends with a whole round."""
-    [recording] = lab.record([scene]).values()
+    [recording] = lab.record([course])
     trace: Trace = recording.trace
-    chosen = trace.assigned_s >= _START_S
+    chosen = trace.assigned_s >= START_S
     if hours is not None:
-        chosen &= trace.assigned_s < _START_S + 3600 * hours
+        chosen &= trace.assigned_s < START_S + 3600 * hours
     return trace.execution_s[chosen], trace.clients.examples[chosen].astype(np.float64)
 
 

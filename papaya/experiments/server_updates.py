@@ -10,25 +10,27 @@ from statistics import fmean
 
 from papaya.config import AsyncFL, SyncFL
 from papaya.experiments import charts
-from papaya.experiments.common import async_scene, sync_scene, versions_per_hour
-from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.common import async_course, sync_course, versions_per_hour
 from papaya.experiments.result import Check, Finding, Result, number, ratios
+from papaya.experiments.runs import window
 from papaya.experiments.scale import OVER_SELECTION, Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 
 KEY = "server-updates"
 _BOUNDS = (25.0, 32.0)
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [scene for pair in _pairs(scale, seeds).values() for side in pair for scene in side]
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [course for pair in _pairs(scale, seeds).values() for side in pair for course in side]
 
 
-def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Scene], list[Scene]]]:
-    """concurrency -> scenes of AsyncFL, scenes of SyncFL; those of learning runs are used too."""
+def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Course], list[Course]]]:
+    """concurrency -> courses of AsyncFL, courses of SyncFL; those of learning runs are used too."""
     pairs = {
         c: (
-            [async_scene(scale, c, seed) for seed in seeds],
-            [sync_scene(scale, c, seed) for seed in seeds],
+            [async_course(scale, c, seed) for seed in seeds],
+            [sync_course(scale, c, seed) for seed in seeds],
         )
         for c in scale.concurrencies
     }
@@ -39,14 +41,13 @@ def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Scene], l
     return dict(sorted(pairs.items()))
 
 
-def _most(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Scene:
-    hours = scale.window_hours
-    return Scene(regime=regime, concurrency=scale.most_clients, seed=seed, hours=hours)
+def _most(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Course:
+    return window(regime, scale.most_clients, seed, scale.window_hours)
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     rates = {
-        c: tuple([versions_per_hour(lab, scene) for scene in side] for side in pair)
+        c: tuple([versions_per_hour(lab, course) for course in side] for side in pair)
         for c, pair in _pairs(scale, seeds).items()
     }
     most = ratios(*rates[scale.most_clients])

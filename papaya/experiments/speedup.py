@@ -20,18 +20,20 @@ from typing import NamedTuple
 from papaya.experiments import charts
 from papaya.experiments.common import (
     Reached,
-    async_scene,
+    async_course,
     perplexity,
     rates,
     reached,
-    sync_scene,
-    trials_to,
+    runs_to,
+    sync_course,
     tuning_seeds,
 )
-from papaya.experiments.lab import Lab, Scene, Trial
 from papaya.experiments.result import Check, Finding, Result, number, ratios
+from papaya.experiments.runs import learning
 from papaya.experiments.scale import Scale
 from papaya.experiments.tuning import Tuned, tuned_for_time
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 from papaya.sim.replay import Rates
 
 KEY = "speedup"
@@ -39,10 +41,10 @@ _ROUNDS_OF_A_TRANSIENT = 50
 _PAPERS_SPEEDUP = 5
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
     """At every concurrency, in both regimes, of the reported and the tuning seeds."""
     every = [*seeds, *tuning_seeds(scale)]
-    makers = (sync_scene, async_scene)
+    makers = (sync_course, async_course)
     return [make(scale, c, seed) for make in makers for c in scale.concurrencies for seed in every]
 
 
@@ -122,11 +124,11 @@ def _tuned_protocols(lab: Lab, scale: Scale) -> list[Protocol]:
     tuned: dict[tuple[str, int], Tuned] = {}
     for concurrency in scale.concurrencies:
         for regime, make, grid in (
-            ("SyncFL", sync_scene, scale.sync_grid),
-            ("AsyncFL", async_scene, scale.async_grid),
+            ("SyncFL", sync_course, scale.sync_grid),
+            ("AsyncFL", async_course, scale.async_grid),
         ):
-            scenes = [make(scale, concurrency, seed) for seed in tuning_seeds(scale)]
-            tuned[regime, concurrency] = tuned_for_time(lab, scale, scenes, grid)
+            courses = [make(scale, concurrency, seed) for seed in tuning_seeds(scale)]
+            tuned[regime, concurrency] = tuned_for_time(lab, scale, courses, grid)
     at = {regime: tuned[regime, scale.concurrency].rates for regime in ("SyncFL", "AsyncFL")}
     targets = (scale.target, scale.tuned_target)
     return [
@@ -153,15 +155,15 @@ def _measure(
     stop_at = protocol.targets[-1]
     sides = {
         c: (
-            ([sync_scene(scale, c, seed) for seed in seeds], protocol.sync[c]),
-            ([async_scene(scale, c, seed) for seed in seeds], protocol.asynchronous[c]),
+            ([sync_course(scale, c, seed) for seed in seeds], protocol.sync[c]),
+            ([async_course(scale, c, seed) for seed in seeds], protocol.asynchronous[c]),
         )
         for c in scale.concurrencies
     }
-    lab.learn(t for pair in sides.values() for side in pair for t in trials_to(stop_at, *side))
+    lab.learn(t for pair in sides.values() for side in pair for t in runs_to(stop_at, *side))
 
-    def runs(scenes: list[Scene], chosen: Rates) -> list[Reached]:
-        return reached(lab, target, scenes, chosen, stop_at=stop_at)
+    def runs(courses: list[Course], chosen: Rates) -> list[Reached]:
+        return reached(lab, target, courses, chosen, stop_at=stop_at)
 
     return [Pair(c, runs(*sync), runs(*side)) for c, (sync, side) in sides.items()]
 
@@ -233,11 +235,11 @@ def _asymptotes(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol
     c = scale.concurrency
     ends = []
     for name, make, chosen in (
-        ("SyncFL", sync_scene, protocol.sync[c]),
-        ("AsyncFL", async_scene, protocol.asynchronous[c]),
+        ("SyncFL", sync_course, protocol.sync[c]),
+        ("AsyncFL", async_course, protocol.asynchronous[c]),
     ):
-        trials = [Trial(scene=make(scale, c, seed), rates=chosen) for seed in seeds]
-        losses = [[p.quality.all for p in curve.points] for curve in lab.learn(trials).values()]
+        runs = [learning(make(scale, c, seed), chosen) for seed in seeds]
+        losses = [[p.quality.all for p in outcome.curve.points] for outcome in lab.learn(runs)]
         last = fmean(found[-1] for found in losses)
         falling = fmean(found[-max(1, len(found) // 10)] for found in losses) - last
         ends.append(f"{name} {number(perplexity(last))} (loss still falling by {number(falling)})")

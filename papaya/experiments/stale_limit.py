@@ -8,49 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
 from papaya.config import AsyncFL
 from papaya.experiments import charts
-from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.runs import START_S, window
 from papaya.experiments.scale import Scale
-from papaya.sim.population import Population
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
+from papaya.sim.population import DEFAULT, STRESS, Population
 from papaya.sim.report import everyone
 
 KEY = "stale-limit"
 _LIMITS: Final = (10, 50, 200)
 _MOST_ARE_LOST, _KEPT = 0.5, 0.9
 _SMALLER: Final = 4  # than elsewhere, C and K alike: what counts is C / K
-_POPULATIONS: Final[tuple[Literal["default", "stress"], ...]] = ("default", "stress")
-_START_S: Final = 600.0
+_POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
     return [
-        _scene(scale, limit, name, seed)
+        _course(scale, limit, name, seed)
         for name in _POPULATIONS
         for limit in _LIMITS
         for seed in seeds
     ]
 
 
-def _scene(scale: Scale, limit: int, name: Literal["default", "stress"], seed: int) -> Scene:
-    return Scene(
-        regime=AsyncFL(max(1, scale.goal // _SMALLER), limit),
-        concurrency=scale.concurrency // _SMALLER,
-        seed=seed,
-        hours=scale.window_hours / 2,
-        population=name,
-    )
+def _course(scale: Scale, limit: int, name: str, seed: int) -> Course:
+    regime = AsyncFL(max(1, scale.goal // _SMALLER), limit)
+    concurrency = scale.concurrency // _SMALLER
+    return window(regime, concurrency, seed, scale.window_hours / 2, _POPULATIONS[name])
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     kept = {
         name: {
-            limit: tuple(_kept(lab, _scene(scale, limit, name, seed)) for seed in seeds)
+            limit: tuple(_kept(lab, _course(scale, limit, name, seed)) for seed in seeds)
             for limit in _LIMITS
         }
         for name in _POPULATIONS
@@ -95,15 +92,14 @@ def decide(name: str, kept: dict[int, tuple[float, ...]]) -> Check:
     )
 
 
-def _kept(lab: Lab, scene: Scene) -> float:
+def _kept(lab: Lab, course: Course) -> float:
     """Of the devices that can take part, the 1 % with the most data: counted ÷ expected."""
-    [recording] = lab.record([scene]).values()
+    [recording] = lab.record([course])
     trace = recording.trace
-    population = Population(scene.cluster.population, scene.seed)
+    population = Population(course.cluster.population, course.seed)
     _, examples = everyone(population, trace.task.training_timeout_s)
     edge = float(np.percentile(examples, 99))
-    assert scene.hours is not None
-    ends_s = _START_S + 3600 * scene.hours  # of later ones, the slow had no time to come back
-    chosen = (trace.assigned_s >= _START_S) & (trace.assigned_s < ends_s)
+    ends_s = 3600 * course.hours  # of later ones, the slow had no time to come back
+    chosen = (trace.assigned_s >= START_S) & (trace.assigned_s < ends_s)
     share = float((trace.clients.examples[chosen] >= edge).mean())
     return share / float((examples >= edge).mean())

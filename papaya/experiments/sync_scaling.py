@@ -11,22 +11,23 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from papaya.experiments import charts
-from papaya.experiments.common import rates, reached, sync_scene
-from papaya.experiments.lab import Lab, Scene
+from papaya.experiments.common import rates, reached, sync_course
 from papaya.experiments.result import Check, Finding, Result, number, ratios
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 
 KEY = "sync-scaling"
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [sync_scene(scale, c, seed) for c in scale.concurrencies for seed in seeds]
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [sync_course(scale, c, seed) for c in scale.concurrencies for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     chosen = rates(scale.common_rate)
     found = {
-        c: reached(lab, scale.target, [sync_scene(scale, c, seed) for seed in seeds], chosen)
+        c: reached(lab, scale.target, [sync_course(scale, c, seed) for seed in seeds], chosen)
         for c in scale.concurrencies
     }
     hours = {c: [run.hours for run in runs] for c, runs in found.items()}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 from papaya.sim.tee_transfer import (
     DESIGNS,
     GOALS,
@@ -24,7 +25,7 @@ KEY = "tee-transfer"
 MEASURED = 100
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
     return []
 
 

@@ -8,25 +8,27 @@ The model is an LSTM, as in the paper; the other experiments use a smaller one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from papaya.experiments import charts
 from papaya.experiments.common import LSTM_CLIENT, ONE_RATE, rates
-from papaya.experiments.designs import DESIGNS, design_scene
-from papaya.experiments.lab import Lab, Recording, Scene, Trial
+from papaya.experiments.designs import DESIGNS, design_course
 from papaya.experiments.result import Finding, Result
+from papaya.experiments.runs import learning
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 from papaya.sim.replay import Curve
+from papaya.sim.trace import Trace
 
 KEY = "training-curves"
 _EVALUATIONS = 30
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [design_scene(scale, name, seed) for name in DESIGNS for seed in seeds]
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [design_course(scale, name, seed) for name in DESIGNS for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -70,29 +72,27 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 def _curves(lab: Lab, scale: Scale, name: str, seeds: Sequence[int]) -> list[Curve]:
     chosen = rates(scale.common_rate, client=LSTM_CLIENT)
-    scenes = [design_scene(scale, name, seed) for seed in seeds]
-    trials = [
-        Trial(
-            scene=scene,
-            rates=chosen,
+    courses = [design_course(scale, name, seed) for seed in seeds]
+    runs = [
+        learning(
+            recording.course,
+            chosen,
             model="lstm",
+            updates=_updates_until(recording.trace, scale.fixed_hour),
             evaluations=_EVALUATIONS,
-            until=_versions_until(recording, scale.fixed_hour),
         )
-        for scene, recording in lab.record(scenes).items()
+        for recording in lab.record(courses)
     ]
-    found = lab.learn(trials)
-    return [found[trial] for trial in trials]
+    return [outcome.curve for outcome in lab.learn(runs)]
 
 
-def _versions_until(recording: Recording, hours: float) -> int:
+def _updates_until(trace: Trace, hours: float) -> int:
     """Up to the first version that is made after so many hours."""
-    return int(np.searchsorted(recording.trace.created_s, 3600 * hours))
+    versions = int(np.searchsorted(trace.created_s, 3600 * hours))
+    return versions * trace.task.aggregation_goal
 
 
 def _loss_at(curve: Curve, hours: float) -> float:
     """Interpolated; of a run that ended before, its last."""
-    if not curve.points:
-        return math.nan
     x = [point.hours for point in curve.points]
     return float(np.interp(hours, x, [point.quality.all for point in curve.points]))

@@ -12,9 +12,11 @@ from statistics import fmean
 from typing import NamedTuple
 
 from papaya.experiments.common import met, rates
-from papaya.experiments.lab import Lab, Scene, Trial
 from papaya.experiments.result import Check, number
+from papaya.experiments.runs import learning
 from papaya.experiments.scale import Scale
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import UNBOUNDED, Course
 from papaya.sim.replay import Curve, Rates
 
 
@@ -31,44 +33,45 @@ class Tuned(NamedTuple):
         return Check(f"{name}: the best rate lies inside the grid", not self.is_on_edge, place)
 
 
-def tuned_for_time(lab: Lab, scale: Scale, scenes: Sequence[Scene], grid: Sequence[float]) -> Tuned:
+def tuned_for_time(
+    lab: Lab, scale: Scale, courses: Sequence[Course], grid: Sequence[float]
+) -> Tuned:
     """The fewest hours to the target of tuned rates."""
     loss = math.log(scale.tuned_target)
-    return tuned(lab, scenes, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, target=loss)
+    return tuned(lab, courses, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, target=loss)
 
 
-def tuned_for_loss(lab: Lab, scenes: Sequence[Scene], grid: Sequence[float], updates: int) -> Tuned:
+def tuned_for_loss(
+    lab: Lab, courses: Sequence[Course], grid: Sequence[float], updates: int
+) -> Tuned:
     """The lowest loss for all clients after so many updates, which is what is reported too."""
 
     def last(curve: Curve) -> float:
-        return curve.points[-1].quality.all if curve.points else math.inf
+        return curve.points[-1].quality.all
 
-    return tuned(lab, scenes, grid, (0.9,), last, updates=updates)
+    return tuned(lab, courses, grid, (0.9,), last, updates=updates)
 
 
 def tuned(
     lab: Lab,
-    scenes: Sequence[Scene],
+    courses: Sequence[Course],
     grid: Sequence[float],
     moments: Sequence[float],
     score: Callable[[Curve], float],
     *,
     target: float | None = None,
-    updates: int | None = None,
+    updates: int = UNBOUNDED,
 ) -> Tuned:
-    """The best of all rates and first moments, by the mean score over the scenes."""
+    """The best of all rates and first moments, by the mean score over the courses."""
     candidates = [rates(rate, beta1) for beta1, rate in product(moments, grid)]
-    trials = {
-        chosen: [
-            Trial(scene=scene, rates=chosen, target=target, until=scene.versions_of(updates))
-            for scene in scenes
-        ]
+    outcomes = lab.learn(
+        learning(course, chosen, updates=updates, target=target)
         for chosen in candidates
-    }
-    curves = lab.learn(trial for group in trials.values() for trial in group)
+        for course in courses
+    )
     scores = {
-        chosen: fmean(_score(curves[trial], score) for trial in group)
-        for chosen, group in trials.items()
+        chosen: fmean(_score(each.curve, score) for each in outcomes if each.run.rates == chosen)
+        for chosen in candidates
     }
     best = min(candidates, key=lambda chosen: scores[chosen])
     is_on_edge = best.optimizer.rate in (grid[0], grid[-1])

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from papaya.config import AsyncFL, SyncFL
-from papaya.experiments.lab import Lab, Scene
 from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.runs import window
 from papaya.experiments.scale import OVER_SELECTION, Scale
 from papaya.sim import plots
+from papaya.sim.lab import Lab
+from papaya.sim.learnt import Course
 
 KEY = "utilization"
 
@@ -26,18 +28,18 @@ def _regimes(scale: Scale) -> dict[str, AsyncFL | SyncFL]:
     }
 
 
-def scenes(scale: Scale, seeds: Sequence[int]) -> list[Scene]:
-    return [scene for regime in _regimes(scale).values() for scene in _scenes(scale, seeds, regime)]
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    regimes = _regimes(scale).values()
+    return [course for regime in regimes for course in _courses(scale, seeds, regime)]
 
 
-def _scenes(scale: Scale, seeds: Sequence[int], regime: AsyncFL | SyncFL) -> list[Scene]:
-    hours = scale.window_hours
-    return [Scene(regime=regime, concurrency=scale.concurrency, seed=s, hours=hours) for s in seeds]
+def _courses(scale: Scale, seeds: Sequence[int], regime: AsyncFL | SyncFL) -> list[Course]:
+    return [window(regime, scale.concurrency, seed, scale.window_hours) for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     reports = {
-        name: [recording.report for recording in lab.record(_scenes(scale, seeds, regime)).values()]
+        name: [recording.report for recording in lab.record(_courses(scale, seeds, regime))]
         for name, regime in _regimes(scale).items()
     }
     used = {n: tuple(r.tasks[0].utilization for r in found) for n, found in reports.items()}

@@ -57,10 +57,17 @@ def mapping(jobs: int) -> Iterator[Map]:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """All of the file or nothing of it: the program may be interrupted at any time."""
+    """All of the file or nothing of it: the program may be interrupted at any time, the disk full.
+
+    What cannot be finished is taken away, so that it does not fill the disk further.
+    """
     partly = path.with_name(f".{os.getpid()}-{path.name}")
-    write(partly)
-    partly.replace(path)
+    try:
+        write(partly)
+        partly.replace(path)
+    except BaseException:
+        partly.unlink(missing_ok=True)
+        raise
 
 
 def _prepare(watched: Connection) -> None:

@@ -12,16 +12,13 @@ would take a twentieth of a second of its device's time.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from papaya import __version__
 from papaya.config import StopRule, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
@@ -29,50 +26,62 @@ from papaya.learning.parameters import Vector
 from papaya.messages.selection import Capabilities
 from papaya.sim.cluster import ClusterConfig, DeviceKind
 from papaya.sim.fairness import Fairness, fairness
-from papaya.sim.population import Population, PopulationConfig
+from papaya.sim.identity import digest
+from papaya.sim.population import PopulationConfig
 from papaya.sim.precision import Norms, Precision, norms_of, precision
 from papaya.sim.replay import Curve, Rates, learn
 from papaya.sim.report import Report
-from papaya.sim.trace import Recorded, Trace, record
+from papaya.sim.trace import Recorded, Trace, least_s, record
 from papaya.sim.workloads.base import Clients, Ints, Matrix, Quality, Workload
 from papaya.sim.workloads.held_out import at_or_above
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
-_SAMPLED_VISITS: Final = 4096
-_DIGEST_DIGITS: Final = 24
+_UPDATES_PER_PLACE: Final = 50  # in an hour, about
+UNBOUNDED: Final = 10**12  # updates: more than any run has
 
 
 class Course(Struct, frozen=True, kw_only=True):
-    """What is recorded: until so many counted updates, or for so many hours."""
+    """What is recorded: until so many counted updates, or for so many hours; then `drain_s` longer,
+    for those who were assigned before.
+    """
 
     cluster: ClusterConfig
     seed: int
-    updates: int
+    updates: int = UNBOUNDED
     hours: float = 10_000.0
+    drain_s: float = 0.0
 
     @property
     def task(self) -> TaskConfig:
         return self.cluster.tasks[0]
 
     @property
+    def effort(self) -> float:
+        """About how many updates are recorded."""
+        return min(self.updates, self.hours * self.task.concurrency * _UPDATES_PER_PLACE)
+
+    @property
     def digest(self) -> str:
-        return _digest(self)
+        return digest(self)
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """What is learnt along a course. `data` names the model and its data by their content."""
+    """What is learnt along a course, of at most so many counted updates: recording goes on to the
+    end of a minute. `data` names the model and its data by their content.
+    """
 
     course: Course
     workload: str
     data: str
     rates: Rates
+    updates: int = UNBOUNDED
     target: float | None = None
     evaluations: int = 100
 
     @property
     def digest(self) -> str:
-        return _digest(self)
+        return digest(self)
 
 
 class Fleet(Struct, frozen=True):
@@ -164,18 +173,15 @@ def record_course(
         course.seed,
         updates=course.updates,
         hours=course.hours,
+        drain_s=course.drain_s,
         warm_up_s=_warm_up_s(course),
         progress=progress,
     )
 
 
 def _warm_up_s(course: Course) -> float:
-    """Half of what the run takes if every place is taken all the time: it may take longer."""
-    task = course.task
-    visits = Population(course.cluster.population, 0).visitors(np.arange(_SAMPLED_VISITS))
-    busy_s = np.minimum(visits.latency_s + visits.execution_s, task.training_timeout_s).mean()
-    least_s = course.updates * float(busy_s) / task.concurrency
-    return min(_MAX_WARM_UP_S, least_s / 2, 900 * course.hours)
+    """Half of what the run takes at least, or a quarter of its hours."""
+    return min(_MAX_WARM_UP_S, least_s(course.cluster, course.updates) / 2, 900 * course.hours)
 
 
 def fleet_of(report: Report) -> Fleet:
@@ -191,14 +197,13 @@ def fleet_of(report: Report) -> Fleet:
     )
 
 
-def clients_to_train(course: Course, trace: Trace) -> int:
+def clients_to_train(run: Run, trace: Trace) -> int:
     """All members of the versions that are learnt: a version is of K, however few are asked for."""
-    return int(trace.first[_last_version(course, trace) + 1])
+    return int(trace.first[_last_version(run, trace) + 1])
 
 
-def _last_version(course: Course, trace: Trace) -> int:
-    """Recording goes on to the end of a minute: learn no more than was asked for."""
-    enough = int(np.searchsorted(trace.first[1:], course.updates))
+def _last_version(run: Run, trace: Trace) -> int:
+    enough = int(np.searchsorted(trace.first[1:], run.updates))
     return min(enough, trace.versions)
 
 
@@ -217,19 +222,18 @@ def learn_run(
         run.rates,
         target=run.target,
         evaluations=run.evaluations,
-        until=_last_version(run.course, trace),
+        until=_last_version(run, trace),
     )
-    points = tuple(point for point in curve.points if _is_finite(point.quality))
-    if not points:
+    if not curve.points:
         raise OperatorError(f"version 0 cannot be judged: {curve.diverged}", hint="mend the loss")
     reached = None if run.target is None else curve.reached(run.target)
-    last = points[-1]
+    last = curve.points[-1]
     examples = np.minimum(trace.clients.examples, trace.task.max_examples)
     mean_examples = float(examples.mean()) if len(examples) else 0.0
     return Learnt(
         run=run,
         length=workload.length,
-        curve=structs.replace(curve, points=points, norms=()),
+        curve=structs.replace(curve, norms=()),
         hours=last.hours,
         versions=last.version,
         updates=last.updates,
@@ -249,10 +253,6 @@ def learn_run(
 def _judges(clients: Clients) -> Judges:
     levels = (0.0, 0.75, 0.99)
     return Judges(*(int(at_or_above(clients.examples, level).sum()) for level in levels))
-
-
-def _is_finite(quality: Quality) -> bool:
-    return all(map(math.isfinite, structs.astuple(quality)))
 
 
 class _Watched:
@@ -278,9 +278,3 @@ class _Watched:
 
     def evaluate(self, parameters: Vector) -> Quality:
         return self._workload.evaluate(parameters)
-
-
-def _digest(value: Course | Run) -> str:
-    """Another configuration, another digest; another release of Papaya as well."""
-    encoded = msgspec.json.encode((__version__, value), order="deterministic")
-    return hashlib.sha256(encoded).hexdigest()[:_DIGEST_DIGITS]

@@ -164,6 +164,7 @@ def _run(
         workload=prepared.task.task,
         data=prepared.digest,
         rates=with_rates(prepared.rates, setting),
+        updates=plan.updates,
         target=plan.target,
         evaluations=plan.evaluations,
     )

@@ -241,29 +241,24 @@ def record(
     config: ClusterConfig,
     seed: int,
     *,
-    versions: int | None = None,
-    updates: int | None = None,
+    updates: float = math.inf,
     hours: float = 10_000.0,
     drain_s: float = 0.0,
     warm_up_s: float = 600.0,
     sample_s: float | None = None,
     progress: Callable[[Recorded], None] | None = None,
 ) -> tuple[Trace, Report]:
-    """Run the machines until so many versions or counted updates, or for so many hours.
+    """Run the machines until so many counted updates, or for so many hours.
 
     `drain_s`: then so much longer, for those who were assigned before the end. `sample_s`: how far
     apart the report's samples are; unless given, a second, or more if there would be too many.
     """
     if sample_s is None:
-        sample_s = _sample_s(config, versions, updates, hours)
+        expected_s = min(least_s(config, updates), 3600 * hours)
+        sample_s = float(max(1, math.ceil(expected_s / _MAX_SAMPLES)))
     cluster = Recorded(config, seed, warm_up_s=warm_up_s, sample_s=sample_s)
-
-    def is_over() -> bool:
-        enough_versions = versions is not None and cluster.version >= versions
-        return enough_versions or (updates is not None and cluster.counted >= updates)
-
     with rare_garbage_collection():  # between the steps as well
-        while cluster.engine.now < 3600 * hours and not is_over():
+        while cluster.engine.now < 3600 * hours and cluster.counted < updates:
             cluster.run(min(cluster.engine.now + _STEP_S, 3600 * hours))
             if progress is not None:
                 progress(cluster)
@@ -272,14 +267,9 @@ def record(
     return cluster.trace(), cluster.report()
 
 
-def _sample_s(
-    config: ClusterConfig, versions: int | None, updates: int | None, hours: float
-) -> float:
-    """By how long the run will take if every place is taken by somebody all the time."""
+def least_s(config: ClusterConfig, updates: float) -> float:
+    """How long so many updates take if every place is taken by somebody all the time."""
     task = config.tasks[0]
-    ends = [math.inf if updates is None else updates]
-    ends.append(math.inf if versions is None else versions * task.aggregation_goal)
     block = Population(config.population, 0).visitors(np.arange(_SAMPLED_VISITS))
     busy_s = np.minimum(block.latency_s + block.execution_s, task.training_timeout_s).mean()
-    expected_s = min(min(ends) * float(busy_s) / task.concurrency, 3600 * hours)
-    return float(max(1, math.ceil(expected_s / _MAX_SAMPLES)))
+    return updates * float(busy_s) / task.concurrency

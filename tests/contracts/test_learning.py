@@ -147,7 +147,7 @@ def test_few_are_trained_who_are_not_counted(regime: AsyncFL | SyncFL) -> None:
 def test_both_end_alike_when_a_model_diverges(rates: Rates, why: str, kernel: KernelName) -> None:
     workload = EmbeddingWorkload(POPULATION, LANGUAGE, kernel=kernel)
     config = a_cluster(durability="step")
-    trace, _ = record(config, 3, versions=3)
+    trace, _ = record(config, 3, updates=15)
     replayed = learn(trace, workload, rates)
     looped = learn_in_loop(config, workload, rates, 3, updates=15)
     assert replayed.diverged is not None
@@ -160,7 +160,7 @@ def test_both_end_alike_when_a_model_diverges(rates: Rates, why: str, kernel: Ke
 def test_what_cannot_be_trained_is_an_error_and_not_a_divergence() -> None:
     workload = EmbeddingWorkload(POPULATION, LANGUAGE)
     rates = structs.replace(RATES, client=ClientSGD(rate=0.1, momentum=0.5))
-    trace, _ = record(a_cluster(), 3, versions=1)
+    trace, _ = record(a_cluster(), 3, updates=5)
     with pytest.raises(ConfigError, match="momentum"):
         learn(trace, workload, rates)
     with pytest.raises(ConfigError, match="momentum"):

@@ -9,13 +9,11 @@ Refused: momentum on the client.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import ClassVar, Final, Literal, TypeAlias
 
-import msgspec
 import numpy as np
 
 from papaya.errors import ConfigError
@@ -49,21 +47,8 @@ class LanguageWorkload(ABC):
     ) -> None:
         self.language = Language() if language is None else language
         self.judge = Judge(self.language, population)
-        self._population = population
         self._state = np.uint64(self.language.state(seed))
         self._loop = _compiled(self.name) if kernel == "fastest" else None
-
-    @property
-    def digest(self) -> str:
-        """Of all that decides what is learnt, but the seed: another configuration, another digest.
-
-        Beside what is configured, what came of it: a release may change how a language is made.
-        """
-        configured = (self.name, self.length, self.language.config, self._population)
-        hasher = hashlib.sha256(msgspec.json.encode(configured, order="deterministic"))
-        for table in (self.language.contexts, self.language.following, self.initial(0)):
-            hasher.update(table.tobytes())
-        return hasher.hexdigest()[:32]
 
     @property
     @abstractmethod

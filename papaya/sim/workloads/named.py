@@ -77,7 +77,8 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class Prepared:
     """A workload that is ready to be run: its task and rates as they are without over-rides.
 
-    `digest` names model and data by their content. `make(seed, processes)` makes the workload.
+    `digest` names model and data by their content, unless they are our own code.
+    `make(seed, processes)` makes the workload.
     """
 
     spec: WorkloadSpec
@@ -139,7 +140,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
 
     return Prepared(
         spec=spec,
-        digest=f"{spec.name}/{workload.digest}",
+        digest=spec.name,  # all else about it is code
         task=TaskConfig(
             task=spec.name,
             concurrency=_CONCURRENCY,

@@ -13,12 +13,13 @@ from msgspec import structs
 from papaya.config import AsyncFL
 from papaya.experiments.catalogue import EXPERIMENTS
 from papaya.experiments.common import met, rates
-from papaya.experiments.lab import Lab, Scene, Trial
 from papaya.experiments.page import page, shown
 from papaya.experiments.reproduce import reproduce
 from papaya.experiments.result import Check, Finding, Result, number
+from papaya.experiments.runs import learning, until_versions, workload_of
 from papaya.experiments.scale import FULL, QUICK, SCALES, Scale
 from papaya.experiments.tuning import tuned
+from papaya.sim.lab import Lab, Step
 from papaya.sim.replay import Curve
 
 TOY = structs.replace(
@@ -40,7 +41,7 @@ TOY = structs.replace(
     sync_grid=(0.02, 0.03),
     async_grid=(0.01, 0.015),
 )
-SCENE = Scene(regime=AsyncFL(4), concurrency=12, seed=3, versions=8)
+COURSE = until_versions(AsyncFL(4), 12, 3, 8)
 
 
 @pytest.fixture(scope="module")
@@ -82,22 +83,19 @@ def test_the_same_seeds_give_the_same_results_in_any_process(
 
 
 def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    lab = Lab(tmp_path, 1, lambda *step: told.append(step))
-    trial = Trial(scene=SCENE, rates=rates(0.01))
-    first = lab.learn([trial, trial])
-    assert told == [
-        ("recording", 0, 1),
-        ("recording", 1, 1),
-        ("learning", 0, 1),
-        ("learning", 1, 1),
-    ]
-    assert lab.learn([trial]) == first
-    assert len(told) == 4
+    steps: list[Step] = []
+    lab = Lab(tmp_path, map, workload_of, steps.append)
+    run = learning(COURSE, rates(0.01))
+    first = lab.learn([run, run])
+    told = [("traces", 0, 1, 0), ("traces", 1, 1, 0), ("runs", 0, 1, 0), ("runs", 1, 1, 0)]
+    assert [step[:4] for step in steps] == told
+    assert first[0] is first[1]
+    assert lab.learn([run, run]) == first
+    assert [step[:4] for step in steps] == [*told, ("runs", 1, 1, 1)]
 
 
 def test_an_optimum_on_the_edge_of_the_grid_is_no_optimum(tmp_path: Path) -> None:
-    lab = Lab(tmp_path, 1)
+    lab = Lab(tmp_path, map, workload_of)
 
     def best_at(wanted: float) -> bool:
         def score(curve: Curve) -> float:
@@ -105,14 +103,14 @@ def test_an_optimum_on_the_edge_of_the_grid_is_no_optimum(tmp_path: Path) -> Non
             assert rate is not None
             return abs(rate - wanted)
 
-        return tuned(lab, [SCENE], (0.01, 0.02, 0.03), (0.0,), score).is_on_edge
+        return tuned(lab, [COURSE], (0.01, 0.02, 0.03), (0.0,), score).is_on_edge
 
     assert [best_at(0.01), best_at(0.02), best_at(0.03)] == [True, False, True]
 
 
 def test_a_run_that_never_meets_its_target_takes_forever(tmp_path: Path) -> None:
-    [curve] = Lab(tmp_path, 1).learn([Trial(scene=SCENE, rates=rates(0.01))]).values()
-    assert math.isinf(met(curve, 0.0).hours)
+    [outcome] = Lab(tmp_path, map, workload_of).learn([learning(COURSE, rates(0.01))])
+    assert math.isinf(met(outcome.curve, 0.0).hours)
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.sim.jobs import mapping
+from papaya.sim.jobs import mapping, write_whole
 
 PATIENCE_S = 30.0
 
@@ -109,6 +110,21 @@ def test_workers_end_with_a_parent_that_could_not_end_them(
         program.send_signal(by)
         assert program.wait(PATIENCE_S) == -by
         watch.wait_for_the_end()
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def fail(partly: Path) -> None:
+        partly.write_text("half of it")
+        raise OSError(errno.ENOSPC, "full")
+
+    for before in ([], [path]):
+        with pytest.raises(OSError, match="full"):
+            write_whole(path, fail)
+        assert list(tmp_path.iterdir()) == before
+        write_whole(path, lambda partly: partly.write_text("whole"))
+    assert path.read_text() == "whole"
 
 
 def a_program(fifo: Path) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -18,12 +19,13 @@ from papaya.config import (
     SyncFL,
     TaskConfig,
 )
-from papaya.errors import ConfigError
+from papaya.errors import ConfigError, OperatorError
+from papaya.sim.lab import Step
 from papaya.sim.learnt import Course, Learnt, Run, record_course, recordable
 from papaya.sim.plan import Plan, runs_of, setting_of, with_setting
 from papaya.sim.population import PopulationConfig
 from papaya.sim.results import Row, edges, rows_of, varied_in
-from papaya.sim.sweep import Step, sweep
+from papaya.sim.sweep import sweep
 from papaya.sim.workloads.named import Prepared, WorkloadSpec, prepare
 
 POPULATION = PopulationConfig(size=100_000, latency_mean_s=1.0)
@@ -171,7 +173,7 @@ def test_a_second_sweep_reads_and_runs_only_what_is_missing(
     again = sweep(SMALL, folder, jobs=1, progress=steps.append, prepared=prepared)
     assert again == outcomes
     assert [(s.kind, s.done, s.total) for s in steps] == [
-        ("traces", 0, 0), ("runs", 2, 4), ("runs", 3, 4), ("runs", 4, 4),
+        ("traces", 2, 2), ("runs", 2, 4), ("runs", 3, 4), ("runs", 4, 4),
     ]  # fmt: skip
     changed = {p for p, time in before.items() if p.stat().st_mtime_ns != time}
     assert changed == {gone, damaged}
@@ -208,6 +210,26 @@ def test_a_run_that_diverges_is_an_outcome(prepared: Prepared, tmp_path: Path) -
     assert outcome.curve.diverged is not None
     assert outcome.versions < 10
     assert sweep(plan, tmp_path, jobs=1, prepared=prepared) == [outcome]
+
+
+def test_a_run_that_is_over_before_anything_is_sampled_is_kept_as_well(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    [outcome] = sweep(structs.replace(SMALL, vary={}, hours=1e-4), tmp_path, 1, prepared=prepared)
+    assert (outcome.fleet.utilization, outcome.fleet.mean_staleness) == (None, None)
+    assert outcome.versions == 0
+
+
+def test_a_damaged_recording_is_named(prepared: Prepared, tmp_path: Path) -> None:
+    plan = structs.replace(SMALL, vary={})
+    sweep(plan, tmp_path, jobs=1, prepared=prepared)
+    for kind in ("report", "trace"):
+        elsewhere = tmp_path / kind
+        shutil.copytree(tmp_path / "traces", elsewhere / "traces")
+        [path] = (elsewhere / "traces").glob("*.msgpack" if kind == "report" else "*.npz")
+        path.write_bytes(path.read_bytes()[:99])
+        with pytest.raises(OperatorError, match=f"cannot read {kind} {path}"):
+            sweep(plan, elsewhere, jobs=1, prepared=prepared)
 
 
 def test_a_task_is_recorded_with_its_own_terms_and_every_device_fits() -> None:
