@@ -37,23 +37,31 @@ def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
 
 
 def sync_course(scale: Scale, concurrency: int, seed: int) -> Course:
-    return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, scale.rounds)
+    """The run at the paper's concurrency is long enough for Table 1 as well."""
+    rounds = scale.rounds
+    if concurrency == scale.concurrency:
+        rounds = max(rounds, scale.table_versions(scale.large_goal))
+    return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, rounds)
 
 
 def async_course(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> Course:
-    """The run at the paper's concurrency is long enough for Table 1 as well."""
+    """Here too. Elsewhere about the same hours at every concurrency, and enough versions for one
+    rate at all of them.
+    """
     goal = scale.goal if goal is None else goal
-    versions = scale.versions
-    if goal != scale.goal:
-        versions = max(scale.rounds, scale.versions * scale.goal // goal)
     if (concurrency, goal) == (scale.concurrency, scale.goal):
-        versions = max(versions, math.ceil(scale.table_updates / goal))
+        versions = scale.table_versions(goal)
+    elif goal == scale.goal:
+        most = scale.concurrencies[-1]
+        versions = max(2 * scale.rounds, scale.versions * concurrency // most)
+    else:
+        versions = max(scale.rounds, scale.versions * scale.goal // goal)
     return until_versions(AsyncFL(goal), concurrency, seed, versions)
 
 
 def plain_course(scale: Scale, seed: int) -> Course:
     """SyncFL without over-selection: "we set concurrency equal to aggregation goal"."""
-    rounds = math.ceil(scale.table_updates / scale.large_goal)
+    rounds = scale.table_versions(scale.large_goal)
     return until_versions(SyncFL(0.0), scale.large_goal, seed, rounds)
 
 

@@ -17,7 +17,7 @@ from papaya.sim.workloads.paper import Model, paper_workload
 
 SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
 START_S: Final = 600.0  # a window begins after it
-_DRAIN_S: Final = 300.0  # longer than a timeout: whoever was assigned in the window has ended
+DRAIN_S: Final = 300.0  # longer than a timeout: whoever was assigned before has ended
 _MODEL_LENGTH: Final = 4  # of what is uploaded while a trace is recorded
 
 
@@ -36,7 +36,7 @@ def window(
 ) -> Course:
     """So many hours after the start, and until all who were assigned in them have ended."""
     cluster = _cluster(regime, concurrency, population)
-    return Course(cluster=cluster, seed=seed, hours=hours + START_S / 3600, drain_s=_DRAIN_S)
+    return Course(cluster=cluster, seed=seed, hours=hours + START_S / 3600, drain_s=DRAIN_S)
 
 
 def learning(
@@ -68,6 +68,10 @@ def _cluster(
     regime: AsyncFL | SyncFL, concurrency: int, population: PopulationConfig
 ) -> ClusterConfig:
     task = TaskConfig(
-        task="experiment", concurrency=concurrency, model_length=_MODEL_LENGTH, regime=regime
+        task="experiment",
+        concurrency=concurrency,
+        model_length=_MODEL_LENGTH,
+        regime=regime,
+        durability="step",  # the paper's
     )
     return ClusterConfig(tasks=(task,), population=population, supply=SUPPLY)

@@ -16,12 +16,11 @@ from statistics import fmean
 import numpy as np
 import numpy.typing as npt
 
-from papaya.config import AsyncFL, SyncFL
 from papaya.experiments import charts
-from papaya.experiments.common import TUNING_SEED, plain_course
+from papaya.experiments.common import TUNING_SEED, async_course, plain_course, sync_course
 from papaya.experiments.result import Check, Finding, Result, number
-from papaya.experiments.runs import START_S, window
-from papaya.experiments.scale import OVER_SELECTION, Scale
+from papaya.experiments.runs import DRAIN_S, START_S
+from papaya.experiments.scale import Scale
 from papaya.sim.fairness import Distance, distance
 from papaya.sim.lab import Lab
 from papaya.sim.learnt import Course
@@ -35,27 +34,25 @@ _TRUTH = "SyncFL without over-selection"
 Floats = npt.NDArray[np.float64]
 
 
-def _regimes(scale: Scale) -> dict[str, AsyncFL | SyncFL]:
-    return {_ASYNC: AsyncFL(scale.goal), _OVER: SyncFL(OVER_SELECTION)}
-
-
 def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
-    compared = [
-        _course(scale, regime, seed) for regime in _regimes(scale).values() for seed in seeds
-    ]
+    compared = [course for found in _compared(scale, seeds).values() for course in found]
     return [*compared, plain_course(scale, TUNING_SEED)]
 
 
-def _course(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Course:
-    return window(regime, scale.concurrency, seed, scale.window_hours)
+def _compared(scale: Scale, seeds: Sequence[int]) -> dict[str, list[Course]]:
+    at = scale.concurrency
+    return {
+        _ASYNC: [async_course(scale, at, seed) for seed in seeds],
+        _OVER: [sync_course(scale, at, seed) for seed in seeds],
+    }
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     # Another seed, or the same devices would be on both sides of the comparison.
-    truth = _clients(lab, plain_course(scale, TUNING_SEED), None)
+    truth = _clients(lab, plain_course(scale, TUNING_SEED), in_whole_rounds=True)
     found = {
-        name: [_clients(lab, _course(scale, r, seed), scale.window_hours) for seed in seeds]
-        for name, r in _regimes(scale).items()
+        name: [_clients(lab, course) for course in side]
+        for name, side in _compared(scale, seeds).items()
     }
     by_examples = {n: _distances(sides, truth, 1) for n, sides in found.items()}
     by_time = {n: _distances(sides, truth, 0) for n, sides in found.items()}
@@ -101,13 +98,13 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
-def _clients(lab: Lab, course: Course, hours: float | None) -> tuple[Floats, Floats]:
-    """(execution, examples) of the counted; without `hours` the run ends with a whole round."""
+def _clients(lab: Lab, course: Course, *, in_whole_rounds: bool = False) -> tuple[Floats, Floats]:
+    """(execution, examples) of the counted. A round that waits for all its clients has no cut."""
     [recording] = lab.record([course])
     trace: Trace = recording.trace
     chosen = trace.assigned_s >= START_S
-    if hours is not None:
-        chosen &= trace.assigned_s < START_S + 3600 * hours
+    if not in_whole_rounds:
+        chosen &= trace.assigned_s < trace.created_s[-1] - DRAIN_S
     return trace.execution_s[chosen], trace.clients.examples[chosen].astype(np.float64)
 
 

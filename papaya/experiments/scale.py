@@ -6,6 +6,7 @@ shorter; concurrencies and goals are the paper's in both.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from msgspec import Struct
@@ -16,13 +17,13 @@ class Scale(Struct, frozen=True, kw_only=True):
 
     most_clients       the paper's largest comparison of update frequencies
     large_goal         its K without the advantage of small K; clients of a plain SyncFL round
-    rounds, versions   how far SyncFL and AsyncFL are recorded for learning
+    rounds, versions   how far SyncFL, and AsyncFL at the largest concurrency, are recorded
     common_rate        the one server rate of the first protocol
     sync_grid, async_grid   server rates that are tried, neighbours at most a factor 1.5 apart
     target             perplexity for all clients whose time is measured, with the common rate
     tuned_target       the same for tuned rates: lower, or it would be met within a few rounds
     table_updates      counted updates after which Table 1 is taken
-    window_hours       of control-plane runs, after the warm-up
+    window_hours       of runs in which nothing is learnt, after the start
     fixed_hour         at which the losses of the training curves are compared
     curve_seeds        how many seeds have training curves: those are of an LSTM, and slow
     """
@@ -48,6 +49,10 @@ class Scale(Struct, frozen=True, kw_only=True):
     sync_grid: tuple[float, ...]
     async_grid: tuple[float, ...]
 
+    def table_versions(self, goal: int) -> int:
+        """How many versions hold the updates of Table 1."""
+        return math.ceil(self.table_updates / goal)
+
 
 def _grid(low: float, count: int, step: float = 1.5) -> tuple[float, ...]:
     return tuple(low * step**index for index in range(count))
@@ -58,18 +63,18 @@ QUICK: Final = Scale(
     seeds=2,
     tuning_seeds=1,
     concurrencies=(130, 650, 1300, 2600),
-    goals=(100, 400, 1000, 1300),
-    rounds=90,
-    versions=400,
-    table_updates=70_000,
-    window_hours=0.5,
+    goals=(100, 1000, 1300),
+    rounds=44,
+    versions=300,
+    table_updates=50_000,
+    window_hours=0.25,
     fixed_hour=0.5,
     curve_seeds=1,
-    common_rate=0.005,
-    target=40.0,
-    tuned_target=26.0,
+    common_rate=0.008,
+    target=45.0,
+    tuned_target=28.0,
     sync_grid=_grid(0.0133, 9),
-    async_grid=_grid(0.002, 9),
+    async_grid=_grid(0.002, 10),
 )
 
 FULL: Final = Scale(
@@ -78,8 +83,8 @@ FULL: Final = Scale(
     tuning_seeds=2,
     concurrencies=(130, 260, 520, 1300, 2600),
     goals=(100, 200, 400, 700, 1000, 1300),
-    rounds=1000,
-    versions=10_000,
+    rounds=600,
+    versions=3_000,
     table_updates=1_000_000,
     window_hours=2.0,
     fixed_hour=10.0,

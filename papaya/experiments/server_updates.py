@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from papaya.config import AsyncFL, SyncFL
+from papaya.config import SyncFL
 from papaya.experiments import charts
 from papaya.experiments.common import async_course, sync_course, versions_per_hour
 from papaya.experiments.result import Check, Finding, Result, number, ratios
-from papaya.experiments.runs import window
+from papaya.experiments.runs import until_versions
 from papaya.experiments.scale import OVER_SELECTION, Scale
 from papaya.sim.lab import Lab
 from papaya.sim.learnt import Course
@@ -34,15 +34,12 @@ def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Course], 
         )
         for c in scale.concurrencies
     }
-    pairs[scale.most_clients] = (
-        [_most(scale, AsyncFL(scale.goal), seed) for seed in seeds],
-        [_most(scale, SyncFL(OVER_SELECTION), seed) for seed in seeds],
+    most, over = scale.most_clients, SyncFL(OVER_SELECTION)
+    pairs[most] = (
+        [async_course(scale, most, seed) for seed in seeds],
+        [until_versions(over, most, seed, scale.rounds // 2) for seed in seeds],  # none learns
     )
     return dict(sorted(pairs.items()))
-
-
-def _most(scale: Scale, regime: AsyncFL | SyncFL, seed: int) -> Course:
-    return window(regime, scale.most_clients, seed, scale.window_hours)
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:

@@ -9,44 +9,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from papaya.config import AsyncFL, SyncFL
+from papaya.experiments.common import async_course, plain_course, sync_course
 from papaya.experiments.result import Check, Finding, Result, number
-from papaya.experiments.runs import window
-from papaya.experiments.scale import OVER_SELECTION, Scale
+from papaya.experiments.scale import Scale
 from papaya.sim import plots
 from papaya.sim.lab import Lab
 from papaya.sim.learnt import Course
 
 KEY = "utilization"
-
-
-def _regimes(scale: Scale) -> dict[str, AsyncFL | SyncFL]:
-    return {
-        "AsyncFL": AsyncFL(scale.goal),
-        "SyncFL with over-selection": SyncFL(OVER_SELECTION),
-        "SyncFL without over-selection": SyncFL(0.0),
-    }
+_ASYNC, _OVER = "AsyncFL", "SyncFL with over-selection"
 
 
 def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
-    regimes = _regimes(scale).values()
-    return [course for regime in regimes for course in _courses(scale, seeds, regime)]
+    return [course for found in _regimes(scale, seeds).values() for course in found]
 
 
-def _courses(scale: Scale, seeds: Sequence[int], regime: AsyncFL | SyncFL) -> list[Course]:
-    return [window(regime, scale.concurrency, seed, scale.window_hours) for seed in seeds]
+def _regimes(scale: Scale, seeds: Sequence[int]) -> dict[str, list[Course]]:
+    at = scale.concurrency
+    return {
+        _ASYNC: [async_course(scale, at, seed) for seed in seeds],
+        _OVER: [sync_course(scale, at, seed) for seed in seeds],
+        f"SyncFL without over-selection, C = {scale.large_goal}": [
+            plain_course(scale, seed) for seed in seeds
+        ],
+    }
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     reports = {
-        name: [recording.report for recording in lab.record(_courses(scale, seeds, regime))]
-        for name, regime in _regimes(scale).items()
+        name: [recording.report for recording in lab.record(found)]
+        for name, found in _regimes(scale, seeds).items()
     }
     used = {n: tuple(r.tasks[0].utilization for r in found) for n, found in reports.items()}
     plot = lab.folder / f"{KEY}.png"
     plots.draw({name: found[0] for name, found in reports.items()}, plot, "Client utilization")
-    lowest = min(used["AsyncFL"])
-    highest = fmean(used["SyncFL with over-selection"])
+    lowest = min(used[_ASYNC])
+    highest = fmean(used[_OVER])
     return Result(
         key=KEY,
         title=f"Client utilization at concurrency {scale.concurrency}",
