@@ -85,6 +85,9 @@ class Participation:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
         try:
             match request:
+                case Heartbeat():
+                    self._participant(now, held, request.ticket, claim)
+                    return [Reply(reply_to, Alive())]
                 case Join():
                     return [Reply(reply_to, self._join(now, held, request))]
                 case Chunk():
@@ -97,9 +100,6 @@ class Participation:
                 case Complete():
                     session = self._uploader(now, held, request.ticket, claim)
                     return self._complete(held, session, request, reply_to)
-                case Heartbeat():
-                    self._participant(now, held, request.ticket, claim)
-                    return [Reply(reply_to, Alive())]
                 case Report():
                     session = self._participant(now, held, request.ticket, claim)
                     return self._report(now, held, session, request, reply_to)

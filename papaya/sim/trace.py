@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float64]
 
 _STEP_S = 60.0
 _FORMAT = 1
-_MAX_SAMPLES = 3600
+_MAX_SAMPLES = 1200
 _SAMPLED_VISITS = 4096
 
 

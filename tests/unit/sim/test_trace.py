@@ -128,7 +128,7 @@ def test_samples_are_coarse_in_a_long_run_and_change_nothing_else() -> None:
     # 24 clients at a time, about half a minute each: a million updates take weeks
     _, by_length = record(a_cluster(), 1, updates=10**6, hours=1.1)
     times = [report.tasks[0].series.time_s for report in (by_second, by_minute, by_length)]
-    assert [found[1] - found[0] for found in times] == [1.0, 60.0, 2.0]
+    assert [found[1] - found[0] for found in times] == [1.0, 60.0, 4.0]
     assert 10_000 < least_s(a_cluster(), 10_000) < 20_000
     assert least_s(a_cluster(), 10**6) == pytest.approx(100 * least_s(a_cluster(), 10_000))
 
