@@ -90,7 +90,7 @@ class Processes(AbstractContextManager["Processes"]):
     def _open(self, name: str, arguments: tuple[str, ...], out: int) -> subprocess.Popen[str]:
         with self._log(name).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "papaya.cli.main", *arguments],
+                [sys.executable, "-P", "-m", "papaya", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,

@@ -81,7 +81,3 @@ def _parser(command: str) -> Parser:
         else:
             commands.add_parser(name, help=words)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -135,7 +135,7 @@ class TrustedLink:
             "INSECURE: the trusted party runs as a child of this server, with software evidence "
             "that proves nothing; only devices that are told to will believe it"
         )
-        command = [sys.executable, "-m", "papaya.cli.main", "serve", "tsa"]
+        command = [sys.executable, "-m", "papaya", "serve", "tsa"]
         words = self._data / "tsa.log"  # not our own stderr: whoever reads that waits for its end
         with words.open("wb") as stderr:
             child = subprocess.Popen(

@@ -22,7 +22,7 @@ from threading import Condition, Thread
 from types import TracebackType
 from typing import Self
 
-PAPAYA = (sys.executable, "-m", "papaya.cli.main")
+PAPAYA = (sys.executable, "-m", "papaya")
 START_S = 60.0
 STOP_S = 30.0
 _LOGGED_LINES = 400

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from papaya.learning.task import load_task
 
 ROOT = Path(__file__).parents[2]
-DEMO = [sys.executable, "-m", "papaya.cli.main", "demo"]
+DEMO = [sys.executable, "-m", "papaya", "demo"]
 SMALL = ["--devices", "6", "--concurrency", "4", "--goal", "2", "--minutes", "3"]
 MARK = "DEMO_TEST"
 LIMIT_S = 240.0

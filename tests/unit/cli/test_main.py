@@ -15,7 +15,7 @@ from papaya.cli.main import COMMANDS, main
 from papaya.sim.report import Report
 
 ROOT = Path(__file__).parents[3]
-PAPAYA = [sys.executable, "-m", "papaya.cli.main"]
+PAPAYA = [sys.executable, "-m", "papaya"]
 SMALL = ["simulate", "--concurrency", "20", "--goal", "5", "--population", "1e5", "--hours", "0.1"]
 
 
