@@ -71,7 +71,7 @@ def running(folder: Path) -> Iterator[Server]:
         'devices = "127.0.0.1:0"\nadmin = "127.0.0.1:0"\ndata = "data"\n'
         "[server]\nheartbeat_s = 0.5\nmin_retry_s = 0.2\n"
     )
-    command = [sys.executable, "-m", "papaya.cli.main", "serve", "--format", "json"]
+    command = [sys.executable, "-m", "papaya", "serve", "--format", "json"]
     with subprocess.Popen(
         [*command, "--config", str(config)], stdout=subprocess.PIPE, cwd=folder
     ) as process:
