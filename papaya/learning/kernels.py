@@ -43,17 +43,13 @@ class Kernel(ABC):
         """Updates that are cut at the same places share a pass. Raising leaves the total alone."""
         if len(updates) != len(factors):
             raise InvariantError(f"{len(factors)} factors for {len(updates)} updates")
-        for update in updates:
-            _check(total, update)
-        if len(updates) == 1:
-            self._add_alike(total, updates, factors)
-            return
-        alike: dict[tuple[int, ...], list[tuple[Update, float]]] = {}
+        alike: dict[tuple[int, ...], tuple[list[Update], list[float]]] = {}
         for update, factor in zip(updates, factors, strict=True):
-            cuts = tuple(piece.size for piece in update)
-            alike.setdefault(cuts, []).append((update, factor))
-        for group in alike.values():
-            self._add_alike(total, [update for update, _ in group], [factor for _, factor in group])
+            group = alike.setdefault(_cuts(total, update), ([], []))
+            group[0].append(update)
+            group[1].append(factor)
+        for members, weights in alike.values():
+            self._add_alike(total, members, weights)
 
     def _add_alike(
         self, total: Tensor, updates: Sequence[Update], factors: Sequence[float]
@@ -69,16 +65,17 @@ class Kernel(ABC):
         """All of one length, which is checked."""
 
 
-def _check(total: Tensor, update: Update) -> None:
-    size = 0
+def _cuts(total: Tensor, update: Update) -> tuple[int, ...]:
+    """The lengths of an update's pieces, which must fit."""
+    sizes = []
     for piece in update:
-        size += piece.size
         if piece.ndim != 1 or piece.dtype != FLOAT32:  # numpy would broadcast, or cast
-            size = -1
             break
-    if size != total.size:
+        sizes.append(piece.size)
+    if len(sizes) != len(update) or sum(sizes) != total.size:
         found = [f"{piece.shape} {piece.dtype}" for piece in update]
         raise InvariantError(f"an update of {found} in a sum of {total.shape}")
+    return tuple(sizes)
 
 
 class _Numpy(Kernel):
@@ -116,9 +113,10 @@ class _Compiled(Kernel):
         if total.dtype != FLOAT32:
             NUMPY._add(total, deltas, factors)
             return
+        rounded = list(np.array(factors, FLOAT32))
         for first in range(0, len(deltas), self._width):
             streams = [_aligned(delta) for delta in deltas[first : first + self._width]]
-            weights = [np.float32(factor) for factor in factors[first : first + self._width]]
+            weights = rounded[first : first + self._width]
             # Zero times a stream that is in the cache anyway costs next to nothing.
             spare = self._width - len(streams)
             padded = (*streams, *(streams[:1] * spare), *weights, *([np.float32(0)] * spare))

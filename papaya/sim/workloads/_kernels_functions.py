@@ -12,10 +12,20 @@ import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
-from papaya.sim.workloads._kernels import fma, highest, inner, intrinsic, total
+from papaya.sim.workloads._kernels import (
+    WIDTH,
+    fma,
+    highest,
+    inner,
+    intrinsic,
+    lower,
+    scale,
+    total,
+)
 
 _ONE: Final = np.float32(1)
 _LEAST: Final = np.float32(1e-37)
+_LOWEST: Final = np.float32(-87)
 NO_ODDS: Final = np.float32(-1e30)
 """A score for what is no word."""
 
@@ -32,8 +42,9 @@ _float_of_bits: Final = intrinsic(_as_float)
 
 @inner
 def _exp(x: Any) -> Any:
-    """e^x for x <= 0, to 2e-7 of its value (Cephes' polynomial)."""
-    x = max(x, np.float32(-87.0))
+    """e^x for x <= 0, to 2e-7 of its value (Cephes' polynomial); 0 where that has few digits."""
+    nothing = x < _LOWEST
+    x = max(x, _LOWEST)
     power = np.int32(fma(x, np.float32(1.44269504), np.float32(-0.5)))
     r = fma(np.float32(power), np.float32(-0.693359375), x)
     r = fma(np.float32(power), np.float32(2.12194440e-4), r)
@@ -43,7 +54,8 @@ def _exp(x: Any) -> Any:
     y = fma(y, r, np.float32(1.6666665459e-1))
     y = fma(y, r, np.float32(5.0000001201e-1))
     y = fma(y * r, r, r + _ONE)
-    return y * _float_of_bits((power + np.int32(127)) << np.int32(23))
+    y *= _float_of_bits((power + np.int32(127)) << np.int32(23))
+    return np.float32(0) if nothing else y
 
 
 @inner
@@ -77,40 +89,40 @@ def sigmoid_all(x: Any) -> None:
 
 
 @inner
-def _exp_all(x: Any, top: Any) -> None:
+def _exp_all(x: Any) -> None:
     for e in range(x.size):
-        x[e] = _exp(x[e] - top)
+        x[e] = _exp(x[e])
 
 
 @inner
-def _scale_all(x: Any, factor: Any) -> None:
-    for e in range(x.size):
-        x[e] *= factor
+def _odds(scores: Any, first: Any, last: Any, width: Any) -> None:
+    """Scores, `width` in a row, become e^(score - highest score of the row)."""
+    for row in range(first, last, width):
+        top = highest(scores, row, width)
+        for at in range(row, row + width, WIDTH):
+            lower(scores, at, top)
+    _exp_all(scores[first:last])
 
 
 @inner
-def odds(scores: Any) -> Any:
-    """Whole vectors of scores become e^(score - highest score); returns their sum."""
-    _exp_all(scores, highest(scores, scores.size))
-    return total(scores, scores.size)
+def shares(scores: Any, first: Any, rows: Any, width: Any, weight: Any) -> None:
+    """Rows of scores become the gradient of `weight` times their cross-entropy, almost.
 
-
-@inner
-def surprise(scores: Any, vocabulary: Any, target: Any, weight: Any) -> None:
-    """A row of scores becomes the gradient of `weight` times its cross-entropy, then zeros.
-
-    Scores beyond the vocabulary are padding, low enough to have no odds.
+    The right answer still misses `weight`. Padding must be low enough to have no odds.
     """
-    _scale_all(scores, weight / odds(scores))
-    scores[target] -= weight
-    for word in range(vocabulary, scores.size):
-        scores[word] = np.float32(0)
+    last = first + rows * width
+    _odds(scores, first, last, width)
+    for row in range(first, last, width):
+        factor = weight / total(scores, row, width)
+        for at in range(row, row + width, WIDTH):
+            scale(scores, at, factor)
 
 
 @inner
-def cross_entropy(scores: Any, target: Any) -> Any:
-    in_all = odds(scores)
-    return np.log(in_all) - np.log(max(scores[target], _LEAST))
+def cross_entropy(scores: Any, at: Any, width: Any, target: Any) -> Any:
+    """Of the row of scores that starts there."""
+    _odds(scores, at, at + width, width)
+    return np.log(total(scores, at, width)) - np.log(max(scores[at + target], _LEAST))
 
 
 @inner

@@ -20,7 +20,6 @@ import numpy as np
 from papaya.sim.workloads._kernels import (
     WIDTH,
     add,
-    add_product,
     aligned,
     apart,
     clear,
@@ -30,10 +29,6 @@ from papaya.sim.workloads._kernels import (
     inner,
     move,
     multiply,
-    panels_of,
-    repeat,
-    rows_of,
-    transpose,
 )
 from papaya.sim.workloads._kernels_functions import (
     NO_ODDS as NO_ODDS,
@@ -41,13 +36,21 @@ from papaya.sim.workloads._kernels_functions import (
 from papaya.sim.workloads._kernels_functions import (
     cross_entropy,
     descend,
+    shares,
     sigmoid_all,
-    surprise,
     take,
     tanh_all,
 )
 from papaya.sim.workloads._kernels_lstm_memory import Sizes as Sizes
-from papaya.sim.workloads._kernels_lstm_memory import scratch, weights
+from papaya.sim.workloads._kernels_lstm_memory import (
+    add_panels,
+    panels_of,
+    repeat,
+    rows_of,
+    scratch,
+    transpose,
+    weights,
+)
 
 _ONE: Final = np.float32(1)
 
@@ -72,8 +75,8 @@ def _lookup(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, s
     for p in range(panels):
         for slot in range(words):
             add(work.table, (p * words + slot) * WIDTH, w.bias_hh, p * WIDTH)
-    add_product(work.table, words * WIDTH, work.word_rows, e, 1, w.ih, e * WIDTH,
-                words, panels, sizes.embedding, _ONE)  # fmt: skip
+    add_panels(work.table, words * WIDTH, work.word_rows, e, 1, w.ih, e * WIDTH,
+               words, panels, sizes.embedding, _ONE)  # fmt: skip
     return words
 
 
@@ -117,8 +120,8 @@ def _scores(sizes: Any, w: Any, work: Any, rows: Any, hidden: Any) -> None:
     h = sizes.hidden_panels * WIDTH
     scores = work.scores
     repeat(w.bias_out, rows, sizes.word_panels, scores)
-    add_product(scores, rows * WIDTH, hidden, h, 1, w.out, h * WIDTH,
-                rows, sizes.word_panels, sizes.hidden, _ONE)  # fmt: skip
+    add_panels(scores, rows * WIDTH, hidden, h, 1, w.out, h * WIDTH,
+               rows, sizes.word_panels, sizes.hidden, _ONE)  # fmt: skip
     rows_of(scores, rows, sizes.word_panels, work.score_rows)
 
 
@@ -132,8 +135,8 @@ def forward(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, s
     hidden = work.hidden[step * n : (step + 1) * n]
     _gather(work.table, words, slots, tokens, first, rows, step, 4 * sizes.hidden_panels, gates)
     if step > 0:  # before, the hidden state is zero
-        add_product(gates, rows * WIDTH, hidden, h, 1, w.hh, h * WIDTH,
-                    rows, 4 * sizes.hidden_panels, sizes.hidden, _ONE)  # fmt: skip
+        add_panels(gates, rows * WIDTH, hidden, h, 1, w.hh, h * WIDTH,
+                   rows, 4 * sizes.hidden_panels, sizes.hidden, _ONE)  # fmt: skip
     sigmoid_all(gates[: 2 * n])
     tanh_all(gates[2 * n : 3 * n])
     sigmoid_all(gates[3 * n :])
@@ -155,16 +158,16 @@ def judge(sizes: Any, w: Any, work: Any, tokens: Any, first: Any, rows: Any, ste
     hidden = work.hidden[(step + 1) * n : (step + 2) * n]
     _scores(sizes, w, work, rows, hidden)
     weight = np.float32(1.0 / (rows * sizes.steps))
+    shares(work.score_rows, np.int64(0), rows, v, weight)
     for row in range(rows):
-        scores = work.score_rows[row * v : (row + 1) * v]
-        surprise(scores, sizes.vocabulary, tokens[first + row, step + 1], weight)
+        work.score_rows[row * v + tokens[first + row, step + 1]] -= weight
         for p in range(sizes.word_panels):
-            add(work.d_bias_out, p * WIDTH, scores, p * WIDTH)
+            add(work.d_bias_out, p * WIDTH, work.score_rows, row * v + p * WIDTH)
     panels_of(work.score_rows, rows, sizes.word_panels, work.scores)
-    add_product(work.d_hidden, rows * WIDTH, work.score_rows, v, 1, w.out_back, v * WIDTH,
-                rows, sizes.hidden_panels, sizes.vocabulary, _ONE)  # fmt: skip
-    add_product(work.d_out, h * WIDTH, hidden, 1, h, work.scores, rows * WIDTH,
-                sizes.hidden, sizes.word_panels, rows, _ONE)  # fmt: skip
+    add_panels(work.d_hidden, rows * WIDTH, work.score_rows, v, 1, w.out_back, v * WIDTH,
+               rows, sizes.hidden_panels, sizes.vocabulary, _ONE)  # fmt: skip
+    add_panels(work.d_out, h * WIDTH, hidden, 1, h, work.scores, rows * WIDTH,
+               sizes.hidden, sizes.word_panels, rows, _ONE)  # fmt: skip
 
 
 @inner
@@ -212,18 +215,18 @@ def backward(sizes: Any, w: Any, work: Any, rows: Any, step: Any) -> None:
     if step > 0:
         rows_of(gates, rows, 4 * sizes.hidden_panels, work.gate_rows)
         clear(d_hidden)
-        add_product(d_hidden, rows * WIDTH, work.gate_rows, 4 * h, 1, w.hh_back, 4 * h * WIDTH,
-                    rows, sizes.hidden_panels, 4 * h, _ONE)  # fmt: skip
-        add_product(work.d_hh, h * WIDTH, work.hidden[step * n :], 1, h, gates, rows * WIDTH,
-                    sizes.hidden, 4 * sizes.hidden_panels, rows, _ONE)  # fmt: skip
+        add_panels(d_hidden, rows * WIDTH, work.gate_rows, 4 * h, 1, w.hh_back, 4 * h * WIDTH,
+                   rows, sizes.hidden_panels, 4 * h, _ONE)  # fmt: skip
+        add_panels(work.d_hh, h * WIDTH, work.hidden[step * n :], 1, h, gates, rows * WIDTH,
+                   sizes.hidden, 4 * sizes.hidden_panels, rows, _ONE)  # fmt: skip
 
 
 @inner
 def _learn_words(sizes: Any, w: Any, work: Any, slots: Any, words: Any, rate: Any) -> None:
     """Steps of the input matrix, of the biases and of the embeddings of the batch's words."""
     e, panels = sizes.embedding_panels * WIDTH, 4 * sizes.hidden_panels
-    add_product(w.ih, e * WIDTH, work.word_rows, 1, e, work.d_table, words * WIDTH,
-                sizes.embedding, panels, words, -rate)  # fmt: skip
+    add_panels(w.ih, e * WIDTH, work.word_rows, 1, e, work.d_table, words * WIDTH,
+               sizes.embedding, panels, words, -rate)  # fmt: skip
     clear(work.d_bias)
     for p in range(panels):
         for slot in range(words):
@@ -232,9 +235,9 @@ def _learn_words(sizes: Any, w: Any, work: Any, slots: Any, words: Any, rate: An
     descend(w.bias_hh, work.d_bias, rate)
     rows_of(work.d_table, words, panels, work.gate_rows)
     clear(work.d_words)
-    add_product(work.d_words, words * WIDTH, work.gate_rows, panels * WIDTH, 1, w.ih_back,
-                panels * WIDTH * WIDTH, words, sizes.embedding_panels, panels * WIDTH,
-                _ONE)  # fmt: skip
+    add_panels(work.d_words, words * WIDTH, work.gate_rows, panels * WIDTH, 1, w.ih_back,
+               panels * WIDTH * WIDTH, words, sizes.embedding_panels, panels * WIDTH,
+               _ONE)  # fmt: skip
     for word in range(sizes.vocabulary):
         if slots[word] >= 0:
             for p in range(sizes.embedding_panels):
@@ -329,7 +332,6 @@ def losses(sizes: Any, ends: Any, packed: Any, tokens: Any, batch_size: Any) -> 
             forward(sizes, w, work, tokens, first, rows, slots, words, step)
             _scores(sizes, w, work, rows, work.hidden[(step + 1) * n : (step + 2) * n])
             for row in range(rows):
-                scores = work.score_rows[row * v : (row + 1) * v]
                 target = tokens[first + row, step + 1]
-                found[first + row] += cross_entropy(scores, target)
+                found[first + row] += cross_entropy(work.score_rows, row * v, v, target)
     return found

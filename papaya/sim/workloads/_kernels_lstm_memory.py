@@ -1,13 +1,17 @@
 """Where the compiled LSTM (_kernels_lstm.py) keeps its model and its scratch.
 
-Importing it needs `papaya[numba]`. Matrices lie in panels, see _kernels.py.
+Importing it needs `papaya[numba]`. Matrices lie in panels: columns p * WIDTH to (p + 1) * WIDTH of
+all rows, one row after the other, then the next panel (see _kernels_products.py).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from papaya.sim.workloads._kernels import WIDTH, aligned, inner
+import numpy as np
+
+from papaya.sim.workloads._kernels import WIDTH, address, aligned, inner, move, turn
+from papaya.sim.workloads._kernels_products import add_product
 
 
 class Sizes(NamedTuple):
@@ -100,3 +104,45 @@ def scratch(sizes: Any, rows: Any) -> Any:
         d_bias=aligned(4 * h),
         d_bias_out=aligned(v),
     )
+
+
+@inner
+def add_panels(c: Any, c_panel: Any, a: Any, a_row: Any, a_step: Any, b: Any, b_panel: Any,
+               rows: Any, panels: Any, depth: Any, alpha: Any) -> None:  # fmt: skip
+    """c += alpha * (a @ b), all from their beginning; `*_panel` is the distance of panels."""
+    row = np.int64(WIDTH)
+    add_product(address(c, 0), row, c_panel, address(a, 0), a_row, a_step,
+                address(b, 0), row, b_panel, rows, panels, depth, alpha)  # fmt: skip
+
+
+@inner
+def rows_of(panels: Any, rows: Any, columns: Any, target: Any) -> None:
+    """Panels as plain rows of `columns` whole panels."""
+    for p in range(columns):
+        for row in range(rows):
+            move(target, (row * columns + p) * WIDTH, panels, (p * rows + row) * WIDTH)
+
+
+@inner
+def panels_of(source: Any, rows: Any, columns: Any, panels: Any) -> None:
+    """The way back."""
+    for p in range(columns):
+        for row in range(rows):
+            move(panels, (p * rows + row) * WIDTH, source, (row * columns + p) * WIDTH)
+
+
+@inner
+def repeat(vectors: Any, rows: Any, columns: Any, panels: Any) -> None:
+    """The same `columns` vectors in every row."""
+    for p in range(columns):
+        for row in range(rows):
+            move(panels, (p * rows + row) * WIDTH, vectors, p * WIDTH)
+
+
+@inner
+def transpose(matrix: Any, rows: Any, panels: Any, target: Any) -> None:
+    """[panels][rows][WIDTH] into [rows / WIDTH][panels * WIDTH][WIDTH]; rows are whole panels."""
+    for q in range(rows // WIDTH):
+        for p in range(panels):
+            turn(matrix, (p * rows + q * WIDTH) * WIDTH, WIDTH,
+                 target, (q * panels + p) * WIDTH * WIDTH, WIDTH)  # fmt: skip

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, Protocol
 
@@ -104,54 +103,45 @@ class CompiledPerceptron:
         self._sizes = sizes
         self._threads = threads
         self._kernel = kernel
-        panels = [-(-size // kernel.WIDTH) for size in sizes.layers]
-        matrices = [a * b * kernel.WIDTH**2 for a, b in pairwise(panels)]
-        biases = [each * kernel.WIDTH for each in panels[1:]]
-        ends = np.cumsum([0, *matrices, *biases, 0, *matrices[1:]])  # no way below the first
-        count = len(matrices)
+        widths = [-(-size // kernel.WIDTH) * kernel.WIDTH for size in sizes.layers]
+        matrices = [a * b for a, b in pairwise(widths)]
+        ends = np.cumsum([0, *matrices, *matrices, *widths[1:]])
         self._length = int(ends[-1])
-        self._layers = kernel.Layers(
-            np.array(sizes.layers),
-            np.array(panels),
-            ends[:count].copy(),
-            ends[count : 2 * count].copy(),
-            ends[2 * count : -1].copy(),
+        self._parameters = sizes.manifest.length
+        self._layers = np.zeros(len(matrices), kernel.LAYER)
+        columns = (
+            *(sizes.layers[:-1], sizes.layers[1:]),
+            *(widths[:-1], widths[1:]),
+            *np.split(ends[:-1], 3),
+            *(np.cumsum([0, *widths[:-2]]), np.cumsum(widths[:-1])),
         )
+        for name, column in zip(kernel.LAYER.names, columns, strict=True):
+            self._layers[name] = column
 
-    @cached_property
-    def _places(self) -> npt.NDArray[np.uint32]:
-        """Where each parameter lies in a packed model."""
-        width, places = self._kernel.WIDTH, []
-        for index, (inward, outward) in enumerate(pairwise(self._sizes.layers)):
-            out, into = np.arange(outward)[:, None], np.arange(inward)
-            height = self._layers.panels[index] * width
-            panelled = (out // width * height + into) * width + out % width
-            places.append(self._layers.matrix[index] + panelled)
-            places.append(self._layers.bias[index] + out)
-        return np.concatenate([each.ravel() for each in places]).astype(np.uint32)
-
-    def _packed(self, models: Sequence[Vector]) -> Matrix:
+    def _packed(self, models: Sequence[Vector]) -> Vector:
+        """One after the other."""
         packed = np.zeros((len(models), self._length), FLOAT32)
-        packed[:, self._layers.bias[-1] : self._layers.back[0]] = self._kernel.NO_ODDS
-        for row, model in zip(packed, models, strict=True):
-            self._kernel.pack(self._layers, self._places, model, row)
-        return packed
+        packed[:, self._layers["bias"][-1] :] = self._kernel.NO_ODDS  # the padding keeps it
+        flat = packed.reshape(-1)
+        for index, model in enumerate(models):
+            self._kernel.pack(self._layers, model, flat, index * self._length)
+        return flat
 
     def train(
         self, models: Sequence[Vector], start: Ints, examples: Examples, sgd: ClientSGD
     ) -> Matrix:
         refuse_momentum(sgd)
         _check(self._sizes, examples.features, examples.labels)
-        updates = np.empty((len(start), len(self._places)), FLOAT32)
+        updates = np.empty((len(start), self._parameters), FLOAT32)
         packed = self._packed(models)
         features = np.ascontiguousarray(examples.features).reshape(-1)
         rate = np.float32(sgd.rate)
 
         def work(first: int, last: int) -> None:
             self._kernel.train(
-                self._layers, self._places, packed, start[first:last], features, examples.labels,
+                self._layers, self._length, packed, start[first:last], features, examples.labels,
                 examples.offsets[first : last + 1], rate, sgd.epochs, sgd.batch_size,
-                updates[first:last],
+                updates[first:last].reshape(-1),
             )  # fmt: skip
 
         in_threads(self._threads, examples.offsets, work)
@@ -159,7 +149,7 @@ class CompiledPerceptron:
 
     def losses(self, parameters: Vector, features: Matrix, labels: Labels) -> Floats:
         _check(self._sizes, features, labels)
-        packed = self._packed([parameters])[0]
+        packed = self._packed([parameters])
         flat = np.ascontiguousarray(features).reshape(-1)
         found: Floats = self._kernel.losses(self._layers, packed, flat, labels, _BATCH)
         return found
