@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
-_PLAIN_STEP = 0.25
+_PLAIN_STEP = 0.1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

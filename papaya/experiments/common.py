@@ -37,8 +37,10 @@ def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
 
 
 def sync_course(scale: Scale, concurrency: int, seed: int) -> Course:
-    """The run at the paper's concurrency is long enough for Table 1 as well."""
-    rounds = scale.rounds
+    """The run at the paper's concurrency is long enough for Table 1 as well. Tuned rates need half
+    the rounds of the common one, or fewer.
+    """
+    rounds = scale.rounds if seed < TUNING_SEED else scale.rounds // 2
     if concurrency == scale.concurrency:
         rounds = max(rounds, scale.table_versions(scale.large_goal))
     return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, rounds)
@@ -53,7 +55,7 @@ def async_course(scale: Scale, concurrency: int, seed: int, goal: int | None = N
         versions = scale.table_versions(goal)
     elif goal == scale.goal:
         most = scale.concurrencies[-1]
-        versions = max(2 * scale.rounds, scale.versions * concurrency // most)
+        versions = max(3 * scale.rounds, scale.versions * concurrency // most)
     else:
         versions = max(scale.rounds, scale.versions * scale.goal // goal)
     return until_versions(AsyncFL(goal), concurrency, seed, versions)

@@ -74,5 +74,6 @@ def number(value: float) -> str:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
-    """Seed by seed; not a number where nothing was reached on either side."""
-    return tuple(a / b if b else math.nan for a, b in zip(above, below, strict=True))
+    """Seed by seed; not a number where `below` was never reached."""
+    pairs = zip(above, below, strict=True)
+    return tuple(a / b if b and math.isfinite(b) else math.nan for a, b in pairs)

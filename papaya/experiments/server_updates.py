@@ -37,7 +37,7 @@ def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Course], 
     most, over = scale.most_clients, SyncFL(OVER_SELECTION)
     pairs[most] = (
         [async_course(scale, most, seed) for seed in seeds],
-        [until_versions(over, most, seed, scale.rounds // 2) for seed in seeds],  # none learns
+        [until_versions(over, most, seed, scale.rounds // 3) for seed in seeds],  # none learns
     )
     return dict(sorted(pairs.items()))
 

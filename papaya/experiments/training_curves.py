@@ -19,7 +19,7 @@ from papaya.experiments.result import Finding, Result
 from papaya.experiments.runs import learning
 from papaya.experiments.scale import Scale
 from papaya.sim.lab import Lab
-from papaya.sim.learnt import Course
+from papaya.sim.learnt import Course, Run
 from papaya.sim.replay import Curve
 from papaya.sim.trace import Trace
 
@@ -33,7 +33,9 @@ def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     seeds = seeds[: scale.curve_seeds]
-    curves = {name: _curves(lab, scale, name, seeds) for name in DESIGNS}
+    runs = {name: _runs(lab, scale, name, seeds) for name in DESIGNS}
+    learnt = iter(lab.learn([run for group in runs.values() for run in group]))
+    curves = {name: [next(learnt).curve for _ in group] for name, group in runs.items()}
     at = {name: [_loss_at(c, scale.fixed_hour) for c in found] for name, found in curves.items()}
     over, large, small, _ = (at[name] for name in DESIGNS)
     first = tuple(100 * (1 - b / a) for a, b in zip(over, large, strict=True))
@@ -70,10 +72,10 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
-def _curves(lab: Lab, scale: Scale, name: str, seeds: Sequence[int]) -> list[Curve]:
+def _runs(lab: Lab, scale: Scale, name: str, seeds: Sequence[int]) -> list[Run]:
     chosen = rates(scale.common_rate, client=LSTM_CLIENT)
     courses = [design_course(scale, name, seed) for seed in seeds]
-    runs = [
+    return [
         learning(
             recording.course,
             chosen,
@@ -83,7 +85,6 @@ def _curves(lab: Lab, scale: Scale, name: str, seeds: Sequence[int]) -> list[Cur
         )
         for recording in lab.record(courses)
     ]
-    return [outcome.curve for outcome in lab.learn(runs)]
 
 
 def _updates_until(trace: Trace, hours: float) -> int:

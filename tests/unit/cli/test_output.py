@@ -38,7 +38,7 @@ def test_a_log_gets_a_line_now_and_then_and_the_last_one() -> None:
     lines = log.getvalue().splitlines()
     assert lines[0] == "run: 0 %, step 1"
     assert lines[-2:] == ["run: 100 %, step 1000", "done"]
-    assert len(lines) == 6
+    assert len(lines) == 12
 
 
 def test_a_terminal_gets_a_live_display() -> None:
