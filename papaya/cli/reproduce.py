@@ -49,7 +49,7 @@ def add_to(commands: Commands) -> None:
         "--scale",
         choices=SCALES,
         default="quick",
-        help="quick: within an hour; full: the paper's size",
+        help="quick: about ten minutes on two cores; full: the paper's size, many hours",
     )
     parser.add_argument(
         "--seeds",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -105,7 +106,7 @@ def _row(finding: Finding) -> str:
 def shown(finding: Finding) -> str:
     """The mean with the spread of the seeds."""
     unit = f" {finding.unit}" if finding.unit else ""
-    if len(finding.values) == 1:
+    if len(finding.values) == 1 or math.isnan(finding.mean):
         return number(finding.mean) + unit
     low, high = map(number, finding.spread)
     return f"{number(finding.mean)}{unit} ({low} – {high})"

@@ -1,4 +1,4 @@
-"""How large a reproduction is. `quick`: all of it within an hour; `full`: the paper's own numbers.
+"""How large a reproduction is. `quick`: all of it in about ten minutes; `full`: the paper's size.
 
 Everything here is an input. Learning rates and targets of `quick` are larger because its runs are
 shorter; concurrencies and goals are the paper's in both.

@@ -104,6 +104,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             *_identity(measured),
             _PARADOX,
             *(_asymptotes(lab, scale, seeds, protocol) for protocol in protocols),
+            *unmet(measured),
             *_transients(measured),
         ),
     )
@@ -248,6 +249,19 @@ def _asymptotes(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol
         f"{protocol.name}: target perplexity {targets}; where the recorded runs end, C = {c}: "
         f"{', '.join(ends)}"
     )
+
+
+def unmet(measured: Measured) -> list[str]:
+    """Where there is no speedup to tell."""
+    found = [
+        f"{name}, C = {pair.concurrency}"
+        for name, pairs in measured.items()
+        for pair in pairs
+        if not all(map(math.isfinite, pair.speedup))
+    ]
+    if not found:
+        return []
+    return [f"No speedup, as a run ended before it met the target: {'; '.join(found)}"]
 
 
 def _transients(measured: Measured) -> list[str]:

@@ -49,10 +49,11 @@ def test_speedup_is_trips_gain_times_throughput() -> None:
     assert (gain, trips) == (3.0, 9.0)
 
 
-def test_a_pair_that_never_met_its_target_has_no_throughput() -> None:
+def test_a_pair_that_never_met_its_target_has_no_speedup() -> None:
     pair = Pair(100, [took(1.0)], [NEVER])
-    assert pair.speedup == (0.0,)
-    assert math.isnan(pair.throughput[0])
+    assert all(math.isnan(found[0]) for found in (pair.speedup, pair.trips_gain, pair.throughput))
+    assert "C = 100" in speedup.unmet({"tuned": [Pair(50, [took(1.0)], [took(1.0)]), pair]})[0]
+    assert speedup.unmet({"tuned": [Pair(50, [took(1.0)], [took(1.0)])]}) == []
 
 
 def bias(async_p: float, time_p: float, over_d: float) -> list[bool]:

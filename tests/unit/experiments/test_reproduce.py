@@ -135,6 +135,7 @@ def test_a_claim_that_fails_is_seen() -> None:
     assert "class=fails" in text
     assert "<b>" not in text
     assert shown(finding) == "2 h (1 – 3)"
+    assert shown(structs.replace(finding, values=(1.0, math.nan))) == "– h"
 
 
 @pytest.mark.parametrize(
