@@ -10,8 +10,6 @@ first byte of an update leaves the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from msgspec import Struct
 
 from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
@@ -34,53 +32,52 @@ class Participated(Struct, frozen=True, gc=False):
     limit: int | None
 
 
-class History:
-    """The rule, over entries that the driver keeps durable."""
+class History(Struct, gc=False):
+    """The rule, over entries that the driver keeps durable. `evaluations`: what `learn` was told.
 
-    def __init__(
-        self,
-        floor_s: float,
-        entries: Mapping[TaskId, Participated] | None = None,
-        evaluations: dict[TaskId, TaskId] | None = None,
-    ) -> None:
-        """`evaluations`: what `learn` was told, if it is to outlive this object."""
-        self._floor_s = floor_s
-        self._entries = dict(entries or {})
-        self._evaluations = {} if evaluations is None else evaluations
+    `gc=False`: none can come to hold itself, and a simulated fleet has millions.
+    """
+
+    floor_s: float
+    entries: dict[TaskId, Participated] = {}
+    evaluations: dict[TaskId, TaskId] = {}
+
+    def __post_init__(self) -> None:
+        self.entries = dict(self.entries)  # what it was made from does not change with it
 
     def learn(self, task: TaskId, together: TaskId) -> None:
         """A task that the device met is an evaluation: barred for as long as the others are."""
-        self._evaluations.pop(task, None)
-        self._evaluations[task] = together
-        while len(self._evaluations) > _MAX_EVALUATIONS:
-            del self._evaluations[next(iter(self._evaluations))]
+        self.evaluations.pop(task, None)
+        self.evaluations[task] = together
+        while len(self.evaluations) > _MAX_EVALUATIONS:
+            del self.evaluations[next(iter(self.evaluations))]
 
     def allows(self, now: float, task: TaskId, gap_s: float, limit: int | None) -> bool:
-        entry = self._entries.get(task)
+        entry = self.entries.get(task)
         if entry is None:
             return True
-        gap_s = max(gap_s, self._floor_s)
+        gap_s = max(gap_s, self.floor_s)
         return now >= entry.last_at + gap_s and (limit is None or entry.count < limit)
 
     def excluded(self, now: float) -> tuple[TaskId, ...]:
         """Tasks to name at check-in, newest first; `allows` is asked again after joining."""
-        if not self._entries:
+        if not self.entries:
             return ()
         barred = {
             task: -entry.last_at
-            for task, entry in self._entries.items()
+            for task, entry in self.entries.items()
             if not self.allows(now, task, entry.gap_s, entry.limit)
         }
         named = [(since, task) for task, since in barred.items() if not task.endswith(_EVALUATE)]
         named += [
             (barred[together], task)
-            for task, together in self._evaluations.items()
+            for task, together in self.evaluations.items()
             if together in barred
         ]
         return tuple(task for _, task in sorted(named)[:MAX_EXCLUDED])
 
     def record(self, now: float, task: TaskId, gap_s: float, limit: int | None) -> Participated:
-        before = self._entries.get(task)
+        before = self.entries.get(task)
         count = 1 if before is None else before.count + 1
-        entry = self._entries[task] = Participated(count, now, gap_s, limit)
+        entry = self.entries[task] = Participated(count, now, gap_s, limit)
         return entry

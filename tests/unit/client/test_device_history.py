@@ -101,7 +101,7 @@ def test_a_loaded_history_is_the_one_in_memory(
                 opened = DeviceHistory(path)
             loaded = opened.load(10.0)
             assert loaded.excluded(now) == memory.excluded(now)
-            assert loaded._entries == memory._entries
+            assert loaded.entries == memory.entries
     finally:
         opened.close()
 
