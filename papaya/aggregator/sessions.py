@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from itertools import takewhile
 
 from papaya.aggregator.upload import Upload
 from papaya.config import ServerConfig, TaskConfig
@@ -119,6 +118,7 @@ class Sessions:
         self.ended_count = 0
         self._dead_after_s = dead_after_s
         self._deadlines: list[tuple[float, SessionId]] = []
+        self._keep_until: list[tuple[float, SessionId]] = []  # of those that have ended
         self._training: dict[int, dict[SessionId, Session]] = {}
 
     def admit(self, session: Session) -> None:
@@ -151,12 +151,13 @@ class Sessions:
         """The slot is free at once; the answer waits for the client's next request."""
         del self.active[session.id]
         self._forget_training(session)
-        self.ended[session.id] = (answer, keep_until)
+        self.remember(session.id, answer, keep_until)
         self.ended_count += 1
 
     def remember(self, session: SessionId, answer: Completed | Aborted, keep_until: float) -> None:
-        """An end that happened at a predecessor."""
+        """An end: here, or at a predecessor."""
         self.ended[session] = (answer, keep_until)
+        heappush(self._keep_until, (keep_until, session))
 
     def training_from(self, versions: range) -> Iterator[Session]:
         """Sessions still training whose initial version lies in the range."""
@@ -182,14 +183,11 @@ class Sessions:
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def forget(self, now: float) -> None:
-        """Drop ends whose tickets have all expired, from the first that was remembered on.
-
-        They expire nearly in this order. What is behind one that has not yet waits with it, for no
-        longer than a session lives.
-        """
-        over = list(takewhile(lambda session: self.ended[session][1] <= now, self.ended))
-        for session in over:
-            del self.ended[session]
+        """Drop ends whose tickets have all expired."""
+        while self._keep_until and self._keep_until[0][0] <= now:
+            _, session = heappop(self._keep_until)
+            if session in self.ended and self.ended[session][1] <= now:
+                del self.ended[session]
 
     def check(self, concurrency: int) -> None:
         if len(self.active) > concurrency:

@@ -62,7 +62,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     total = ratios(hours[OVER], hours[SMALL])
     small = ratios(hours[LARGE], hours[SMALL])
     share = tuple(
-        100 * math.log(s) / math.log(t) if t > 1 and s > 0 else math.nan
+        100 * math.log(s) / math.log(t) if 1 < t < math.inf and s > 0 else math.nan
         for s, t in zip(small, total, strict=True)
     )
     groups = [name.replace(" ", "\n", 1) for name in DESIGNS]
@@ -92,7 +92,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         ),
         plots=(charts.bars(lab.folder, KEY, "Hours to the target", "hours", groups, values),),
         notes=(
-            "Infinity: not within the recorded run.",
+            "–: not within the recorded run.",
             ONE_RATE,
         ),
     )

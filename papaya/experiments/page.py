@@ -106,7 +106,7 @@ def _row(finding: Finding) -> str:
 def shown(finding: Finding) -> str:
     """The mean with the spread of the seeds."""
     unit = f" {finding.unit}" if finding.unit else ""
-    if len(finding.values) == 1 or math.isnan(finding.mean):
+    if len(finding.values) == 1 or not math.isfinite(finding.mean):
         return number(finding.mean) + unit
     low, high = map(number, finding.spread)
     return f"{number(finding.mean)}{unit} ({low} – {high})"

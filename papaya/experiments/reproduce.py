@@ -14,14 +14,21 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct, structs
 
 from papaya.experiments.catalogue import EXPERIMENTS
 from papaya.experiments.page import page
 from papaya.experiments.result import Result
 from papaya.experiments.runs import workload_of
 from papaya.experiments.scale import Scale
+from papaya.sim.identity import digest
 from papaya.sim.jobs import mapping, write_whole
 from papaya.sim.lab import Lab, Step
+
+
+class _Inputs(Struct, frozen=True):
+    scale: Scale
+    seeds: tuple[int, ...]
 
 
 def reproduce(
@@ -38,26 +45,29 @@ def reproduce(
     each result.
     """
     chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
+    made_of = digest(_Inputs(scale, tuple(seeds)))
     results = []
     with mapping(jobs) as mapped:
         lab = Lab(folder, mapped, workload_of, tell)
         lab.record(course for one in chosen for course in one.courses(scale, seeds))
         for one in chosen:
-            result = one.run(lab, scale, seeds)
+            result = structs.replace(one.run(lab, scale, seeds), made_of=made_of)
             encoded = msgspec.json.format(msgspec.json.encode(result))
             write_whole(folder / f"{result.key}.json", partial(Path.write_bytes, data=encoded))
             results.append(result)
             ended(result)
-    text = page(_with_earlier(results, folder), scale, seeds, folder)
+    text = page(_with_earlier(results, made_of, folder), scale, seeds, folder)
     write_whole(folder / "report.html", partial(Path.write_text, data=text, encoding="utf-8"))
     return results
 
 
-def _with_earlier(results: Sequence[Result], folder: Path) -> list[Result]:
-    """Also those of earlier calls, in the order of the report."""
+def _with_earlier(results: Sequence[Result], made_of: str, folder: Path) -> list[Result]:
+    """Also those of earlier calls with the same inputs, in the order of the report."""
     found = {result.key: result for result in results}
     for key in EXPERIMENTS:
         with suppress(FileNotFoundError, msgspec.MsgspecError):
             data = (folder / f"{key}.json").read_bytes()
-            found.setdefault(key, msgspec.json.decode(data, type=Result))
+            earlier = msgspec.json.decode(data, type=Result)
+            if earlier.made_of == made_of:
+                found.setdefault(key, earlier)
     return [found[key] for key in EXPERIMENTS if key in found]

@@ -49,7 +49,10 @@ class Check(Struct, frozen=True):
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """One figure or table. `plots` are file names beside the JSON file of the result."""
+    """One figure or table. `plots` are file names beside the JSON file of the result.
+
+    `made_of` is a digest of scale, seeds and code: one report holds results of the same.
+    """
 
     key: str
     title: str
@@ -58,14 +61,13 @@ class Result(Struct, frozen=True, kw_only=True):
     checks: tuple[Check, ...] = ()
     plots: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    made_of: str = ""
 
 
 def number(value: float) -> str:
     """Three digits that matter, thousands in groups."""
-    if math.isnan(value):
+    if not math.isfinite(value):  # never reached, or unknown
         return "–"
-    if math.isinf(value):
-        return "∞"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if value != 0 and abs(value) < 0.01:

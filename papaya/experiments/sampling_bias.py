@@ -4,8 +4,8 @@ Paper, figure "Participating client execution time and normalized number of exam
 two-sample Kolmogorov-Smirnov test against SyncFL without over-selection, "the ground truth
 distribution": D = 8.8e-4 (p = 0.98) for AsyncFL, 6.6e-2 (p = 0.0) with over-selection.
 
-Compared are clients that were assigned in a window after the start, of runs that went on until all
-of them had ended: at a cut the slow would be missing.
+Compared are clients that were assigned in a window: after the start, and long enough before the end
+of the run that all of them had ended. At the end itself the slow would be missing.
 """
 
 from __future__ import annotations

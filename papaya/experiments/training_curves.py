@@ -28,7 +28,9 @@ _EVALUATIONS = 30
 
 
 def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
-    return [design_course(scale, name, seed) for name in DESIGNS for seed in seeds]
+    return [
+        design_course(scale, name, seed) for name in DESIGNS for seed in seeds[: scale.curve_seeds]
+    ]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:

@@ -1,4 +1,4 @@
-"""Client utilization of AsyncFL and SyncFL at the same concurrency.
+"""Client utilization of AsyncFL and SyncFL, as each is configured in the paper.
 
 Paper, figure "AsyncFL achieves high client utilization while SyncFL client utilization
 fluctuates". Every replacement goes through check-in, assignment and join of the real machines.

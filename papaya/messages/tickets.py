@@ -88,7 +88,7 @@ def _mac(keyed: hmac.HMAC, signed: bytes) -> bytes:
     return mac.digest()
 
 
-@lru_cache(maxsize=1 << 14)  # a client shows its ticket again with every request
+@lru_cache(maxsize=1 << 12)  # a client shows its ticket again with every request
 def claim_of(sealed: bytes) -> AnyTicket:
     """What a ticket claims. Unverified: good for routing and for finding the session."""
     return _decode(sealed)

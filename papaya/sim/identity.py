@@ -28,7 +28,7 @@ def digest(value: Struct) -> str:
 
 @cache
 def code_digest(package: Path = _PACKAGE) -> str:
-    """Of every source that a run may execute; read once, as the process has imported them."""
+    """Of every source that a run may execute; read once, when a process first asks."""
     hasher = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package)

@@ -16,10 +16,15 @@ from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from secrets import token_hex
 from threading import Thread
+from time import time
 from typing import Any, TypeAlias
 
 from papaya.errors import OperatorError
+
+_PARTLY = ".part-"
+_ABANDONED_S = 86400.0
 
 Map: TypeAlias = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 
@@ -59,15 +64,24 @@ def mapping(jobs: int) -> Iterator[Map]:
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """All of the file or nothing of it: the program may be interrupted at any time, the disk full.
 
-    What cannot be finished is taken away, so that it does not fill the disk further.
+    What cannot be finished is taken away, so that it does not fill the disk further. A process that
+    is ended leaves its part: see `take_away_parts`.
     """
-    partly = path.with_name(f".{os.getpid()}-{path.name}")
+    partly = path.with_name(f"{_PARTLY}{token_hex(8)}-{path.name}")
     try:
         write(partly)
         partly.replace(path)
     except BaseException:
         partly.unlink(missing_ok=True)
         raise
+
+
+def take_away_parts(folder: Path) -> None:
+    """Of files that nobody can still be writing."""
+    for partly in folder.glob(f"{_PARTLY}*"):
+        with suppress(FileNotFoundError):  # somebody else was faster
+            if time() - partly.stat().st_mtime > _ABANDONED_S:
+                partly.unlink()
 
 
 def _prepare(watched: Connection) -> None:

@@ -21,7 +21,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from papaya.errors import OperatorError
-from papaya.sim.jobs import Map, write_whole
+from papaya.sim.identity import code_digest
+from papaya.sim.jobs import Map, take_away_parts, write_whole
 from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course
 from papaya.sim.report import Report
 from papaya.sim.trace import Trace
@@ -89,16 +90,18 @@ class Lab:
         self._mapped = mapped
         self._make = make
         self._tell = tell
-        for part in ("traces", "runs"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
+        for part in (folder / "traces", folder / "runs"):
+            part.mkdir(parents=True, exist_ok=True)
+            take_away_parts(part)
 
     def record(self, courses: Iterable[Course]) -> list[Recording]:
         """In the order in which they are asked for."""
         wanted = [Recording(self.folder, course) for course in courses]
-        distinct = {recording.course: recording for recording in wanted}
-        missing = [course for course, recording in distinct.items() if not recording.is_there]
+        distinct = {recording.course.digest: recording for recording in wanted}.values()
+        missing = [recording.course for recording in distinct if not recording.is_there]
         missing.sort(key=lambda course: -course.effort)  # the longest first
-        self._do("traces", partial(_record, self.folder), missing, len(distinct))
+        work = partial(_record, code_digest(), self.folder)
+        self._do("traces", work, missing, len(distinct))
         return wanted
 
     def learn(self, runs: Iterable[Run]) -> list[Learnt]:
@@ -109,7 +112,7 @@ class Lab:
         if missing:
             self.record(run.course for run in missing)
         missing.sort(key=lambda run: -run.course.effort)
-        work = partial(_learn, self.folder, self._make)
+        work = partial(_learn, code_digest(), self.folder, self._make)
         made = {outcome.run: outcome for outcome in self._do("runs", work, missing, len(found))}
         return [found[run] or made[run] for run in wanted]
 
@@ -127,16 +130,24 @@ class Lab:
 # -- in any process -----------------------------------------------------------------------------
 
 
-def _record(folder: Path, course: Course) -> None:
+def _record(code: str, folder: Path, course: Course) -> None:
+    _refuse_other_code(code)
     Recording(folder, course).write(*record_course(course))
 
 
-def _learn(folder: Path, make: Make, run: Run) -> Learnt:
+def _learn(code: str, folder: Path, make: Make, run: Run) -> Learnt:
+    _refuse_other_code(code)
     recording = _recording(folder, run.course)
     outcome = learn_run(run, recording.trace, fleet_of(recording.report), make(run))
     encoded = msgspec.json.encode(outcome)
     write_whole(_path(folder, run), lambda path: path.write_bytes(encoded))
     return outcome
+
+
+def _refuse_other_code(code: str) -> None:
+    """Of a process that was started after the sources had changed."""
+    if code_digest() != code:
+        raise OperatorError("Papaya was changed while it ran", hint="run the same command again")
 
 
 def _read(folder: Path, run: Run) -> Learnt | None:

@@ -155,6 +155,29 @@ def test_a_client_of_the_compiled_perceptron_has_the_same_bits_in_any_batch(thre
         assert found.tobytes() == together[client : client + 1].tobytes()
 
 
+def test_a_model_may_be_a_view_or_of_other_numbers(perceptron_kind: Any) -> None:
+    sizes = PerceptronSizes((7, 20, 4))
+    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
+    trainer: PerceptronTrainer = perceptron_kind(sizes)
+    expected = trainer.train(models, STARTS, examples, ONCE)
+    apart = np.repeat(np.stack(models), 2, axis=1)
+    apart[:, 1::2] = np.nan
+    wide: list[Any] = [model.astype(np.float64) for model in models]
+    for same in (list(apart[:, ::2]), wide):
+        assert_agree(trainer.train(same, STARTS, examples, ONCE), expected)
+        found = trainer.losses(same[0], examples.features, examples.labels)
+        np.testing.assert_allclose(
+            found, trainer.losses(models[0], examples.features, examples.labels), rtol=1e-5
+        )
+
+
+def test_a_compiled_perceptron_reads_no_further_than_its_model() -> None:
+    sizes = PerceptronSizes((7, 20, 4))
+    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
+    with pytest.raises(InvariantError, match="a model of"):
+        CompiledPerceptron(sizes).train([m[:-1] for m in models], STARTS, examples, ONCE)
+
+
 def test_a_perceptron_refuses_what_it_cannot_train(perceptron_kind: Any) -> None:
     sizes = PerceptronSizes((3, 2))
     trainer: PerceptronTrainer = perceptron_kind(sizes)

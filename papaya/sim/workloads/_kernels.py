@@ -4,13 +4,14 @@ Importing it needs `papaya[numba]`. Loops that LLVM has to prove free of aliases
 are sums: here a vector is one value. Arrays are flat; `at` and `to` count elements, which need not
 be aligned. An array and a place cost less than a slice, and an address less than both, because
 numba counts references.
-
-numba's cache looks only at the file that a kernel is in: after a change here, touch those files.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import llvmlite.binding  # type: ignore[import-untyped]
@@ -35,8 +36,20 @@ LANES: Final = ir.VectorType(INT32, WIDTH)
 _ZERO: Final = ir.Constant(VECTOR, None)
 
 
+@cache
+def sources_digest(folder: Path = Path(__file__).parent) -> str:
+    """Of all files that kernels are made of."""
+    contents = (path.read_bytes() for path in sorted(folder.glob("_kernels*.py")))
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
+
+
 def compiled(function: Callable[..., Any]) -> Any:
-    """`njit` for what Python calls: without the GIL, cached where a folder can be written."""
+    """`njit` for what Python calls: without the GIL, cached where a folder can be written.
+
+    The name is the cache's key. By itself numba looks only at the file that the function is in, and
+    would go on using what was compiled of the others before they changed.
+    """
+    function.__qualname__ += f"-{sources_digest()}"
     try:
         return njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:  # no folder for numba's cache can be written

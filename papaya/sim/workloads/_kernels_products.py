@@ -10,7 +10,6 @@ should lie panel by panel, so that a tile reads neighbouring addresses; small on
 row. The left factor has any two strides: it may be a transpose.
 
 Each sum is made in the order of the depth, whatever the tile: the same bits in any batch.
-After a change here, touch the files of the kernels, as said in _kernels.py.
 """
 
 from __future__ import annotations

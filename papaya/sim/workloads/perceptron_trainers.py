@@ -124,7 +124,10 @@ class CompiledPerceptron:
         packed[:, self._layers["bias"][-1] :] = self._kernel.NO_ODDS  # the padding keeps it
         flat = packed.reshape(-1)
         for index, model in enumerate(models):
-            self._kernel.pack(self._layers, model, flat, index * self._length)
+            if model.shape != (self._parameters,):
+                raise InvariantError(f"a model of {model.shape} for {self._sizes}")
+            plain = np.ascontiguousarray(model, FLOAT32)  # the kernel reads memory as it is
+            self._kernel.pack(self._layers, plain, flat, index * self._length)
         return flat
 
     def train(

@@ -323,3 +323,23 @@ def test_sessions_still_training_are_found_by_their_initial_version() -> None:
     assert list(sessions.training_from(range(6))) == [old, new]
     sessions.end(old, Aborted("stale"), 100.0)
     assert list(sessions.training_from(range(6))) == [new]
+
+
+def test_an_end_to_be_kept_for_long_does_not_keep_those_behind_it() -> None:
+    sessions = Sessions(dead_after_s=30.0)
+    sessions.remember("of a clock that was ahead", Completed(), 1e9)
+    for number in range(10):
+        sessions.remember(f"s{number}", Completed(), 10.0 - number)
+    sessions.remember("s9", Completed(), 20.0)  # told again, by another holder
+    sessions.forget(5.0)
+    assert sorted(sessions.ended) == [
+        "of a clock that was ahead",
+        "s0",
+        "s1",
+        "s2",
+        "s3",
+        "s4",
+        "s9",
+    ]
+    sessions.forget(20.0)
+    assert list(sessions.ended) == ["of a clock that was ahead"]

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from papaya.sim import identity
+from papaya.config import SyncFL
+from papaya.errors import OperatorError
+from papaya.sim import identity, lab
 from papaya.sim.identity import NEVER_RUN, code_digest, digest
+from papaya.sim.lab import Lab
 from papaya.sim.learnt import Course
+from papaya.sim.workloads.embedding import EmbeddingWorkload
 from tests.unit.sim.learners import a_cluster
 from tools.architecture import MAY_IMPORT
 
@@ -77,3 +81,36 @@ def test_the_code_is_found_and_read_once() -> None:
     assert code_digest() != code_digest(Path("nowhere"))
     code_digest()
     assert code_digest.cache_info().misses == 2
+
+
+def test_a_process_of_other_code_refuses_to_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that starts after an edit: its files would have other names than those asked for."""
+    course = structs.replace(COURSE, updates=5)
+    outdated = iter(["as it was"])
+    monkeypatch.setattr(lab, "code_digest", lambda: next(outdated, "as it is now"))
+    with pytest.raises(OperatorError, match="Papaya was changed while it ran"):
+        Lab(tmp_path, map, lambda run: EmbeddingWorkload()).record([course])
+    assert not list((tmp_path / "traces").iterdir())
+
+
+def test_equals_that_are_written_otherwise_are_all_recorded(tmp_path: Path) -> None:
+    whole, broken = (
+        Course(cluster=a_cluster(SyncFL(share)), seed=1, updates=5) for share in (0, 0.0)
+    )
+    assert whole == broken
+    recordings = Lab(tmp_path, map, lambda run: EmbeddingWorkload()).record([whole, broken])
+    assert [recording.trace.versions > 0 for recording in recordings] == [True, True]
+
+
+def test_machine_code_is_of_the_sources_as_they_are(tmp_path: Path) -> None:
+    """numba keeps machine code by the file of a kernel alone, not by those that it is made of."""
+    kernels = pytest.importorskip("papaya.sim.workloads._kernels_perceptron", reason="no numba")
+    pieces = pytest.importorskip("papaya.sim.workloads._kernels", reason="no numba")
+    assert kernels.train.py_func.__qualname__ == f"train-{pieces.sources_digest()}"
+    (tmp_path / "_kernels_products.py").write_text("a")
+    before = pieces.sources_digest(tmp_path)
+    (tmp_path / "_kernels_products.py").write_text("b")
+    pieces.sources_digest.cache_clear()
+    assert pieces.sources_digest(tmp_path) != before

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.sim.jobs import mapping, write_whole
+from papaya.sim.jobs import mapping, take_away_parts, write_whole
 
 PATIENCE_S = 30.0
 
@@ -125,6 +125,24 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == before
         write_whole(path, lambda partly: partly.write_text("whole"))
     assert path.read_text() == "whole"
+
+
+def test_parts_that_were_left_behind_are_taken_away_after_a_day(tmp_path: Path) -> None:
+    parts: list[Path] = []
+    for name in ("old", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            write_whole(tmp_path / name, lambda partly: leave_it(partly, parts))
+        parts[-1].write_text("as if its writer had been ended")
+    os.utime(parts[0], (0, 0))
+    (tmp_path / "whole").touch()
+    os.utime(tmp_path / "whole", (0, 0))
+    take_away_parts(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([parts[1], tmp_path / "whole"])
+
+
+def leave_it(partly: Path, parts: list[Path]) -> None:
+    parts.append(partly)
+    raise KeyboardInterrupt
 
 
 def a_program(fifo: Path) -> subprocess.Popen[bytes]:
