@@ -219,10 +219,10 @@ class Selector:
 
     def _take_map(self, last: SelectorOrders | None, orders: SelectorOrders) -> None:
         self._orders = orders
-        self._map.replace(orders.routes, orders.over)
-        self._unfilled = {
-            session: entry for session, entry in self._unfilled.items() if entry[0] > orders.acked
-        }
+        if last is None or last.routes != orders.routes or last.over != orders.over:
+            self._map.replace(orders.routes, orders.over)
+        if self._unfilled:
+            self._unfilled = {s: e for s, e in self._unfilled.items() if e[0] > orders.acked}
         if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
             self._distinctions = Distinctions(orders.advertised)
