@@ -63,7 +63,6 @@ class Coordinator:
         self.tasks: dict[TaskId, TaskRow] = {}
         self.over: tuple[TaskId, ...] = ()
         self.fences: dict[TaskId, FenceRow] = {}
-        self._draw_map()
         self.leases = Leases()
         self.leadership = Leadership(node, boot, config)
         self._config = config
@@ -169,13 +168,7 @@ class Coordinator:
             if isinstance(fence, FenceRow) and (known is None or fence.seq >= known.seq):
                 self.fences[task] = fence
         self._compatible.clear()
-        self._draw_map()
         self._loaded = True
-
-    def _draw_map(self) -> None:
-        """What all orders say of tasks and fences, until one of these changes."""
-        self._advertised = advertised(self.tasks)
-        self._routes = assignment_map(self.tasks, self.fences)
 
     def _on_transacted(self, now: float, done: Transacted) -> Effects:
         placed = self._pending.pop(done.token, None)
@@ -332,7 +325,6 @@ class Coordinator:
     def _on_placed(self, now: float, task: TaskId, fence: FenceRow) -> Effects:
         old = self.fences.get(task)
         self.fences[task] = fence
-        self._draw_map()
         if not self._acts(now):
             return []
         told = [fence.aggregator]
@@ -370,9 +362,9 @@ class Coordinator:
             boot=view.boot,
             number=self._order,
             acked=view.number,
-            advertised=self._advertised,
+            advertised=advertised(self.tasks),
             wanting=tuple(task for task in self.tasks if self._wants(task)),
-            routes=self._routes,
+            routes=assignment_map(self.tasks, self.fences),
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
             over=self.over,
             assignments=assignments,
