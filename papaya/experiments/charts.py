@@ -1,9 +1,12 @@
-"""Charts of experiments: lines and bars with the spread of the seeds, histograms."""
+"""Charts of experiments: lines and bars with the spread of the seeds, histograms.
+
+A regime has the same colour in all of them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from statistics import fmean
@@ -22,6 +25,7 @@ _HEIGHT, _WIDTH = 3.6, 4.6
 _FEW = 12
 _INSIDE = 4
 _ROOM = 0.8
+_REGIMES = {"AsyncFL": 0, "AsyncFL, large K": 3, "SyncFL": 1, "SyncFL without": 2}
 
 
 class Panel(NamedTuple):
@@ -42,7 +46,7 @@ def lines(folder: Path, key: str, x_label: str, panels: Sequence[Panel]) -> str:
 
     def make() -> Figure:
         labels = list(dict.fromkeys(label for panel in panels for label in panel.lines))
-        colors = dict(zip(labels, cycle(COLORS)))
+        colors = _colors(labels)
         figure, axes = _figure(len(panels))
         for axis, panel in zip(axes, panels, strict=True):
             prepare(axis, panel.title, x_label, panel.y_label)
@@ -68,10 +72,10 @@ def bars(
     def make() -> Figure:
         figure, (axis,) = _figure(1)
         prepare(axis, title, "", y_label)
-        width = _ROOM / len(values)
+        width, colors = _ROOM / len(values), _colors(values)
         for place, (label, found) in enumerate(values.items()):
             shift = (place - (len(values) - 1) / 2) * width
-            color = COLORS[place % len(COLORS)]
+            color = colors[label]
             for at, seeds in enumerate(found):
                 if all(map(math.isfinite, seeds)):
                     mean = fmean(seeds)
@@ -97,16 +101,26 @@ def histograms(
         low = min(min(values) for values in samples.values())
         high = max(max(values) for values in samples.values())
         edges = np.geomspace(max(low, 1e-3), high, 50)
-        for (label, values), color in zip(samples.items(), COLORS, strict=False):
-            weights = np.full(len(values), 1 / len(values))
-            axis.hist(
-                values, edges.tolist(), weights=weights, histtype="step", color=color, label=label
-            )
+        colors, steps = _colors(samples), edges.tolist()
+        for label, values in samples.items():
+            weights, color = np.full(len(values), 1 / len(values)), colors[label]
+            axis.hist(values, steps, weights=weights, histtype="step", color=color, label=label)
         axis.set_xscale("log")
         axis.legend(frameon=False, fontsize=8)
         return figure
 
     return save(make, folder / f"{key}.png").name
+
+
+def _colors(labels: Iterable[str]) -> dict[str, str]:
+    regimes = {
+        label: COLORS[place]
+        for label in labels
+        for name, place in _REGIMES.items()
+        if label.startswith(name)
+    }
+    others = cycle(color for color in COLORS if color not in regimes.values())
+    return {label: regimes.get(label) or next(others) for label in labels}
 
 
 def _figure(count: int) -> tuple[Figure, list[Axes]]:

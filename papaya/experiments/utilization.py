@@ -6,8 +6,11 @@ fluctuates". Every replacement goes through check-in, assignment and join of the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from statistics import fmean
+
+from msgspec import structs
 
 from papaya.experiments.common import async_course, plain_course, sync_course
 from papaya.experiments.result import Check, Finding, Result, number
@@ -15,6 +18,7 @@ from papaya.experiments.scale import Scale
 from papaya.sim import plots
 from papaya.sim.lab import Lab
 from papaya.sim.learnt import Course
+from papaya.sim.report import Report, Series
 
 KEY = "utilization"
 _ASYNC, _OVER = "AsyncFL", "SyncFL with over-selection"
@@ -42,7 +46,10 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     }
     used = {n: tuple(r.tasks[0].utilization for r in found) for n, found in reports.items()}
     plot = lab.folder / f"{KEY}.png"
-    plots.draw({name: found[0] for name, found in reports.items()}, plot, "Client utilization")
+    drawn = {name: found[0] for name, found in reports.items()}
+    shortest_s = min(report.until_s for report in drawn.values())
+    drawn = {name: _beginning(report, shortest_s) for name, report in drawn.items()}
+    plots.draw(drawn, plot, "Client utilization")
     lowest = min(used[_ASYNC])
     highest = fmean(used[_OVER])
     return Result(
@@ -65,3 +72,11 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
             ),
         ),
     )
+
+
+def _beginning(report: Report, seconds: float) -> Report:
+    """The series of all are drawn for as long as the shortest run took."""
+    [task] = report.tasks
+    count = bisect_right(task.series.time_s, seconds)
+    series = Series(*(column[:count] for column in structs.astuple(task.series)))
+    return structs.replace(report, tasks=(structs.replace(task, series=series),))
