@@ -111,7 +111,7 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, OSError):
-        note("what has ended is kept: the same command goes on where it was")
+        note("runs that have ended are kept: the same command does the rest")
         raise
 
 
@@ -185,7 +185,13 @@ class Progress(AbstractContextManager["Progress"]):
 def _rich_progress(stream: TextIO) -> RichProgress:
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
     except ImportError as error:
         raise OperatorError(
             "the progress display needs rich, which is not installed",
@@ -195,6 +201,7 @@ def _rich_progress(stream: TextIO) -> RichProgress:
         TextColumn("{task.description}"),
         BarColumn(bar_width=16),
         TaskProgressColumn(),
+        TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[words]}"),
         console=Console(file=stream),
     )

@@ -106,7 +106,7 @@ def _keys(what: list[str]) -> list[str]:
 
 def _verdict(result: Result) -> str:
     holds = sum(check.holds for check in result.checks)
-    return f"{holds} of {plural(len(result.checks), 'check')} hold"
+    return f"{holds} of {plural(len(result.checks), 'claim')} confirmed"
 
 
 def _described(result: Result) -> str:

@@ -213,7 +213,7 @@ def _run_control_plane(options: argparse.Namespace) -> int:
 
 def describe(moment: Moment) -> tuple[float, str]:
     """How much is done, and how things stand, for a progress display."""
-    words = f"{moment.active:,} active, {moment.versions:,} updates"
+    words = f"{moment.active:,} active, {moment.versions:,} server updates"
     return moment.now_s / moment.until_s, words
 
 

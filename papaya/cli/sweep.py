@@ -235,7 +235,7 @@ def _scale(best: Row) -> str:
 
 def _cells(row: Row, varied: Sequence[str], target: float | None) -> list[str]:
     many = len(row.outcomes) > 1
-    named = [_value(row.setting[name]) for name in varied] or ["as configured"]
+    named = [_value(row.setting[name]) for name in varied] or ["one setting"]
     if target is None:
         spent = [f"{row.hours:.2f}", f"{row.trips:,.0f}"]
     elif row.target_hours is None or row.target_trips is None:

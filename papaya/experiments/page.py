@@ -18,6 +18,7 @@ from papaya.experiments.scale import Scale
 from papaya.sim.population import DEFAULT, STRESS
 from papaya.sim.workloads.paper import LANGUAGE
 
+_LEFT_OUT = "Made with other seeds, another scale or other code, and left out here: "
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
        color: #222; }
@@ -31,36 +32,43 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 """
 
 
-def page(results: Sequence[Result], scale: Scale, seeds: Sequence[int], folder: Path) -> str:
-    """All results; the plots are read from the folder."""
+def page(
+    results: Sequence[Result],
+    scale: Scale,
+    seeds: Sequence[int],
+    folder: Path,
+    left_out: Sequence[str] = (),
+) -> str:
+    """All results; the plots are read from the folder. `left_out`: those made of other inputs."""
     checks = [check for result in results for check in result.checks]
     failed = [check for check in checks if not check.holds]
     verdict = "all hold" if not failed else f"{len(failed)} of {len(checks)} do not hold"
-    seeds_text = ", ".join(map(str, seeds))
+    seeds_text = ", ".join(f"number {seed}" for seed in seeds)
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         f"<title>Papaya: the paper's evaluation, {scale.name}</title><style>{_STYLE}</style>",
         "<h1>The paper's evaluation, reproduced</h1>",
         (
-            f"<p class=paper>Scale {escape(scale.name)}, seeds {seeds_text}. {len(checks)} claims: "
-            f"{verdict}.</p>"
+            f"<p class=paper>Scale: {escape(scale.name)}. Seeds: {seeds_text}. "
+            f"Claims: {len(checks)}, {verdict}.</p>"
         ),
+        *(f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" for _ in left_out[:1]),
         (
             "<p>What was put in is <a href=#inputs>at the end</a>. Grey rows were calibrated "
             "to the paper: that they agree proves nothing. All other numbers came out of the "
-            "simulation; in brackets the lowest and the highest seed.</p>"
+            "simulation; in brackets the lowest and the highest of several seeds.</p>"
         ),
         *(_section(result, folder) for result in results),
-        _inputs(scale),
+        _inputs(scale, seeds),
     ]
     return "\n".join(parts)
 
 
-def _inputs(scale: Scale) -> str:
+def _inputs(scale: Scale, seeds: Sequence[int]) -> str:
     """Everything that was put in, from the objects that the runs were made of."""
     task = TaskConfig(task="experiment", concurrency=scale.concurrency, model_length=1)
     groups = {
-        "size of the runs": asdict(scale),
+        "size of the runs": asdict(scale) | {"seeds": len(seeds)},
         "default population, calibrated to the paper": asdict(DEFAULT),
         "stress population": asdict(STRESS),
         "language, its dialect calibrated": asdict(LANGUAGE),
@@ -70,12 +78,18 @@ def _inputs(scale: Scale) -> str:
         "client SGD of the LSTM": asdict(LSTM_CLIENT),
     }
     rows = [
-        f"<tr><td>{escape(group)}<td>{escape(name)}<td>{escape(str(value))}</tr>"
+        f"<tr><td>{escape(group)}<td>{escape(name)}<td>{escape(_words(value))}</tr>"
         for group, fields in groups.items()
         for name, value in fields.items()
     ]
     heading = "<h2 id=inputs>Inputs</h2><p class=paper>What was put in: chosen or calibrated.</p>"
     return "\n".join([heading, "<table>", *rows, "</table>"])
+
+
+def _words(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _section(result: Result, folder: Path) -> str:

@@ -56,18 +56,26 @@ def reproduce(
             write_whole(folder / f"{result.key}.json", partial(Path.write_bytes, data=encoded))
             results.append(result)
             ended(result)
-    text = page(_with_earlier(results, made_of, folder), scale, seeds, folder)
+    told, left_out = _with_earlier(results, made_of, folder)
+    text = page(told, scale, seeds, folder, left_out)
     write_whole(folder / "report.html", partial(Path.write_text, data=text, encoding="utf-8"))
     return results
 
 
-def _with_earlier(results: Sequence[Result], made_of: str, folder: Path) -> list[Result]:
-    """Also those of earlier calls with the same inputs, in the order of the report."""
+def _with_earlier(
+    results: Sequence[Result], made_of: str, folder: Path
+) -> tuple[list[Result], list[str]]:
+    """Also those of earlier calls with the same inputs, in the order of the report; and the names
+    of those with others.
+    """
     found = {result.key: result for result in results}
+    others = []
     for key in EXPERIMENTS:
         with suppress(FileNotFoundError, msgspec.MsgspecError):
             data = (folder / f"{key}.json").read_bytes()
             earlier = msgspec.json.decode(data, type=Result)
             if earlier.made_of == made_of:
                 found.setdefault(key, earlier)
-    return [found[key] for key in EXPERIMENTS if key in found]
+            else:
+                others.append(key)
+    return [found[key] for key in EXPERIMENTS if key in found], others

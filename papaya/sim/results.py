@@ -86,7 +86,7 @@ def _row(setting: dict[str, float | str], found: list[Learnt], varied: Sequence[
     bias = [o.fairness.execution_s.ks for o in found if o.fairness is not None]
     have_all = len(hours) == len(found)
     return Row(
-        label=", ".join(_words(name, setting[name]) for name in varied) or "as configured",
+        label=", ".join(_words(name, setting[name]) for name in varied) or "one setting",
         setting=setting,
         outcomes=tuple(found),
         diverged=sum(outcome.curve.diverged is not None for outcome in found),

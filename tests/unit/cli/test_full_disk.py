@@ -69,7 +69,7 @@ def fails(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> boo
     err = capsys.readouterr().err
     assert "Traceback" not in err
     if status == 2:
-        assert "what has ended is kept" in err or "sweep.png" in err
+        assert "runs that have ended are kept" in err or "sweep.png" in err
         assert "cannot be written: No space left on device\n\nhint: make room there" in err
     return status == 2  # and not 1: of a toy, not every claim holds
 

@@ -304,7 +304,7 @@ def test_an_interrupted_sweep_says_how_to_go_on(
 
     monkeypatch.setattr("papaya.cli.sweep.sweep", interrupt)
     assert sweep(own, tmp_path) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command does the rest" in capsys.readouterr().err
 
 
 def test_the_example_of_the_documentation_learns(

@@ -90,6 +90,9 @@ def test_a_report_has_only_results_of_the_same_inputs(tmp_path: Path) -> None:
     assert told([1], "execution-times")
     assert told([1], "tee-transfer")
     assert not told([1, 2], "tee-transfer")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "left out here: execution-times." in text
+    assert "<td>seeds<td>2" in text
 
 
 def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
