@@ -80,7 +80,7 @@ QUICK: Final = Scale(
 FULL: Final = Scale(
     name="full",
     seeds=5,
-    tuning_seeds=2,
+    tuning_seeds=1,
     concurrencies=(130, 260, 520, 1300, 2600),
     goals=(100, 200, 400, 700, 1000, 1300),
     rounds=600,
@@ -92,8 +92,8 @@ FULL: Final = Scale(
     common_rate=0.001,  # Adam's default
     target=40.0,
     tuned_target=25.0,
-    sync_grid=_grid(0.0005, 17),
-    async_grid=_grid(0.0001, 17),
+    sync_grid=_grid(0.002, 11),
+    async_grid=_grid(0.0004, 11),
 )
 
 SCALES: Final = {scale.name: scale for scale in (QUICK, FULL)}

@@ -132,6 +132,7 @@ class TaskWatch:
         self.counted = 0
         self.staleness: dict[int, int] = {}
         self.endings: dict[tuple[str, str], int] = {}
+        self.working = 0  # devices, now
         self.execution_s = array("d")
         self.examples = array("d")
         self.time_s = array("d")
@@ -152,10 +153,10 @@ class TaskWatch:
         for member in row.members:
             self.staleness[member.staleness] = self.staleness.get(member.staleness, 0) + 1
 
-    def sample(self, now: float, active: int, at_work: int) -> None:
+    def sample(self, now: float, active: int) -> None:
         self.time_s.append(now)
         self.active.append(active)
-        self.at_work.append(at_work)
+        self.at_work.append(self.working)
         self.version_at.append(self.version)
 
     def by_reason(self, *endings: str) -> dict[str, int]:
@@ -176,6 +177,7 @@ class Watched(Cluster):
         self.warm_up_s = warm_up_s
         self._sample_s = sample_s
         self._samples = 0
+        self._assigned_s: dict[int, float] = {}  # devices at work
         super().__init__(config, seed)
         self.state.observers.append(self._on_transaction)
 
@@ -202,11 +204,21 @@ class Watched(Cluster):
         held = host.machine.tasks.get(task)
         return 0 if held is None else len(held.sessions.active)
 
+    def assigned(self, device: Device) -> None:
+        assert device.machine.joined is not None
+        self.watches[device.machine.joined.task].working += 1
+        self._assigned_s[device.visit.device] = self.engine.now
+
     def departed(self, device: Device, finish: Finish | None) -> None:
         super().departed(device, finish)
         joined = device.machine.joined
-        if joined is not None and self.engine.now >= self.warm_up_s:
-            self.watches[joined.task].departed(device.visit, finish)
+        if joined is None:
+            return
+        watch = self.watches[joined.task]
+        if self._assigned_s.pop(device.visit.device, None) is not None:
+            watch.working -= 1
+        if self.engine.now >= self.warm_up_s:
+            watch.departed(device.visit, finish)
 
     def report(self) -> Report:
         return Report(
@@ -219,13 +231,8 @@ class Watched(Cluster):
         )
 
     def _sample(self, now: float) -> None:
-        at_work = dict.fromkeys(self.watches, 0)
-        for device in self.devices.values():
-            joined = device.machine.joined
-            if joined is not None:
-                at_work[joined.task] += 1
         for task, watch in self.watches.items():
-            watch.sample(now, self.active(task), at_work[task])
+            watch.sample(now, self.active(task))
 
     def _on_transaction(
         self, writer: object, transaction: Transaction, before: dict[str, Row]

@@ -124,7 +124,6 @@ class Recorded(Watched):
     def __init__(
         self, config: ClusterConfig, seed: int, *, warm_up_s: float = 0.0, sample_s: float = 1.0
     ) -> None:
-        self._assigned_s: dict[int, float] = {}
         self._trained: dict[SessionId, tuple[Visit, float]] = {}
         self._discarded = 0
         self._acknowledged: set[SessionId] = set()  # as counted, and in no version yet
@@ -150,9 +149,6 @@ class Recorded(Watched):
         """Has it trained, and may it still be counted?"""
         return session in self._trained
 
-    def assigned(self, device: Device) -> None:
-        self._assigned_s[device.visit.device] = self.engine.now
-
     def train(self, device: Device, work: Train) -> bytes:
         self.note(device, work)
         return super().train(device, work)
@@ -163,7 +159,6 @@ class Recorded(Watched):
 
     def departed(self, device: Device, finish: Finish | None) -> None:
         super().departed(device, finish)
-        self._assigned_s.pop(device.visit.device, None)
         joined, ending = device.machine.joined, None if finish is None else finish.ending
         if joined is None:
             return

@@ -20,6 +20,7 @@ from scipy import stats
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.client.client import Stage
+from papaya.client.work import Finish
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import ConfigError
 from papaya.machine import Reply
@@ -111,11 +112,29 @@ def test_a_report_agrees_with_counts_taken_another_way(regime: AsyncFL | SyncFL)
     at_work = sum(device.machine.joined is not None for device in cluster.devices.values())
     ended = (*result.aborted.values(), *result.failed.values(), result.dropped, result.trips)
     assert abs(cluster.joined - at_work - sum(ended)) <= 3  # joins answered but not yet heard
+    assert cluster.watches[result.task].working == at_work
 
     exact = cluster.active_s / 900 / CONCURRENCY
     assert result.utilization == pytest.approx(exact, abs=0.005)
     assert 0 < result.at_work < 1
     assert result.versions_per_hour == pytest.approx(4 * result.versions)
+
+
+def test_who_joins_and_leaves_before_its_download_was_never_at_work() -> None:
+    """A device whose own history forbids the task learns that when it has joined."""
+    cluster = Watched(a_cluster(), seed=3)
+    devices = cluster.devices.values()
+    cluster.run(900, lambda: {device.machine.joined is None for device in devices} == {True, False})
+    works = next(device for device in devices if device.machine.joined is not None)
+    comes = next(device for device in devices if device.machine.joined is None)
+    watch = cluster.watches[cluster.config.tasks[0].task]
+    before = watch.working
+
+    comes.machine.joined = works.machine.joined
+    cluster.departed(comes, Finish("gave_up", "too often"))
+    assert watch.working == before
+    cluster.departed(works, Finish("gave_up", "no power"))
+    assert watch.working == before - 1
 
 
 def test_who_took_part_is_compared_with_all_who_could() -> None:
