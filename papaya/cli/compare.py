@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from papaya.cli.output import (
     Commands,
     Progress,
@@ -45,7 +47,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--hours", type=positive, default=0.5, metavar="H", help="of virtual time")
     parser.add_argument("--seed", type=whole(0), default=1, metavar="S", help="one seed, one run")
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/compare"), metavar="DIR", help="for the plot"
+        "--output", type=Path, default=Path("runs/compare"), metavar="DIR", help="for the files"
     )
     add_format(parser)
 
@@ -67,14 +69,16 @@ def run(options: argparse.Namespace) -> int:
             options.hours,
             progress=lambda name, moment: progress.update(name, *describe(moment)),
         )
+    data, plot = folder / "report.json", folder / "utilization.png"
+    with writing(data):
+        data.write_bytes(msgspec.json.encode(reports))
     if options.format == "json":
         print_json(reports)
     else:
         print_data(_table(reports))
-    plot = folder / "utilization.png"
     with writing(plot):
         plots.draw(reports, plot, _TITLE)
-    note(f"\nplot: {plot}")
+    note(f"\nreport: {data}\nplot:   {plot}")
     return 0
 
 

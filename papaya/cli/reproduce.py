@@ -75,8 +75,8 @@ def run(options: argparse.Namespace) -> int:
 
         def tell(step: Step) -> None:
             if missing := step.total - step.kept:
-                done = step.done - step.kept
-                progress.update(_WORK[step.kind], done / missing, f"{done} of {missing} runs")
+                words = f"{step.done - step.kept} of {missing} runs"
+                progress.update(_WORK[step.kind], step.share, words)
 
         def ended(result: Result) -> None:
             progress.say(f"{result.title}: {_verdict(result)}")

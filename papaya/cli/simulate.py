@@ -34,7 +34,15 @@ from papaya.sim.simulate import Moment, protocol_tasks, simulate
 
 _CONCURRENCY, _GAP_S, _HOURS, _TASKS = 1300, 3600.0, 0.5, 1
 # Of the one kind of run only: said with the other, they would silently do nothing.
-_LEARNING = ("data", "updates", "client_rate", "server_rate", "seconds_per_example", "processes")
+_LEARNING = (
+    "data",
+    "updates",
+    "evaluations",
+    "client_rate",
+    "server_rate",
+    "seconds_per_example",
+    "processes",
+)
 _CONTROL = ("tasks", "gap")
 
 
@@ -73,6 +81,12 @@ def _add_learning(group: argparse._ArgumentGroup) -> None:
     add_data(group)
     group.add_argument(
         "--updates", type=whole(1), metavar="N", help="client updates to learn from (default: 5000)"
+    )
+    group.add_argument(
+        "--evaluations",
+        type=whole(1),
+        metavar="N",
+        help="how often the model is judged on held-out clients, beside the start (default: 20)",
     )
     for side in ("client", "server"):
         group.add_argument(

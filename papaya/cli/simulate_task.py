@@ -27,6 +27,7 @@ from papaya.cli.output import (
 )
 from papaya.cli.simulate import check_goal
 from papaya.cli.update_scale import lines, scale_rows
+from papaya.errors import OperatorError
 from papaya.sim.fairness import Distance
 from papaya.sim.learnt import (
     Course,
@@ -39,7 +40,7 @@ from papaya.sim.learnt import (
     record_course,
     recordable,
 )
-from papaya.sim.plan import regime_of, with_rates, with_setting
+from papaya.sim.plan import regime_of, setting_of, with_rates, with_setting
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import Report, percent, regime_name
 from papaya.sim.trace import Recorded
@@ -73,7 +74,7 @@ def run_task(options: argparse.Namespace) -> int:
         note(f"warning: nothing was learnt: no server update in {hours}; raise --hours")
     _write(folder, learnt, report)
     if options.format == "json":
-        print_json(learnt)
+        print_json(_for_programs(learnt))
     else:
         print_data(summary(learnt))
     title = f"{learnt.run.workload}: {regime_name(run.course.task)}"
@@ -82,6 +83,13 @@ def run_task(options: argparse.Namespace) -> int:
         plots.draw({regime_name(run.course.task): report}, folder / "plot.png", title)
     names = ("report.json", "curve.csv", "curve.png", "plot.png")
     note("\n" + "\n".join(str(folder / name) for name in names))
+    if learnt.curve.diverged is not None:
+        used = setting_of(run)
+        raise OperatorError(
+            f"the model diverged after server update {learnt.versions}: {learnt.curve.diverged}",
+            hint=f"lower --client-rate ({used['client_rate']:g}) or --server-rate "
+            f"({used['server_rate']:g})",
+        )
     return 0
 
 
@@ -116,7 +124,7 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
         data=prepared.digest,
         rates=with_rates(prepared.rates, setting),
         updates=course.updates,
-        evaluations=_EVALUATIONS,
+        evaluations=getattr(options, "evaluations", _EVALUATIONS),
     )
 
 
@@ -133,19 +141,25 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report
         trace, report = record_course(course, recorded)
         total = max(1, clients_to_train(run, trace))
 
-        def trained(count: int) -> None:
-            progress.update(
-                "learning", min(1.0, count / total), f"{count:,} of {total:,} clients trained"
-            )
+        def learns(trained: int, judged: int) -> None:
+            words = f"{trained:,} of {total:,} clients trained, {plural(judged, 'version')} judged"
+            progress.update("learning", min(1.0, trained / total), words)
 
         with prepared.opened(course.seed, processes) as workload:
-            return learn_run(run, trace, fleet_of(report), workload, trained), report
+            return learn_run(run, trace, fleet_of(report), workload, learns), report
+
+
+def _for_programs(learnt: Learnt) -> dict[str, object]:
+    """With K and rates as they came to be: where a configuration leaves them open it has null."""
+    found: dict[str, object] = msgspec.to_builtins(learnt)
+    return {"setting": setting_of(learnt.run), **found}
 
 
 def _write(folder: Path, learnt: Learnt, report: Report) -> None:
     data, curve = folder / "report.json", folder / "curve.csv"
     with writing(data):
-        data.write_bytes(msgspec.json.encode({"learning": learnt, "fleet": report}))
+        content = {"learning": _for_programs(learnt), "fleet": report}
+        data.write_bytes(msgspec.json.encode(content))
     with writing(curve), curve.open("w", newline="") as file:
         rows = csv.writer(file)
         fields = ("all", "p75", "p99", "all_by_clients")

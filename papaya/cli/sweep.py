@@ -149,7 +149,8 @@ def run(options: argparse.Namespace) -> int:
     if options.format == "json":
         print_json([_without_curves(row) for row in rows])
     else:
-        print_data(_table(rows, varied, plan.target) + "\n\n" + _scale(rows[0]))
+        shown = (_table(rows, varied, plan.target), _fixed(rows, plan), _scale(rows[0]))
+        print_data("\n\n".join(shown))
     plot = folder / "sweep.png"
     with writing(plot):
         learning_plots.draw_sweep(rows, varied, plot, f"{prepared.task.task}: the best settings")
@@ -188,7 +189,9 @@ def _varied(text: str) -> tuple[str, tuple[float, ...]]:
     try:
         values = tuple(float(value) for value in listed.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=A,B,… with numbers") from None
+        names = ", ".join(VARIABLES)
+        problem = f"{text!r} is not NAME=A,B,… with numbers; names are {names}"
+        raise argparse.ArgumentTypeError(problem) from None
     return name, values
 
 
@@ -202,13 +205,13 @@ def _regimes(text: str) -> tuple[Regime, ...]:
 def _shown(step: Step) -> tuple[str, float, str]:
     if step.kind == "traces":
         words = f"{step.done} of {plural(step.total, 'trace')} of the protocol recorded"
-        return "traces", step.done / step.total, words
+        return "traces", step.share, words
     words = f"{step.done} of {plural(step.total, 'run')}"
     if step.outcome is not None and step.outcome.curve.diverged is not None:
         words += ", the last diverged"
     elif step.outcome is not None:
         words += f", the last with loss {step.outcome.end.all:.4f}"
-    return "runs", step.done / step.total, words
+    return "runs", step.share, words
 
 
 def _table(rows: Sequence[Row], varied: Sequence[str], target: float | None) -> str:
@@ -216,6 +219,13 @@ def _table(rows: Sequence[Row], varied: Sequence[str], target: float | None) -> 
     header = (*(varied or ("",)), *timed, "loss", "p75", "p99", "utilization", "K–S")
     shown = table(header, [_cells(row, varied, target) for row in rows])
     return "\n".join([shown, *(_diverged(row) for row in rows if row.diverged)])
+
+
+def _fixed(rows: Sequence[Row], plan: Plan) -> str:
+    """What was the same everywhere."""
+    alike = [name for name in rows[0].setting if not varied_in(rows, (name,))]
+    words = [f"{name} {_value(rows[0].setting[name])}" for name in alike]
+    return "fixed: " + ", ".join([*words, f"at most {plural(plan.updates, 'update')}"])
 
 
 def _diverged(row: Row) -> str:

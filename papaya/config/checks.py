@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from difflib import get_close_matches
 
 from papaya.errors import ConfigError
 
@@ -12,6 +13,13 @@ MAX_COUNT = 2**31
 def require(holds: bool, field: str, value: object, problem: str, remedy: str) -> None:
     if not holds:
         raise ConfigError.of(field, value, problem, remedy)
+
+
+def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
+    """Decoding checks it too; a configuration that is written in Python is only checked here."""
+    listed = ", ".join(choices)
+    meant = next(iter(get_close_matches(str(value), choices, n=1, cutoff=0.4)), choices[0])
+    require(value in choices, field, value, f"is not one of {listed}", f"use {meant!r}, perhaps")
 
 
 def require_count(field: str, value: int) -> None:

@@ -12,11 +12,17 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec import Struct
 
-from papaya.config.checks import MAX_COUNT, require, require_count, require_positive_s
+from papaya.config.checks import (
+    MAX_COUNT,
+    require,
+    require_choice,
+    require_count,
+    require_positive_s,
+)
 from papaya.config.lifecycle import Evaluated, EvaluationPlan, StopRule
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
@@ -27,6 +33,10 @@ MAX_MODEL_LENGTH = 2**30
 _STALENESS_OF_DEVICES = 1000  # what they allow, unless their owners say otherwise
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
+
+OptimizerKind = Literal["fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad"]
+OverClip = Literal["refuse", "clip"]
+Durability = Literal["commit", "step"]
 
 
 class AsyncFL(Struct, frozen=True, tag="async", forbid_unknown_fields=True):
@@ -45,7 +55,7 @@ class SyncFL(Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
 class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The server optimizer. None takes the default of its kind."""
 
-    kind: Literal["fedavg", "fedsgd", "fedadam", "fedyogi", "fedadagrad"] = "fedadam"
+    kind: OptimizerKind = "fedadam"
     rate: float | None = None
     momentum: float = 0.0
     beta1: float = 0.9
@@ -53,6 +63,7 @@ class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     epsilon: float | None = None
 
     def __post_init__(self) -> None:
+        require_choice("optimizer.kind", self.kind, get_args(OptimizerKind))
         for field, value in (("rate", self.rate), ("epsilon", self.epsilon)):
             require(
                 value is None or (math.isfinite(value) and value > 0),
@@ -104,12 +115,12 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     upload_timeout_s: float = 120.0
     max_examples: int = 1500
     clip: float | None = None
-    over_clip: Literal["refuse", "clip"] = "refuse"
+    over_clip: OverClip = "refuse"
     participation_gap_s: float = 3600.0
     max_participations: int | None = None
     keep_versions: int = 5
     commit_interval_s: float = 0.25
-    durability: Literal["commit", "step"] = "commit"
+    durability: Durability = "commit"
     stop: StopRule = StopRule()
     evaluation: EvaluationPlan | None = None
     evaluates: Evaluated | None = None
@@ -246,6 +257,8 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             f"is above the limit of {MAX_MODEL_LENGTH} parameters (4 GiB)",
             "train a smaller model, or a part of it",
         )
+        require_choice("over_clip", self.over_clip, get_args(OverClip))
+        require_choice("durability", self.durability, get_args(Durability))
         require(
             self.clip is None or (math.isfinite(self.clip) and self.clip > 0),
             "clip",

@@ -70,7 +70,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="Hours to the target for each design",
-        paper="Figure: number of hours to reach a target loss for different designs",
+        paper="Figure 13: number of hours to reach a target loss for different designs",
         findings=(
             Finding(
                 name="AsyncFL with small K over SyncFL with over-selection",

@@ -43,7 +43,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="Client execution times and the synchronous round",
-        paper="Figure: distribution of client execution times; mean round ÷ mean execution 21x",
+        paper="Figure 2: distribution of client execution times; mean round ÷ mean execution 21x",
         findings=(
             Finding(name="mean round ÷ mean execution", paper="21x", values=times, kind="input"),
             Finding(name="mean round", paper="–", values=tuple(rounds), unit="s", kind="input"),

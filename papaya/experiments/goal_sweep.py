@@ -41,7 +41,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title=f"Aggregation goal K at concurrency {scale.concurrency}",
-        paper="Figure: hours to a target, and server updates per hour, by K",
+        paper="Figure 10: hours to a target, and server updates per hour, by K",
         findings=(
             Finding(name=f"hours at K = {large} ÷ K = {small}", paper="above 1", values=slower),
             *(

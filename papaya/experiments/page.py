@@ -78,12 +78,18 @@ def _inputs(scale: Scale, seeds: Sequence[int]) -> str:
         "client SGD of the LSTM": asdict(LSTM_CLIENT),
     }
     rows = [
-        f"<tr><td>{escape(group)}<td>{escape(name)}<td>{escape(_words(value))}</tr>"
+        f"<tr><td>{escape(group)}<td>{escape(_named(name))}<td>{escape(_words(value))}</tr>"
         for group, fields in groups.items()
         for name, value in fields.items()
     ]
     heading = "<h2 id=inputs>Inputs</h2><p class=paper>What was put in: chosen or calibrated.</p>"
     return "\n".join([heading, "<table>", *rows, "</table>"])
+
+
+def _named(field: str) -> str:
+    """`latency_mean_s` -> latency mean (s)"""
+    words = field.replace("_", " ")
+    return f"{words[:-2]} (s)" if words.endswith(" s") else words
 
 
 def _words(value: object) -> str:

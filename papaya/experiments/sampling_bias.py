@@ -85,7 +85,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="Who takes part: sampling bias of over-selection",
-        paper="Figure and K-S test: execution time and number of examples of participating clients",
+        paper="Figure 11 and K-S test: execution time and examples of participating clients",
         findings=tuple(findings),
         checks=decide(by_examples, by_time),
         plots=_draw(lab, found, truth),

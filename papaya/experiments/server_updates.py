@@ -57,7 +57,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="Server model updates per hour",
-        paper="Text: 30x more server updates at concurrency 2300",
+        paper="Figure 8: server updates per hour; 30x more at concurrency 2300",
         findings=(
             Finding(name=f"AsyncFL ÷ SyncFL at {scale.most_clients}", paper="30x", values=most),
             *(

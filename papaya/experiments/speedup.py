@@ -94,7 +94,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="Speedup and trips of AsyncFL over SyncFL",
-        paper="Figure: hours to a target loss, speedup, communication trips",
+        paper="Figure 9: hours to a target loss, speedup, communication trips",
         findings=tuple(f for name, pairs in measured.items() for f in _findings(name, pairs)),
         checks=tuple(checks),
         plots=_draw(lab, measured),

@@ -45,7 +45,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="SyncFL at growing concurrency",
-        paper="Figure: training time and trips of SyncFL, concurrency 130 to 2600",
+        paper="Figure 3: training time and trips of SyncFL, concurrency 130 to 2600",
         findings=(
             Finding(name=f"time, {low} to {high}", paper="-17 %", values=time_change, unit="%"),
             Finding(name=f"trips, {low} to {high}", paper="+73 %", values=trip_change, unit="%"),

@@ -41,7 +41,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="What crosses into the trusted party",
-        paper="Figure: data transfer time by K, naive TEE aggregation against asynchronous SecAgg",
+        paper="Figure 6: data transfer time by K, naive TEE aggregation or asynchronous SecAgg",
         findings=(
             Finding(name="bytes into the TSA per client", paper="constant", values=(per_client,)),
             Finding(name=f"naive ÷ ours, bytes at K = {last}", paper="–", values=(fewer,)),

@@ -51,7 +51,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title="Training curves of four designs",
-        paper="Figure: training curves at aggregation goal 1000; losses at 10 hours",
+        paper="Figure 12: training curves at aggregation goal 1000; losses at 10 hours",
         findings=(
             Finding(
                 name=f"loss at {hour}: AsyncFL, K = {scale.large_goal}, below over-selection",

@@ -55,7 +55,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     return Result(
         key=KEY,
         title=f"Client utilization at concurrency {scale.concurrency}",
-        paper="Figure: number of active clients over time",
+        paper="Figure 7: number of active clients over time",
         findings=tuple(
             Finding(name=name, paper=paper, values=used[name])
             for name, paper in zip(used, ("near 1, constant", "fluctuates", "–"), strict=True)

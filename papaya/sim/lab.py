@@ -36,6 +36,7 @@ Make: TypeAlias = Callable[[Run], Workload]
 class Step(NamedTuple):
     """How far it is with what was asked for, of which `kept` were there before.
 
+    `share` is of the work that was left to do: long runs count for more than short ones.
     `outcome` is the run that has just ended.
     """
 
@@ -43,6 +44,7 @@ class Step(NamedTuple):
     done: int
     total: int
     kept: int
+    share: float
     outcome: Learnt | None = None
 
 
@@ -111,7 +113,7 @@ class Lab:
         missing = [run for run, outcome in found.items() if outcome is None]
         if missing:
             self.record(run.course for run in missing)
-        missing.sort(key=lambda run: -run.course.effort)
+        missing.sort(key=lambda run: -run.effort)
         work = partial(_learn, code_digest(), self.folder, self._make)
         made = {outcome.run: outcome for outcome in self._do("runs", work, missing, len(found))}
         return [found[run] or made[run] for run in wanted]
@@ -119,20 +121,24 @@ class Lab:
     def _do(
         self, kind: Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int
     ) -> list[Any]:
-        kept, outcomes = total - len(missing), []
-        self._tell(Step(kind, kept, total, kept))
-        for outcome in self._mapped(work, missing):
-            outcomes.append(outcome)
-            self._tell(Step(kind, kept + len(outcomes), total, kept, outcome))
-        return outcomes
+        kept, made = total - len(missing), []
+        effort, spent = sum(each.effort for each in missing), 0.0
+        self._tell(Step(kind, kept, total, kept, 0.0 if missing else 1.0))
+        for each in self._mapped(work, missing):
+            made.append(each)
+            outcome = each if isinstance(each, Learnt) else None
+            spent += each.effort if outcome is None else outcome.run.effort
+            self._tell(Step(kind, kept + len(made), total, kept, spent / effort, outcome))
+        return made
 
 
 # -- in any process -----------------------------------------------------------------------------
 
 
-def _record(code: str, folder: Path, course: Course) -> None:
+def _record(code: str, folder: Path, course: Course) -> Course:
     _refuse_other_code(code)
     Recording(folder, course).write(*record_course(course))
+    return course
 
 
 def _learn(code: str, folder: Path, make: Make, run: Run) -> Learnt:

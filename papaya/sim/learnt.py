@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from papaya.config import StopRule, TaskConfig
+from papaya.config.checks import require
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
@@ -78,6 +79,15 @@ class Run(Struct, frozen=True, kw_only=True):
     updates: int = UNBOUNDED
     target: float | None = None
     evaluations: int = 100
+
+    def __post_init__(self) -> None:
+        is_loss = self.target is None or math.isfinite(self.target)
+        require(is_loss, "target", self.target, "must be a finite loss", "leave it out for none")
+
+    @property
+    def effort(self) -> float:
+        """About how many updates are learnt from."""
+        return min(self.updates, self.course.effort)
 
     @property
     def digest(self) -> str:
@@ -212,9 +222,9 @@ def learn_run(
     trace: Trace,
     fleet: Fleet,
     workload: Workload,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Learnt:
-    """`progress` is told how many clients have trained so far."""
+    """`progress` is told how many clients have trained and how many versions were judged so far."""
     watched = workload if progress is None else _Watched(workload, progress)
     curve = learn(
         trace,
@@ -256,14 +266,15 @@ def _judges(clients: Clients) -> Judges:
 
 
 class _Watched:
-    """A workload that tells how many clients it has trained."""
+    """A workload that tells how many clients it has trained and how often it was judged."""
 
-    def __init__(self, workload: Workload, told: Callable[[int], None]) -> None:
+    def __init__(self, workload: Workload, told: Callable[[int, int], None]) -> None:
         self.name = workload.name
         self.length = workload.length
         self._workload = workload
         self._told = told
         self._trained = 0
+        self._judged = 0
 
     def initial(self, seed: int) -> Vector:
         return self._workload.initial(seed)
@@ -273,8 +284,11 @@ class _Watched:
     ) -> Matrix:
         updates = self._workload.train(models, start, clients, sgd)
         self._trained += len(clients)
-        self._told(self._trained)
+        self._told(self._trained, self._judged)
         return updates
 
     def evaluate(self, parameters: Vector) -> Quality:
-        return self._workload.evaluate(parameters)
+        quality = self._workload.evaluate(parameters)
+        self._judged += 1
+        self._told(self._trained, self._judged)
+        return quality

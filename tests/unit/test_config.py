@@ -98,22 +98,6 @@ def test_a_number_that_no_float_can_hold_is_refused_like_any_other() -> None:
     assert str(refusal(TaskConfig, concurrency=10**400)).startswith("concurrency = 1000")
 
 
-@pytest.mark.parametrize("field", ["rate", "epsilon"])
-@pytest.mark.parametrize("value", [0.0, -1e-3, NAN, INF])
-def test_an_impossible_rate_or_epsilon_is_refused(field: str, value: float) -> None:
-    error = refusal(OptimizerConfig, **{field: value})
-    assert str(error).startswith(f"optimizer.{field} = {value!r}: ")
-    assert "default of fedadam" in error.hint
-
-
-@pytest.mark.parametrize("field", ["momentum", "beta1", "beta2"])
-@pytest.mark.parametrize("value", [1.0, 1.5, -0.1, NAN, INF])
-def test_an_impossible_moment_is_refused(field: str, value: float) -> None:
-    error = refusal(OptimizerConfig, **{field: value})
-    assert str(error).startswith(f"optimizer.{field} = {value!r}: ")
-    assert "[0, 1)" in error.hint
-
-
 COUNTS = ["max_held", "upload_slots", "chunk_bytes"]
 SERVER_TIMES = [name for name in ServerConfig.__struct_fields__ if name not in COUNTS]
 DEVICE_TIMES = [f for f in DeviceConfig.__struct_fields__ if f != "participation_floor_s"]

@@ -28,7 +28,7 @@ def test_three_regimes_are_compared_in_a_table_and_a_plot(
     utilization = [float(row[1]) for row in numbers]
     assert utilization[0] > 95 > utilization[1] + 20 > utilization[2] + 20
     assert imread(tmp_path / "utilization.png").ndim == 3
-    assert f"plot: {tmp_path / 'utilization.png'}" in err
+    assert f"plot:   {tmp_path / 'utilization.png'}" in err
 
 
 def test_the_table_is_shown_even_when_the_plot_finds_no_place(
@@ -44,6 +44,8 @@ def test_the_table_is_shown_even_when_the_plot_finds_no_place(
 
 def test_it_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--hours", "0.02", "--output", str(tmp_path), "--format", "json"]) == 0
-    reports = msgspec.json.decode(capsys.readouterr().out, type=dict[str, Report])
+    printed = capsys.readouterr().out
+    assert (tmp_path / "report.json").read_text() == printed.rstrip()
+    reports = msgspec.json.decode(printed, type=dict[str, Report])
     assert [len(report.tasks) for report in reports.values()] == [1, 1, 1]
     assert {report.config_of("task-1").concurrency for report in reports.values()} == {1300}

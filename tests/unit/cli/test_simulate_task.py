@@ -188,7 +188,7 @@ def test_a_few_clients_are_told_as_what_they_are(
 ) -> None:
     assert simulate(own, tmp_path, "--updates", "3") == 0
     out, err = capsys.readouterr()
-    assert "100 %, 4 of 4 clients trained" in err  # a server update is of K
+    assert "100 %, 4 of 4 clients trained, 1 version judged" in err  # a server update is of K
     assert "clip          – (too few to tell" in out
 
 
@@ -207,8 +207,11 @@ def test_a_run_that_is_too_short_says_so(
 def test_a_run_that_diverges_has_neither_loss_nor_clip(
     own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert simulate(own, tmp_path, "--client-rate", "3e38") == 0
-    out = capsys.readouterr().out
+    assert simulate(own, tmp_path, "--client-rate", "3e38", "--server-rate", "0.5") == 2
+    out, err = capsys.readouterr()
+    assert "error: the model diverged after server update " in err
+    assert err.endswith("hint: lower --client-rate (3e+38) or --server-rate (0.5)\n")
+    assert (tmp_path / "curve.csv").exists()
     assert "  diverged      " in out
     assert "clip          – (the run diverged" in out
     assert "suggested" not in out
@@ -230,7 +233,11 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
 ) -> None:
     assert sweep(own, tmp_path) == 0
     out, err = capsys.readouterr()
-    shown, scale = out.split("\n\n")
+    shown, fixed, scale = out.split("\n\n")
+    assert fixed.startswith("fixed: regime async, concurrency ")
+    assert fixed.endswith(", beta1 0.9, at most 60 updates")
+    assert "K " not in fixed
+    assert "client_rate" not in fixed
     header, _, *rows = shown.splitlines()
     assert header.split()[:4] == ["K", "client_rate", "hours", "trips"]
     losses = [float(row.split()[4]) for row in rows]
@@ -312,8 +319,20 @@ def test_the_example_of_the_documentation_learns(
 ) -> None:
     example = Path(__file__).parents[3] / "examples" / "leaf.py"
     assert simulate([str(example), *own[1:]], tmp_path, "--format", "json") == 0
-    learnt = msgspec.json.decode(capsys.readouterr().out, type=Learnt)
+    out = capsys.readouterr().out
+    learnt = msgspec.json.decode(out, type=Learnt)
     assert learnt.end.all < 0.8 * learnt.start.all
+    setting = json.loads(out)["setting"]
+    assert setting["K"] == learnt.run.course.task.aggregation_goal
+    assert setting["server_rate"] > 0
+
+
+def test_who_judges_less_often_has_a_shorter_curve(own: list[str], tmp_path: Path) -> None:
+    for evaluations in (2, 5):
+        folder = tmp_path / str(evaluations)
+        assert simulate(own, folder, "--evaluations", str(evaluations)) == 0
+        rows = (folder / "curve.csv").read_text().splitlines()
+        assert len(rows) == 1 + 1 + evaluations  # a header, and version 0
 
 
 def test_a_target_sorts_by_hours(

@@ -69,7 +69,7 @@ def test_the_report_is_one_file_that_names_the_papers_numbers(
     for number_of_the_paper in ("21x", "73.24", "-17 %", "8.8e-4", "4.3x", "30x"):
         assert number_of_the_paper in text
     assert "calibrated input" in text
-    for put_in in ("dropout", "dialect_volume", "training_timeout_s", "common_rate"):
+    for put_in in ("dropout", "dialect volume", "training timeout (s)", "common rate"):
         assert put_in in text
 
 

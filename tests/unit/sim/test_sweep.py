@@ -20,7 +20,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError, OperatorError
-from papaya.sim.lab import Step
+from papaya.sim.lab import Lab, Step
 from papaya.sim.learnt import Course, Learnt, Run, record_course, recordable
 from papaya.sim.plan import Plan, runs_of, setting_of, with_setting
 from papaya.sim.population import PopulationConfig
@@ -175,8 +175,19 @@ def test_a_second_sweep_reads_and_runs_only_what_is_missing(
     assert [(s.kind, s.done, s.total) for s in steps] == [
         ("traces", 2, 2), ("runs", 2, 4), ("runs", 3, 4), ("runs", 4, 4),
     ]  # fmt: skip
+    assert [s.share for s in steps] == [1.0, 0.0, 0.5, 1.0]  # of what was left to do
     changed = {p for p, time in before.items() if p.stat().st_mtime_ns != time}
     assert changed == {gone, damaged}
+
+
+def test_progress_is_a_share_of_the_work_and_not_of_the_runs(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    """Of two recordings one is three times as long as the other, and goes first."""
+    course, steps = runs_of(SMALL, prepared)[0].course, list[Step]()
+    lab = Lab(tmp_path, map, lambda run: prepared.make(1, 1), steps.append)
+    lab.record(structs.replace(course, updates=updates) for updates in (30, 90))
+    assert [(s.done, s.share) for s in steps] == [(0, 0.0), (1, 0.75), (2, 1.0)]
 
 
 def test_a_run_is_the_same_in_other_processes(
