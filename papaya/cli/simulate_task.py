@@ -134,9 +134,8 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report
 
         def recorded(cluster: Recorded) -> None:
             hours = cluster.engine.now / 3600
-            done = max(cluster.counted / course.updates, hours / course.hours)
             words = f"{cluster.counted:,} client updates, {hours:.1f} virtual hours"
-            progress.update("fleet", min(1.0, done), words)
+            progress.update("fleet", min(1.0, course.share_of(cluster)), words)
 
         trace, report = record_course(course, recorded)
         total = max(1, clients_to_train(run, trace))

@@ -10,38 +10,61 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from secrets import token_hex
 from threading import Thread
 from time import time
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from papaya.errors import OperatorError
 
 _PARTLY = ".part-"
 _ABANDONED_S = 86400.0
+_BEAT_S = 1.0
 
-Map: TypeAlias = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
+Tell: TypeAlias = Callable[[float], None]
+"""How much more of the work is done, in a measure of the work's own."""
+
+
+class Map(Protocol):
+    """Results as they come. If somebody hears, the work gets a keyword `tell`."""
+
+    def __call__(
+        self, work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
+    ) -> Iterator[Any]: ...
+
+
+def in_turn(
+    work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
+) -> Iterator[Any]:
+    """In this process, one after the other."""
+    return map(work if hear is None else partial(work, tell=hear), items)
 
 
 @contextmanager
 def mapping(jobs: int) -> Iterator[Map]:
-    """`map` in this process, or in fresh ones as results come: `spawn`, so that no state leaks."""
+    """In this process, or in fresh ones: `spawn`, so that no state leaks."""
     if jobs <= 1:
-        yield map
+        yield in_turn
         return
     spawn = get_context("spawn")
     watched, held = spawn.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(jobs, spawn, _prepare, (watched,))
+    done = spawn.Value("d", 0.0)
+    pool = ProcessPoolExecutor(jobs, spawn, _prepare, (watched, done))
 
-    def mapped(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    def mapped(
+        work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
+    ) -> Iterator[Any]:
+        called = work if hear is None else partial(_tell_parent, work)
         try:
-            for ended in as_completed([pool.submit(work, item) for item in items]):
+            for ended in _as_they_end([pool.submit(called, item) for item in items], done, hear):
                 yield ended.result()
         except BrokenProcessPool as error:
             raise OperatorError(
@@ -59,6 +82,20 @@ def mapping(jobs: int) -> Iterator[Map]:
         pool.shutdown(cancel_futures=True)
         held.close()
         watched.close()
+
+
+def _as_they_end(
+    futures: Sequence[Future[Any]], done: Synchronized[float], hear: Tell | None
+) -> Iterator[Future[Any]]:
+    """With a word now and then, if somebody hears, on what the workers have told."""
+    waiting, heard = set(futures), done.value
+    beat_s = None if hear is None else _BEAT_S
+    while waiting:
+        ended, waiting = wait(waiting, beat_s, FIRST_COMPLETED)
+        if hear is not None and done.value > heard:
+            before, heard = heard, done.value
+            hear(heard - before)
+        yield from ended
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -84,10 +121,28 @@ def take_away_parts(folder: Path) -> None:
                 partly.unlink()
 
 
-def _prepare(watched: Connection) -> None:
+# -- in a worker ----------------------------------------------------------------------------------
+
+
+class _Worker:
+    """What a worker has of its parent: how much all of them have done."""
+
+    done: Synchronized[float]
+
+
+def _prepare(watched: Connection, done: Synchronized[float]) -> None:
     """Ctrl-C is for the parent, which ends its workers."""
+    _Worker.done = done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, args=(watched,), daemon=True).start()
+
+
+def _tell_parent(work: Callable[..., Any], item: Any) -> Any:
+    def tell(amount: float) -> None:
+        with _Worker.done.get_lock():
+            _Worker.done.value += amount
+
+    return work(item, tell=tell)
 
 
 def _end_with_parent(watched: Connection) -> None:

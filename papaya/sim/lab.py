@@ -13,7 +13,8 @@ interrupted goes on where it was, and whoever asks for the same gets the same fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -22,8 +23,16 @@ import msgspec
 
 from papaya.errors import OperatorError
 from papaya.sim.identity import code_digest
-from papaya.sim.jobs import Map, take_away_parts, write_whole
-from papaya.sim.learnt import Course, Learnt, Run, fleet_of, learn_run, record_course
+from papaya.sim.jobs import Map, Tell, take_away_parts, write_whole
+from papaya.sim.learnt import (
+    Course,
+    Learnt,
+    Run,
+    clients_to_train,
+    fleet_of,
+    learn_run,
+    record_course,
+)
 from papaya.sim.report import Report
 from papaya.sim.trace import Trace
 from papaya.sim.workloads.base import Workload
@@ -37,7 +46,7 @@ class Step(NamedTuple):
     """How far it is with what was asked for, of which `kept` were there before.
 
     `share` is of the work that was left to do: long runs count for more than short ones.
-    `outcome` is the run that has just ended.
+    `outcome` is the run that ended last.
     """
 
     kind: Kind
@@ -121,33 +130,65 @@ class Lab:
     def _do(
         self, kind: Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int
     ) -> list[Any]:
-        kept, made = total - len(missing), []
+        kept, outcomes = total - len(missing), list[Any]()
         effort, spent = sum(each.effort for each in missing), 0.0
-        self._tell(Step(kind, kept, total, kept, 0.0 if missing else 1.0))
-        for each in self._mapped(work, missing):
-            made.append(each)
-            outcome = each if isinstance(each, Learnt) else None
-            spent += each.effort if outcome is None else outcome.run.effort
-            self._tell(Step(kind, kept + len(made), total, kept, spent / effort, outcome))
-        return made
+
+        def tell() -> None:
+            share = spent / effort if missing else 1.0
+            last = outcomes[-1] if outcomes else None
+            self._tell(Step(kind, kept + len(outcomes), total, kept, share, last))
+
+        def hear(amount: float) -> None:
+            nonlocal spent
+            spent += amount
+            tell()
+
+        tell()
+        for outcome in self._mapped(work, missing, hear):
+            outcomes.append(outcome)
+            tell()
+        return outcomes
 
 
 # -- in any process -----------------------------------------------------------------------------
 
 
-def _record(code: str, folder: Path, course: Course) -> Course:
+def _record(code: str, folder: Path, course: Course, *, tell: Tell) -> None:
     _refuse_other_code(code)
-    Recording(folder, course).write(*record_course(course))
-    return course
+    with _shares(course.effort, tell) as told:
+        recorded = record_course(course, lambda cluster: told(course.share_of(cluster)))
+        Recording(folder, course).write(*recorded)
 
 
-def _learn(code: str, folder: Path, make: Make, run: Run) -> Learnt:
+def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> Learnt:
     _refuse_other_code(code)
     recording = _recording(folder, run.course)
-    outcome = learn_run(run, recording.trace, fleet_of(recording.report), make(run))
-    encoded = msgspec.json.encode(outcome)
-    write_whole(_path(folder, run), lambda path: path.write_bytes(encoded))
+    total = max(1, clients_to_train(run, recording.trace))
+    with _shares(run.effort, tell) as told:
+        outcome = learn_run(
+            run,
+            recording.trace,
+            fleet_of(recording.report),
+            make(run),
+            lambda trained, judged: told(trained / total),
+        )
+        encoded = msgspec.json.encode(outcome)
+        write_whole(_path(folder, run), lambda path: path.write_bytes(encoded))
     return outcome
+
+
+@contextmanager
+def _shares(effort: float, tell: Tell) -> Iterator[Callable[[float], None]]:
+    """Who tells how far one piece of work is tells all of them how much was done since."""
+    told = 0.0
+
+    def reach(share: float) -> None:
+        nonlocal told
+        before, told = told, max(told, effort * min(1.0, share))
+        tell(told - before)
+
+    yield reach
+    reach(1.0)
 
 
 def _refuse_other_code(code: str) -> None:

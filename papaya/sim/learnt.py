@@ -62,6 +62,10 @@ class Course(Struct, frozen=True, kw_only=True):
         """About how many updates are recorded."""
         return min(self.updates, self.hours * self.task.concurrency * _UPDATES_PER_PLACE)
 
+    def share_of(self, cluster: Recorded) -> float:
+        """How much of it has been recorded."""
+        return max(cluster.counted / self.updates, cluster.engine.now / (3600 * self.hours))
+
     @property
     def digest(self) -> str:
         return digest(self)

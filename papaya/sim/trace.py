@@ -91,7 +91,8 @@ class Trace:
                 clients = Clients(*(_column(file, name) for name in _CLIENT_COLUMNS))
                 columns = {name: _column(file, name) for name in _COLUMNS}
         except _UNREADABLE as error:
-            raise OperatorError(f"cannot read trace {path}: {error}", hint="delete it") from error
+            hint = "delete it" if path.exists() else "run the command that records it"
+            raise OperatorError(f"cannot read trace {path}: {error}", hint=hint) from error
         if about.format != _FORMAT:
             problem = f"trace {path} has format {about.format}, this Papaya reads {_FORMAT}"
             raise OperatorError(problem, hint="delete it")

@@ -12,6 +12,7 @@ from papaya.config import SyncFL
 from papaya.errors import OperatorError
 from papaya.sim import identity, lab
 from papaya.sim.identity import NEVER_RUN, code_digest, digest
+from papaya.sim.jobs import in_turn
 from papaya.sim.lab import Lab
 from papaya.sim.learnt import Course
 from papaya.sim.workloads.embedding import EmbeddingWorkload
@@ -91,7 +92,7 @@ def test_a_process_of_other_code_refuses_to_work(
     outdated = iter(["as it was"])
     monkeypatch.setattr(lab, "code_digest", lambda: next(outdated, "as it is now"))
     with pytest.raises(OperatorError, match="Papaya was changed while it ran"):
-        Lab(tmp_path, map, lambda run: EmbeddingWorkload()).record([course])
+        Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([course])
     assert not list((tmp_path / "traces").iterdir())
 
 
@@ -100,7 +101,7 @@ def test_equals_that_are_written_otherwise_are_all_recorded(tmp_path: Path) -> N
         Course(cluster=a_cluster(SyncFL(share)), seed=1, updates=5) for share in (0, 0.0)
     )
     assert whole == broken
-    recordings = Lab(tmp_path, map, lambda run: EmbeddingWorkload()).record([whole, broken])
+    recordings = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([whole, broken])
     assert [recording.trace.versions > 0 for recording in recordings] == [True, True]
 
 

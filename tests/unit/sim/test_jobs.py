@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.sim.jobs import mapping, take_away_parts, write_whole
+from papaya.sim.jobs import Tell, mapping, take_away_parts, write_whole
 
 PATIENCE_S = 30.0
 
@@ -49,6 +50,16 @@ def work_for_ever(fifo: str) -> None:
         list(mapped(partial(never_end, Path(fifo)), (1, 2)))
 
 
+def tell_and_wait(heard: Path, amount: float, *, tell: Tell) -> float:
+    tell(amount)
+    deadline = time.monotonic() + PATIENCE_S
+    while not heard.exists():
+        assert time.monotonic() < deadline, "nobody heard"
+        time.sleep(0.01)
+    tell(1.0)
+    return amount
+
+
 class Watch:
     """A named pipe that ends when all that hold it have ended."""
 
@@ -78,6 +89,23 @@ def test_all_is_done_once_and_the_same_processes_take_more(jobs: int) -> None:
     with mapping(jobs) as mapped:
         assert sorted(mapped(double, range(9))) == list(range(0, 18, 2))
         assert sorted(mapped(double, (5, 4))) == [8, 10]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_workers_tell_while_they_work_is_heard(jobs: int, tmp_path: Path) -> None:
+    """A worker waits until what it told was heard: nobody hears only at the end."""
+    heard = tmp_path / "heard"
+    amounts: list[float] = []
+
+    def hear(amount: float) -> None:
+        amounts.append(amount)
+        heard.touch()
+
+    with mapping(jobs) as mapped:
+        assert list(mapped(partial(tell_and_wait, heard), (3.0,), hear)) == [3.0]
+        assert sum(amounts) == 4.0
+        assert list(mapped(partial(tell_and_wait, heard), (2.0,), hear)) == [2.0]
+    assert sum(amounts) == 7.0
 
 
 def test_a_worker_that_dies_is_told_with_a_remedy() -> None:

@@ -20,6 +20,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError, OperatorError
+from papaya.sim.jobs import mapping
 from papaya.sim.lab import Lab, Step
 from papaya.sim.learnt import Course, Learnt, Run, record_course, recordable
 from papaya.sim.plan import Plan, runs_of, setting_of, with_setting
@@ -172,22 +173,30 @@ def test_a_second_sweep_reads_and_runs_only_what_is_missing(
     steps: list[Step] = []
     again = sweep(SMALL, folder, jobs=1, progress=steps.append, prepared=prepared)
     assert again == outcomes
-    assert [(s.kind, s.done, s.total) for s in steps] == [
+    assert list(dict.fromkeys((s.kind, s.done, s.total) for s in steps)) == [
         ("traces", 2, 2), ("runs", 2, 4), ("runs", 3, 4), ("runs", 4, 4),
     ]  # fmt: skip
-    assert [s.share for s in steps] == [1.0, 0.0, 0.5, 1.0]  # of what was left to do
+    assert [s.share for s in steps if s.kind == "traces"] == [1.0]  # nothing was left to do
     changed = {p for p, time in before.items() if p.stat().st_mtime_ns != time}
     assert changed == {gone, damaged}
 
 
-def test_progress_is_a_share_of_the_work_and_not_of_the_runs(
-    prepared: Prepared, tmp_path: Path
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
+    prepared: Prepared, tmp_path: Path, jobs: int
 ) -> None:
     """Of two recordings one is three times as long as the other, and goes first."""
     course, steps = runs_of(SMALL, prepared)[0].course, list[Step]()
-    lab = Lab(tmp_path, map, lambda run: prepared.make(1, 1), steps.append)
-    lab.record(structs.replace(course, updates=updates) for updates in (30, 90))
-    assert [(s.done, s.share) for s in steps] == [(0, 0.0), (1, 0.75), (2, 1.0)]
+    with mapping(jobs) as mapped:
+        lab = Lab(tmp_path, mapped, lambda run: prepared.make(1, 1), steps.append)
+        lab.record(structs.replace(course, updates=updates) for updates in (300, 900))
+    shares = [step.share for step in steps]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, pytest.approx(1.0))
+    if jobs == 1:
+        first_ended = next(step.share for step in steps if step.done == 1)
+        assert first_ended == pytest.approx(0.75)
+        assert any(0 < share < 0.7 for share in shares)
 
 
 def test_a_run_is_the_same_in_other_processes(

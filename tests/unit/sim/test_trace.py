@@ -177,8 +177,9 @@ def test_a_file_of_another_kind_or_format_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(OperatorError, match="cannot read trace"):
             Trace.load(path)
-    with pytest.raises(OperatorError, match="cannot read trace"):
+    with pytest.raises(OperatorError, match="cannot read trace") as caught:
         Trace.load(tmp_path / "nothing")
+    assert caught.value.hint == "run the command that records it"  # not: delete it
     np.savez(path.with_suffix(".npz"), about=np.zeros(3))
     with pytest.raises(OperatorError, match="cannot read trace"):
         Trace.load(path.with_suffix(".npz"))
