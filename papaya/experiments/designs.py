@@ -65,8 +65,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         100 * math.log(s) / math.log(t) if 1 < t < math.inf and s > 0 else math.nan
         for s, t in zip(small, total, strict=True)
     )
-    groups = [name.replace(" ", "\n", 1) for name in DESIGNS]
-    values = {"hours": [hours[name] for name in DESIGNS]}
+    bars = {name: [found] for name, found in hours.items()}
     return Result(
         key=KEY,
         title="Hours to the target for each design",
@@ -90,7 +89,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
                 number(fmean(total)),
             ),
         ),
-        plots=(charts.bars(lab.folder, KEY, "Hours to the target", "hours", groups, values),),
+        plots=(charts.bars(lab.folder, KEY, "Hours to the target", "hours", [""], bars),),
         notes=(
             "–: not within the recorded run.",
             ONE_RATE,
