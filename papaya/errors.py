@@ -3,6 +3,7 @@
     PapayaError
     ├── OperatorError            the person who configured or started us; exit code 2
     │   ├── ConfigError          an impossible value: names the field, the value and the remedy
+    │   ├── Diverged             numbers of a model are no longer finite: the rates are too high
     │   └── MissingBlob          the blob store lost something, or a successor deleted it
     ├── ProtocolError            the peer; the peer is answered, the server lives on; exit code 3
     │   ├── TicketError          missing, foreign, expired or forged ticket
@@ -42,6 +43,12 @@ class ConfigError(OperatorError):
     @classmethod
     def of(cls, field: str, value: object, problem: str, remedy: str) -> ConfigError:
         return cls(f"{field} = {value!r}: {problem}", hint=remedy)
+
+
+class Diverged(OperatorError):
+    """What is learnt has left the numbers that a model can have."""
+
+    default_hint = "lower the clients' learning rate or optimizer.rate"
 
 
 class ProtocolError(PapayaError):

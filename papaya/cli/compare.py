@@ -70,12 +70,12 @@ def run(options: argparse.Namespace) -> int:
             progress=lambda name, moment: progress.update(name, *describe(moment)),
         )
     data, plot = folder / "report.json", folder / "utilization.png"
-    with writing(data):
-        data.write_bytes(msgspec.json.encode(reports))
     if options.format == "json":
         print_json(reports)
     else:
         print_data(_table(reports))
+    with writing(data):
+        data.write_bytes(msgspec.json.encode(reports))
     with writing(plot):
         plots.draw(reports, plot, _TITLE)
     note(f"\nreport: {data}\nplot:   {plot}")

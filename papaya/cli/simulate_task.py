@@ -27,7 +27,7 @@ from papaya.cli.output import (
 )
 from papaya.cli.simulate import check_goal
 from papaya.cli.update_scale import lines, scale_rows
-from papaya.errors import OperatorError
+from papaya.errors import Diverged
 from papaya.sim.fairness import Distance
 from papaya.sim.learnt import (
     Course,
@@ -43,11 +43,10 @@ from papaya.sim.learnt import (
 from papaya.sim.plan import regime_of, setting_of, with_rates, with_setting
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import Report, percent, regime_name
-from papaya.sim.trace import Recorded
+from papaya.sim.trace import MOST_HOURS, Recorded
 from papaya.sim.workloads.named import Prepared, WorkloadSpec, prepare
 
 _UPDATES, _EVALUATIONS = 5000, 20
-_MAX_HOURS = 10_000.0
 _MANY = 100.0  # from there on, one digit after the point
 _MOST_FINITE = 700.0  # exp of more is not a float
 
@@ -85,8 +84,9 @@ def run_task(options: argparse.Namespace) -> int:
     note("\n" + "\n".join(str(folder / name) for name in names))
     if learnt.curve.diverged is not None:
         used = setting_of(run)
-        raise OperatorError(
-            f"the model diverged after server update {learnt.versions}: {learnt.curve.diverged}",
+        raise Diverged(
+            f"the model diverged after version {learnt.versions}, the last that was judged: "
+            f"{learnt.curve.diverged}",
             hint=f"lower --client-rate ({used['client_rate']:g}) or --server-rate "
             f"({used['server_rate']:g})",
         )
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
         cluster=cluster,
         seed=options.seed,
         updates=getattr(options, "updates", _UPDATES),
-        hours=getattr(options, "hours", _MAX_HOURS),
+        hours=getattr(options, "hours", MOST_HOURS),
     )
     return Run(
         course=course,

@@ -37,6 +37,7 @@ from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
 from papaya.sim.results import Row, edges, rows_of, varied_in
 from papaya.sim.sweep import sweep
+from papaya.sim.trace import MOST_HOURS
 from papaya.sim.workloads.named import BUILT_IN, WorkloadSpec, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
@@ -225,7 +226,12 @@ def _fixed(rows: Sequence[Row], plan: Plan) -> str:
     """What was the same everywhere."""
     alike = [name for name in rows[0].setting if not varied_in(rows, (name,))]
     words = [f"{name} {_value(rows[0].setting[name])}" for name in alike]
-    return "fixed: " + ", ".join([*words, f"at most {plural(plan.updates, 'update')}"])
+    words.append(f"at most {plural(plan.updates, 'update')}")
+    if plan.hours < MOST_HOURS:
+        words.append(f"at most {plan.hours:g} virtual hours")
+    if plan.target is not None:
+        words.append(f"until loss {plan.target:g}")
+    return "fixed: " + ", ".join(words)
 
 
 def _diverged(row: Row) -> str:
@@ -261,6 +267,8 @@ def _cells(row: Row, varied: Sequence[str], target: float | None) -> list[str]:
 
 
 def _value(value: float | str) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
     return value if isinstance(value, str) else f"{value:g}"
 
 

@@ -17,9 +17,10 @@ def require(holds: bool, field: str, value: object, problem: str, remedy: str) -
 
 def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     """Decoding checks it too; a configuration that is written in Python is only checked here."""
-    listed = ", ".join(choices)
-    meant = next(iter(get_close_matches(str(value), choices, n=1, cutoff=0.4)), choices[0])
-    require(value in choices, field, value, f"is not one of {listed}", f"use {meant!r}, perhaps")
+    if value not in choices:
+        meant = get_close_matches(str(value), choices, n=1, cutoff=0.4)
+        remedy = f"did you mean {meant[0]!r}?" if meant else f"use one of these, as {choices[0]!r}"
+        raise ConfigError.of(field, value, f"is not one of {', '.join(choices)}", remedy)
 
 
 def require_count(field: str, value: int) -> None:

@@ -17,6 +17,7 @@ class Scale(Struct, frozen=True, kw_only=True):
 
     most_clients       the paper's largest comparison of update frequencies
     large_goal         its K without the advantage of small K; clients of a plain SyncFL round
+    tuning_seeds       other seeds than those reported, on which rates are chosen
     rounds, versions   how far SyncFL, and AsyncFL at the largest concurrency, are recorded
     common_rate        the one server rate of the first protocol
     sync_grid, async_grid   server rates that are tried, neighbours at most a factor 1.5 apart

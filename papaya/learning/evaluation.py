@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from papaya.config.lifecycle import EVALUATION_CLIP
-from papaya.errors import InvariantError, OperatorError, ProtocolError, UpdateRefused
+from papaya.errors import Diverged, InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 
 # The smallest data volume of each bucket: powers of two, because volumes are heavy-tailed.
@@ -84,7 +84,7 @@ def bucket(volume: int) -> int:
 def evaluation_vector(volume: int, loss_sum: float, examples: int) -> Vector:
     """What one device uploads: its sums in the bucket of its data volume, zero elsewhere."""
     if math.isnan(loss_sum):
-        raise OperatorError(
+        raise Diverged(
             "the loss on held-out data is not a number", hint="look at the newest version"
         )
     if loss_sum < 0:

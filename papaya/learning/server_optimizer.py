@@ -26,7 +26,7 @@ import numpy as np
 from msgspec import Struct
 
 from papaya.config import OptimizerConfig
-from papaya.errors import InvariantError, OperatorError, ProtocolError
+from papaya.errors import Diverged, InvariantError, ProtocolError
 from papaya.learning.parameters import (
     FLOAT32,
     Tensor,
@@ -95,7 +95,7 @@ class ServerOptimizer(ABC):
                 for moment, values in zip(moments, new, strict=True):
                     moment[block] = values
         if not all(is_finite(vector) for vector in (result, *moments)):
-            raise OperatorError(
+            raise Diverged(
                 f"the model diverged: step {steps} of {self.config.kind} is not finite",
                 hint="lower optimizer.rate or the clients' learning rate, or set clip",
             )

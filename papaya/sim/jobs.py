@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from secrets import token_hex
 from threading import Thread
 from time import time
@@ -63,8 +64,11 @@ def mapping(jobs: int) -> Iterator[Map]:
         work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
     ) -> Iterator[Any]:
         called = work if hear is None else partial(_tell_parent, work)
+        futures: list[Future[Any]] = []
         try:
-            for ended in _as_they_end([pool.submit(called, item) for item in items], done, hear):
+            ears = None if hear is None else _Ears(done, hear)  # before anybody tells
+            futures += [pool.submit(called, item) for item in items]
+            for ended in _as_they_end(futures, ears):
                 yield ended.result()
         except BrokenProcessPool as error:
             raise OperatorError(
@@ -72,6 +76,9 @@ def mapping(jobs: int) -> Iterator[Map]:
                 "as the system does when memory runs out",
                 hint="lower --jobs: each process needs memory of its own",
             ) from error
+        finally:
+            for future in futures:
+                future.cancel()  # whoever asked has enough
 
     try:
         yield mapped
@@ -84,18 +91,38 @@ def mapping(jobs: int) -> Iterator[Map]:
         watched.close()
 
 
-def _as_they_end(
-    futures: Sequence[Future[Any]], done: Synchronized[float], hear: Tell | None
-) -> Iterator[Future[Any]]:
-    """With a word now and then, if somebody hears, on what the workers have told."""
-    waiting, heard = set(futures), done.value
-    beat_s = None if hear is None else _BEAT_S
-    while waiting:
-        ended, waiting = wait(waiting, beat_s, FIRST_COMPLETED)
-        if hear is not None and done.value > heard:
-            before, heard = heard, done.value
-            hear(heard - before)
-        yield from ended
+class _Ears:
+    """Hears what the workers have told together. Without the lock: one may have died with it."""
+
+    def __init__(self, done: Synchronized[float], hear: Tell) -> None:
+        self._counter = done.get_obj()
+        self._heard = self._counter.value
+        self._hear = hear
+
+    def listen(self) -> None:
+        before, self._heard = self._heard, self._counter.value
+        if self._heard > before:
+            self._hear(self._heard - before)
+
+
+def _as_they_end(futures: Sequence[Future[Any]], ears: _Ears | None) -> Iterator[Future[Any]]:
+    ended = SimpleQueue[Future[Any]]()
+    for future in futures:
+        future.add_done_callback(ended.put)
+    for _ in futures:
+        yield ended.get() if ears is None else _next_while_listening(ended, ears)
+
+
+def _next_while_listening(ended: SimpleQueue[Future[Any]], ears: _Ears) -> Future[Any]:
+    """What a worker has told by the time that its work ends is heard before it."""
+    while True:
+        try:
+            future = ended.get(timeout=_BEAT_S)
+        except Empty:
+            ears.listen()
+        else:
+            ears.listen()
+            return future
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -37,6 +37,8 @@ from papaya.sim.report import Report
 from papaya.sim.trace import Trace
 from papaya.sim.workloads.base import Workload
 
+_NEARLY = 0.99  # all is done when all have ended, not before
+
 Kind = Literal["traces", "runs"]
 Make: TypeAlias = Callable[[Run], Workload]
 """The workload that a run names. It is called in other processes, so it has a name itself."""
@@ -134,7 +136,8 @@ class Lab:
         effort, spent = sum(each.effort for each in missing), 0.0
 
         def tell() -> None:
-            share = spent / effort if missing else 1.0
+            is_over = len(outcomes) == len(missing)
+            share = 1.0 if is_over else min(spent / effort, _NEARLY)
             last = outcomes[-1] if outcomes else None
             self._tell(Step(kind, kept + len(outcomes), total, kept, share, last))
 

@@ -26,7 +26,7 @@ from msgspec import structs
 from papaya.aggregator.aggregator import Aggregator
 from papaya.client.work import Finish, Train
 from papaya.config import StopRule, TaskConfig
-from papaya.errors import InvariantError, OperatorError
+from papaya.errors import Diverged, InvariantError
 from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.weighting import admit, clipped, norm
@@ -36,7 +36,7 @@ from papaya.sim.cluster import ClusterConfig
 from papaya.sim.devices import Device
 from papaya.sim.population import Visit
 from papaya.sim.replay import EVALUATIONS, Curve, Judging, Rates
-from papaya.sim.trace import Recorded
+from papaya.sim.trace import MOST_HOURS, Recorded
 from papaya.sim.workloads.base import Clients, Workload
 
 _BATCH: Final = 64
@@ -177,7 +177,7 @@ def learn_in_loop(
     updates: int,
     target: float | None = None,
     evaluations: int = EVALUATIONS,
-    hours: float = 10_000.0,
+    hours: float = MOST_HOURS,
 ) -> Curve:
     """Run until so many updates are counted (the version that they fill), for at most so many
     hours, or until `target` is reached and kept. Judged is as in a replay.
@@ -205,7 +205,7 @@ def _reach(cluster: Learning, version: int, until_s: float) -> bool:
         slice_s = min(cluster.engine.now + _STEP_S, until_s)
         cluster.run(slice_s, lambda: cluster.version >= version)
         if reason := cluster.halted_because():
-            raise OperatorError(reason)
+            raise Diverged(reason)
     return cluster.version >= version
 
 

@@ -32,7 +32,7 @@ from papaya.sim.population import PopulationConfig
 from papaya.sim.precision import Norms, Precision, norms_of, precision
 from papaya.sim.replay import Curve, Rates, learn
 from papaya.sim.report import Report
-from papaya.sim.trace import Recorded, Trace, least_s, record
+from papaya.sim.trace import MOST_HOURS, Recorded, Trace, least_s, record
 from papaya.sim.workloads.base import Clients, Ints, Matrix, Quality, Workload
 from papaya.sim.workloads.held_out import at_or_above
 
@@ -50,8 +50,12 @@ class Course(Struct, frozen=True, kw_only=True):
     cluster: ClusterConfig
     seed: int
     updates: int = UNBOUNDED
-    hours: float = 10_000.0
+    hours: float = MOST_HOURS
     drain_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, value in (("updates", self.updates), ("hours", self.hours)):
+            require(value > 0, field, value, "records nothing", f"leave {field} out for no limit")
 
     @property
     def task(self) -> TaskConfig:
@@ -64,7 +68,8 @@ class Course(Struct, frozen=True, kw_only=True):
 
     def share_of(self, cluster: Recorded) -> float:
         """How much of it has been recorded."""
-        return max(cluster.counted / self.updates, cluster.engine.now / (3600 * self.hours))
+        seconds = 3600 * self.hours + self.drain_s
+        return max(cluster.counted / self.updates, cluster.engine.now / seconds)
 
     @property
     def digest(self) -> str:

@@ -19,6 +19,7 @@ from papaya.learning.server_optimizer import server_optimizer
 from papaya.sim.learnt import Course, Run, recordable
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.sim.replay import Rates
+from papaya.sim.trace import MOST_HOURS
 from papaya.sim.workloads.named import Prepared, WorkloadSpec
 
 Regime = Literal["async", "sync"]
@@ -51,7 +52,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     regimes: tuple[Regime, ...] = ()
     seeds: tuple[int, ...] = (1,)
     updates: int = 5000
-    hours: float = 10_000.0
+    hours: float = MOST_HOURS
     target: float | None = None
     evaluations: int = 100
     population: PopulationConfig = DEFAULT

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import astuple
 
 from papaya.config import OptimizerConfig
-from papaya.errors import ConfigError, OperatorError, UpdateRefused
+from papaya.errors import Diverged, UpdateRefused
 from papaya.learning.definition import ClientSGD
 from papaya.learning.kernels import fastest
 from papaya.learning.parameters import Vector
@@ -120,13 +120,11 @@ class Judging:
     def until_diverged(self) -> Iterator[None]:
         """What a client or a server refuses because of its numbers ends learning, not the program.
 
-        A configuration that cannot be trained is another matter.
+        A configuration that cannot be trained, or data that is not there, is another matter.
         """
         try:
             yield
-        except ConfigError:
-            raise
-        except (OperatorError, UpdateRefused) as error:
+        except (Diverged, UpdateRefused) as error:
             self.diverged = str(error)
 
     def curve(self, rates: Rates, norms: list[float]) -> Curve:

@@ -40,6 +40,7 @@ Floats = npt.NDArray[np.float64]
 _STEP_S = 60.0
 _FORMAT = 1
 _MAX_SAMPLES = 1200
+MOST_HOURS = 10_000.0  # more than any run has
 _SAMPLED_VISITS = 4096
 
 
@@ -91,7 +92,8 @@ class Trace:
                 clients = Clients(*(_column(file, name) for name in _CLIENT_COLUMNS))
                 columns = {name: _column(file, name) for name in _COLUMNS}
         except _UNREADABLE as error:
-            hint = "delete it" if path.exists() else "run the command that records it"
+            is_there = not isinstance(error, FileNotFoundError)
+            hint = "delete it" if is_there else "run the command that records it"
             raise OperatorError(f"cannot read trace {path}: {error}", hint=hint) from error
         if about.format != _FORMAT:
             problem = f"trace {path} has format {about.format}, this Papaya reads {_FORMAT}"
@@ -238,7 +240,7 @@ def record(
     seed: int,
     *,
     updates: float = math.inf,
-    hours: float = 10_000.0,
+    hours: float = MOST_HOURS,
     drain_s: float = 0.0,
     warm_up_s: float = 600.0,
     sample_s: float | None = None,

@@ -40,7 +40,7 @@ def test_a_kind_that_does_not_exist_is_refused_with_those_that_do() -> None:
     error = refusal(kind="sgd")
     kinds = "fedavg, fedsgd, fedadam, fedyogi, fedadagrad"
     assert str(error) == f"optimizer.kind = 'sgd': is not one of {kinds}"
-    assert error.hint == "use 'fedsgd', perhaps"
+    assert error.hint == "did you mean 'fedsgd'?"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from papaya.errors import OperatorError
+from papaya.errors import Diverged, OperatorError
 from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.parameters import FLOAT32, Vector, is_finite
 from papaya.learning.task import LoadedTask
@@ -82,7 +82,7 @@ class TorchEngine:
         """One step of torch.optim.SGD."""
         client = self.task.client
         if not math.isfinite(loss.item()):
-            raise OperatorError("training diverged: the loss is not finite", hint=_LOWER)
+            raise Diverged("training diverged: the loss is not finite", hint=_LOWER)
         values = list(self._parameters.values())
         gradients = torch.autograd.grad(loss, values, allow_unused=True)
         with torch.no_grad():
@@ -103,7 +103,7 @@ class TorchEngine:
         trained: Vector = np.concatenate(parts).astype(FLOAT32, copy=False)
         delta = model_update(trained, initial)
         if not is_finite(delta):
-            raise OperatorError("training diverged: the model is not finite", hint=_LOWER)
+            raise Diverged("training diverged: the model is not finite", hint=_LOWER)
         return (delta if self.task.clip is None else clipped(delta, self.task.clip)).tobytes()
 
 

@@ -31,14 +31,15 @@ def test_three_regimes_are_compared_in_a_table_and_a_plot(
     assert f"plot:   {tmp_path / 'utilization.png'}" in err
 
 
-def test_the_table_is_shown_even_when_the_plot_finds_no_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["utilization.png", "report.json"])
+def test_the_table_is_shown_even_when_a_file_finds_no_place(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "utilization.png").mkdir()
+    (tmp_path / name).mkdir()
     assert main(["compare", "--hours", "0.02", "--output", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     assert "SyncFL, no over-selection" in out
-    assert "utilization.png cannot be written: " in err
+    assert f"{name} cannot be written: " in err
     assert "\n\nhint: " in err
 
 

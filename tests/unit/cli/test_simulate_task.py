@@ -209,7 +209,7 @@ def test_a_run_that_diverges_has_neither_loss_nor_clip(
 ) -> None:
     assert simulate(own, tmp_path, "--client-rate", "3e38", "--server-rate", "0.5") == 2
     out, err = capsys.readouterr()
-    assert "error: the model diverged after server update " in err
+    assert "error: the model diverged after version 0, the last that was judged: " in err
     assert err.endswith("hint: lower --client-rate (3e+38) or --server-rate (0.5)\n")
     assert (tmp_path / "curve.csv").exists()
     assert "  diverged      " in out

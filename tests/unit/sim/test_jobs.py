@@ -8,7 +8,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.sim.jobs import Tell, mapping, take_away_parts, write_whole
+from papaya.sim.jobs import Tell, _Worker, mapping, take_away_parts, write_whole
 
 PATIENCE_S = 30.0
 
@@ -50,14 +49,25 @@ def work_for_ever(fifo: str) -> None:
         list(mapped(partial(never_end, Path(fifo)), (1, 2)))
 
 
-def tell_and_wait(heard: Path, amount: float, *, tell: Tell) -> float:
+def tell_and_wait(fifo: Path, amount: float, *, tell: Tell) -> float:
+    """Until somebody has heard, and opens the other end."""
     tell(amount)
-    deadline = time.monotonic() + PATIENCE_S
-    while not heard.exists():
-        assert time.monotonic() < deadline, "nobody heard"
-        time.sleep(0.01)
+    os.close(os.open(fifo, os.O_RDONLY))
     tell(1.0)
     return amount
+
+
+def tell_one(number: int, *, tell: Tell) -> int:
+    tell(1.0)
+    return number
+
+
+def die_while_telling(number: int, *, tell: Tell) -> int:
+    """Between taking the lock of the counter and giving it back."""
+    if number == 2:
+        _Worker.done.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
 
 
 class Watch:
@@ -91,21 +101,53 @@ def test_all_is_done_once_and_the_same_processes_take_more(jobs: int) -> None:
         assert sorted(mapped(double, (5, 4))) == [8, 10]
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_what_workers_tell_while_they_work_is_heard(jobs: int, tmp_path: Path) -> None:
-    """A worker waits until what it told was heard: nobody hears only at the end."""
-    heard = tmp_path / "heard"
+def test_what_workers_tell_while_they_work_is_heard(tmp_path: Path) -> None:
+    """The worker waits until it was heard: it would wait for ever if that were at its end."""
+    fifo = tmp_path / "heard"
+    os.mkfifo(fifo)
     amounts: list[float] = []
 
     def hear(amount: float) -> None:
         amounts.append(amount)
-        heard.touch()
+        if len(amounts) == 1:
+            os.close(os.open(fifo, os.O_WRONLY))
 
+    with mapping(2) as mapped:
+        assert list(mapped(partial(tell_and_wait, fifo), (3.0,), hear)) == [3.0]
+    assert amounts == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_all_that_is_told_is_heard_before_the_end(jobs: int) -> None:
+    """Also the first words of processes that are at work already."""
+    amounts: list[float] = []
     with mapping(jobs) as mapped:
-        assert list(mapped(partial(tell_and_wait, heard), (3.0,), hear)) == [3.0]
-        assert sum(amounts) == 4.0
-        assert list(mapped(partial(tell_and_wait, heard), (2.0,), hear)) == [2.0]
-    assert sum(amounts) == 7.0
+        for _ in range(3):
+            assert sorted(mapped(tell_one, range(300), amounts.append)) == list(range(300))
+    assert sum(amounts) == 900.0
+
+
+def test_who_turns_away_hears_no_more_of_it() -> None:
+    amounts: list[float] = []
+    with mapping(2) as mapped:
+        abandoned = mapped(tell_one, range(2000), lambda amount: None)
+        next(abandoned)
+        abandoned.close()
+        assert sorted(mapped(tell_one, range(9), amounts.append)) == list(range(9))
+    assert 9.0 <= sum(amounts) < 100.0  # those who were at work could not be called back
+
+
+def test_a_worker_that_dies_while_it_tells_is_told_all_the_same() -> None:
+    with pytest.raises(OperatorError, match="one of 2 processes was ended"), mapping(2) as mapped:
+        list(mapped(die_while_telling, range(8), lambda amount: None))
+
+
+def test_an_error_of_who_hears_is_raised_as_it_is() -> None:
+    def hear(amount: float) -> None:
+        raise ValueError(f"heard {amount:g}")
+
+    with pytest.raises(ValueError, match="heard"), mapping(2) as mapped:
+        list(mapped(tell_one, range(8), hear))
 
 
 def test_a_worker_that_dies_is_told_with_a_remedy() -> None:

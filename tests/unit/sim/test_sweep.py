@@ -192,7 +192,8 @@ def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
         lab.record(structs.replace(course, updates=updates) for updates in (300, 900))
     shares = [step.share for step in steps]
     assert shares == sorted(shares)
-    assert (shares[0], shares[-1]) == (0.0, pytest.approx(1.0))
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert shares.count(1.0) == 1  # when all have ended
     if jobs == 1:
         first_ended = next(step.share for step in steps if step.done == 1)
         assert first_ended == pytest.approx(0.75)
@@ -205,6 +206,19 @@ def test_a_run_is_the_same_in_other_processes(
     plan = structs.replace(SMALL, vary=SMALL.vary | {"K": (5,)})
     elsewhere = sweep(plan, tmp_path, jobs=2, prepared=prepared)
     assert msgspec.json.encode(elsewhere) == msgspec.json.encode(outcomes[:2])
+
+
+def test_an_error_of_who_watches_is_no_divergence(
+    prepared: Prepared, outcomes: list[Learnt], tmp_path: Path
+) -> None:
+    def stop(step: Step) -> None:
+        if step.kind == "runs" and step.share > 0:
+            raise OperatorError("enough")
+
+    with pytest.raises(OperatorError, match="enough"):
+        sweep(SMALL, tmp_path, jobs=1, progress=stop, prepared=prepared)
+    assert not list((tmp_path / "runs").iterdir())
+    assert sweep(SMALL, tmp_path, jobs=1, prepared=prepared) == outcomes
 
 
 def test_an_interrupted_sweep_leaves_whole_files(
