@@ -58,10 +58,29 @@ def page(
             "to the paper: that they agree proves nothing. All other numbers came out of the "
             "simulation; in brackets the lowest and the highest of several seeds.</p>"
         ),
+        _contents(results),
         *(_section(result, folder) for result in results),
         _inputs(scale, seeds),
     ]
     return "\n".join(parts)
+
+
+def _contents(results: Sequence[Result]) -> str:
+    """Every result with what became of its claims."""
+    rows = [
+        f"<tr><td><a href=#{escape(result.key)}>{escape(result.title)}</a>"
+        f"<td class=paper>{escape(result.paper.partition(':')[0])}<td>{_claims(result)}</tr>"
+        for result in results
+    ]
+    return "\n".join(["<table>", *rows, "</table>"])
+
+
+def _claims(result: Result) -> str:
+    if not result.checks:
+        return ""
+    held = sum(check.holds for check in result.checks)
+    kind = "holds" if held == len(result.checks) else "fails"
+    return f"<span class={kind}>{held} of {len(result.checks)}</span>"
 
 
 def _inputs(scale: Scale, seeds: Sequence[int]) -> str:

@@ -74,6 +74,20 @@ def test_the_report_is_one_file_that_names_the_papers_numbers(
         assert put_in in text
 
 
+def test_the_report_begins_with_every_result_and_its_claims(
+    toy: tuple[Path, list[Result]],
+) -> None:
+    folder, results = toy
+    contents, *_ = (folder / "report.html").read_text(encoding="utf-8").split("<h2")
+    assert len(results) > 10
+    for result in results:
+        held = sum(check.holds for check in result.checks)
+        row = next(row for row in contents.split("<tr>") if f"<a href=#{result.key}>" in row)
+        claims = f">{held} of {len(result.checks)}</span>" if result.checks else "<td></tr>"
+        assert claims in row
+    assert "<td class=paper>Figure 9<td>" in contents
+
+
 def test_the_same_seeds_give_the_same_results_in_any_process(
     toy: tuple[Path, list[Result]], tmp_path: Path
 ) -> None:
