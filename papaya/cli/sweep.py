@@ -41,6 +41,7 @@ from papaya.sim.trace import MOST_HOURS
 from papaya.sim.workloads.named import BUILT_IN, WorkloadSpec, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
+_MEANINGLESS = {"async": "over_selection", "sync": "max_staleness"}
 _JOBS = 2
 _EPILOG = """examples:
   papaya sweep embedding --vary K=10,30,100 --vary server_rate=0.003,0.01,0.03 --seeds 3
@@ -223,8 +224,10 @@ def _table(rows: Sequence[Row], varied: Sequence[str], target: float | None) -> 
 
 
 def _fixed(rows: Sequence[Row], plan: Plan) -> str:
-    """What was the same everywhere."""
-    alike = [name for name in rows[0].setting if not varied_in(rows, (name,))]
+    """What was the same everywhere, and means something in the regimes that ran."""
+    meaningless = {_MEANINGLESS[str(row.setting["regime"])] for row in rows}
+    names = [name for name in rows[0].setting if meaningless != {name}]
+    alike = [name for name in names if not varied_in(rows, (name,))]
     words = [f"{name} {_value(rows[0].setting[name])}" for name in alike]
     words.append(f"at most {plural(plan.updates, 'update')}")
     if plan.hours < MOST_HOURS:

@@ -238,6 +238,7 @@ def test_a_sweep_prints_a_table_with_the_best_first_and_resumes(
     assert fixed.endswith(", beta1 0.9, at most 60 updates")
     assert "K " not in fixed
     assert "client_rate" not in fixed
+    assert "over_selection" not in fixed
     header, _, *rows = shown.splitlines()
     assert header.split()[:4] == ["K", "client_rate", "hours", "trips"]
     losses = [float(row.split()[4]) for row in rows]
