@@ -67,6 +67,8 @@ def run_task(options: argparse.Namespace) -> int:
     note(f"an example takes a device {seconds:g} s in the median (--seconds-per-example)")
     for warning in run.course.task.warnings():
         note(f"warning: {warning}")
+    if (goal := run.course.task.aggregation_goal) > run.updates:
+        note(f"warning: a server update takes K = {goal:,} client updates: it goes on until then")
     learnt, report = _learn(run, prepared, getattr(options, "processes", 1))
     if not learnt.versions and learnt.curve.diverged is None:
         hours = f"{run.course.hours:g} virtual hours"

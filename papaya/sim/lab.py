@@ -13,6 +13,7 @@ interrupted goes on where it was, and whoever asks for the same gets the same fi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
@@ -161,6 +162,7 @@ def _record(code: str, folder: Path, course: Course, *, tell: Tell) -> None:
     with _shares(course.effort, tell) as told:
         recorded = record_course(course, lambda cluster: told(course.share_of(cluster)))
         Recording(folder, course).write(*recorded)
+    gc.collect()  # a cluster is full of cycles, and the next run would look for them rarely
 
 
 def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> Learnt:

@@ -189,6 +189,7 @@ def test_a_few_clients_are_told_as_what_they_are(
     assert simulate(own, tmp_path, "--updates", "3") == 0
     out, err = capsys.readouterr()
     assert "100 %, 4 of 4 clients trained, 1 version judged" in err  # a server update is of K
+    assert "warning: a server update takes K = 4 client updates: it goes on until then" in err
     assert "clip          – (too few to tell" in out
 
 

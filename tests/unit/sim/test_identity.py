@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from papaya.sim.identity import NEVER_RUN, code_digest, digest
 from papaya.sim.jobs import in_turn
 from papaya.sim.lab import Lab
 from papaya.sim.learnt import Course
+from papaya.sim.trace import Recorded
 from papaya.sim.workloads.embedding import EmbeddingWorkload
 from tests.unit.sim.learners import a_cluster
 from tools.architecture import MAY_IMPORT
@@ -94,6 +96,17 @@ def test_a_process_of_other_code_refuses_to_work(
     with pytest.raises(OperatorError, match="Papaya was changed while it ran"):
         Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([course])
     assert not list((tmp_path / "traces").iterdir())
+
+
+def test_nothing_of_a_recording_stays_in_memory(tmp_path: Path) -> None:
+    """A reproduction records dozens of runs in one process, each with a million devices."""
+    gc.disable()
+    try:
+        recorder = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload())
+        recorder.record([structs.replace(COURSE, updates=5)])
+        assert not [each for each in gc.get_objects() if type(each) is Recorded]
+    finally:
+        gc.enable()
 
 
 def test_equals_that_are_written_otherwise_are_all_recorded(tmp_path: Path) -> None:
