@@ -74,6 +74,9 @@ def run(options: argparse.Namespace) -> int:
         print_json(reports)
     else:
         print_data(_table(reports))
+    for name, report in reports.items():
+        if not report.tasks[0].versions:
+            note(f"warning: {name} made no server update in the window: raise --hours")
     with writing(data):
         data.write_bytes(msgspec.json.encode(reports))
     with writing(plot):
@@ -93,7 +96,7 @@ def _table(reports: dict[str, Report]) -> str:
                 f"{report.config_of(result.task).aggregation_goal:,}",
                 percent(result.utilization),
                 f"{result.versions_per_hour:,.0f}",
-                f"{result.mean_staleness:.1f}",
+                f"{result.mean_staleness:.1f}" if result.versions else "–",
                 f"{result.trips:,}",
             )
         )

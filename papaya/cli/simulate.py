@@ -19,6 +19,7 @@ from papaya.cli.output import (
     add_format,
     make_folder,
     note,
+    plural,
     positive,
     print_data,
     print_json,
@@ -132,7 +133,8 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
         "--concurrency",
         type=whole(1),
         metavar="C",
-        help=f"of each task (default: {_CONCURRENCY}{own})",
+        help=f"of each task (default: {_CONCURRENCY}{own}); with another than a file's, K is "
+        "10 %% of it unless --goal is given",
     )
     group.add_argument(
         "--goal",
@@ -227,7 +229,7 @@ def _run_control_plane(options: argparse.Namespace) -> int:
 
 def describe(moment: Moment) -> tuple[float, str]:
     """How much is done, and how things stand, for a progress display."""
-    words = f"{moment.active:,} active, {moment.versions:,} server updates"
+    words = f"{moment.active:,} active, {plural(moment.versions, 'server update')}"
     return moment.now_s / moment.until_s, words
 
 

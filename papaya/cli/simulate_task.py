@@ -183,7 +183,8 @@ def summary(learnt: Learnt) -> str:
     ]
     if learnt.curve.diverged is not None:
         last = f"loss {learnt.end.all:.4f} until then"
-        rows.insert(1, ("diverged", f"{learnt.curve.diverged}; {last}"))
+        whole = "what follows is of the whole recording"
+        rows.insert(1, ("diverged", f"{learnt.curve.diverged}; {last}; {whole}"))
     return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt)
 
 

@@ -93,6 +93,10 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
         problem = f"must be above 0 and at most {_MAX_SUPPLY:g}"
         remedy = "use a number like 1.5"
         require(0 < self.supply <= _MAX_SUPPLY, "supply", self.supply, problem, remedy)
+        size = self.population.size
+        for task in self.tasks:
+            problem, remedy = f"is more than {size:,}, the whole fleet", "lower it"
+            require(task.concurrency <= size, "concurrency", task.concurrency, problem, remedy)
         shares = [kind.share for kind in self.kinds]
         is_whole = all(share >= 0 for share in shares) and math.isclose(
             sum(shares), 1, abs_tol=1e-6

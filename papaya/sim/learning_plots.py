@@ -35,6 +35,7 @@ _DASHES = (
 _PANELS_PER_ROW = 3
 _SPREAD = 8
 _MAX_TICKS = 8
+_FEW = 3  # points, which a line alone would not show
 
 
 def draw_curve(learnt: Learnt, path: Path, title: str) -> Path:
@@ -43,11 +44,13 @@ def draw_curve(learnt: Learnt, path: Path, title: str) -> Path:
     def make() -> Figure:
         figure = _figure(8, 4.4)
         axes = figure.add_subplot()
-        prepare(axes, title, "virtual time (hours)", "loss on held-out data")
+        ending = "" if learnt.curve.diverged is None else ": diverged"
+        prepare(axes, title + ending, "virtual time (hours)", "loss on held-out data")
         hours = [point.hours for point in learnt.curve.points]
         for (field, label), color in zip(_TAILS, COLORS, strict=False):
             losses = [getattr(point.quality, field) for point in learnt.curve.points]
-            axes.plot(hours, losses, color=color, lw=1.6, label=label)
+            marker = "o" if len(hours) <= _FEW else ""
+            axes.plot(hours, losses, color=color, lw=1.6, marker=marker, ms=3, label=label)
         _target(axes, learnt.run.target)
         axes.legend(frameon=False, fontsize=8.5)
         return figure

@@ -7,6 +7,7 @@ is as the task's file says.
 
 from __future__ import annotations
 
+import math
 from difflib import get_close_matches
 from itertools import product
 from typing import Final, Literal
@@ -54,7 +55,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     updates: int = 5000
     hours: float = MOST_HOURS
     target: float | None = None
-    evaluations: int = 100
+    evaluations: int = 50
     population: PopulationConfig = DEFAULT
 
     def __post_init__(self) -> None:
@@ -64,8 +65,11 @@ class Plan(Struct, frozen=True, kw_only=True):
             require(name in VARIABLES, "vary", name, f"is not one of {known}", remedy)
             require(bool(values), "vary", name, "has no values", f"write {name}=1,2")
             for value in values:
+                require(math.isfinite(value), name, value, "must be finite", f"leave {value} out")
                 is_whole = name not in _WHOLE or value == int(value)
                 require(is_whole, name, value, "must be a whole number", f"round {name}")
+        is_loss = self.target is None or math.isfinite(self.target)
+        require(is_loss, "target", self.target, "must be a finite loss", "leave it out for none")
         require(bool(self.seeds), "seeds", self.seeds, "must not be empty", "use (1,)")
         for field in ("updates", "evaluations"):
             value = getattr(self, field)

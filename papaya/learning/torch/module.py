@@ -114,7 +114,12 @@ def try_loss(task: Task, batch: Batch) -> None:
     module = make_module(task).train()
     before = {name: value.clone() for name, value in _fixed(module).items()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        _loss(task, module, batch)
+        loss = _loss(task, module, batch)
+    if not torch.isfinite(loss):
+        raise OperatorError(
+            f"the loss of a fresh module is {loss.item()}",
+            hint="look for log(0), a division by zero or NaN in the example",
+        )
     for name, value in _fixed(module).items():
         if not torch.equal(value, before[name]):
             raise OperatorError(

@@ -120,9 +120,10 @@ def open_source(data: str, loaded: LoadedTask) -> Source:
         return leaf_source(Path(path))
     if kind == "text" and path:
         return folder_source(Path(path), loader_of(loaded))
-    raise OperatorError(
-        f"{data!r} is no data", hint="use leaf:FOLDER, text:FOLDER or stdlib (Python's own sources)"
-    )
+    hint = "use leaf:FOLDER, text:FOLDER or stdlib (Python's own sources)"
+    if Path(data).exists():
+        hint = f"did you mean leaf:{data} (LEAF's JSON) or text:{data} (a file for each client)?"
+    raise OperatorError(f"{data!r} is no data", hint=hint)
 
 
 def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:

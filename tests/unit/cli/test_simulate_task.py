@@ -150,6 +150,7 @@ def test_a_goal_is_of_the_tasks_own_regime(
     [
         (('p["y"]', 'p["label"]'), "KeyError: 'label' (while trying the first example", 'b\'{"x"'),
         (("Linear(2, 1)", "Linear(3, 1)"), "of client 0 of LEAF", "torch.float32[1, 2]"),
+        (('float(p["y"])', 'float("nan")'), "the loss of a fresh module is nan", "log(0)"),
     ],
 )
 def test_a_task_that_fails_on_the_data_is_refused_before_anything_runs(

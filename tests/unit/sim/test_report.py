@@ -285,6 +285,12 @@ def test_an_impossible_cluster_is_refused(field: str, value: object) -> None:
     assert refused.value.hint
 
 
+def test_more_clients_than_devices_are_refused() -> None:
+    few = PopulationConfig(size=CONCURRENCY - 1)
+    with pytest.raises(ConfigError, match=f"concurrency = {CONCURRENCY}: is more than 39, the"):
+        msgspec.structs.replace(a_cluster(), population=few)
+
+
 def test_shares_may_be_rounded() -> None:
     kinds = tuple(DeviceKind(0.1, Capabilities()) for _ in range(10))
     assert msgspec.structs.replace(a_cluster(), kinds=kinds).kinds == kinds

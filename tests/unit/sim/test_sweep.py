@@ -116,11 +116,15 @@ def test_other_data_has_another_name(prepared: Prepared) -> None:
         ({"speed": (1.0,)}, "vary = 'speed': is not one of concurrency, K"),
         ({"K": ()}, "vary = 'K': has no values"),
         ({"K": (1.5,)}, "K = 1.5: must be a whole number"),
+        ({"K": (float("nan"),)}, "K = nan: must be finite"),
+        ({"server_rate": (float("inf"),)}, "server_rate = inf: must be finite"),
     ],
 )
 def test_an_impossible_plan_is_refused(vary: dict[str, tuple[float, ...]], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Plan(workload=EMBEDDING, vary=vary)
+    with pytest.raises(ConfigError, match="target = nan: must be a finite loss"):
+        Plan(workload=EMBEDDING, target=float("nan"))
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,12 @@ def test_data_of_another_kind_is_refused(tmp_path: Path, data: str) -> None:
         open_source(data, load_task(a_task_file(tmp_path)))
 
 
+def test_who_names_a_folder_alone_is_told_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="is no data") as refused:
+        open_source(str(tmp_path), load_task(a_task_file(tmp_path)))
+    assert refused.value.hint.startswith(f"did you mean leaf:{tmp_path} (LEAF's JSON) or text:")
+
+
 def test_data_belongs_to_a_task_file(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="embedding has data of its own"):
         prepare(WorkloadSpec("embedding", "stdlib"))
