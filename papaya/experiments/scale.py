@@ -83,7 +83,7 @@ FULL: Final = Scale(
     seeds=5,
     tuning_seeds=1,
     concurrencies=(130, 260, 520, 1300, 2600),
-    goals=(100, 200, 400, 700, 1000, 1300),
+    goals=(100, 400, 1000, 1300),
     rounds=600,
     versions=3_000,
     table_updates=1_000_000,
@@ -93,8 +93,8 @@ FULL: Final = Scale(
     common_rate=0.001,  # Adam's default
     target=40.0,
     tuned_target=25.0,
-    sync_grid=_grid(0.002, 11),
-    async_grid=_grid(0.0004, 11),
+    sync_grid=_grid(0.005, 11),
+    async_grid=_grid(0.0007, 12),
 )
 
 SCALES: Final = {scale.name: scale for scale in (QUICK, FULL)}
