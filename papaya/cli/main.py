@@ -51,7 +51,11 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        options = _parser(arguments[0] if arguments else "").parse_args(arguments)
+        command = arguments[0] if arguments else ""
+        options, unknown = _parser(command).parse_known_args(arguments)
+        if unknown:
+            of = f"papaya {command}" if command in COMMANDS else "papaya"
+            raise OperatorError(f"unknown: {' '.join(unknown)}", hint=f"{of} --help")
         run = options.run
         return int(run(options))
     except PapayaError as error:
