@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_who_turns_away_hears_no_more_of_it() -> None:
     with mapping(2) as mapped:
         abandoned = mapped(tell_one, range(2000), lambda amount: None)
         next(abandoned)
+        assert isinstance(abandoned, Generator)
         abandoned.close()
         assert sorted(mapped(tell_one, range(9), amounts.append)) == list(range(9))
     assert 9.0 <= sum(amounts) < 100.0  # those who were at work could not be called back
