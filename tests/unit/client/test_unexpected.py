@@ -201,7 +201,7 @@ def is_sane(answer: Message) -> bool:
     """How long a session may take is for its task to say."""
     match answer:
         case Joined():
-            return answer.heartbeat_s >= 0.1 and answer.training_timeout_s <= 1000
+            return 0.1 <= answer.heartbeat_s <= 1000 and answer.training_timeout_s <= 1000
         case UploadGranted():
             return answer.upload_timeout_s <= 1000
     return True
