@@ -52,7 +52,7 @@ def page(
             f"<p class=paper>Scale: {escape(scale.name)}. Seeds: {seeds_text}. "
             f"Claims: {len(checks)}, {verdict}.</p>"
         ),
-        *(f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" for _ in left_out[:1]),
+        f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" if left_out else "",
         (
             "<p>What was put in is <a href=#inputs>at the end</a>. Grey rows were calibrated "
             "to the paper: that they agree proves nothing. All other numbers came out of the "

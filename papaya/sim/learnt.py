@@ -76,6 +76,11 @@ class Course(Struct, frozen=True, kw_only=True):
         return digest(self)
 
 
+def require_target(loss: float | None) -> None:
+    is_loss = loss is None or math.isfinite(loss)
+    require(is_loss, "target", loss, "must be a finite loss", "leave it out for none")
+
+
 class Run(Struct, frozen=True, kw_only=True):
     """What is learnt along a course, of at most so many counted updates: recording goes on to the
     end of a minute. `data` names the model and its data by their content.
@@ -90,8 +95,7 @@ class Run(Struct, frozen=True, kw_only=True):
     evaluations: int = 100
 
     def __post_init__(self) -> None:
-        is_loss = self.target is None or math.isfinite(self.target)
-        require(is_loss, "target", self.target, "must be a finite loss", "leave it out for none")
+        require_target(self.target)
 
     @property
     def effort(self) -> float:

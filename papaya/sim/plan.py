@@ -17,7 +17,7 @@ from msgspec import Struct, structs
 from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.config.checks import require
 from papaya.learning.server_optimizer import server_optimizer
-from papaya.sim.learnt import Course, Run, recordable
+from papaya.sim.learnt import Course, Run, recordable, require_target
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.sim.replay import Rates
 from papaya.sim.trace import MOST_HOURS
@@ -68,8 +68,7 @@ class Plan(Struct, frozen=True, kw_only=True):
                 require(math.isfinite(value), name, value, "must be finite", f"leave {value} out")
                 is_whole = name not in _WHOLE or value == int(value)
                 require(is_whole, name, value, "must be a whole number", f"round {name}")
-        is_loss = self.target is None or math.isfinite(self.target)
-        require(is_loss, "target", self.target, "must be a finite loss", "leave it out for none")
+        require_target(self.target)
         require(bool(self.seeds), "seeds", self.seeds, "must not be empty", "use (1,)")
         for field in ("updates", "evaluations"):
             value = getattr(self, field)

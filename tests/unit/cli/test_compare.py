@@ -45,7 +45,8 @@ def test_the_table_is_shown_even_when_a_file_finds_no_place(
 
 def test_it_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--hours", "0.02", "--output", str(tmp_path), "--format", "json"]) == 0
-    printed = capsys.readouterr().out
+    printed, err = capsys.readouterr()
+    assert "warning: SyncFL, no over-selection made no server update in the window" in err
     assert (tmp_path / "report.json").read_text() == printed.rstrip()
     reports = msgspec.json.decode(printed, type=dict[str, Report])
     assert [len(report.tasks) for report in reports.values()] == [1, 1, 1]

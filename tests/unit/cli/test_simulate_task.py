@@ -215,6 +215,7 @@ def test_a_run_that_diverges_has_neither_loss_nor_clip(
     assert err.endswith("hint: lower --client-rate (3e+38) or --server-rate (0.5)\n")
     assert (tmp_path / "curve.csv").exists()
     assert "  diverged      " in out
+    assert "what follows is of the whole recording" in out
     assert "clip          – (the run diverged" in out
     assert "suggested" not in out
     [judged] = [line for line in out.splitlines() if line.startswith("all, by examples")]
