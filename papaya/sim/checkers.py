@@ -11,6 +11,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 import numpy as np
+from msgspec import structs
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.client.work import Finish, Seal, Sealed
@@ -21,15 +22,22 @@ from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import WeightedSum
 from papaya.machine import Reply
 from papaya.messages import wire
-from papaya.messages.base import BlobKey, Message, SessionId, TaskId
+from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
 from papaya.messages.control import (
     AggregatorOrders,
     AggregatorReport,
     SelectorOrders,
     SelectorReport,
 )
-from papaya.messages.participation import Completed, Report, UploadGranted
-from papaya.messages.selection import Accepted
+from papaya.messages.participation import (
+    Completed,
+    Leave,
+    Refused,
+    Report,
+    Retry,
+    UploadGranted,
+)
+from papaya.messages.selection import Accepted, Rejected
 from papaya.messages.storage import (
     ConsumedRow,
     FenceRow,
@@ -38,6 +46,7 @@ from papaya.messages.storage import (
     OptimizerRow,
     RecordRow,
     Row,
+    TaskRow,
     Transaction,
     VersionRow,
     fence_key,
@@ -69,6 +78,23 @@ def _blobs_of(row: Row) -> tuple[BlobKey, ...]:
         case RecordRow():
             return (row.sum,)
     return ()
+
+
+def _without_free_text(message: Message) -> Message:
+    """Words for people are not part of the protocol: a trace stays the same when they change."""
+    match message:
+        case Leave() | Retry() | Rejected():
+            return structs.replace(message, reason="")
+        case Refused():
+            return structs.replace(message, reason="", hint="")
+        case AggregatorReport() if any(task.halted for task in message.tasks):
+            tasks = tuple(structs.replace(task, halted="") for task in message.tasks)
+            return structs.replace(message, tasks=tasks)
+    return message
+
+
+def _row_without_free_text(row: Row) -> Row:
+    return structs.replace(row, why="") if isinstance(row, TaskRow) else row
 
 
 class TaskBooks:
@@ -112,10 +138,10 @@ class CheckedCluster(Cluster):
 
     # -- hooks of the cluster ---------------------------------------------------------------
 
-    def wire(self, message: Message) -> Message:
+    def wire(self, source: NodeId, target: NodeId, message: Message) -> Message:
         encoded = wire.encode(message)
-        self._trace.update(self.engine.now.hex().encode())
-        self._trace.update(encoded)
+        self._trace.update(f"{self.engine.now.hex()} {source} {target} ".encode())
+        self._trace.update(wire.encode(_without_free_text(message)))
         if isinstance(message, _CONTROL):
             return wire.between_servers.parse(encoded)
         if isinstance(message, wire.FROM_DEVICE_TYPES):
@@ -171,7 +197,7 @@ class CheckedCluster(Cluster):
                 self._name(before[key], -1)
                 self._check_delete(key, before[key], change)
         for key, row in change.put:
-            self._trace.update(b"+" + wire.encode_row(row))
+            self._trace.update(b"+" + key.encode() + wire.encode_row(_row_without_free_text(row)))
             if key in before:
                 self._name(before[key], -1)
             self._name(row, +1)

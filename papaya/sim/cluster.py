@@ -255,7 +255,7 @@ class Cluster:
 
     # -- for those who watch ----------------------------------------------------------------
 
-    def wire(self, message: Message) -> Message:
+    def wire(self, source: NodeId, target: NodeId, message: Message) -> Message:
         """What the receiver gets of a message."""
         return message
 

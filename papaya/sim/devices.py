@@ -23,7 +23,7 @@ from papaya.client.work import (
     WorkFailed,
 )
 from papaya.machine import Effects
-from papaya.messages.base import Message
+from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Join
 from papaya.secagg.errors import SecureAggregationError
 from papaya.sim.hosts import Host
@@ -51,6 +51,10 @@ class Path:
         self._attempt = attempt
         self._selector = selector
         self._boot = selector.boots
+
+    @property
+    def device_name(self) -> NodeId:
+        return "nobody" if self._device is None else self._device.name
 
     def answer(self, host: Host, message: Message) -> None:
         hops = 1 if host is self._selector else 2
@@ -83,6 +87,10 @@ class Device:
         self.is_present = True
         self._engine = cluster.engine
         self._armed_for = float("inf")
+
+    @property
+    def name(self) -> NodeId:
+        return f"device-{self.visit.device}"
 
     def start(self) -> None:
         self.perform(self.machine.start(self._engine.now))
@@ -124,7 +132,7 @@ class Device:
     def _request(self, effect: Request) -> None:
         cluster = self.cluster
         selector = cluster.hosts[effect.selector]
-        message = cluster.wire(effect.message)
+        message = cluster.wire(self.name, effect.selector, effect.message)
         cluster.observe_request(self, message)
         path = Path(self, effect.attempt, selector, message)
         cluster.network.carry("device", effect.selector, 1, selector.deliver, message, path)

@@ -141,14 +141,14 @@ class Host:
 
     def _send(self, effect: Send) -> None:
         cluster = self.cluster
-        cluster.network.carry(
-            self.node, effect.to, 1, cluster.hosts[effect.to].deliver, cluster.wire(effect.message)
-        )
+        message = cluster.wire(self.node, effect.to, effect.message)
+        cluster.network.carry(self.node, effect.to, 1, cluster.hosts[effect.to].deliver, message)
 
     def _reply(self, effect: Reply) -> None:
         if effect.to is not None:
             self.cluster.observe_reply(self, effect)
-            effect.to.answer(self, self.cluster.wire(effect.message))
+            message = self.cluster.wire(self.node, effect.to.device_name, effect.message)
+            effect.to.answer(self, message)
 
     def _forward(self, effect: Forward) -> None:
         cluster = self.cluster

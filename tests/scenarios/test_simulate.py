@@ -12,7 +12,7 @@ from msgspec import structs
 from scipy import stats
 
 from papaya.config import AsyncFL, Requirements, SyncFL, TaskConfig
-from papaya.messages.base import Message, TaskId
+from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import SelectorOrders
 from papaya.messages.selection import Capabilities
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
@@ -120,12 +120,12 @@ class Assignments(Cluster):
         self.sent: dict[tuple[str, ...], dict[TaskId, int]] = {}
         super().__init__(config, seed)
 
-    def wire(self, message: Message) -> Message:
+    def wire(self, source: NodeId, target: NodeId, message: Message) -> Message:
         if isinstance(message, SelectorOrders):
             for given in message.assignments:
                 counts = self.sent.setdefault(given.device_class.capabilities.labels, {})
                 counts[given.task] = counts.get(given.task, 0) + len(given.sessions)
-        return super().wire(message)
+        return super().wire(source, target, message)
 
 
 @pytest.fixture(scope="module")
