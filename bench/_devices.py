@@ -27,8 +27,8 @@ from papaya.messages.participation import (
     Retry,
     UploadGranted,
 )
+from papaya.messages.paths import PATHS
 from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
-from papaya.net.answers import PATHS
 
 CHECK_IN = CheckIn(PROTOCOL_VERSION, Capabilities())
 _RECEIVED_BYTES = 64 << 10

@@ -32,8 +32,8 @@ from papaya.messages.participation import (
     Retry,
     UploadGranted,
 )
+from papaya.messages.paths import PATHS
 from papaya.messages.selection import Accepted, Rejected
-from papaya.net.answers import PATHS
 
 
 class Plan(NamedTuple):

@@ -37,9 +37,9 @@ from papaya.config import AsyncFL, OptimizerConfig, ServerConfig, TaskConfig
 from papaya.learning.definition import ClientSGD
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import PopulationConfig
-from papaya.sim.replay import Rates, learn
-from papaya.sim.trace import Trace, record
-from papaya.sim.workloads.perceptron import Perceptron, Prototypes
+from papaya.study.replay import Rates, learn
+from papaya.study.trace import Trace, record
+from papaya.study.workloads.perceptron import Perceptron, Prototypes
 
 SEED = 1
 FLEET = 10**8

@@ -27,11 +27,11 @@ import torch
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.sim.population import DEFAULT, Population
-from papaya.sim.workloads.base import Clients, Ints, Matrix
-from papaya.sim.workloads.lstm import Lstm
-from papaya.sim.workloads.lstm_trainers import CompiledLstm, TorchLstm
-from papaya.sim.workloads.perceptron import Perceptron
-from papaya.sim.workloads.perceptron_trainers import (
+from papaya.study.workloads.base import Clients, Ints, Matrix
+from papaya.study.workloads.lstm import Lstm
+from papaya.study.workloads.lstm_trainers import CompiledLstm, TorchLstm
+from papaya.study.workloads.perceptron import Perceptron
+from papaya.study.workloads.perceptron_trainers import (
     CompiledPerceptron,
     Examples,
     PerceptronSizes,

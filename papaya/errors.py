@@ -7,7 +7,7 @@
     │   └── MissingBlob          the blob store lost something, or a successor deleted it
     ├── ProtocolError            the peer; the peer is answered, the server lives on; exit code 3
     │   ├── TicketError          missing, foreign, expired or forged ticket
-    │   ├── HttpError            in papaya/net/http: a request or answer refused, with its status
+    │   ├── HttpError            in papaya/http: a request or answer refused, with its status
     │   └── UpdateRefused        wrong size, not finite, over norm: refused and counted
     └── InvariantError           us; a checker or `check()` found a broken promise; exit code 70
 

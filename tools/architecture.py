@@ -1,4 +1,4 @@
-"""Checks what no linter knows: who may import whom, what a machine may not touch, how a file looks.
+"""Checks what no linter knows: who may import whom, and what a machine may not touch.
 
 The tables below are the architecture; the code under them only reads them. Run by `make check` as
 `python tools/architecture.py [root]`: prints `file:line: what is wrong; what to do`, exits 1 if
@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 GROUND = ("errors", "config", "messages", "machine")
 MACHINES = ("coordinator", "selector", "aggregator", "client")
+SECURITY = ("attestation", "secagg", "verifiable_log")
+DRIVERS = ("device", "server", "sim", "study")
 BESIDE = ("learning", "store", "attestation", "secagg", "tsa", "verifiable_log")
 BELOW_DRIVERS = (*GROUND, *MACHINES, *BESIDE)
 
@@ -37,12 +39,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "coordinator": GROUND,
     "selector": GROUND,
     "aggregator": (*GROUND, "learning", "secagg", "tsa"),
-    "client": (*GROUND, "learning", "secagg", "attestation"),
-    # Two drivers of the same machines, which do not know each other.
+    "client": GROUND,
+    # Used by several drivers.
+    "http": (),
+    "clock": (),
+    "credentials": ("errors", "config", "store"),
+    # Drivers of the same machines.
+    "device": (*GROUND, "client", "learning", *SECURITY, "clock", "credentials"),
+    "server": (*BELOW_DRIVERS, "http", "clock", "credentials"),
     "sim": BELOW_DRIVERS,
-    "net": BELOW_DRIVERS,
-    "experiments": (*BELOW_DRIVERS, "sim"),
-    "cli": (*BELOW_DRIVERS, "sim", "net", "experiments"),
+    "study": (*BELOW_DRIVERS, "sim", "device"),
+    "cli": (*BELOW_DRIVERS, *DRIVERS, "http", "clock", "credentials"),
     "__main__": ("cli",),
 }
 
@@ -94,29 +101,6 @@ IMPURE_CALLS = {
 IMPURE_METHODS = {"generate": "make keys from drawn bytes: from_private_bytes(entropy(32))"}
 SET_ORDER = "loop over sorted(...), or keep a dict or a tuple"
 
-# --- Rule 3: files -----------------------------------------------------------------------------
-
-MAX_LINES = 400
-CODE_FOLDERS = ("papaya", "tools", "tests", "bench", "examples")
-
-
-class Excused(NamedTuple):
-    """One rule that one file may break. An entry that excuses nothing is reported too."""
-
-    file: str
-    rule: str
-    reason: str
-
-
-# The client's machine is pure; what it asks of its device lies beside it (DESIGN 2).
-EXCEPTIONS: tuple[Excused, ...] = (
-    Excused("papaya/client/device_file.py", "purity", "the device's SQLite file"),
-    Excused("papaya/client/eligibility.py", "purity", "probes of the machine it runs on"),
-    Excused("papaya/client/fork_server.py", "purity", "the parent of training processes"),
-    Excused("papaya/client/sandbox.py", "purity", "talks to that parent"),
-    Excused("papaya/client/texts.py", "purity", "reads the device's files"),
-)
-
 
 class Violation(NamedTuple):
     """One broken rule, in the order in which it is printed."""
@@ -142,28 +126,16 @@ class Source(NamedTuple):
         return Violation(self.file, line, rule, wrong, remedy)
 
 
-def check(root: Path, exceptions: tuple[Excused, ...] = EXCEPTIONS) -> list[Violation]:
-    """Every violation under `root` that no exception excuses, and every idle exception."""
-    found = sorted(set(_all_violations(root)))
-    excused = {(entry.file, entry.rule) for entry in exceptions}
-    broken = {(violation.file, violation.rule) for violation in found}
-    idle = [
-        Violation(e.file, 1, "exception", f"nothing here breaks `{e.rule}`", "remove the exception")
-        for e in exceptions
-        if (e.file, e.rule) not in broken
-    ]
-    return [v for v in found if (v.file, v.rule) not in excused] + idle
+def check(root: Path) -> list[Violation]:
+    """Every violation under `root`."""
+    return sorted(set(_all_violations(root)))
 
 
 def _all_violations(root: Path) -> Iterator[Violation]:
-    for path in sorted(p for folder in CODE_FOLDERS for p in (root / folder).rglob("*.py")):
-        file = path.relative_to(root).as_posix()
-        text = path.read_text(encoding="utf-8")
-        if (lines := len(text.splitlines())) > MAX_LINES:
-            wrong = f"{lines} lines, more than {MAX_LINES}"
-            yield Violation(file, MAX_LINES + 1, "length", wrong, "find its second noun and split")
-        if file.startswith("papaya/"):
-            yield from _package_violations(file, text)
+    for path in sorted((root / "papaya").rglob("*.py")):
+        yield from _package_violations(
+            path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
+        )
 
 
 def _package_violations(file: str, text: str) -> Iterator[Violation]:

@@ -1,6 +1,6 @@
-"""Papaya's own trainers and its own aggregation: what `papaya.sim.replay` does for a round.
+"""Papaya's own trainers and its own aggregation: what `papaya.study.replay` does for a round.
 
-The trainers are those of `papaya.sim.workloads`, on one thread; weighted sum and step are the
+The trainers are those of `papaya.study.workloads`, on one thread; weighted sum and step are the
 aggregator's. The updates of a cohort are checked together for NaN and infinity, where a server
 admits each by itself: the peers check nothing. Runs in the virtual environment of Papaya.
 """
@@ -19,8 +19,8 @@ from papaya.learning.kernels import compiled
 from papaya.learning.parameters import Vector
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import Admitted, Contribution, WeightedSum
-from papaya.sim.workloads import lstm_trainers as lstm
-from papaya.sim.workloads import perceptron_trainers as perceptron
+from papaya.study.workloads import lstm_trainers as lstm
+from papaya.study.workloads import perceptron_trainers as perceptron
 
 # PyTorch's layout, which Papaya keeps, has a row for each output; `common` has a column.
 _TURNED = ("hidden", "output", "input", "recurrent")

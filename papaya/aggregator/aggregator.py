@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
+from papaya.aggregator.held_task import HeldTask
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.phase import Phase
 from papaya.aggregator.reporting import task_report
-from papaya.aggregator.task import HeldTask
 from papaya.aggregator.upload import Slots
 from papaya.aggregator.work import (
     Arriving,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from hmac import compare_digest
 
 from papaya.aggregator import regime
+from papaya.aggregator.held_task import HeldTask
 from papaya.aggregator.sessions import Session, session_life_s
-from papaya.aggregator.task import HeldTask
 from papaya.aggregator.upload import (
     Slots,
     Upload,

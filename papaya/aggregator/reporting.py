@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from papaya.aggregator.task import HeldTask
+from papaya.aggregator.held_task import HeldTask
 from papaya.messages.control import TaskReport
 
 

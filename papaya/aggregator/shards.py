@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec import structs
 
-from papaya.aggregator.masked import (
+from papaya.aggregator.masked_sum import (
     LOST,
     MaskedSum,
     TrustedParty,

@@ -1,7 +1,7 @@
 """How commands talk to a server's admin API: one request, one answer, or an error with a hint.
 
 The token comes from --token-file, from PAPAYA_ADMIN_TOKEN, or from the data folder of a server that
-runs here; it is sent as a header and never printed. Answers are typed JSON (`papaya/net/admin/
+runs here; it is sent as a header and never printed. Answers are typed JSON (`papaya/server/admin/
 views.py`). No answer is waited for without end, and none is read without a limit.
 """
 

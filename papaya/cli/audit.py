@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from papaya.cli.log_source import (
+from papaya.cli.log.source import (
     LogUnreachable,
     add_reading,
     keeping,
@@ -23,7 +23,7 @@ from papaya.cli.log_source import (
     reader_of,
 )
 from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
-from papaya.cli.tsa_artifact import (
+from papaya.cli.tsa.artifact import (
     NoGit,
     NoWheels,
     artifact_hash,

@@ -26,7 +26,7 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.cli.simulate import describe
+from papaya.cli.simulate.simulate import describe
 from papaya.config import AsyncFL
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.report import Report, percent

@@ -20,7 +20,8 @@ from papaya import __version__
 from papaya.cli.output import silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
-# `name` is the module papaya.cli.<name>; in the order of `papaya --help`.
+# In the order of `papaya --help`. `name` is the module papaya.cli.<name>, or of a large command
+# papaya.cli.<name>.<name>.
 COMMANDS: Final = {
     "demo": "a server and devices that train a model, here, in a minute",
     "serve": "run the servers: all roles in one process, or one alone",
@@ -37,6 +38,7 @@ COMMANDS: Final = {
     "log": "the verifiable log of trusted binaries",
     "audit": "check a log of trusted binaries, and rebuild what it names",
 }
+_LARGE: Final = ("client", "demo", "log", "serve", "simulate", "task", "tsa")
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
@@ -81,7 +83,8 @@ def _parser(command: str) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, words in COMMANDS.items():
         if name == command:
-            import_module(f"papaya.cli.{name}").add_to(commands)
+            module = f"{name}.{name}" if name in _LARGE else name
+            import_module(f"papaya.cli.{module}").add_to(commands)
         else:
             commands.add_parser(name, help=words)
     return parser

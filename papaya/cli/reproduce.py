@@ -25,12 +25,12 @@ from papaya.cli.output import (
     writing,
 )
 from papaya.errors import OperatorError
-from papaya.experiments.catalogue import EXPERIMENTS
-from papaya.experiments.page import shown
-from papaya.experiments.reproduce import reproduce
-from papaya.experiments.result import Result
-from papaya.experiments.scale import SCALES
-from papaya.sim.lab import Step
+from papaya.study.experiments.catalogue import EXPERIMENTS
+from papaya.study.experiments.page import shown
+from papaya.study.experiments.reproduce import reproduce
+from papaya.study.experiments.result import Result
+from papaya.study.experiments.scale import SCALES
+from papaya.study.lab import Step
 
 _WORK = {"traces": "recording", "runs": "learning"}
 

@@ -10,7 +10,7 @@ import argparse
 
 from papaya.cli.admin_client import add_connection, client_for
 from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json, table
-from papaya.net.admin.views import Status, TaskView
+from papaya.server.admin.views import Status, TaskView
 
 
 def add_to(commands: Commands) -> None:

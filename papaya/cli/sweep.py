@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec import structs, to_builtins
 
+from papaya.cli.norm_summary import lines, scale_rows
 from papaya.cli.output import (
     Commands,
     Progress,
@@ -28,17 +29,16 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.cli.simulate import add_data
-from papaya.cli.update_scale import lines, scale_rows
+from papaya.cli.simulate.simulate import add_data
 from papaya.errors import OperatorError
-from papaya.sim.lab import Step
-from papaya.sim.plan import VARIABLES, Plan, Regime
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
-from papaya.sim.results import Row, edges, rows_of, varied_in
-from papaya.sim.sweep import sweep
-from papaya.sim.trace import MOST_HOURS
-from papaya.sim.workloads.named import BUILT_IN, WorkloadSpec, prepare
+from papaya.study.lab import Step
+from papaya.study.plan import VARIABLES, Plan, Regime
+from papaya.study.results import Row, edges, rows_of, varied_in
+from papaya.study.sweep import sweep
+from papaya.study.trace import MOST_HOURS
+from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
 _MEANINGLESS = {"async": "over_selection", "sync": "max_staleness"}
@@ -133,7 +133,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from papaya.sim import learning_plots  # before the runs: a missing matplotlib should cost none
+    from papaya.study import (
+        learning_plots,  # before the runs: a missing matplotlib should cost none
+    )
 
     plan = _plan(options)
     prepared = prepare(plan.workload, plan.population)

@@ -18,9 +18,9 @@ from papaya.cli.output import (
     print_json,
     table,
 )
+from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
-from papaya.net.auth import SignedTokens
-from papaya.net.token_files import SecretName, read, read_or_make
+from papaya.server.auth import SignedTokens
 
 _DEFAULT_DATA = Path("papaya-data")
 _PURPOSES: dict[SecretName, str] = {

@@ -8,20 +8,14 @@ default. What concerns the protocol is in `ServerConfig`, under `[server]`.
 from __future__ import annotations
 
 import re
-import tomllib
-from pathlib import Path
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
 from papaya.config.checks import require, require_count, require_positive_s
 from papaya.config.server import ServerConfig
-from papaya.errors import ConfigError, OperatorError
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-
-_PATHS = ("data", "tls_certificate", "tls_key", "tls_authority", "trusted_collateral", "log")
 
 Role = Literal["coordinator", "selector", "aggregator"]
 ROLES: tuple[Role, ...] = ("coordinator", "selector", "aggregator")
@@ -102,33 +96,3 @@ def address(field: str, text: str) -> tuple[str, int]:
     )
     assert found is not None
     return found["host"].strip("[]"), port
-
-
-def read_deployment(path: Path) -> Deployment:
-    """The TOML file at `path`; relative paths in it start at its folder."""
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-        found = msgspec.convert(document, Deployment)
-    except OSError as error:
-        raise OperatorError(
-            f"{path} cannot be read: {error.strerror}", hint="papaya serve needs no file at all"
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}", hint="mend the line it names") from error
-    except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{path}: {error}", hint="docs/configuration.md lists every field"
-        ) from error
-    paths = {
-        field: str(path.parent / value)
-        for field in (
-            "data",
-            "tls_certificate",
-            "tls_key",
-            "tls_authority",
-            "trusted_collateral",
-            "log",
-        )
-        if (value := getattr(found, field)) is not None
-    }
-    return msgspec.structs.replace(found, **paths)

@@ -45,8 +45,8 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError, OperatorError, PapayaError
+from papaya.learning.checkpoint_files import read_checkpoint
 from papaya.learning.definition import ClientSGD, Examples, Task
-from papaya.learning.named import read_checkpoint
 from papaya.learning.parameters import Manifest, Vector
 
 __all__ = [

@@ -12,17 +12,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from papaya.aggregator import masked
+from papaya.aggregator import masked_sum as masked
+from papaya.aggregator.held_task import HeldTask
 from papaya.aggregator.ledger import Ledger
-from papaya.aggregator.masked import TrustedPartyError
+from papaya.aggregator.masked_sum import TrustedPartyError
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.participation import Participation
 from papaya.aggregator.phase import Phase
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import Blobs, Shards
-from papaya.aggregator.task import HeldTask
-from papaya.aggregator.trusted import TrustedPartyOverTsa
+from papaya.aggregator.tsa import TrustedPartyOverTsa
 from papaya.aggregator.work import FAILED, Fold, Offer, Stepped
 from papaya.client.client import Client
 from papaya.coordinator.coordinator import Coordinator

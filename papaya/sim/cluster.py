@@ -40,7 +40,7 @@ from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
 from papaya.sim.protocol_updates import protocol_update
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
-from papaya.sim.trusted import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TrustedTwin, sealed
 
 # When nearly the whole fleet is here already, an arrival may find nobody.
 _MAX_DRAWS = 64

@@ -39,7 +39,7 @@ from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import WORD, Words
 from papaya.sim.protocol_updates import protocol_vector
-from papaya.sim.trusted import TrustedTwin
+from papaya.sim.tsa_twin import TrustedTwin
 
 Seed = tuple[bytes, int]
 """An identity of the trusted party, and an index of its offers."""

@@ -24,16 +24,16 @@ from papaya.errors import ConfigError, InvariantError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.secagg import fixed_point
-from papaya.sim.learning import Learning, learn_in_loop
 from papaya.sim.population import Population, PopulationConfig
-from papaya.sim.replay import Curve, Rates, learn
-from papaya.sim.trace import Trace, record
-from papaya.sim.workloads.base import Clients, Workload
-from papaya.sim.workloads.bigram import BigramWorkload
-from papaya.sim.workloads.embedding import EmbeddingWorkload
-from papaya.sim.workloads.language import Language
-from papaya.sim.workloads.language_workload import KernelName, LanguageWorkload
-from tests.unit.sim.learners import (
+from papaya.study.learning_in_loop import Learning, learn_in_loop
+from papaya.study.replay import Curve, Rates, learn
+from papaya.study.trace import Trace, record
+from papaya.study.workloads.base import Clients, Workload
+from papaya.study.workloads.bigram import BigramWorkload
+from papaya.study.workloads.embedding import EmbeddingWorkload
+from papaya.study.workloads.language import Language
+from papaya.study.workloads.language_workload import KernelName, LanguageWorkload
+from tests.unit.study.learners import (
     ASYNC,
     LANGUAGE,
     POPULATION,

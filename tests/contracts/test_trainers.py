@@ -21,27 +21,27 @@ from papaya.errors import ConfigError, InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
-from papaya.sim import workloads
-from papaya.sim.workloads.base import Clients, Ints, Matrix
-from papaya.sim.workloads.lstm import Lstm
-from papaya.sim.workloads.lstm_trainers import (
+from papaya.study import workloads
+from papaya.study.workloads.base import Clients, Ints, Matrix
+from papaya.study.workloads.lstm import Lstm
+from papaya.study.workloads.lstm_trainers import (
     CompiledLstm,
     LstmSizes,
     LstmTrainer,
     Tokens,
     TorchLstm,
 )
-from papaya.sim.workloads.lstm_trainers import fastest as fastest_lstm
-from papaya.sim.workloads.perceptron import Perceptron, Prototypes
-from papaya.sim.workloads.perceptron_trainers import (
+from papaya.study.workloads.lstm_trainers import fastest as fastest_lstm
+from papaya.study.workloads.perceptron import Perceptron, Prototypes
+from papaya.study.workloads.perceptron_trainers import (
     CompiledPerceptron,
     Examples,
     PerceptronSizes,
     PerceptronTrainer,
     StackedPerceptron,
 )
-from papaya.sim.workloads.perceptron_trainers import fastest as fastest_perceptron
-from papaya.sim.workloads.torch_task import TorchWorkload, _losses
+from papaya.study.workloads.perceptron_trainers import fastest as fastest_perceptron
+from papaya.study.workloads.torch_task import TorchWorkload, _losses
 
 # n = 1, n below, at and above a batch, batches that do not divide n
 VOLUMES = np.array([1, 2, 5, 32, 33, 7, 64, 1, 40, 13])
@@ -256,7 +256,7 @@ def test_an_lstm_refuses_what_it_cannot_train(kind: str) -> None:
 def test_without_numba_the_fallbacks_train(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("_kernels_lstm", "_kernels_perceptron"):
         monkeypatch.delattr(workloads, module, raising=False)
-        monkeypatch.setitem(sys.modules, f"papaya.sim.workloads.{module}", None)
+        monkeypatch.setitem(sys.modules, f"papaya.study.workloads.{module}", None)
     assert fastest_lstm(SMALL).name == "torch"
     assert fastest_perceptron(PerceptronSizes()).name == "numpy"
     monkeypatch.setitem(sys.modules, "torch", None)

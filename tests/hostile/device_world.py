@@ -15,11 +15,11 @@ import numpy as np
 from msgspec import structs
 
 from papaya.attestation.verify import report_data
-from papaya.client.executor import TaskTerms
 from papaya.client.work import Seal, Sealed
+from papaya.device.executor import TaskTerms
+from papaya.device.trust import Trust
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.participation import SecureOffer
-from papaya.net.device.trust import Trust
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import UnmaskedSum, unmask
 from papaya.secagg.words import WORD

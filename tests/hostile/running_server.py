@@ -18,7 +18,7 @@ import numpy as np
 
 from papaya.config import AsyncFL, Deployment, ServerConfig, TaskConfig
 from papaya.learning import parameters
-from papaya.net.server import Server
+from papaya.server.server import Server
 
 CHUNK_BYTES = 64
 MODEL_LENGTH = 40  # three chunks: 64 + 64 + 32 bytes

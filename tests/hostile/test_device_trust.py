@@ -21,8 +21,11 @@ from msgspec import structs
 
 from papaya.attestation.errors import AttestationError
 from papaya.client.client import Stage
-from papaya.client.executor import TaskTerms
 from papaya.client.work import Downloaded, Finish, Seal, Sealed, Trained
+from papaya.device.events import Ended, Event
+from papaya.device.executor import TaskTerms
+from papaya.device.training import ProtocolTrainer
+from papaya.device.trust import Trust
 from papaya.errors import OperatorError, ProtocolError
 from papaya.messages import wire
 from papaya.messages.base import Message, TaskId
@@ -34,9 +37,6 @@ from papaya.messages.participation import (
     Retry,
     UploadGranted,
 )
-from papaya.net.device import ProtocolTrainer
-from papaya.net.device.events import Ended, Event
-from papaya.net.device.trust import Trust
 from papaya.secagg.offer import Offer
 from tests.hostile.device_world import (
     EVIL,
@@ -50,7 +50,7 @@ from tests.hostile.device_world import (
     a_world,
 )
 from tests.unit.client.builders import GRANTED, Phone, joined
-from tests.unit.net.device import fake_selector
+from tests.unit.device import fake_selector
 from tests.unit.verifiable_log.hosts import Dripping, serving
 
 

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from papaya.net.http.exchange import Exchange
-from papaya.net.http.limits import Limits
-from papaya.net.http.listening import Listening
-from papaya.net.http.routes import Buffered
-from tests.unit.net.http.loopback import (
+from papaya.http.exchange import Exchange
+from papaya.http.limits import Limits
+from papaya.http.listener import Listening
+from papaya.http.routes import Buffered
+from tests.unit.http.loopback import (
     IMPATIENT,
     LOOPS,
     ListTransport,

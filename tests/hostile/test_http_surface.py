@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import checks
 
-from papaya.net.answers import PATHS
-from papaya.net.device_openapi import device_document
+from papaya.messages.paths import PATHS
+from papaya.server.device_openapi import device_document
 from tests.hostile.running_server import DEADLINE_S, RunningServer
 from tests.hostile.test_device_api import is_served
 

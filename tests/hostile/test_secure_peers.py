@@ -25,7 +25,7 @@ from papaya.messages.storage import RecordRow
 from papaya.secagg.errors import UpdateError
 from papaya.secagg.mask import sum_masks
 from papaya.secagg.words import WORD
-from papaya.sim.trusted import TrustedTwin
+from papaya.sim.tsa_twin import TrustedTwin
 from papaya.tsa.trusted_aggregator import Limits
 from tests.unit.aggregator.builders import MODEL_LENGTH, SERVER
 from tests.unit.aggregator.secure_builders import (

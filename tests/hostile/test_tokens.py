@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.net.auth import DAY_S, DeviceAuth, SharedToken, SignedTokens, admits, bearer
-from papaya.net.token_files import Secret
+from papaya.credentials.token_files import Secret
+from papaya.server.auth import DAY_S, DeviceAuth, SharedToken, SignedTokens, admits, bearer
 
 KEY = Secret("the-key-in-the-data-folder-0123456789")
 SHARED = Secret("the-token-of-all-devices-0123456789")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from papaya.aggregator.masked import MaskedSum, TrustedPartyError
+from papaya.aggregator.masked_sum import MaskedSum, TrustedPartyError
 from papaya.aggregator.work import Keep, Snapshot, Step
 from papaya.config import SyncFL
 from papaya.learning.parameters import FLOAT32

@@ -27,8 +27,8 @@ from papaya.messages.storage import (
     Transaction,
     VersionRow,
 )
-from papaya.net.admin.history import History
-from papaya.net.admin.supervisor import REMEMBER_S, Supervisor
+from papaya.server.admin.history import History
+from papaya.server.admin.supervisor import REMEMBER_S, Supervisor
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.devices import Device
 from papaya.sim.population import PopulationConfig

@@ -14,11 +14,18 @@ from pathlib import Path
 from random import Random
 from typing import Self
 
-from papaya.client.eligibility import Eligibility
-from papaya.client.example_store import ExampleStore
-from papaya.client.executor import TaskTerms
 from papaya.client.work import Finish, Trained
 from papaya.config import DeviceConfig
+from papaya.credentials.token_files import Secret
+from papaya.device.device import Device
+from papaya.device.eligibility import Eligibility
+from papaya.device.example_store import ExampleStore
+from papaya.device.executor import TaskTerms
+from papaya.device.limits import Pacing
+from papaya.device.process import DeviceProcess
+from papaya.device.selectors import Selectors
+from papaya.device.training import Assignment, ProtocolTrainer
+from papaya.device.trust import Trust
 from papaya.messages.base import Message, SessionId
 from papaya.messages.participation import (
     Aborted,
@@ -34,10 +41,6 @@ from papaya.messages.participation import (
 )
 from papaya.messages.selection import Rejected
 from papaya.messages.tickets import claim_of
-from papaya.net.device import Assignment, Device, DeviceProcess, Pacing, ProtocolTrainer
-from papaya.net.device.selectors import Selectors
-from papaya.net.device.trust import Trust
-from papaya.net.token_files import Secret
 from papaya.sim.protocol_updates import protocol_update
 
 _CONFIG = DeviceConfig(

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from papaya.config import AsyncFL, OptimizerConfig, StopRule, TaskConfig
+from papaya.device.training import Assignment
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
-from papaya.net.device import Assignment
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Fleet, Work, briefly, fleet
 from tests.system.oracle import Books

@@ -20,10 +20,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from papaya.aggregator.masked import MaskedSum
+from papaya.aggregator.masked_sum import MaskedSum
 from papaya.attestation.policy import DevicePolicy
-from papaya.cli.demo_progress import reading
-from papaya.client.executor import TaskTerms
+from papaya.cli.demo.progress import reading
 from papaya.config import (
     AsyncFL,
     EvaluationPlan,
@@ -31,10 +30,11 @@ from papaya.config import (
     SecureAggregation,
     TaskConfig,
 )
+from papaya.device.executor import TaskTerms
+from papaya.device.trust import Trust
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
 from papaya.messages.storage import RecordRow
-from papaya.net.device.trust import Trust
 from papaya.secagg.parameters import EXTRA_WORDS
 from papaya.tsa.client import TrustedAggregatorClient
 from tests.system.admin import Admin

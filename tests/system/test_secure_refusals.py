@@ -7,12 +7,12 @@ from pathlib import Path
 
 from msgspec import structs
 
-from papaya.cli.demo_progress import reading
-from papaya.client.executor import TaskTerms
+from papaya.cli.demo.progress import reading
 from papaya.config import Requirements
-from papaya.net.device import Device
-from papaya.net.device.events import Ended, Event
-from papaya.net.device.trust import Trust
+from papaya.device.device import Device
+from papaya.device.events import Ended, Event
+from papaya.device.executor import TaskTerms
+from papaya.device.trust import Trust
 from tests.system.fleet import Book, NoTraining, WatchedProcess, briefly
 from tests.system.processes import Installation, ServerProcess
 from tests.system.test_secure import CONFIG, GOAL, SERVER, STEP_S, TERMS, admin_of, trust, url

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 from papaya.config import OptimizerConfig, SyncFL, TaskConfig
+from papaya.device.training import Assignment
 from papaya.messages.base import SessionId
-from papaya.net.device import Assignment
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Fleet, Work, fleet
 from tests.system.oracle import Books

@@ -20,17 +20,17 @@ import pytest
 from papaya import __version__
 from papaya.attestation.policy import DevicePolicy
 from papaya.cli import main as cli
-from papaya.client.use_policy import parse_policies
 from papaya.config import TaskConfig
 from papaya.config.deployment import Deployment
+from papaya.device.use_policy import parse_policies
 from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION
 from papaya.messages.participation import AbortReason, Chunk, DiscardReason
 from papaya.messages.selection import Capabilities
-from papaya.net.admin.routes import AdminRoutes
-from papaya.net.admin.service import AdminService
-from papaya.net.admin.views import Evaluate, Mark, NewTask, Reason, RollBack
-from papaya.net.device_openapi import device_document
+from papaya.server.admin.routes import AdminRoutes
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.views import Evaluate, Mark, NewTask, Reason, RollBack
+from papaya.server.device_openapi import device_document
 from tools import configuration_reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -195,7 +195,7 @@ def test_every_name_in_the_glossary_is_in_the_file_it_names() -> None:
 
 
 def test_every_name_that_is_said_to_be_in_a_file_is_there() -> None:
-    """As in: `load` in `papaya/aggregator/task.py`. A method may stand without its class."""
+    """As in: `load` in `papaya/aggregator/held_task.py`. A method may stand without its class."""
     found = [match for page in PAGES for match in NAME_IN_FILE.findall(prose_of(page))]
     assert len(found) > 5, "the pattern no longer finds any"
     for names, file in found:

@@ -129,7 +129,7 @@ def try_loss(task: Task, batch: Batch) -> None:
 
 
 def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes]) -> torch.Tensor:
-    """The loss of one batch, with its graph. No backward here: see papaya/client/fork_server.py."""
+    """The loss of one batch, with its graph. No backward here: see papaya/device/fork_server.py."""
     return _loss(task, module, _batch(task, examples))
 
 

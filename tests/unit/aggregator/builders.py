@@ -16,8 +16,8 @@ import numpy as np
 
 from papaya.aggregator import work
 from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.held_task import HeldTask
 from papaya.aggregator.shards import Blobs, Shards, initial_blobs
-from papaya.aggregator.task import HeldTask
 from papaya.config import AsyncFL, OptimizerConfig, ServerConfig, SyncFL, TaskConfig
 from papaya.errors import MissingBlob
 from papaya.learning import parameters

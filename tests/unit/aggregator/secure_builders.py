@@ -21,7 +21,7 @@ from papaya.machine import Effect
 from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.participation import Complete, Joined, UploadGranted
 from papaya.messages.storage import ConsumedRow, Member, RecordRow
-from papaya.sim.trusted import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TrustedTwin, sealed
 from tests.unit.aggregator.builders import (
     MODEL_LENGTH,
     SERVER,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from papaya.aggregator.masked import MaskedSum
+from papaya.aggregator.masked_sum import MaskedSum
 from papaya.aggregator.shards import Blobs, Shards, initial_blobs
 from papaya.aggregator.work import Fold, Folded, GetOffers, Restore, Snapshot, Step, Stepped
 from papaya.client.work import Seal, Sealed
@@ -22,7 +22,7 @@ from papaya.messages.base import BlobKey
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import Member, RecordRow, VersionRow
 from papaya.secagg.words import WORD
-from papaya.sim.trusted import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TrustedTwin, sealed
 from tests.unit.aggregator.builders import MODEL_LENGTH, TASK
 from tests.unit.aggregator.secure_builders import CLIP, MAX_EXAMPLES, STEP, a_secure_task, mean_of
 

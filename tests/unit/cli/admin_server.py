@@ -10,15 +10,16 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
-from papaya.cli import status, task
+from papaya.cli import status
 from papaya.cli.main import Parser
-from papaya.net.http.exchange import Exchange
-from papaya.net.http.listening import serve
-from papaya.net.http.routes import Buffered
-from papaya.net.internal_api import guarded
-from papaya.net.metrics import Registry
-from papaya.net.token_files import Secret
-from tests.unit.net.admin.builders import System
+from papaya.cli.task import task
+from papaya.credentials.token_files import Secret
+from papaya.http.exchange import Exchange
+from papaya.http.listener import serve
+from papaya.http.routes import Buffered
+from papaya.server.internal_api import guarded
+from papaya.server.metrics import Registry
+from tests.unit.server.admin.builders import System
 
 T = TypeVar("T")
 TOKEN = "0123456789abcdef-test"

@@ -18,20 +18,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from papaya.cli import client
-from papaya.cli.client_output import Printer
-from papaya.cli.client_setup import import_examples
-from papaya.cli.examples import examples_of, files_in
-from papaya.client.example_store import ExampleStore
-from papaya.client.use_policy import Policy
+from papaya.cli.client import client
+from papaya.cli.client.examples import examples_of, files_in
+from papaya.cli.client.output import Printer
+from papaya.cli.client.setup import import_examples
 from papaya.client.work import Ending
+from papaya.device.device import Device
+from papaya.device.events import Ended
+from papaya.device.example_store import ExampleStore
+from papaya.device.training import ProtocolTrainer
+from papaya.device.use_policy import Policy
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning import parameters
 from papaya.messages.participation import Completed, Report
 from papaya.messages.selection import CheckIn
-from papaya.net.device import Device, ProtocolTrainer
-from papaya.net.device.events import Ended
-from tests.unit.net.device.fake_selector import FakeSelector, answer, joined, raw, serving
+from tests.unit.device.fake_selector import FakeSelector, answer, joined, raw, serving
 
 ASSUMED = ["--assume", "idle,charging,unmetered", "--participation-floor", "0", "--pause", "0"]
 WAITING = [*ASSUMED, "--protocol-only", "0.01"]
@@ -155,7 +156,7 @@ def test_a_task_is_trained_on_imported_examples(
 def test_an_unreachable_server_is_named_once_with_a_hint(tmp_path: Path) -> None:
     """In a process of its own, which SIGTERM ends well."""
     program = (
-        "import argparse; from papaya.cli import client; p = argparse.ArgumentParser(); "
+        "import argparse; from papaya.cli.client import client; p = argparse.ArgumentParser(); "
         "client.add_to(p.add_subparsers()); o = p.parse_args(); raise SystemExit(o.run(o))"
     )
     arguments = ["client", "--server", "http://127.0.0.1:9", *WAITING]

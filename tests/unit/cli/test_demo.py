@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from papaya.aggregator.masked import MaskedSum
-from papaya.cli import demo, demo_plot
-from papaya.cli.demo import TASK_FILE
-from papaya.cli.demo_files import write_task, write_trust
-from papaya.cli.demo_privacy import SOFTWARE, MaskedSample, Onlooker, bits_per_byte
-from papaya.cli.demo_processes import Processes, interrupted_by_signals
-from papaya.cli.demo_progress import (
+from papaya.aggregator.masked_sum import MaskedSum
+from papaya.cli.demo import demo
+from papaya.cli.demo import plot as demo_plot
+from papaya.cli.demo.demo import TASK_FILE
+from papaya.cli.demo.files import write_task, write_trust
+from papaya.cli.demo.privacy import SOFTWARE, MaskedSample, Onlooker, bits_per_byte
+from papaya.cli.demo.processes import Processes, interrupted_by_signals
+from papaya.cli.demo.progress import (
     LineView,
     Sample,
     happening,
@@ -30,17 +31,17 @@ from papaya.cli.demo_progress import (
     utilization,
     view_for,
 )
-from papaya.cli.demo_summary import Summary, perplexities, summarize, text_of
-from papaya.cli.demo_texts import deal_out, find_texts
+from papaya.cli.demo.summary import Summary, perplexities, summarize, text_of
+from papaya.cli.demo.texts import deal_out, find_texts
 from papaya.cli.main import main
-from papaya.client.texts import LIBRARY
 from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, SyncFL, TaskConfig
+from papaya.device.texts import LIBRARY
+from papaya.device.trust import read_policy
 from papaya.errors import OperatorError
 from papaya.learning.task import load_task
 from papaya.messages.storage import PointRow
-from papaya.net.admin.views import TaskDetail, TaskView
-from papaya.net.device.trust import read_policy
 from papaya.secagg.words import WORD
+from papaya.server.admin.views import TaskDetail, TaskView
 from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey
 
 POINTS = (

@@ -14,10 +14,10 @@ import pytest
 from msgspec import structs
 
 from papaya.cli.main import main
-from papaya.experiments import reproduce
-from papaya.experiments.scale import QUICK, SCALES
-from papaya.sim import lab
 from papaya.sim.jobs import write_whole
+from papaya.study import lab
+from papaya.study.experiments import reproduce
+from papaya.study.experiments.scale import QUICK, SCALES
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 FULL: Final = Path("/dev/full")

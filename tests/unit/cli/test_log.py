@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from papaya.cli import audit, log
-from papaya.cli.log_source import LogRefused, LogUnreachable
-from papaya.cli.tsa_artifact import from_folder
+from papaya.cli import audit
+from papaya.cli.log import log
+from papaya.cli.log.source import LogRefused, LogUnreachable
+from papaya.cli.tsa.artifact import from_folder
 from papaya.errors import OperatorError, ProtocolError
 from papaya.tsa.measurement import measure
 from papaya.verifiable_log.folder import LogFolder

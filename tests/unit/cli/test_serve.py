@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from papaya.cli.main import main
-from papaya.net.server import Server
+from papaya.server.server import Server
 
 
 def test_a_server_of_which_a_part_fails_stops_with_the_code_of_a_bug(

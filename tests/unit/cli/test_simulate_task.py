@@ -15,9 +15,9 @@ import pytest
 from matplotlib.image import imread
 
 from papaya.cli.main import main
-from papaya.cli.simulate_task import summary
+from papaya.cli.simulate.task import summary
 from papaya.config import AsyncFL, SyncFL
-from papaya.sim.learnt import Learnt
+from papaya.study.run import Learnt
 
 TASK = """
 import json

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from papaya.cli import watch
 from papaya.cli.admin_client import TOKEN_VARIABLE, AdminClient, Unreachable
-from papaya.cli.submit import changed
+from papaya.cli.task import watch
+from papaya.cli.task.submit import changed
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.storage import (
@@ -23,10 +23,10 @@ from papaya.messages.storage import (
     Transaction,
     point_key,
 )
-from papaya.net.admin.live import LiveTask
-from papaya.net.admin.views import Status, TaskDetail, TaskView
+from papaya.server.admin.live import LiveTask
+from papaya.server.admin.views import Status, TaskDetail, TaskView
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
-from tests.unit.net.admin.builders import TASK
+from tests.unit.server.admin.builders import TASK
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
 from papaya.cli.admin_client import TOKEN_VARIABLE
-from papaya.cli.submit import changed, refusals
+from papaya.cli.task.submit import changed, refusals
 from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.messages.storage import PointRow, Transaction, point_key
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
-from tests.unit.net.admin.builders import TASK
+from tests.unit.server.admin.builders import TASK
 
 TASK_FILE = """
 import torch

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from papaya.cli import token
+from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
-from papaya.net.auth import SignedTokens
-from papaya.net.token_files import SecretName, read, read_or_make
+from papaya.server.auth import SignedTokens
 
 SECRETS: tuple[SecretName, ...] = ("admin.token", "server.token", "device.token", "device.key")
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from papaya.cli import serve_tsa, tsa
-from papaya.cli.tsa_artifact import NoWheels, build, from_folder, from_revision
+from papaya.cli.serve import tsa as serve_tsa
+from papaya.cli.tsa import tsa
+from papaya.cli.tsa.artifact import NoWheels, build, from_folder, from_revision
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import measure
 from tests.unit.cli.enclave_sources import (

@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from papaya.config import EvaluationPlan, Requirements, StopRule, SyncFL
 from papaya.errors import OperatorError
-from papaya.learning.named import save_named
+from papaya.learning.checkpoint_files import save_named
 from papaya.learning.task import LoadedTask, load_task
 
 HEAD = """\

@@ -7,7 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from papaya.aggregator.masked import MaskedSum
+from papaya.aggregator.masked_sum import MaskedSum
 from papaya.client.work import Seal, Sealed
 from papaya.errors import InvariantError
 from papaya.learning.kernels import NUMPY
@@ -24,7 +24,7 @@ from papaya.messages.storage import (
 from papaya.secagg.words import WORD
 from papaya.sim.protocol_updates import protocol_update, protocol_vector
 from papaya.sim.secure_checks import SecureAuditor
-from papaya.sim.trusted import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TrustedTwin, sealed
 from tests.unit.aggregator.secure_builders import MAX_EXAMPLES, a_secure_task
 from tests.unit.client.builders import joined
 

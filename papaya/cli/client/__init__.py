@@ -1,0 +1,1 @@
+"""`papaya client`: devices that train for a server."""

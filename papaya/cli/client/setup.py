@@ -1,0 +1,136 @@
+"""From the options of `papaya client` to the parts of its devices; refuses what does not fit."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from random import Random
+
+from papaya.cli.client.examples import examples_of, files_in
+from papaya.cli.output import note, plural
+from papaya.clock import Clock
+from papaya.credentials.token_files import read as read_token
+from papaya.device.device import Device
+from papaya.device.example_store import ExampleStore
+from papaya.device.training import ProtocolTrainer, Trainer, sandboxed
+from papaya.device.trust import Trust, read_policy
+from papaya.device.use_policy import Policy, parse_policies
+from papaya.errors import OperatorError
+from papaya.learning.task import module_hash
+from papaya.sim.protocol_updates import protocol_update
+
+
+def listed(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def device_stores(path: Path, devices: int) -> list[Path]:
+    """The file itself for one device; files in a folder for many."""
+    try:
+        if devices == 1 and not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return [path]
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        hint = "name a folder that can be written with --store"
+        raise OperatorError(f"{path} cannot hold devices: {error.strerror}", hint=hint) from error
+    return [path / f"device-{number}.db" for number in range(1, devices + 1)]
+
+
+def device_tokens(files: Sequence[Path], devices: int) -> list[str | None]:
+    if not files:
+        return [None] * devices
+    if len(files) not in (1, devices):
+        raise OperatorError(
+            f"{len(files)} token files are neither one for all nor one for each of {devices}",
+            hint="give --token-file once, or once for each device",
+        )
+    tokens: list[str | None] = [read_token(path).reveal() for path in files]
+    return tokens * (devices // len(tokens))
+
+
+@asynccontextmanager
+async def trainer_for(
+    options: argparse.Namespace, clock: Clock
+) -> AsyncIterator[tuple[Trainer, list[str]]]:
+    """Who trains, and the names of the tasks that it knows; none means any."""
+    files, mean_s = getattr(options, "task", []), getattr(options, "protocol_only", None)
+    if missing := [path for path in files if not path.is_file()]:
+        raise OperatorError(f"there is no task file {missing[0]}", hint="check --task")
+    if mean_s is not None:
+        rng, modules = Random(), tuple(module_hash(path.read_bytes()) for path in files)
+        seconds = partial(rng.expovariate, 1 / mean_s)
+        yield ProtocolTrainer(protocol_update, seconds, modules=modules), []
+        return
+    if not files:
+        raise OperatorError("no task file is named", hint="papaya client --task my_task.py")
+    parallel = getattr(options, "max_parallel", None)
+    async with sandboxed(
+        files,
+        clock.now,
+        aliases=dict(options.alias),
+        memory_mb=options.memory,
+        max_parallel=parallel,
+    ) as trainer:
+        yield trainer, list(trainer.tasks)
+
+
+def policies_in(path: Path | None) -> dict[str, Policy]:
+    if path is None:
+        return {}
+    try:
+        return parse_policies(path.read_bytes(), str(path))
+    except OSError as error:
+        raise OperatorError(
+            f"the policies {path} cannot be read: {error.strerror}", hint="check --policies"
+        ) from error
+
+
+async def import_examples(
+    imports: Sequence[tuple[str, Path]],
+    devices: Sequence[Device],
+    task_files: Sequence[Path],
+    trainer: Trainer,
+    tasks: Sequence[str],
+    now: float,
+) -> None:
+    """Deal the files out: file i goes to device i, and round again. What a device has it is not
+    given again, so the same command may be started again and again.
+
+    A collection that nobody declared is declared for the tasks of this command: who imports
+    examples and names task files wants them used.
+    """
+    for collection, path in imports:
+        for device in devices:
+            if collection not in device.store.collections:
+                device.store.declare({collection: Policy(tasks=tuple(tasks))})
+        files = files_in(path)
+        found = await examples_of(files, task_files, trainer)
+        stores = [device.store for device in devices]
+        added = await asyncio.to_thread(_deal_out, found, stores, collection, now)
+        what = f"{plural(len(files), 'file')} for collection {collection}"
+        is_old = any(found) and not added
+        note(f"{what}: already imported" if is_old else f"{added:,} new examples of {what}")
+
+
+def _deal_out(
+    found: Sequence[Sequence[bytes]], stores: Sequence[ExampleStore], collection: str, now: float
+) -> int:
+    return sum(
+        stores[number % len(stores)].add_new(collection, examples, now)
+        for number, examples in enumerate(found)
+    )
+
+
+def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust | None:
+    """The owner's policy on trusted parties; what was seen of the log is kept beside the store."""
+    if path is None:
+        return None
+    policy = read_policy(path)
+    if policy.allow_insecure_software:
+        note("INSECURE: software evidence is believed, which proves nothing")
+    return Trust(policy, store.with_name(f"{store.name}.log-checkpoint"), now)

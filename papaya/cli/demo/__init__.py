@@ -1,0 +1,1 @@
+"""`papaya demo`: the real system on one machine, for a minute."""

@@ -1,0 +1,1 @@
+"""`papaya log`: the verifiable log of TSA binaries."""

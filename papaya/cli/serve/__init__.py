@@ -1,0 +1,1 @@
+"""`papaya serve`: server processes and the TSA."""

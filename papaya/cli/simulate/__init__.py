@@ -1,0 +1,1 @@
+"""`papaya simulate`: runs of a simulated fleet."""

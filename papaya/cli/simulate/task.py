@@ -1,0 +1,244 @@
+"""`papaya simulate my_task.py --data …`: a fleet that learns the user's own task from own data.
+
+One run: the machines are recorded, the model learns along the trace, and what came of it is told:
+how good it got and how soon, for all clients and for those with much data, who took part, how long
+client updates are, and what secure aggregation's fixed point would make of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from pathlib import Path
+
+import msgspec
+from msgspec import structs
+
+from papaya.cli.norm_summary import lines, scale_rows
+from papaya.cli.output import (
+    Progress,
+    make_folder,
+    note,
+    plural,
+    print_data,
+    print_json,
+    table,
+    writing,
+)
+from papaya.cli.simulate.simulate import check_goal
+from papaya.errors import Diverged
+from papaya.sim.population import DEFAULT
+from papaya.sim.report import Report, percent, regime_name
+from papaya.study.fairness import Distance
+from papaya.study.plan import regime_of, setting_of, with_rates, with_setting
+from papaya.study.run import (
+    Course,
+    Fleet,
+    Learnt,
+    Run,
+    clients_to_train,
+    fleet_of,
+    learn_run,
+    record_course,
+    recordable,
+)
+from papaya.study.trace import MOST_HOURS, Recorded
+from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
+
+_UPDATES, _EVALUATIONS = 5000, 20
+_MANY = 100.0  # from there on, one digit after the point
+_MOST_FINITE = 700.0  # exp of more is not a float
+
+
+def run_task(options: argparse.Namespace) -> int:
+    from papaya.sim import plots
+    from papaya.study import learning_plots  # before the run: they need matplotlib
+
+    folder = make_folder(options.output)
+    spec = WorkloadSpec(
+        str(options.task_file),
+        getattr(options, "data", None),
+        getattr(options, "seconds_per_example", None),
+    )
+    prepared = prepare(spec, structs.replace(DEFAULT, size=options.population))
+    run = _run(options, prepared)
+    note(prepared.about)
+    seconds = prepared.population.execution_per_example_s
+    note(f"an example takes a device {seconds:g} s in the median (--seconds-per-example)")
+    for warning in run.course.task.warnings():
+        note(f"warning: {warning}")
+    if (goal := run.course.task.aggregation_goal) > run.updates:
+        note(f"warning: a server update takes K = {goal:,} client updates: it goes on until then")
+    learnt, report = _learn(run, prepared, getattr(options, "processes", 1))
+    if not learnt.versions and learnt.curve.diverged is None:
+        hours = f"{run.course.hours:g} virtual hours"
+        note(f"warning: nothing was learnt: no server update in {hours}; raise --hours")
+    _write(folder, learnt, report)
+    if options.format == "json":
+        print_json(_for_programs(learnt))
+    else:
+        print_data(summary(learnt))
+    title = f"{learnt.run.workload}: {regime_name(run.course.task)}"
+    with writing(folder):
+        learning_plots.draw_curve(learnt, folder / "curve.png", title)
+        plots.draw({regime_name(run.course.task): report}, folder / "plot.png", title)
+    names = ("report.json", "curve.csv", "curve.png", "plot.png")
+    note("\n" + "\n".join(str(folder / name) for name in names))
+    if learnt.curve.diverged is not None:
+        used = setting_of(run)
+        raise Diverged(
+            f"the model diverged after version {learnt.versions}, the last that was judged: "
+            f"{learnt.curve.diverged}",
+            hint=f"lower --client-rate ({used['client_rate']:g}) or --server-rate "
+            f"({used['server_rate']:g})",
+        )
+    return 0
+
+
+def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
+    regime = getattr(options, "regime", regime_of(prepared.task))
+    check_goal(regime, options)
+    given = {
+        "K": getattr(options, "goal", None),
+        "concurrency": getattr(options, "concurrency", None),
+        "over_selection": getattr(options, "over_selection", None),
+        "client_rate": getattr(options, "client_rate", None),
+        "server_rate": getattr(options, "server_rate", None),
+    }
+    setting = {name: float(value) for name, value in given.items() if value is not None}
+    task = with_setting(prepared.task, regime, setting)
+    cluster = structs.replace(
+        recordable(task, prepared.population),
+        supply=options.supply,
+        coordinators=options.coordinators,
+        selectors=options.selectors,
+        aggregators=options.aggregators,
+    )
+    course = Course(
+        cluster=cluster,
+        seed=options.seed,
+        updates=getattr(options, "updates", _UPDATES),
+        hours=getattr(options, "hours", MOST_HOURS),
+    )
+    return Run(
+        course=course,
+        workload=prepared.task.task,
+        data=prepared.digest,
+        rates=with_rates(prepared.rates, setting),
+        updates=course.updates,
+        evaluations=getattr(options, "evaluations", _EVALUATIONS),
+    )
+
+
+def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report]:
+    course = run.course
+    with Progress() as progress:
+
+        def recorded(cluster: Recorded) -> None:
+            hours = cluster.engine.now / 3600
+            words = f"{cluster.counted:,} client updates, {hours:.1f} virtual hours"
+            progress.update("fleet", min(1.0, course.share_of(cluster)), words)
+
+        trace, report = record_course(course, recorded)
+        total = max(1, clients_to_train(run, trace))
+
+        def learns(trained: int, judged: int) -> None:
+            words = f"{trained:,} of {total:,} clients trained, {plural(judged, 'version')} judged"
+            progress.update("learning", min(1.0, trained / total), words)
+
+        with prepared.opened(course.seed, processes) as workload:
+            return learn_run(run, trace, fleet_of(report), workload, learns), report
+
+
+def _for_programs(learnt: Learnt) -> dict[str, object]:
+    """With K and rates as they came to be: where a configuration leaves them open it has null."""
+    found: dict[str, object] = msgspec.to_builtins(learnt)
+    return {"setting": setting_of(learnt.run), **found}
+
+
+def _write(folder: Path, learnt: Learnt, report: Report) -> None:
+    data, curve = folder / "report.json", folder / "curve.csv"
+    with writing(data):
+        content = {"learning": _for_programs(learnt), "fleet": report}
+        data.write_bytes(msgspec.json.encode(content))
+    with writing(curve), curve.open("w", newline="") as file:
+        rows = csv.writer(file)
+        fields = ("all", "p75", "p99", "all_by_clients")
+        rows.writerow(("version", "hours", "updates", "trips", *(f"loss_{f}" for f in fields)))
+        for point in learnt.curve.points:
+            losses = (getattr(point.quality, field) for field in fields)
+            rows.writerow((point.version, point.hours, point.updates, point.trips, *losses))
+
+
+def summary(learnt: Learnt) -> str:
+    """For people; the fields of `Learnt` are for programs."""
+    task = learnt.run.course.task
+    head = f"{learnt.run.workload}: {regime_name(task)}, C = {task.concurrency}, "
+    head += f"K = {task.aggregation_goal}, seed {learnt.run.course.seed}"
+    rows = [
+        ("learnt", f"{_done(learnt)} in {learnt.hours:.2f} virtual hours"),
+        ("utilization", _used(learnt.fleet)),
+        ("took part", _took_part(learnt)),
+        *scale_rows(learnt),
+    ]
+    if learnt.curve.diverged is not None:
+        last = f"loss {learnt.end.all:.4f} until then"
+        whole = "what follows is of the whole recording"
+        rows.insert(1, ("diverged", f"{learnt.curve.diverged}; {last}; {whole}"))
+    return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt)
+
+
+def _used(fleet: Fleet) -> str:
+    if fleet.utilization is None:
+        return "–, staleness – (the run is shorter than its warm-up)"
+    if fleet.mean_staleness is None:
+        return f"{percent(fleet.utilization)}, staleness – (no server update after the warm-up)"
+    staleness = f"staleness {fleet.mean_staleness:.1f}, at most {fleet.max_staleness}"
+    return f"{percent(fleet.utilization)}, {staleness}"
+
+
+def _done(learnt: Learnt) -> str:
+    counts = ((learnt.updates, "client update"), (learnt.versions, "server update"))
+    return f"{', '.join(plural(*count) for count in counts)}, {plural(learnt.trips, 'trip')}"
+
+
+def _qualities(learnt: Learnt) -> str:
+    header = ("held-out clients, by volume", "loss", "→", "perplexity", "→")
+    names = (
+        ("all", "all, by examples"),
+        ("p75", "from the 75th percentile on"),
+        ("p99", "from the 99th percentile on"),
+        ("all_by_clients", "all, each alike"),
+    )
+    rows = []
+    for field, words in names:
+        count = getattr(learnt.judges, field, None)
+        if count is not None:
+            words += f" ({count:,})"
+        losses = [getattr(learnt.start, field), getattr(learnt.end, field)]
+        cells = [f"{loss:.4f}" for loss in losses] + [_perplexity(loss) for loss in losses]
+        if learnt.curve.diverged is not None:
+            cells[1] = cells[3] = "–"
+        rows.append((words, *cells))
+    return table(header, rows)
+
+
+def _perplexity(loss: float) -> str:
+    value = math.exp(loss) if loss < _MOST_FINITE else math.inf
+    return f"{value:,.1f}" if value >= _MANY else f"{value:.3f}"
+
+
+def _took_part(learnt: Learnt) -> str:
+    found = learnt.fairness
+    if found is None:
+        return "too few clients to tell who (K–S needs 30 that were assigned well before the end)"
+    time, examples = _distance(found.execution_s), _distance(found.examples)
+    return (
+        f"K–S {time} by execution time, {examples} by examples; "
+        f"chance gives up to {found.execution_s.noise:.3f} for {plural(found.clients, 'client')}"
+    )
+
+
+def _distance(found: Distance) -> str:
+    return f"{found.ks:.3f} (p = {found.p_value:.2g})"

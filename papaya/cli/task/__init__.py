@@ -1,0 +1,1 @@
+"""`papaya task`: commands for the owner of a model."""

@@ -1,0 +1,223 @@
+"""`papaya task watch`: a task as it learns, in a terminal or in a log.
+
+On a terminal one display that is redrawn; anywhere else a line whenever there is something new;
+with --format json each of those lines is the whole view. A server that restarts is waited for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import msgspec
+
+from papaya.cli.admin_client import (
+    AdminClient,
+    Unreachable,
+    add_connection,
+    client_for,
+    task_path,
+)
+from papaya.cli.output import Commands, add_format, note, positive, print_data
+from papaya.errors import OperatorError
+from papaya.messages.storage import PointRow
+from papaya.server.admin.views import TaskDetail, TaskView
+
+_PATIENCE_S = 60.0
+_EVALUATION_STARTS_S = 15.0  # after an earlier one ends
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE = 40
+_RATE_S = 5.0
+
+
+def add_to(actions: Commands) -> None:
+    parser = actions.add_parser("watch", help="progress, until the task is over")
+    parser.set_defaults(run=run)
+    parser.add_argument("task")
+    parser.add_argument(
+        "--until",
+        choices=("completed", "evaluated"),
+        default="completed",
+        help="evaluated: also until its last evaluation is over; exit code 1 if it was cancelled",
+    )
+    parser.add_argument("--interval", type=positive, default=1.0, metavar="S", help="in seconds")
+    add_connection(parser)
+    add_format(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    client = client_for(options)
+    client.get(task_path(options.task), TaskDetail)  # a wrong name or token is told at once
+    show: Show
+    if options.format == "json":
+        show = Lines(lambda detail: msgspec.json.encode(detail).decode())
+    elif sys.stdout.isatty():
+        show = Display()
+    else:
+        show = Lines(line)
+    with show:
+        detail = follow(client, options.task, options.until, options.interval, show)
+    if detail.task.state == "cancelled":
+        note(f"{options.task} was cancelled" + (f": {detail.task.why}" if detail.task.why else ""))
+        return 1
+    return 0
+
+
+class Show(AbstractContextManager["Show"]):
+    """Where what is seen goes."""
+
+    def update(self, detail: TaskDetail) -> None:
+        raise NotImplementedError
+
+    def __exit__(self, *exception: Any) -> None:
+        return None
+
+
+class Lines(Show):
+    """A line for each change of version, state or loss."""
+
+    def __init__(self, render: Callable[[TaskDetail], str]) -> None:
+        self._render = render
+        self._last: object = None
+
+    def update(self, detail: TaskDetail) -> None:
+        task = detail.task
+        now = (task.version, task.state, task.loss, task.halted)
+        if now != self._last:
+            self._last = now
+            print_data(self._render(detail))
+
+
+class Display(Show):
+    """Redrawn in place."""
+
+    def __init__(self) -> None:
+        try:
+            from rich.live import Live
+        except ImportError as error:
+            raise OperatorError(
+                "the live display needs rich, which is not installed",
+                hint="pip install rich, or: papaya task watch TASK | cat",
+            ) from error
+        self._live = Live(auto_refresh=False)
+
+    def __enter__(self) -> Display:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._live.__exit__(*exception)
+
+    def update(self, detail: TaskDetail) -> None:
+        from rich.text import Text
+
+        self._live.update(Text(picture(detail)), refresh=True)
+
+
+def follow(
+    client: AdminClient,
+    task: str,
+    until: str,
+    interval_s: float,
+    show: Show,
+    sleep: Callable[[float], None] = time.sleep,
+) -> TaskDetail:
+    """Look again and again; the last view, when the task is over."""
+    silent_s = over_s = 0.0
+    while True:
+        try:
+            detail = client.get(task_path(task), TaskDetail)
+            is_over = detail.task.state in ("completed", "cancelled")
+            if is_over and until == "evaluated":
+                over_s += interval_s
+                is_over = _has_last_evaluation(client, detail, over_s)
+        except Unreachable as error:
+            if silent_s >= _PATIENCE_S:
+                raise
+            if silent_s == 0.0:
+                note(f"{error}; waiting for it to come back")
+            silent_s += interval_s
+        else:
+            silent_s = 0.0
+            show.update(detail)
+            if is_over:
+                return detail
+        sleep(interval_s)
+
+
+def _has_last_evaluation(client: AdminClient, detail: TaskDetail, over_s: float) -> bool:
+    """The last version of a completed task is evaluated, if there is a plan, soon after it."""
+    task = detail.task
+    if task.state != "completed" or detail.config.evaluation is None:
+        return True
+    if detail.points and detail.points[-1].evaluated:
+        return True
+    own = f"{task.task}@{task.version}"
+    found = [v for v in client.get("/admin/tasks", tuple[TaskView, ...]) if v.evaluates == own]
+    if any(view.state == "running" for view in found):
+        return False
+    return bool(found) or over_s > _EVALUATION_STARTS_S
+
+
+def line(detail: TaskDetail) -> str:
+    task = detail.task
+    parts = [f"{task.task} {task.state}", f"version {task.version}", *numbers(detail)]
+    parts += [f"HALTED: {task.halted}"] if task.halted else []
+    return ", ".join(parts) + (f" ({task.why})" if task.why and task.state != "running" else "")
+
+
+def picture(detail: TaskDetail) -> str:
+    task = detail.task
+    lines = [f"{task.task}  {task.regime}  {task.state}" + (f": {task.why}" if task.why else "")]
+    lines.append(f"version {task.version}   " + "   ".join(numbers(detail)))
+    losses = [point.loss for point in detail.points if point.loss is not None]
+    if len(losses) > 1:
+        lines.append(f"loss {losses[0]:.3f} {curve(losses)} {losses[-1]:.3f}")
+    if task.halted:
+        lines.append(f"HALTED: {task.halted}")
+    return "\n".join(lines)
+
+
+def numbers(detail: TaskDetail) -> list[str]:
+    """Loss, perplexity, utilization, staleness, versions per minute; a dash for what is not known
+    yet. An evaluation is over some versions after the one that it is of, so that one is named.
+    """
+    task = detail.task
+    found = ["loss -"]
+    if task.loss is not None:
+        found = [f"loss {task.loss:.3f} at version {task.evaluated}"]
+        found += [] if task.perplexity is None else [f"perplexity {task.perplexity:.1f}"]
+    made = [point for point in detail.points if point.members]
+    if task.state == "running":
+        has_begun = made or task.active  # before that, idle slots say nothing
+        known = task.utilization if has_begun else None
+        found.append("utilization -" if known is None else f"utilization {100 * known:.0f} %")
+    found.append(f"staleness {mean_staleness(made):.1f}" if made else "staleness -")
+    rate = versions_per_minute(made)
+    return [*found, "- versions/min" if rate is None else f"{rate:.1f} versions/min"]
+
+
+def versions_per_minute(made: Sequence[PointRow], over_s: float = _RATE_S) -> float | None:
+    """Between the first of these versions and the last: waiting for the first devices is no part
+    of it. None when that is too short a time to say.
+    """
+    seconds = made[-1].created - made[0].created if made else 0.0
+    return 60 * (len(made) - 1) / seconds if seconds > over_s else None
+
+
+def mean_staleness(points: Sequence[PointRow]) -> float:
+    """By update, over the points given."""
+    members = sum(point.members for point in points)
+    return sum(point.staleness * point.members for point in points) / max(1, members)
+
+
+def curve(values: Sequence[float]) -> str:
+    """The last values as a line of bars."""
+    shown = values[-_CURVE:]
+    low, high = min(shown), max(shown)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in shown)

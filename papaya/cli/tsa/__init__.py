@@ -1,0 +1,1 @@
+"""`papaya tsa`: build and measure the TSA binary."""

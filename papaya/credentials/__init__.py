@@ -1,0 +1,1 @@
+"""Secrets and certificates in files, for servers, devices and commands."""

@@ -1,0 +1,1 @@
+"""All of a Linux device: examples, history, eligibility, sandbox, training, visits, trust."""

@@ -1,0 +1,219 @@
+"""A device: visit after visit, when it is eligible, and never against its own history.
+
+For an app:
+
+    clock = device_clock()
+    async with (
+        DeviceProcess(now=clock.now) as process,
+        sandboxed([Path("my_task.py")], clock.now) as trainer,
+    ):
+        with Device(
+            process, selectors=["https://papaya.example"], store="device.db", trainer=trainer
+        ) as device:
+            finish = await device.visit()        # one visit: how it ended
+            await device.run_forever()           # or all of them, until device.stop()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Self
+
+from papaya.client.client import Client, Stage
+from papaya.client.work import Finish
+from papaya.config import DeviceConfig
+from papaya.credentials.token_files import Secret
+from papaya.device.device_history import DeviceHistory
+from papaya.device.events import (
+    Ended,
+    NotEligible,
+    Notify,
+    StageReached,
+    Troubled,
+    Waiting,
+    nobody,
+)
+from papaya.device.example_store import ExampleStore
+from papaya.device.process import DeviceProcess
+from papaya.device.selectors import check_urls
+from papaya.device.training import Trainer
+from papaya.device.use_policy import Policies
+from papaya.device.visit import Equipment, Visit
+from papaya.errors import OperatorError
+from papaya.messages.selection import Capabilities
+
+_SHORTEST_PAUSE_S = 0.05
+_TRIPS = ("counted", "discarded")
+_WENT_WELL = (*_TRIPS, "aborted")
+
+
+class Device:
+    """One device with its own store, history, session and token."""
+
+    def __init__(
+        self,
+        process: DeviceProcess,
+        *,
+        selectors: Sequence[str],
+        store: Path | str,
+        trainer: Trainer,
+        policies: Policies | None = None,
+        token: str | None = None,
+        name: str = "device",
+        memory_mb: int = 0,
+        labels: Sequence[str] = (),
+        config: DeviceConfig | None = None,
+        notify: Notify = nobody,
+        rng: Random | None = None,
+    ) -> None:
+        self.name = name
+        self._process = process
+        self._config = config or DeviceConfig()
+        self._capabilities = Capabilities(
+            trainer.engine, trainer.modules, memory_mb, tuple(sorted(labels))
+        )
+        self._notify = notify
+        self._rng = rng or Random()
+        addresses = check_urls(selectors)
+        secret = None if token is None else Secret(token)
+        self.store = ExampleStore(store, policies)
+        try:
+            self._history = DeviceHistory(store)
+        except BaseException:
+            self.store.close()
+            raise
+        self._equipment = Equipment(
+            process, addresses, secret, self._config, self.store, self._history, trainer
+        )
+        self._visit: Visit | None = None
+        self._stopping = asyncio.Event()
+        self._failures = 0
+
+    def close(self) -> None:
+        self._history.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- visits -----------------------------------------------------------------------------
+
+    async def visit(self) -> Finish:
+        """One visit, eligible or not at its start; it is left if the device becomes ineligible."""
+        history = await asyncio.to_thread(self._history.load, self._config.participation_floor_s)
+        machine = Client(
+            self._equipment.selectors, self._capabilities, history, self._config, self._rng
+        )
+        visit = self._visit = Visit(
+            machine, self._equipment, lambda stage: self._reached(machine, stage)
+        )
+        if self._stopping.is_set():
+            visit.interrupt("the device was told to stop")
+        watch = asyncio.create_task(self._watch(visit))
+        try:
+            finish = await visit.run()
+        finally:
+            self._visit = None
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        now, ending, reason = self._process.now(), finish.ending, finish.reason
+        self._notify(Ended(self.name, now, ending, reason, machine.task, visit.detail))
+        return finish
+
+    async def run_forever(self, visits: int | None = None) -> None:
+        """Until `stop()`, or until so many visits ended as trips: counted or discarded."""
+        sweeping = asyncio.create_task(self._sweep_forever())
+        try:
+            await self._visit_forever(visits)
+        finally:
+            sweeping.cancel()
+            await asyncio.gather(sweeping, return_exceptions=True)
+
+    async def _visit_forever(self, visits: int | None) -> None:
+        trips = 0
+        while not self._stopping.is_set():
+            try:
+                finish = await self._visit_if_eligible()
+            except OperatorError as error:  # a full disk, a locked file: not for ever, perhaps
+                self._tell_trouble(error)
+                await self._wait(self._back_off())
+                continue
+            if finish is None:
+                await self._wait(self._process.pacing.eligibility_poll_s)
+                continue
+            trips += finish.ending in _TRIPS
+            if visits is not None and trips >= visits:
+                return
+            await self._wait(self._pause_after(finish))
+
+    async def _visit_if_eligible(self) -> Finish | None:
+        reasons = await self._process.reasons_against()
+        if not reasons:
+            return await self.visit()
+        words = tuple(reason.reason for reason in reasons)
+        self._notify(NotEligible(self.name, self._process.now(), words))
+        return None
+
+    async def _sweep_forever(self) -> None:
+        """What a policy says must go goes, whether the device takes part in anything or not."""
+        while True:
+            try:
+                await asyncio.to_thread(self.store.sweep, self._process.now())
+            except OperatorError as error:
+                self._tell_trouble(error)
+            await asyncio.sleep(self._process.pacing.sweep_s)
+
+    def _tell_trouble(self, error: OperatorError) -> None:
+        self._notify(Troubled(self.name, self._process.now(), str(error)))
+
+    def stop(self, even_sending: bool = False) -> None:
+        """No further visit; the present one is left. An upload goes on unless told otherwise."""
+        self._stopping.set()
+        if self._visit is not None:
+            self._visit.interrupt("the device was told to stop", even_sending)
+
+    # -- between and beside visits ------------------------------------------------------------
+
+    def _pause_after(self, finish: Finish) -> float:
+        pacing = self._process.pacing
+        if finish.ending == "rejected":
+            self._failures = 0
+            window = (finish.retry_from_s, finish.retry_until_s)
+            return self._rng.uniform(min(window), max(window))
+        if finish.ending in _WENT_WELL:
+            self._failures = 0
+            return pacing.pause_s * self._rng.uniform(0.5, 1.5)
+        return self._back_off()
+
+    def _back_off(self) -> float:
+        pacing = self._process.pacing
+        ceiling = min(pacing.max_backoff_s, pacing.backoff_s * 2.0 ** min(self._failures, 16))
+        self._failures += 1
+        return self._rng.uniform(ceiling / 2, ceiling)
+
+    async def _wait(self, seconds: float) -> None:
+        seconds = max(_SHORTEST_PAUSE_S, seconds)
+        self._notify(Waiting(self.name, self._process.now(), seconds))
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            pass
+
+    async def _watch(self, visit: Visit) -> None:
+        """On a metered network not even an upload goes on: it would cost the owner money."""
+        while True:
+            await asyncio.sleep(self._process.pacing.eligibility_poll_s)
+            if reasons := await self._process.reasons_against():
+                is_metered = any(reason.condition == "unmetered" for reason in reasons)
+                visit.interrupt("; ".join(reason.reason for reason in reasons), is_metered)
+
+    def _reached(self, machine: Client, stage: Stage) -> None:
+        if stage is not Stage.OVER:
+            self._notify(StageReached(self.name, self._process.now(), stage.value, machine.task))

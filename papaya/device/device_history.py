@@ -1,0 +1,71 @@
+"""The participation history on disk: what `papaya/client/history.py` needs to survive a restart.
+
+Durable before the first byte of an update leaves the device, and written by a compare-and-set: a
+second process on the same file, which read the history before the first one recorded, is refused.
+Then nothing is sent: a participation may be lost, never doubled.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+from papaya.client.history import History, Participated
+from papaya.device.device_file import DeviceFile, StrPath
+from papaya.errors import OperatorError
+from papaya.messages.base import TaskId
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS participation (
+    task TEXT PRIMARY KEY,
+    count INTEGER NOT NULL,
+    last_at REAL NOT NULL,
+    gap_s REAL NOT NULL,
+    max_count INTEGER
+) STRICT, WITHOUT ROWID;
+"""
+_FIRST = """
+INSERT OR IGNORE INTO participation (count, last_at, gap_s, max_count, task) VALUES (?, ?, ?, ?, ?)
+"""
+_NEXT = """
+UPDATE participation SET count = ?, last_at = ?, gap_s = ?, max_count = ?
+WHERE task = ? AND count = ?
+"""
+
+
+class DeviceHistory:
+    """One device's participations, in the file that also holds its examples."""
+
+    def __init__(self, path: StrPath) -> None:
+        self._file = DeviceFile(path, _SCHEMA)
+        self._evaluations: dict[TaskId, TaskId] = {}  # which ones it met, until it is closed
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def load(self, floor_s: float) -> History:
+        """The history as of now; `floor_s` is the device's own and no task's."""
+        select = "SELECT task, count, last_at, gap_s, max_count FROM participation"
+        with self._file.transaction():
+            entries = {task: Participated(*entry) for task, *entry in self._file.rows(select)}
+        return History(floor_s, entries, self._evaluations)
+
+    def remember(self, task: TaskId, participated: Participated) -> None:
+        """Durable when it returns. Raises if it is not the next participation after the last."""
+        new = participated
+        values = (new.count, new.last_at, new.gap_s, new.limit, task)
+        with self._file.transaction():
+            if new.count == 1:
+                changed = self._file.change(_FIRST, *values)
+            else:
+                changed = self._file.change(_NEXT, *values, new.count - 1)
+        if changed != 1:
+            raise OperatorError(
+                f"another process took part in {task!r} with the history {self._file.path}",
+                hint="run one process per device",
+            )

@@ -1,0 +1,255 @@
+"""The example store (paper, "Client Runtime"): training examples on the device, in SQLite.
+
+An app adds examples to collections; a task that the collection's policy allows reads them; what is
+expired or surplus is deleted, not hidden: no call returns it any more, and after the next `sweep`,
+which the device's runtime calls every few minutes, its bytes are in none of the files any more
+(`papaya/device/device_file.py`). What a flash controller or a snapshot below the file system keeps,
+no program can delete.
+
+Every example lies on one side of the train / validation / test split, by a hash of its content: no
+state, the same on every call, and equal examples lie on the same side. Policies are kept in the
+file, so that the app which adds examples and the process which trains on them obey the same ones.
+
+Refused: a collection that the device's owner did not declare, a task that its policy does not
+allow, an example over the limit. A server has no part in any of this. Retention is judged by the
+`now` of the caller: a clock that is set back keeps examples for longer by as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from typing import Literal, Self, TypeAlias
+
+import msgspec
+
+from papaya.device.device_file import DeviceFile, StrPath
+from papaya.device.use_policy import Policies, Policy, check_collections
+from papaya.errors import ConfigError, OperatorError
+
+Split: TypeAlias = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+MAX_EXAMPLE_BYTES = 1 << 20
+MAX_QUERY_BYTES = 256 << 20
+_BUCKETS = 1 << 32
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS example (
+    id INTEGER PRIMARY KEY,
+    collection TEXT NOT NULL,
+    added_at REAL NOT NULL,
+    bucket INTEGER NOT NULL,
+    content BLOB NOT NULL
+) STRICT;
+CREATE INDEX IF NOT EXISTS example_by_age ON example (collection, added_at, id);
+CREATE INDEX IF NOT EXISTS example_by_bucket ON example (collection, bucket);
+CREATE TABLE IF NOT EXISTS collection (name TEXT PRIMARY KEY, policy BLOB NOT NULL) STRICT;
+"""
+
+
+class UseRefused(OperatorError):
+    """A task asked for examples that their owner does not let it use."""
+
+
+def bucket_of(example: bytes) -> int:
+    """Where an example lies on the scale that the split divides."""
+    return int.from_bytes(sha256(b"papaya split\0" + example).digest()[:4], "big")
+
+
+def split_of(example: bytes, policy: Policy) -> Split:
+    bucket = bucket_of(example)
+    return next(split for split in SPLITS if bucket in range(*_bounds(split, policy)))
+
+
+def _bounds(split: Split, policy: Policy) -> tuple[int, int]:
+    """Validation and test lie at the ends, so that a change of one moves nothing of the other."""
+    validation = round(policy.validation * _BUCKETS)
+    test = min(_BUCKETS, max(validation, _BUCKETS - round(policy.test * _BUCKETS)))
+    match split:
+        case "validation":
+            return 0, validation
+        case "train":
+            return validation, test
+        case "test":
+            return test, _BUCKETS
+
+
+class ExampleStore:
+    """One device's examples. May be called from any thread."""
+
+    def __init__(self, path: StrPath, policies: Policies | None = None) -> None:
+        """`policies` declares collections, or declares them anew; the others stay as they are."""
+        self._policies: dict[str, Policy] = {}
+        self._file = DeviceFile(path, _SCHEMA)
+        try:
+            self.declare(policies or {})
+        except BaseException:
+            self._file.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def collections(self) -> Policies:
+        return self._policies
+
+    def declare(self, policies: Policies) -> None:
+        """Declare collections, or declare them anew."""
+        with self._current():
+            check_collections({**self._policies, **policies})
+            for name, policy in policies.items():
+                self._file.change(
+                    "INSERT OR REPLACE INTO collection (name, policy) VALUES (?, ?)",
+                    name,
+                    msgspec.json.encode(policy),
+                )
+        self._policies |= policies
+
+    def add(self, collection: str, examples: Iterable[bytes], now: float) -> int:
+        """All of them or none; returns how many. Those that are surplus are deleted at once."""
+        return self._add(collection, examples, now, only_new=False)
+
+    def add_new(self, collection: str, examples: Iterable[bytes], now: float) -> int:
+        """Those whose content was not in the collection before; returns how many."""
+        return self._add(collection, examples, now, only_new=True)
+
+    def query(
+        self,
+        collection: str,
+        task: str,
+        split: Split,
+        limit: int,
+        newest_first: bool,
+        now: float,
+    ) -> list[bytes]:
+        """At most `limit` examples that `task` may use; never an expired one."""
+        order = "added_at DESC, id DESC" if newest_first else "added_at ASC, id ASC"
+        select = (
+            "SELECT content FROM (SELECT added_at, id, content, sum(length(content)) OVER "
+            f"(ORDER BY {order} ROWS UNBOUNDED PRECEDING) AS so_large FROM example "
+            f"WHERE collection = ? AND bucket >= ? AND bucket < ? ORDER BY {order} LIMIT ?) "
+            f"WHERE so_large <= {MAX_QUERY_BYTES} ORDER BY {order}"
+        )
+        with self._current():
+            policy = self._policy(collection)
+            if not policy.allows(task):
+                raise UseRefused(
+                    f"task {task!r} may not use collection {collection!r}",
+                    hint=f"to allow it, give [collections.{collection}] with --policies FILE",
+                )
+            self._sweep(now)
+            values = (collection, *_bounds(split, policy), max(0, limit))
+            return [content for [content] in self._file.rows(select, *values)]
+
+    def counts(self, collection: str, now: float) -> dict[Split, int]:
+        select = "SELECT count(*) FROM example WHERE collection = ? AND bucket >= ? AND bucket < ?"
+        found: dict[Split, int] = {}
+        with self._current():
+            policy = self._policy(collection)
+            self._sweep(now)
+            for split in SPLITS:
+                [[found[split]]] = self._file.rows(select, collection, *_bounds(split, policy))
+        return found
+
+    def drop(self, collection: str) -> None:
+        """Forget a collection: its policy and every example of it."""
+        with self._current():
+            self._policy(collection)
+            self._file.delete("DELETE FROM example WHERE collection = ?", collection)
+            self._file.delete("DELETE FROM collection WHERE name = ?", collection)
+        del self._policies[collection]
+        self._file.scrub()
+
+    def sweep(self, now: float) -> None:
+        """Delete what is expired or surplus, from the files as well."""
+        with self._current():
+            self._sweep(now)
+        self._file.scrub()
+
+    # -- inside -----------------------------------------------------------------------------
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """A transaction, under the policies that hold now, whichever process declared them."""
+        select = "SELECT name, policy FROM collection"
+        with self._file.transaction():
+            self._policies = {name: self._parsed(text) for name, text in self._file.rows(select)}
+            yield
+
+    def _add(
+        self, collection: str, examples: Iterable[bytes], now: float, *, only_new: bool
+    ) -> int:
+        rows = [(collection, now, bucket_of(example), example) for example in map(_small, examples)]
+        with self._current():
+            self._policy(collection)
+            if only_new:
+                self._sweep(now)  # what is expired does not count
+                rows = [row for row in rows if not self._has(collection, row[2], row[3])]
+            self._file.insert(
+                "INSERT INTO example (collection, added_at, bucket, content) VALUES (?, ?, ?, ?)",
+                rows,
+            )
+            self._sweep(now)
+        return len(rows)
+
+    def _has(self, collection: str, bucket: int, example: bytes) -> bool:
+        select = "SELECT 1 FROM example WHERE collection = ? AND bucket = ? AND content = ? LIMIT 1"
+        return bool(self._file.rows(select, collection, bucket, example))
+
+    def _parsed(self, policy: bytes) -> Policy:
+        try:
+            return msgspec.json.decode(policy, type=Policy)
+        except (msgspec.MsgspecError, ConfigError) as error:
+            raise OperatorError(
+                f"the device's file {self._file.path} cannot be used: a policy is damaged",
+                hint="declare its collections again, in a new file",
+            ) from error
+
+    def _sweep(self, now: float) -> None:
+        for collection, policy in self._policies.items():
+            self._file.delete(
+                "DELETE FROM example WHERE collection = ? AND added_at <= ?",
+                collection,
+                now - policy.max_age_s,
+            )
+            self._file.delete(
+                "DELETE FROM example WHERE id IN (SELECT id FROM (SELECT id, "
+                "count(*) OVER newer AS so_many, sum(length(content)) OVER newer AS so_large "
+                "FROM example WHERE collection = ? WINDOW newer AS "
+                "(ORDER BY added_at DESC, id DESC ROWS UNBOUNDED PRECEDING)) "
+                "WHERE so_many > ? OR so_large > ?)",
+                collection,
+                policy.max_count,
+                policy.max_bytes,
+            )
+
+    def _policy(self, collection: str) -> Policy:
+        try:
+            return self._policies[collection]
+        except KeyError:
+            raise ConfigError.of(
+                "collection",
+                collection,
+                f"is not one of {sorted(self._policies)}",
+                f"declare [collections.{collection}] on this device",
+            ) from None
+
+
+def _small(example: bytes) -> bytes:
+    if len(example) > MAX_EXAMPLE_BYTES:
+        raise ConfigError.of(
+            "example",
+            f"{len(example)} bytes",
+            f"is above the limit of {MAX_EXAMPLE_BYTES}",
+            "cut it into smaller examples",
+        )
+    return example

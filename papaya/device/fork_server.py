@@ -1,0 +1,333 @@
+"""The process that jobs are forked from: it imports torch and the device's task files once.
+
+DESIGN: "Training runs in a child process with limits, from one fork-server that imported the engine
+once." Started by `papaya/device/sandbox.py`, never by hand. It has one thread, and it never runs a
+backward pass itself: torch refuses gradients in a child whose parent has computed some.
+
+A job is a fork with a process group of its own, low priority, limits on memory, processor time and
+files, no file descriptors but the pipe for its result, and it dies with this process. Whatever
+becomes of a job, this process answers and lives on. It ends when its sandbox does (EOF), and ends
+its jobs with all that they started. Only if it is killed itself, what a job has started may stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import random
+import resource
+import runpy
+import selectors
+import signal
+import socket
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import msgspec
+
+from papaya.device import frames
+from papaya.device.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
+from papaya.device.frames import Done, Failed, Kill, Outcome, Problem, Ready, Start, Unloadable
+from papaya.errors import OperatorError
+from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.learning.parameters import decode
+
+if TYPE_CHECKING:
+    from papaya.learning.torch.engine import TorchEngine
+
+_READ_BYTES: Final = 1 << 20
+_MAX_REASON: Final = 500
+_SPARE_BYTES: Final = 1 << 16  # of a result's frame beside the update
+_LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """`memory_mb` counts address space beyond what this process has when it forks."""
+
+    memory_mb: int
+    niceness: int
+
+
+class Child(msgspec.Struct):
+    """A running job and what it has written so far. None: its result may be of any size."""
+
+    id: int
+    pid: int
+    pipe: int
+    max_bytes: int
+    update_bytes: int | None
+    written: bytearray
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.written) >= frames.HEADER_BYTES + frames.length(self.written)
+
+
+class ForkServer:
+    """Forks a child for each order, and answers for it."""
+
+    def __init__(self, host: socket.socket, engines: dict[str, TorchEngine], limits: Limits):
+        self._host = host
+        self._engines = engines
+        self._limits = limits
+        self._children: dict[int, Child] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(host, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Until the host closes its end."""
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.data is not None:
+                        self._on_output(key.data)
+                    elif (order := _receive(self._host)) is not None:
+                        self._on_order(order)
+                    else:
+                        return
+        finally:
+            for child in list(self._children.values()):
+                self._reap(child)
+
+    def _on_order(self, order: frames.Order) -> None:
+        match order:
+            case Start(id=id_, job=job) if job.task_file not in self._engines:
+                reason = f"{job.task_file} is not a task file of this device"
+                self._answer(Failed(id_, Problem("refused", reason)))
+            case Start():
+                self._start(order)
+            case Kill(id=id_) if id_ in self._children:
+                self._finish(self._children[id_], Problem("timeout", "was ended"))
+
+    def _start(self, order: Start) -> None:
+        job = order.job
+        engine = self._engines[job.task_file]
+        update_bytes = _update_bytes(job, engine)
+        output, pipe = os.pipe()
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(output)
+            os.close(pipe)
+            reason = f"no process for it: {error.strerror}"
+            self._answer(Failed(order.id, Problem("unavailable", reason)))
+            return
+        if pid == 0:
+            _be_a_job(pipe, order, engine, self._limits, parent)
+        os.close(pipe)
+        with contextlib.suppress(OSError):  # the child does it too; whoever is first
+            os.setpgid(pid, pid)
+        most = (_LOADED_BYTES if update_bytes is None else update_bytes) + _SPARE_BYTES
+        child = Child(order.id, pid, output, most, update_bytes, bytearray())
+        self._children[order.id] = child
+        self._selector.register(output, selectors.EVENT_READ, child)
+
+    def _on_output(self, child: Child) -> None:
+        if child.id not in self._children:
+            return  # it was ended by an order in the same round of events
+        data = os.read(child.pipe, _READ_BYTES)
+        child.written += data
+        if len(child.written) > child.max_bytes:
+            self._finish(child, Problem("crashed", "wrote more than a result"))
+        elif child.is_complete:
+            self._finish(child, _outcome(child))
+        elif not data:
+            self._finish(child, None)
+
+    def _finish(self, child: Child, outcome: Outcome | None) -> None:
+        """End it, whatever is left of it, and tell the host. None: its exit status says why."""
+        status = self._reap(child)
+        match outcome or _obituary(status):
+            case frames.Success(result=result):
+                self._answer(Done(child.id, result))
+            case Problem() as problem:
+                self._answer(Failed(child.id, problem))
+
+    def _reap(self, child: Child) -> int:
+        # A status that is already decided does not change by this signal, and it reaches the
+        # processes that a job may have started.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        self._selector.unregister(child.pipe)
+        os.close(child.pipe)
+        del self._children[child.id]
+        return os.waitpid(child.pid, 0)[1]
+
+    def _answer(self, answer: frames.Answer) -> None:
+        self._host.sendall(frames.frame(answer))
+
+
+def _update_bytes(job: Job, engine: TorchEngine) -> int | None:
+    match job.kind:
+        case "train":
+            return 4 * engine.manifest.length
+        case "evaluate":
+            return 4 * EVALUATION_LENGTH
+        case "load":
+            return None
+
+
+def _outcome(child: Child) -> Outcome:
+    try:
+        outcome: Outcome = frames.outcomes.decode(memoryview(child.written)[frames.HEADER_BYTES :])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return Problem("crashed", "wrote something that is no result")
+    if isinstance(outcome, frames.Success) and child.update_bytes not in (
+        None,
+        len(outcome.result.update),
+    ):
+        return Problem("crashed", "wrote an update of another size")
+    return outcome
+
+
+def _obituary(status: int) -> Problem:
+    if not os.WIFSIGNALED(status):
+        code = os.waitstatus_to_exitcode(status)
+        return Problem("crashed", f"ended with status {code} and without a result")
+    number = os.WTERMSIG(status)
+    if number == signal.SIGXCPU:
+        return Problem("timeout", "used all of its processor time")
+    return Problem("crashed", f"was killed by {signal.Signals(number).name}")
+
+
+# --- Inside the child ---------------------------------------------------------------------------
+
+
+def _be_a_job(
+    pipe: int, order: Start, engine: TorchEngine, limits: Limits, parent: int
+) -> NoReturn:
+    try:
+        try:
+            _confine(pipe, order.cpu_s, limits, parent)
+            data = frames.frame(frames.Success(_run(order.job, engine)))
+        except BaseException as error:
+            data = frames.frame(_problem(error))
+        _write(pipe, data)
+    finally:
+        os._exit(0)  # no clean-up of the parent's objects, and no way back into its loop
+
+
+def _confine(pipe: int, cpu_s: int, limits: Limits, parent: int) -> None:
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before it could be watched
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    os.closerange(3, pipe)
+    os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    with contextlib.suppress(OSError):  # if memory runs out all the same, this goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    os.nice(limits.niceness)
+    for kind, limit in (
+        (resource.RLIMIT_AS, _address_space_bytes() + (limits.memory_mb << 20)),
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+    ):
+        hard = resource.getrlimit(kind)[1]
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        # At the soft limit of processor time comes a signal that tells why, at the hard one not.
+        resource.setrlimit(kind, (soft, hard if kind == resource.RLIMIT_CPU else soft))
+
+
+def _address_space_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _run(job: Job, engine: TorchEngine) -> JobResult:
+    random.seed(job.seed)
+    if job.kind == "load":
+        return _load_examples(job)
+    parameters = decode(job.parameters, engine.manifest.length)
+    if job.kind == "train":
+        return JobResult(*engine.train(parameters, job.examples, job.seed))
+    return JobResult(engine.evaluate(parameters, job.examples, job.volume), 1)
+
+
+def _load_examples(job: Job) -> JobResult:
+    loader = runpy.run_path(job.task_file)[LOADER]
+    loaded = [list(loader(text.decode())) for text in job.examples]
+    for example in chain.from_iterable(loaded):
+        if not isinstance(example, bytes):
+            raise TypeError(f"it made a {type(example).__name__}, not bytes")
+    return JobResult(msgspec.msgpack.encode(loaded), sum(map(len, loaded)))
+
+
+def _problem(error: BaseException) -> Problem:
+    text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+    if isinstance(error, MemoryError) or "allocate memory" in text:
+        return Problem("memory", f"needs more memory than it may have: {text}")
+    return Problem("refused", str(error) if isinstance(error, OperatorError) else text)
+
+
+def _write(pipe: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(pipe, view) :]
+
+
+# --- The process --------------------------------------------------------------------------------
+
+
+def _receive(host: socket.socket) -> frames.Order | None:
+    header = _exactly(host, frames.HEADER_BYTES)
+    body = _exactly(host, frames.length(header)) if header else None
+    return frames.orders.decode(body) if body else None
+
+
+def _exactly(host: socket.socket, size: int) -> bytearray | None:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        try:
+            got = host.recv_into(view)
+        except ConnectionError:
+            got = 0
+        if not got:
+            return None
+        view = view[got:]
+    return data
+
+
+def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...]]:
+    from papaya.learning.task import load_task
+
+    engines: dict[str, TorchEngine] = {}
+    tasks = []
+    for path in paths:
+        loaded = load_task(Path(path))
+        from papaya.learning.torch.engine import TorchEngine
+
+        engines[path] = TorchEngine(loaded)
+        terms = TaskTerms.of(loaded.config())
+        task = loaded.task
+        tasks.append(TaskFile(path, task.name, loaded.module_hash, terms, task.examples))
+    return engines, tuple(tasks)
+
+
+def main(arguments: list[str]) -> None:
+    """`fork_server <socket> <memory_mb> <niceness> <task file>...`"""
+    host = socket.socket(fileno=int(arguments[0]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sandbox decides, and closes the socket
+    with host, contextlib.suppress(ConnectionError):
+        try:
+            engines, tasks = _load(arguments[3:])
+        except OperatorError as error:
+            host.sendall(frames.frame(Unloadable(str(error), error.hint)))
+            return
+        gc.collect()
+        gc.freeze()  # collections in children then leave these pages shared
+        host.sendall(frames.frame(Ready(tasks)))
+        ForkServer(host, engines, Limits(int(arguments[1]), int(arguments[2]))).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,84 @@
+"""What a sandbox and its fork-server say to each other, over one socket pair.
+
+sandbox → Start → fork-server ─fork→ job        Ready | Unloadable, once, after the files are loaded
+        ← Done | Failed ←─────────pipe─┘        Kill ends a job; its answer is Failed
+
+A frame is eight bytes of length, little-endian, and one message in MessagePack. Nothing is
+pickled. The child's end of a pipe is not trusted: the fork-server bounds what it reads and decodes
+it into `Outcome` only.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from papaya.device.executor import FailureKind, Job, JobResult, TaskFile
+
+HEADER_BYTES: Final = 8
+
+
+class Start(Struct, frozen=True, tag=True):
+    id: int
+    job: Job
+    cpu_s: int
+
+
+class Kill(Struct, frozen=True, tag=True):
+    id: int
+
+
+class Ready(Struct, frozen=True, tag=True):
+    tasks: tuple[TaskFile, ...]
+
+
+class Unloadable(Struct, frozen=True, tag=True):
+    message: str
+    hint: str
+
+
+class Problem(Struct, frozen=True, tag=True):
+    """A job that failed, as it says itself."""
+
+    kind: FailureKind
+    reason: str
+
+
+class Done(Struct, frozen=True, tag=True):
+    id: int
+    result: JobResult
+
+
+class Failed(Struct, frozen=True, tag=True):
+    id: int
+    problem: Problem
+
+
+class Success(Struct, frozen=True, tag=True):
+    """A job's result, as the job itself says."""
+
+    result: JobResult
+
+
+Order = Start | Kill
+Answer = Ready | Unloadable | Done | Failed
+Outcome = Success | Problem
+
+orders: Final = msgspec.msgpack.Decoder(Order)
+answers: Final = msgspec.msgpack.Decoder(Answer)
+outcomes: Final = msgspec.msgpack.Decoder(Outcome)
+
+
+def frame(message: Order | Answer | Outcome) -> bytes:
+    """The bytes of one frame."""
+    buffer = bytearray(HEADER_BYTES)
+    msgspec.msgpack.Encoder().encode_into(message, buffer, HEADER_BYTES)
+    buffer[:HEADER_BYTES] = (len(buffer) - HEADER_BYTES).to_bytes(HEADER_BYTES, "little")
+    return bytes(buffer)
+
+
+def length(header: bytes | bytearray) -> int:
+    """How many bytes follow this header."""
+    return int.from_bytes(header[:HEADER_BYTES], "little")

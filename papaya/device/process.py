@@ -1,0 +1,123 @@
+"""What the devices of one process share: connections, downloads, training slots, eligibility."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Self
+
+from papaya.device.download import Downloads
+from papaya.device.eligibility import (
+    ChargingProbe,
+    Eligibility,
+    IdleProbe,
+    Ineligible,
+    UnmeteredProbe,
+)
+from papaya.device.events import Notify, Reachable, Unreachable, nobody
+from papaya.device.limits import Limits, Pacing
+from papaya.device.selectors import Selectors, check_url, open_session
+from papaya.device.trust import Trust
+
+_PROCESS = "process"
+_LOAD_PERIOD_S = 60.0
+
+
+class OwnLoad:
+    """What our own trainings add to the one-minute load average, which follows them slowly.
+
+    The kernel's average decays by e every minute; so does this one. Without it, a device would
+    find its machine busy because it trains, and leave.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._running = 0
+        self._load, self._at = 0.0, now()
+
+    def __call__(self) -> float:
+        kept = math.exp((self._at - self._now()) / _LOAD_PERIOD_S)
+        return self._load * kept + self._running * (1 - kept)
+
+    def change(self, by: int) -> None:
+        self._load, self._at = self(), self._now()
+        self._running += by
+
+
+class DeviceProcess:
+    """Open it with `async with`, inside the loop that its devices run in.
+
+    `assume` names conditions of eligibility that the owner answers for; `eligibility` replaces the
+    probes altogether.
+    """
+
+    def __init__(
+        self,
+        *,
+        now: Callable[[], float],
+        limits: Limits | None = None,
+        pacing: Pacing | None = None,
+        assume: Collection[str] = (),
+        eligibility: Eligibility | None = None,
+        max_parallel: int | None = None,
+        blobs_url: str | None = None,
+        certificates: Path | None = None,
+        proxy: str | None = None,
+        trust: Trust | None = None,
+        notify: Notify = nobody,
+    ) -> None:
+        self.now = now
+        self.trust = trust
+        self.limits = limits or Limits()
+        self.pacing = pacing or Pacing()
+        self._own_load = OwnLoad(now)
+        self._eligibility = eligibility or Eligibility(
+            (IdleProbe(own_load=self._own_load), ChargingProbe(), UnmeteredProbe()), assume
+        )
+        self._max_parallel = max_parallel or os.cpu_count() or 1
+        self._blobs_url = None if blobs_url is None else check_url(blobs_url)
+        self._certificates = certificates
+        self._proxy = proxy
+        self._notify = notify
+        self._reasons: list[Ineligible] = []
+        self._checked_at = float("-inf")
+
+    async def __aenter__(self) -> Self:
+        self._session = open_session(self._certificates, self._proxy)
+        self.selectors = Selectors(self._session, self.limits, self._told)
+        self.downloads = Downloads(self._session, self.limits.max_training_s, self._blobs_url)
+        self._slots = asyncio.Semaphore(self._max_parallel)
+        self._checking = asyncio.Lock()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.downloads.aclose()
+        await self._session.close()
+
+    @asynccontextmanager
+    async def training_slot(self) -> AsyncIterator[None]:
+        """At most `max_parallel` trainings at a time; the others wait, and their session runs."""
+        async with self._slots:
+            self._own_load.change(+1)
+            try:
+                yield
+            finally:
+                self._own_load.change(-1)
+
+    async def reasons_against(self) -> list[Ineligible]:
+        """Why no device of this process may take part now; as old as a poll, not older."""
+        async with self._checking:
+            if self.now() >= self._checked_at + self.pacing.eligibility_poll_s:
+                self._reasons = await asyncio.to_thread(self._eligibility.check)
+                self._checked_at = self.now()
+            return self._reasons
+
+    def _told(self, server: str, problem: str | None) -> None:
+        if problem is None:
+            self._notify(Reachable(_PROCESS, self.now(), server))
+        else:
+            self._notify(Unreachable(_PROCESS, self.now(), server, problem))

@@ -1,0 +1,186 @@
+"""A device's requests over HTTP: one message out, one message back, or nothing.
+
+    POST /v1/check-in | join | heartbeat | report | complete | leave     the message as JSON
+    PUT  /v1/uploads/{upload}/chunks/{index}     raw bytes; Papaya-Ticket, Papaya-Crc32
+
+Whatever is not a message of `wire.to_device` is no answer: garbage, a proxy's page, a body over the
+limit, a broken stream, silence. Answers are bounded by the device's `Limits` before a machine sees
+them. No redirect is followed, no cookie kept, nothing is unpacked, and the token goes to the
+configured servers alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from base64 import b64encode
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+
+from papaya import __version__
+from papaya.credentials.tls import client_context
+from papaya.credentials.token_files import Secret
+from papaya.device.limits import Limits
+from papaya.errors import ConfigError, ProtocolError
+from papaya.messages import wire
+from papaya.messages.base import Message
+from papaya.messages.participation import Chunk
+from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
+from papaya.messages.selection import CheckIn
+
+# The longest is a grant with its offer: 256 KiB of collateral and 64 KiB of quote, as base64.
+MAX_ANSWER_BYTES = 512 << 10
+_SILENT = 3
+_NO_TIMEOUT = aiohttp.ClientTimeout()
+_PIECE_BYTES = 64 << 10
+_SEND_BUFFER_BYTES = 128 << 10
+_TELLS_PER_TIMEOUT = 4
+# What a peer, the network or the name service can make a request end with.
+BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError, EOFError)
+
+
+def check_url(url: str) -> str:
+    """A server's address as `http://host:port`, without a slash at its end."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ConfigError.of("server", url, "is no address", "write http://127.0.0.1:8750")
+    return url.rstrip("/")
+
+
+def check_urls(urls: Sequence[str]) -> tuple[str, ...]:
+    if not urls:
+        raise ConfigError.of("server", urls, "no server is named", "--server http://127.0.0.1:8750")
+    return tuple(check_url(url) for url in urls)
+
+
+def open_session(
+    certificates: Path | None = None, proxy: str | None = None
+) -> aiohttp.ClientSession:
+    """One pool of connections for all devices of a process. Call it inside a running loop."""
+    trusted = client_context(None if certificates is None else str(certificates))
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=trusted, socket_factory=_socket),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        headers={"User-Agent": f"papaya/{__version__}", "Accept-Encoding": "identity"},
+        proxy=proxy,
+    )
+
+
+async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The body, or ProtocolError as soon as it is longer than `limit`."""
+    declared = response.content_length
+    if declared is not None and declared > limit:
+        raise ProtocolError(f"a body of {declared} bytes is over the limit of {limit}")
+    body = bytearray()
+    while piece := await response.content.readany():
+        body += piece
+        if len(body) > limit:
+            raise ProtocolError(f"a body is over the limit of {limit} bytes")
+    return bytes(body)
+
+
+class Selectors:
+    """The selectors of one process's devices. `told` hears when one falls silent or is back."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        limits: Limits,
+        told: Callable[[str, str | None], None],
+    ) -> None:
+        self._session = session
+        self._limits = limits
+        self._told = told
+        self._failures: dict[str, int] = {}
+
+    async def ask(
+        self,
+        selector: str,
+        token: Secret | None,
+        message: Message,
+        timeout_s: float,
+        moving: Callable[[], None] = lambda: None,
+    ) -> Message | None:
+        """None: no answer came, or nothing that is one.
+
+        A long body has `timeout_s` for each piece, and `moving` is told a few times in that time.
+        """
+        method, path, headers, body = _http(message)
+        if token is not None and isinstance(message, CheckIn):  # from then on tickets do
+            headers["Authorization"] = f"Bearer {token.reveal()}"
+        try:
+            async with (
+                asyncio.timeout(timeout_s) as patience,
+                self._session.request(
+                    method,
+                    selector + path,
+                    data=_in_pieces(body, patience, timeout_s, moving),
+                    headers=headers | {"Content-Length": str(len(body))},
+                    allow_redirects=False,
+                    timeout=_NO_TIMEOUT,
+                ) as response,
+            ):
+                answer = wire.to_device.parse(await read_bounded(response, MAX_ANSWER_BYTES))
+        except ProtocolError as error:
+            self._mark(selector, f"it answers, but {error}")
+            return None
+        except BROKEN as error:
+            self._mark(selector, str(error) or type(error).__name__)
+            return None
+        self._mark(selector, None)
+        return self._limits.bounded(answer)
+
+    def _mark(self, selector: str, problem: str | None) -> None:
+        """One request may be lost; a server that never answered, or not three times, is silent."""
+        before = self._failures.get(selector, _SILENT - 1)
+        after = 0 if problem is None else min(before + 1, _SILENT)
+        self._failures[selector] = after
+        if (before == _SILENT) != (after == _SILENT):
+            self._told(selector, problem)
+
+
+def _in_pieces(
+    body: bytes, patience: asyncio.Timeout, timeout_s: float, moving: Callable[[], None]
+) -> bytes | AsyncIterator[memoryview]:
+    """A body that takes as long as the line needs, while it moves."""
+    if len(body) <= _PIECE_BYTES:
+        return body
+
+    async def pieces() -> AsyncIterator[memoryview]:
+        loop = asyncio.get_running_loop()
+        told_at, view = loop.time(), memoryview(body)
+        for start in range(0, len(body), _PIECE_BYTES):
+            yield view[start : start + _PIECE_BYTES]
+            now = loop.time()
+            patience.reschedule(now + timeout_s)
+            if now - told_at >= timeout_s / _TELLS_PER_TIMEOUT:
+                told_at = now
+                moving()
+
+    return pieces()
+
+
+def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that holds little of what is sent, so that what it has taken has nearly arrived."""
+    family, kind, protocol, *_ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    return made
+
+
+def _http(message: Message) -> tuple[str, str, dict[str, str], bytes]:
+    if isinstance(message, Chunk):
+        headers = {
+            TICKET_HEADER: b64encode(message.ticket).decode(),
+            CRC32_HEADER: f"{message.crc32:08x}",
+            "Content-Type": "application/octet-stream",
+        }
+        upload = quote(message.upload, safe="")
+        path = CHUNK_PATH.format(upload=upload, index=message.index)
+        return "PUT", path, headers, message.data
+    headers = {"Content-Type": "application/json"}
+    return "POST", PATHS[type(message)], headers, wire.encode(message)

@@ -1,0 +1,44 @@
+"""What a device agrees to before it masks: its own task file, and its owner's limits.
+
+DESIGN 7: the third of a device's checks. Nothing here comes from a server: the task file is the
+device's copy, the limits are its owner's. Refused (ProtocolError): a task without a clip, which
+leaves unbounded what would be masked.
+"""
+
+from __future__ import annotations
+
+from papaya.attestation.policy import DevicePolicy
+from papaya.config.lifecycle import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
+from papaya.device.executor import TaskTerms
+from papaya.errors import ProtocolError
+from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.messages.base import TaskId
+from papaya.secagg.participant import Policy
+
+
+def agreed_policy(
+    owner: DevicePolicy, task: TaskId, terms: TaskTerms, *, evaluates: bool
+) -> Policy:
+    """Sums of no fewer clients than the file and the owner say, whichever is more."""
+    minimum_threshold = max(owner.minimum_threshold, terms.threshold or 1)
+    if evaluates:
+        return Policy(
+            task=task,
+            length=EVALUATION_LENGTH,
+            clip=EVALUATION_CLIP,
+            max_examples=1,
+            max_staleness=EVALUATION_MAX_STALENESS,
+            minimum_threshold=minimum_threshold,
+            weighting="none",
+        )
+    if terms.clip is None:
+        raise ProtocolError(f"task {task} has no clip: nothing bounds what would be masked")
+    return Policy(
+        task=task,
+        length=terms.model_length,
+        clip=terms.clip,
+        max_examples=terms.max_examples,
+        max_staleness=terms.max_staleness,
+        minimum_threshold=minimum_threshold,
+        maximum_staleness=owner.maximum_staleness,
+    )

@@ -1,0 +1,225 @@
+"""Who does a device's work: the interface, the executor behind it, a stand-in that trains nothing.
+
+Paper, "Client Runtime": the executor trains on local data. A trainer decides which tasks it knows:
+a task that it does not know by name is left, whatever a server says of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from msgspec import Struct, msgpack
+
+from papaya.client.work import Trained
+from papaya.device.example_store import ExampleStore, Split
+from papaya.device.executor import LOADER, Executor, Job, JobFailed, TaskTerms
+from papaya.device.sandbox import Sandbox
+from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.evaluation import evaluation_vector
+from papaya.messages.base import SessionId, TaskId
+
+_LOAD_S = 600.0
+_LOAD_BYTES = 8 << 20  # of text at a time
+
+
+class Assignment(Struct, frozen=True):
+    """What a visit asks of a trainer.
+
+    `program` names the task whose model this is: `task` itself, or the one that `task` evaluates.
+    `parameters` is a safetensors file whose hash was checked; its content was not.
+    """
+
+    task: TaskId
+    program: TaskId
+    session: SessionId
+    parameters: bytes
+    model_length: int
+    update_length: int
+    evaluates: bool
+    secure: bool
+    timeout_s: float
+
+
+class Trainer(Protocol):
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The hashes of the task files that this device has."""
+        ...
+
+    def knows(self, program: TaskId) -> bool: ...
+
+    def terms(self, program: TaskId) -> TaskTerms | None:
+        """What the device's own file says about privacy; None where there is no file."""
+        ...
+
+    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+        """Raises PapayaError when it cannot; ends its work when it is cancelled."""
+        ...
+
+
+class ExecutorTrainer:
+    """Runs the task files that this device has on the examples that it allows them.
+
+    `aliases` are further names of tasks, for owners who submit a file under another name than its
+    own. An evaluation reads the validation examples: its results stop tasks and choose versions, so
+    the test examples stay unseen.
+    """
+
+    engine = "torch"
+
+    def __init__(
+        self,
+        executor: Executor,
+        now: Callable[[], float],
+        rng: Random,
+        aliases: Mapping[TaskId, TaskId] | None = None,
+    ) -> None:
+        self.modules = tuple(dict.fromkeys(file.module_hash for file in executor.tasks))
+        self._executor = executor
+        self._files = {file.task: file for file in executor.tasks}
+        for name, task in (aliases or {}).items():
+            if task not in self._files:
+                raise ConfigError.of(
+                    "alias",
+                    f"{name}={task}",
+                    f"no task file here is of {task!r}, but of {', '.join(self._files)}",
+                    "write NEW-NAME=NAME-IN-THE-FILE",
+                )
+            self._files[name] = self._files[task]
+        self._now = now
+        self._rng = rng
+
+    @property
+    def tasks(self) -> tuple[TaskId, ...]:
+        return tuple(self._files)
+
+    def knows(self, program: TaskId) -> bool:
+        return program in self._files
+
+    def terms(self, program: TaskId) -> TaskTerms | None:
+        return self._files[program].terms
+
+    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+        file = self._files[assignment.program]
+        if file.model_length != assignment.model_length:
+            raise ProtocolError(
+                f"the server's model has {assignment.model_length} parameters, "
+                f"that of {file.path} has {file.model_length}"
+            )
+        split: Split = "validation" if assignment.evaluates else "train"
+        examples, volume = await asyncio.to_thread(self._examples, assignment.program, split, store)
+        if not examples:
+            raise OperatorError(
+                f"there are no {split} examples for {assignment.program!r}",
+                hint=f"add some to collection {file.examples.collection!r}",
+            )
+        job = Job(
+            kind="evaluate" if assignment.evaluates else "train",
+            task_file=file.path,
+            parameters=assignment.parameters,
+            examples=tuple(examples),
+            seed=self._rng.getrandbits(63),
+            # Under a mask a bucket of few clients would tell too much of them: all share one.
+            volume=0 if assignment.secure else volume,
+        )
+        try:
+            result = await self._executor.run(job, assignment.timeout_s)
+        except JobFailed as error:
+            raise OperatorError(f"{error.kind}: {error.reason}") from error
+        return Trained(result.update, result.examples)
+
+    async def load_examples(self, task_file: Path, texts: Sequence[str]) -> list[list[bytes]]:
+        """What the file's own `load_examples` makes of each text, in a child process as well."""
+        loaded: list[list[bytes]] = []
+        for lot in _lots([text.encode() for text in texts]):
+            try:
+                result = await self._executor.run(Job("load", str(task_file), b"", lot), _LOAD_S)
+            except JobFailed as error:
+                raise OperatorError(
+                    f"{LOADER} of {task_file} failed: {error.reason}",
+                    hint="it takes the text of a file and returns a list of bytes",
+                ) from error
+            loaded += msgpack.decode(result.update, type=list[list[bytes]])
+        return loaded
+
+    def _examples(
+        self, program: TaskId, split: Split, store: ExampleStore
+    ) -> tuple[list[bytes], int]:
+        file, now = self._files[program], self._now()
+        asked = file.examples
+        limit = min(asked.limit or file.max_examples, file.max_examples)
+        found = store.query(asked.collection, program, split, limit, asked.newest_first, now)
+        return found, store.counts(asked.collection, now)["train"]
+
+
+def _lots(texts: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """One after the other until they are large together."""
+    lot: list[bytes] = []
+    for text in texts:
+        lot.append(text)
+        if sum(map(len, lot)) >= _LOAD_BYTES:
+            yield tuple(lot)
+            lot = []
+    if lot:
+        yield tuple(lot)
+
+
+@asynccontextmanager
+async def sandboxed(
+    task_files: Sequence[Path],
+    now: Callable[[], float],
+    *,
+    aliases: Mapping[TaskId, TaskId] | None = None,
+    memory_mb: int = 1024,
+    max_parallel: int | None = None,
+) -> AsyncIterator[ExecutorTrainer]:
+    """Trains by these task files, in child processes with limits."""
+    sandbox = Sandbox(task_files, memory_mb=memory_mb, max_parallel=max_parallel)
+    try:
+        await sandbox.start()
+        yield ExecutorTrainer(sandbox, now, Random(), aliases)
+    finally:
+        await sandbox.close()
+
+
+class ProtocolTrainer:
+    """Waits as long as training would, and uploads what `update(session, length)` says. Any model
+    that it is to evaluate has a loss of 1.
+
+    For load and chaos tests: `seconds` and `examples` draw how long and on how many.
+    """
+
+    engine = "torch"
+
+    def __init__(
+        self,
+        update: Callable[[SessionId, int], bytes],
+        seconds: Callable[[], float],
+        examples: Callable[[], int] = lambda: 1,
+        modules: tuple[str, ...] = (),
+    ) -> None:
+        self.modules = modules
+        self._update = update
+        self._seconds = seconds
+        self._examples = examples
+
+    def knows(self, program: TaskId) -> bool:
+        return True
+
+    def terms(self, program: TaskId) -> TaskTerms | None:
+        return None
+
+    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+        await asyncio.sleep(self._seconds())
+        if assignment.evaluates:
+            return Trained(evaluation_vector(volume=1, loss_sum=1.0, examples=1).tobytes(), 1)
+        update = self._update(assignment.session, assignment.update_length)
+        return Trained(update, self._examples())

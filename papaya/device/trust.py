@@ -1,0 +1,155 @@
+"""Whom a device masks its updates for: the checks before a seal, and the seal.
+
+DESIGN 7, order of checks: the quote, the measurement in the public log, the parameters by the
+device's own policy, the signature of the offer; it aborts on the first that fails, and nothing is
+masked before. The log is read where auditors read it; a checkpoint that it has shown is on the disk
+before anything else is looked at, and the next one must continue it, and the one in the policy.
+Without a policy of its owner a device believes nobody.
+
+A seal is asked for once per update: that is the client's rule (`papaya/client/client.py`), whose
+stages never lead back to sealing. Here every call is another update.
+
+`seal` blocks on the network, on a host that may be hostile: it has half a minute for all of the
+log, holds no lock meanwhile, and `seal_aside` keeps it on threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import msgspec
+import numpy as np
+
+from papaya.attestation.policy import DevicePolicy
+from papaya.attestation.verify import Evidence, Verified, verify_evidence
+from papaya.client.work import Seal, Sealed
+from papaya.device.executor import TaskTerms
+from papaya.device.terms import agreed_policy
+from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.parameters import FLOAT32
+from papaya.secagg.errors import SecureAggregationError
+from papaya.secagg.offer import Offer
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.participant import Terms, UnsealedUpdate
+from papaya.verifiable_log.errors import LogError
+from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
+from papaya.verifiable_log.over_http import over_http
+from papaya.verifiable_log.reader import LogReader
+
+# Believed for so long without asking the log again: an identity key lives as long as its process.
+_BELIEVED_S = 600.0
+_MOST_BELIEVED = 64
+# For all files of the log together; an upload has 120 s unless its server says otherwise.
+_LOG_S = 30.0
+
+
+class Trust:
+    """One process's view of trusted parties, by its owner's policy. Threads may share it."""
+
+    def __init__(
+        self,
+        policy: DevicePolicy,
+        checkpoint: Path,
+        now: Callable[[], float],
+        *,
+        log_s: float = _LOG_S,
+    ) -> None:
+        self.policy = policy
+        self._memory = CheckpointFile(checkpoint, policy.log_policy())
+        self._now = now
+        self._log_s = log_s
+        self._lock = Lock()
+        self._believed: dict[tuple[bytes, bytes], float] = {}
+        self._threads = ThreadPoolExecutor(thread_name_prefix="trust")
+        try:
+            self._reader()
+        except (LogError, OSError) as error:
+            raise OperatorError(
+                f"the log of this device's policy cannot be used: {error}",
+                hint=f"look at log_url and log_checkpoint; restore {checkpoint} if it was damaged. "
+                "Without it this device would believe an older log again",
+            ) from error
+
+    async def seal_aside(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
+        """On threads of its own: a slow log delays other seals, and nothing else of a process."""
+        call = partial(self.seal, work, terms, evaluates=evaluates)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
+        """Raises ProtocolError at the first check that fails."""
+        offered = work.offer
+        try:
+            parameters = PublicParameters.decode(offered.parameters)
+            self._believe(work, parameters)
+            policy = agreed_policy(self.policy, work.task, terms, evaluates=evaluates)
+            agreed = Terms(offered.identity, parameters, policy)
+            update = UnsealedUpdate(
+                np.frombuffer(work.update, FLOAT32), work.examples, work.version
+            )
+            offer = Offer.decode(offered.offer)
+            done = update.seal(agreed, offer, work.current, self._now(), os.urandom)
+        except SecureAggregationError as error:
+            raise ProtocolError(f"{error.reason}: {error}") from error
+        except OSError as error:
+            raise OperatorError(
+                f"what was seen of the log cannot be kept: {error}",
+                hint="nothing was masked: make room for the file, and let the device write it",
+            ) from error
+        return Sealed(done.masked.tobytes(), done.sealed)
+
+    def _believe(self, work: Seal, parameters: PublicParameters) -> None:
+        offered, digest = work.offer, parameters.digest()
+        known = (offered.identity, digest)
+        with self._lock:
+            if self._now() < self._believed.get(known, 0.0):
+                return
+        self._verify(work, digest)
+        with self._lock:
+            if len(self._believed) >= _MOST_BELIEVED:
+                self._believed.clear()
+            self._believed[known] = self._now() + _BELIEVED_S
+
+    def _verify(self, work: Seal, digest: bytes) -> Verified:
+        offered = work.offer
+        # The platform's name is checked by the policy: whatever is no platform is refused there.
+        evidence = Evidence(offered.platform, offered.evidence, offered.collateral)  # type: ignore[arg-type]
+        try:
+            reader = self._reader()
+        except LogError as error:
+            raise ProtocolError(f"log: {error}") from error
+        return verify_evidence(
+            evidence,
+            identity_key=offered.identity,
+            parameters_hash=digest,
+            leaf_index=offered.leaf,
+            policy=self.policy,
+            reader=reader,
+            now=self._now(),
+        )
+
+    def _reader(self) -> LogReader:
+        """From all that was ever seen of the log. One thread's own, and for one reading."""
+        fetch = over_http(self.policy.log_url, all_s=self._log_s)
+        pinned = self.policy.log_checkpoint.encode() or None
+        return RememberingReader(fetch, self.policy.log_policy(), self._memory, pinned)
+
+
+def read_policy(path: Path) -> DevicePolicy:
+    """The owner's policy, a TOML file."""
+    try:
+        found: DevicePolicy = msgspec.toml.decode(path.read_bytes(), type=DevicePolicy)
+    except OSError as error:
+        raise OperatorError(
+            f"{path} cannot be read: {error.strerror}", hint="name the file of your policy"
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path}: {error}", hint="docs/secure-aggregation.md lists its fields"
+        ) from error
+    return found

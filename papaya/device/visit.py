@@ -1,0 +1,262 @@
+"""One visit: the Client machine under asyncio. What the machine asks is done here, nothing more.
+
+Every effect becomes a task whose outcome comes back as a message; one loop feeds the machine, so
+that it never sees two things at once. `Remember` is the exception: it is durable before the effect
+after it is carried out, and if it cannot be, nothing after it happens.
+
+Reasons that reach the server are coarse: what is wrong on a device is for its owner (`detail`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple
+
+from papaya.client.client import Client, Stage
+from papaya.client.work import (
+    Answered,
+    Download,
+    Downloaded,
+    Finish,
+    Moving,
+    Remember,
+    Request,
+    Seal,
+    Stop,
+    Train,
+    Trained,
+    Unanswered,
+    WorkFailed,
+)
+from papaya.config import DeviceConfig
+from papaya.credentials.token_files import Secret
+from papaya.device.device_history import DeviceHistory
+from papaya.device.download import task_of
+from papaya.device.example_store import ExampleStore
+from papaya.device.process import DeviceProcess
+from papaya.device.training import Assignment, Trainer
+from papaya.errors import PapayaError, ProtocolError
+from papaya.machine import Effects
+from papaya.messages.base import Message
+from papaya.messages.participation import Leave
+from papaya.messages.selection import CheckIn
+
+_SENDING = (Stage.UPLOADING, Stage.COMPLETING)
+_LONGEST_WAIT_S = 3600.0
+
+
+class Equipment(NamedTuple):
+    """What one device brings to its visits."""
+
+    process: DeviceProcess
+    selectors: tuple[str, ...]
+    token: Secret | None
+    config: DeviceConfig
+    store: ExampleStore
+    history: DeviceHistory
+    trainer: Trainer
+
+
+class Visit:
+    """Cancelled, it vanishes without a word, as a device that lost its power does."""
+
+    def __init__(
+        self, machine: Client, equipment: Equipment, reached: Callable[[Stage], None]
+    ) -> None:
+        self.machine = machine
+        self.detail = ""
+        self._equipment = equipment
+        self._process = equipment.process
+        self._reached = reached
+        self._stage: Stage | None = None
+        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._tasks: dict[asyncio.Task[None], bool] = {}  # is it a goodbye?
+        self._parameters = b""
+        self._finish: Finish | None = None
+
+    async def run(self) -> Finish:
+        try:
+            await self._carry_out(self.machine.start(self._process.now()))
+            while self._finish is None:
+                message = await self._next_message()
+                now = self._process.now()
+                if message is not None:
+                    await self._carry_out(self.machine.receive(now, message))
+                elif now >= self.machine.next_wake():
+                    await self._carry_out(self.machine.wake(now))
+            await self._say_goodbye()
+            return self._finish
+        finally:
+            await self._cancel(list(self._tasks))
+
+    def interrupt(self, detail: str, even_sending: bool = False) -> None:
+        """Leave. An update that is already on its way is sent to its end, unless told otherwise:
+        the participation is spent, and the rest takes seconds.
+        """
+        if even_sending or self.machine.stage not in _SENDING:
+            self.detail = detail
+            self._inbox.put_nowait(Stop("interrupted"))
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    async def _next_message(self) -> Message | None:
+        wait_s = self.machine.next_wake() - self._process.now()
+        try:
+            async with asyncio.timeout(min(max(0.0, wait_s), _LONGEST_WAIT_S)):
+                return await self._inbox.get()
+        except TimeoutError:
+            return None
+
+    async def _carry_out(self, effects: Effects) -> None:
+        for effect in effects:
+            match effect:
+                case Request():
+                    self._spawn(self._request(effect), isinstance(effect.message, Leave))
+                case Download():
+                    self._spawn(self._download(effect))
+                case Train():
+                    self._spawn(self._train(effect))
+                case Seal():
+                    self._spawn(self._seal(effect))
+                case Remember():
+                    if not await self._remember(effect):
+                        break
+                case Finish():
+                    self._finish = effect
+        if self.machine.stage is not self._stage:
+            self._stage = self.machine.stage
+            self._reached(self._stage)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], is_goodbye: bool = False) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[task] = is_goodbye
+        task.add_done_callback(self._tasks.pop)
+
+    async def _say_goodbye(self) -> None:
+        await self._cancel([task for task, is_goodbye in self._tasks.items() if not is_goodbye])
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._process.pacing.leave_s)
+
+    async def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _fail(self, reason: str, detail: str) -> None:
+        self.detail = detail
+        self._inbox.put_nowait(WorkFailed(reason))
+
+    # -- effects ----------------------------------------------------------------------------
+
+    async def _request(self, effect: Request) -> None:
+        config, message = self._equipment.config, effect.message
+        is_held = isinstance(message, CheckIn)
+        timeout_s = config.check_in_timeout_s if is_held else config.request_timeout_s
+        moving = partial(self._inbox.put_nowait, Moving(effect.attempt))
+        answer = await self._process.selectors.ask(
+            effect.selector, self._equipment.token, message, timeout_s, moving
+        )
+        outcome = Unanswered(effect.attempt) if answer is None else Answered(effect.attempt, answer)
+        self._inbox.put_nowait(outcome)
+
+    async def _download(self, effect: Download) -> None:
+        try:
+            self._check_offer(effect)
+            self._parameters = await self._process.downloads.get(
+                effect.parameters, effect.model_length, self._equipment.selectors
+            )
+        except Exception as error:  # `knows` and `terms` are the app's code
+            self._fail("no parameters", _in_words(error))
+        else:
+            self._inbox.put_nowait(Downloaded())
+
+    def _check_offer(self, effect: Download) -> None:
+        joined = self.machine.joined
+        assert joined is not None
+        program = task_of(effect.parameters)
+        if program != joined.task and not joined.evaluates:
+            raise ProtocolError(f"task {joined.task!r} comes with parameters of {program!r}")
+        if not self._equipment.trainer.knows(program):
+            raise ProtocolError(
+                f"this device has no task file of {program!r}",
+                hint=f"if it was submitted under another name: --alias {program}=NAME-IN-THE-FILE",
+            )
+        terms = self._equipment.trainer.terms(program)
+        if terms is not None and terms.secure != joined.secure:
+            asked, told = (
+                ("asks for", "does not have") if terms.secure else ("does not know", "has")
+            )
+            raise ProtocolError(
+                f"the device's own file of {program!r} {asked} secure aggregation, the server's "
+                f"task {told} it",
+                hint="give devices the very file that was submitted",
+            )
+        limit = self._process.limits.max_model_bytes
+        if 4 * max(joined.model_length, joined.update_length) > limit:
+            raise ProtocolError(
+                f"{joined.model_length} parameters in and {joined.update_length} out are more than "
+                f"the {limit} bytes that this device allows"
+            )
+
+    async def _train(self, effect: Train) -> None:
+        joined = self.machine.joined
+        assert joined is not None
+        assignment = Assignment(
+            effect.task,
+            task_of(effect.parameters),
+            effect.session,
+            self._parameters,
+            joined.model_length,
+            joined.update_length,
+            effect.evaluates,
+            joined.secure,
+            effect.timeout_s,
+        )
+        try:
+            async with self._process.training_slot():
+                trained = await self._equipment.trainer.train(assignment, self._equipment.store)
+            _check_update(trained, joined.update_length)
+        except Exception as error:  # `knows` and `terms` are the app's code
+            self._fail("no update", _in_words(error))
+        else:
+            self._inbox.put_nowait(trained)
+
+    async def _seal(self, effect: Seal) -> None:
+        joined, trust = self.machine.joined, self._process.trust
+        assert joined is not None
+        terms = self._equipment.trainer.terms(task_of(joined.parameters))
+        try:
+            if trust is None or terms is None:
+                raise ProtocolError(
+                    "this device believes no trusted party", hint="papaya client --trust FILE"
+                )
+            done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
+        except Exception as error:  # whatever goes wrong, nothing was masked
+            self._fail("no seal", _in_words(error))
+        else:
+            self._inbox.put_nowait(done)
+
+    async def _remember(self, effect: Remember) -> bool:
+        history = self._equipment.history
+        try:
+            await asyncio.to_thread(history.remember, effect.task, effect.participated)
+        except PapayaError as error:
+            self._fail("no history", str(error))
+            return False
+        return True
+
+
+def _check_update(trained: Trained, length: int) -> None:
+    if len(trained.update) != 4 * length:
+        raise ProtocolError(
+            f"training gave {len(trained.update)} bytes, the task takes {4 * length}"
+        )
+
+
+def _in_words(error: Exception) -> str:
+    """For the device's own log: what is wrong, and what to do next."""
+    if not isinstance(error, PapayaError):
+        return f"{type(error).__name__}: {error}"
+    return f"{error}; hint: {error.hint}" if error.hint else str(error)

@@ -1,0 +1,94 @@
+"""Evaluations: when one is due, how it starts, and what its one version says.
+
+DESIGN, "Learning and aggregation": an evaluation is a task that pins a version. Its own version 1
+is the mean over K clients of (Σ loss, Σ examples, 1) per bucket of data volume, so K times that are
+the sums. `papaya/messages/owner.py` has the rows, `papaya/learning/evaluation.py` the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+from msgspec import structs
+
+from papaya.aggregator.sessions import ticket_life_s
+from papaya.aggregator.shards import initial_blobs
+from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
+from papaya.errors import ConfigError, OperatorError
+from papaya.learning import parameters
+from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, summarize
+from papaya.learning.parameters import FLOAT32, FLOAT64
+from papaya.messages import owner
+from papaya.messages.base import TaskId
+from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow, task_key
+from papaya.server.admin.stores import Blobs, State
+
+
+def is_due(plan: EvaluationPlan, newest: int, tried: Iterable[int], *, is_last: bool) -> bool:
+    """The first version that is seen, as a baseline, then every so many, and the last one."""
+    last = max(tried, default=None)
+    return last is None or newest >= last + (1 if is_last else plan.every_versions)
+
+
+def check_plan(config: TaskConfig) -> None:
+    """Refuses a plan by which no evaluation could ever start."""
+    if config.evaluation is None:
+        return
+    try:
+        first = VersionRow(0, "", 0, 0.0)
+        owner.evaluation_config(config, first, config.evaluation, EVALUATION_LENGTH)
+    except ConfigError as error:
+        raise OperatorError(
+            f"no evaluation could start by the plan of task {config.task}: {error}",
+            hint="change evaluation.clients or evaluation.timeout_s",
+        ) from error
+
+
+async def running(state: State, task: TaskId, version: VersionRow) -> TaskId | None:
+    """The evaluation of this version that is not over yet."""
+    if version.evaluations == 0:
+        return None
+    last = owner.evaluation_id(task, version.version, version.evaluations - 1)
+    row = (await state.read((task_key(last),))).get(task_key(last))
+    return last if isinstance(row, TaskRow) and not row.is_over else None
+
+
+async def start(
+    state: State,
+    blobs: Blobs,
+    config: TaskConfig,
+    version: VersionRow,
+    plan: EvaluationPlan,
+    now: float,
+    server: ServerConfig,
+) -> tuple[TaskConfig, Outcome]:
+    """Submit an evaluation of one version; refused when the version's row has changed."""
+    evaluation = owner.evaluation_config(config, version, plan, EVALUATION_LENGTH)
+    initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
+    for key, data in initial:
+        await blobs.put(key, data)
+    # It is given up after its timeout; who joined last may hold a ticket for a while longer.
+    kept_until = now + plan.timeout_s + ticket_life_s(evaluation, server) + server.dead_after_s
+    change = owner.evaluate(evaluation, version, initial[0][0], initial[1][0], now, kept_until)
+    return evaluation, await state.transact(change)
+
+
+async def result(blobs: Blobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:
+    """What the evaluation's version 1 says; ProtocolError when clients uploaded nonsense."""
+    data = await blobs.get(version.parameters)
+    mean = parameters.decode(data, EVALUATION_LENGTH).astype(FLOAT64)
+    pinned = evaluation.config.evaluates
+    assert pinned is not None
+    return summarize(mean * evaluation.config.aggregation_goal, pinned.max_examples)
+
+
+def with_result(point: PointRow, found: EvaluationResult) -> PointRow:
+    perplexity = found.all.perplexity
+    return structs.replace(
+        point,
+        loss=found.all.loss,
+        perplexity=perplexity if perplexity < float("inf") else None,
+        evaluated=msgspec.json.encode(found).decode(),
+    )

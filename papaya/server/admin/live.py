@@ -1,0 +1,101 @@
+"""What a coordinator knows at this moment: who was heard, what is wanted, who is active.
+
+Read off the machine between two events, never changed. A coordinator that does not lead hears no
+reports, so it knows nothing of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec import Struct
+
+from papaya.coordinator.coordinator import Coordinator
+from papaya.messages.base import NodeId
+from papaya.messages.storage import TaskRow
+from papaya.server.admin.views import AggregatorStatus, SelectorStatus
+
+
+class LiveTask(Struct, frozen=True):
+    """`demand` has the clients that are assigned but not yet confirmed taken off."""
+
+    holder: NodeId
+    active: int
+    demand: int
+    held: int
+    halted: str
+
+
+class Live(Protocol):
+    """Roles of this process, and what its coordinator knows."""
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
+
+    def leads(self) -> bool: ...
+
+    def recovers(self) -> bool: ...
+
+    def task(self, row: TaskRow) -> LiveTask | None: ...
+
+    def aggregators(self) -> tuple[AggregatorStatus, ...]: ...
+
+    def selectors(self) -> tuple[SelectorStatus, ...]: ...
+
+
+class CoordinatorLive:
+    """The view of the coordinator that runs in this process."""
+
+    def __init__(
+        self, coordinator: Coordinator, now: Callable[[], float], roles: tuple[str, ...]
+    ) -> None:
+        self.roles = roles
+        self._coordinator = coordinator
+        self._now = now
+
+    def leads(self) -> bool:
+        return self._coordinator.leadership.leads(self._now())
+
+    def recovers(self) -> bool:
+        return self.leads() and self._coordinator.leadership.recovers(self._now())
+
+    def task(self, row: TaskRow) -> LiveTask | None:
+        coordinator, task = self._coordinator, row.config.task
+        fence = coordinator.fences.get(task)
+        if not self.leads() or fence is None or task not in coordinator.tasks:
+            return None
+        view = coordinator.fleet.aggregators.get(fence.aggregator)
+        report = None if view is None or view.boot != fence.boot else view.tasks.get(task)
+        if report is None or report.seq != fence.seq:
+            return LiveTask(fence.aggregator, 0, 0, self._held(row), "")
+        demand = max(0, coordinator.demand(task))
+        return LiveTask(fence.aggregator, report.active, demand, self._held(row), report.halted)
+
+    def _held(self, row: TaskRow) -> int:
+        task, requirements = row.config.task, row.config.requirements
+        counts = [
+            count
+            for selector in self._coordinator.fleet.selectors.values()
+            for device_class, count in selector.held.items()
+            if device_class.fits(task, requirements)
+        ]
+        return max(0, sum(counts))
+
+    def aggregators(self) -> tuple[AggregatorStatus, ...]:
+        now = self._now()
+        return tuple(
+            AggregatorStatus(
+                node, max(0.0, now - view.heard_at), len(view.tasks), view.overloaded_beats > 0
+            )
+            for node, view in sorted(self._coordinator.fleet.live_aggregators(now).items())
+            if self.leads()
+        )
+
+    def selectors(self) -> tuple[SelectorStatus, ...]:
+        now = self._now()
+        return tuple(
+            SelectorStatus(node, max(0.0, now - view.heard_at), max(0, sum(view.held.values())))
+            for node, view in sorted(self._coordinator.fleet.selectors.items())
+            if self.leads()
+        )

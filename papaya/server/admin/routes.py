@@ -1,0 +1,201 @@
+"""The admin API over HTTP: typed JSON in and out, parameters as files.
+
+    PUT  /admin/tasks/{task}/parameters?model_length=N     a parameters file, before the task
+    POST /admin/tasks                                       submit
+    GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions
+    GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
+    POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
+    GET  /admin/status
+
+Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. The token is checked by whoever
+serves these routes. Bodies are bounded: JSON to 1 MiB, parameters by the length that is declared
+first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+
+from papaya.config import MAX_MODEL_LENGTH
+from papaya.errors import ConfigError, MissingBlob, OperatorError, ProtocolError
+from papaya.http.exchange import Exchange
+from papaya.http.routes import Buffered, Receiver, Route, Streamed
+from papaya.messages.storage import TaskState
+from papaya.server.admin import submissions
+from papaya.server.admin.problems import AdminProblem, NotFound
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.views import Evaluate, Mark, NewTask, Problem, Reason, RollBack
+
+logger = logging.getLogger("papaya.admin")
+
+MAX_JSON_BYTES = 1 << 20
+T = TypeVar("T")
+Answer = Awaitable[object]
+_TASK = "/admin/tasks/{task}"
+_STATES: dict[str, TaskState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
+
+
+class AdminRoutes:
+    """Carries requests to the service. Every request is answered, whatever goes wrong."""
+
+    def __init__(self, service: AdminService) -> None:
+        self._service = service
+        self._running: set[asyncio.Task[None]] = set()
+
+    def routes(self) -> list[Route]:
+        service = self._service
+        return [
+            self._get("/admin/status", lambda exchange: service.status()),
+            self._get("/admin/tasks", lambda exchange: service.tasks()),
+            self._get(_TASK, lambda exchange: service.task(_task(exchange))),
+            self._get(f"{_TASK}/points", self._points),
+            self._get(f"{_TASK}/versions", lambda exchange: service.versions(_task(exchange))),
+            Buffered("GET", f"{_TASK}/versions/{{version}}/parameters", self._on_parameters),
+            self._post("/admin/tasks", NewTask, lambda _, new: submissions.submit(service, new)),
+            *(self._state_route(action, state) for action, state in _STATES.items()),
+            self._post(f"{_TASK}/rollback", RollBack, service.roll_back),
+            self._post(f"{_TASK}/mark", Mark, service.mark),
+            self._post(f"{_TASK}/evaluate", Evaluate, service.evaluate),
+            Streamed(
+                "PUT",
+                f"{_TASK}/parameters",
+                self._receive_parameters,
+                submissions.max_parameters_bytes(MAX_MODEL_LENGTH),
+            ),
+        ]
+
+    # -- kinds of routes --------------------------------------------------------------------
+
+    def _get(self, path: str, ask: Callable[[Exchange], Answer]) -> Route:
+        return Buffered("GET", path, lambda exchange, _: self._answer(exchange, ask(exchange)))
+
+    def _post(self, path: str, kind: type[T], ask: Callable[[str, T], Answer]) -> Route:
+        def handle(exchange: Exchange, body: bytes) -> None:
+            async def ask_parsed() -> object:
+                return await ask(_task(exchange), _parsed(body, kind))
+
+            self._answer(exchange, ask_parsed())
+
+        return Buffered("POST", path, handle, MAX_JSON_BYTES)
+
+    def _state_route(self, action: str, state: TaskState) -> Route:
+        async def change(task: str, reason: Reason) -> object:
+            return await self._service.set_state(task, state, reason.why)
+
+        return self._post(f"{_TASK}/{action}", Reason, change)
+
+    async def _points(self, exchange: Exchange) -> object:
+        return await self._service.points(_task(exchange), _number(exchange, "after", -1))
+
+    # -- answers ----------------------------------------------------------------------------
+
+    def _answer(self, exchange: Exchange, asked: Answer) -> None:
+        async def answer() -> None:
+            exchange.answer(200, msgspec.json.encode(await asked))
+
+        self._start(exchange, answer())
+
+    def _on_parameters(self, exchange: Exchange, body: bytes) -> None:
+        async def answer() -> None:
+            version = exchange.captured["version"]
+            row, path = await self._service.parameters(_task(exchange), version)
+            headers = (("Papaya-Version", str(row.version)), ("ETag", f'"{row.parameters}"'))
+            exchange.answer_file(path, headers)
+
+        self._start(exchange, answer())
+
+    def _start(self, exchange: Exchange, answer: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(_told(exchange, answer))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    # -- parameters of a new task -----------------------------------------------------------
+
+    def _receive_parameters(self, exchange: Exchange) -> Receiver | None:
+        length = _number(exchange, "model_length", 0)
+        most = submissions.max_parameters_bytes(min(length, MAX_MODEL_LENGTH))
+        if length < 1 or exchange.head.length > most:
+            problem = Problem(
+                f"{exchange.head.length} bytes for model_length = {length}",
+                "declare the model's length: PUT …/parameters?model_length=N",
+            )
+            exchange.answer(400 if length < 1 else 413, msgspec.json.encode(problem))
+            return None
+
+        def store(data: bytes) -> None:
+            stored = submissions.store_parameters(self._service, _task(exchange), length, data)
+            self._answer(exchange, stored)
+
+        return _Whole(exchange.head.length, store)
+
+
+class _Whole:
+    """A body in one piece of memory, received in place."""
+
+    def __init__(self, length: int, done: Callable[[bytes], None]) -> None:
+        self._data = bytearray(length)
+        self._place = 0
+        self._done = done
+
+    def buffer(self, remaining: int) -> memoryview:
+        return memoryview(self._data)[self._place :]
+
+    def received(self, count: int) -> None:
+        self._place += count
+
+    def finished(self) -> None:
+        data, self._data = bytes(self._data), bytearray()
+        self._done(data)
+
+    def broken(self) -> None:
+        self._data = bytearray()
+
+
+async def _told(exchange: Exchange, answer: Awaitable[None]) -> None:
+    try:
+        await answer
+    except Exception as error:
+        status, problem = as_problem(error)
+        exchange.answer(status, msgspec.json.encode(problem))
+
+
+def as_problem(error: Exception) -> tuple[int, Problem]:
+    """What the caller is told: his own faults in words, ours without any."""
+    match error:
+        case AdminProblem():
+            return error.status, Problem(str(error), error.hint)
+        case MissingBlob():
+            return NotFound.status, Problem(str(error), error.hint)
+        case OperatorError() | ProtocolError():
+            return 400, Problem(str(error), error.hint)
+    logger.error("an admin request failed", exc_info=error)
+    return 500, Problem("something went wrong on the server's side", "look into its log")
+
+
+def _task(exchange: Exchange) -> str:
+    return exchange.captured.get("task", "")
+
+
+def _number(exchange: Exchange, name: str, default: int) -> int:
+    values = parse_qs(exchange.head.query).get(name, [])
+    if not values:
+        return default
+    text = values[-1]
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else default
+
+
+def _parsed(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except ConfigError:
+        raise
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise OperatorError(
+            f"this is not {kind.__name__}: {str(error)[:200]}", hint="papaya task --help"
+        ) from error

@@ -1,0 +1,285 @@
+"""The admin API without HTTP: plain coroutines from typed requests to typed answers.
+
+    submit    parameters first, as a blob; then the task that names them
+    look      tasks, one task, points, versions, parameters, status
+    change    pause, resume, cancel, roll back, mark, evaluate: compare-and-set, all of them
+
+Whoever calls has shown the admin token. Refused: what is not there (404), what changed meanwhile or
+cannot come after the present state (409), what is wrong in itself (400).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from papaya.aggregator.shards import blob_key
+from papaya.config import EvaluationPlan, ServerConfig
+from papaya.errors import OperatorError
+from papaya.learning.server_optimizer import server_optimizer
+from papaya.messages import owner
+from papaya.messages.base import TaskId
+from papaya.messages.owner import TaskRows
+from papaya.messages.storage import (
+    LEADER_KEY,
+    TASKS,
+    LeaderRow,
+    ManifestRow,
+    OptimizerRow,
+    PointRow,
+    Row,
+    TaskRow,
+    TaskState,
+    Transaction,
+    VersionRow,
+    manifest_key,
+    optimizer_key,
+    task_key,
+)
+from papaya.server.admin import evaluations
+from papaya.server.admin.history import History
+from papaya.server.admin.live import Live
+from papaya.server.admin.problems import Conflict, NotFound, Uncertain
+from papaya.server.admin.stores import Blobs, State
+from papaya.server.admin.views import (
+    Evaluate,
+    Mark,
+    RollBack,
+    Started,
+    Status,
+    TaskDetail,
+    TaskView,
+    VersionView,
+)
+
+OPTIMIZERS = "optimizer/"
+NEWEST = "newest"
+_RECENT_POINTS = 64
+_MAX_POINTS = 10_000
+_ROLL_BACK_ATTEMPTS = 10
+
+
+class AdminService:
+    """All that owners and operators may ask of a running system."""
+
+    def __init__(
+        self,
+        state: State,
+        blobs: Blobs,
+        history: History,
+        live: Live,
+        now: Callable[[], float],
+        changed: Callable[[], None],
+        server: ServerConfig,
+    ) -> None:
+        self.state = state
+        self.blobs = blobs
+        self.live = live
+        self.now = now
+        self._history = history
+        self._changed = changed
+        self._server = server
+        self._started = now()
+
+    # -- look -------------------------------------------------------------------------------
+
+    async def tasks(self) -> tuple[TaskView, ...]:
+        rows = await self.state.read((TASKS,))
+        tasks = [row for row in rows.values() if isinstance(row, TaskRow)]
+        heads = await self.state.read((OPTIMIZERS,)) if tasks else {}
+        return tuple([await self._view(row, heads) for row in tasks])
+
+    async def task(self, task: TaskId) -> TaskDetail:
+        found = await self._rows(task)
+        points = await self._points(task)
+        manifest = (await self.state.read((manifest_key(task),))).get(manifest_key(task))
+        recent = points[-_RECENT_POINTS:]
+        return TaskDetail(
+            task=self._line(found.row, found.newest.version, points),
+            config=found.row.config,
+            manifest=manifest.tensors if isinstance(manifest, ManifestRow) else (),
+            points=recent,
+            versions_per_minute=versions_per_minute(recent, found.row, self.now()),
+            warnings=tuple(found.row.config.warnings()),
+        )
+
+    async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
+        """As the supervisor of this process knows them: at most a turn behind the rows."""
+        await self._rows(task)
+        return tuple(p for p in await self._points(task) if p.version > after)[:_MAX_POINTS]
+
+    async def versions(self, task: TaskId) -> tuple[VersionView, ...]:
+        found = await self._rows(task)
+        return tuple(_version_view(row) for _, row in sorted(found.versions.items()))
+
+    async def parameters(self, task: TaskId, version: str) -> tuple[VersionRow, Path]:
+        """The version's row, and the file that holds its parameters; it may be deleted soon."""
+        found = await self._rows(task)
+        if version != NEWEST and not (version.isascii() and version.isdecimal()):
+            raise OperatorError(f"version {version[:20]!r} is no number", hint="or: newest")
+        row = found.newest if version == NEWEST else _version(found, int(version[:18]))
+        return row, await self.blobs.path(row.parameters)
+
+    async def status(self) -> Status:
+        leader = (await self.state.read((LEADER_KEY,))).get(LEADER_KEY)
+        known = leader if isinstance(leader, LeaderRow) else LeaderRow("", 0.0, 0, 0)
+        return Status(
+            roles=self.live.roles,
+            leads=self.live.leads(),
+            recovers=self.live.recovers(),
+            just_started=self.now() < self._started + 2 * self._server.heartbeat_s,
+            leader=known.holder,
+            epoch=known.epoch,
+            aggregators=self.live.aggregators(),
+            selectors=self.live.selectors(),
+            tasks=await self.tasks(),
+        )
+
+    # -- change -----------------------------------------------------------------------------
+
+    async def set_state(self, task: TaskId, state: TaskState, why: str = "") -> TaskView:
+        found = await self._rows(task)
+        try:
+            change = owner.change_state(found.row, state, self.now(), why)
+        except OperatorError as error:
+            raise Conflict(str(error), hint=error.hint) from error
+        await self.write(change)
+        return (await self.task(task)).task
+
+    async def roll_back(self, task: TaskId, request: RollBack) -> VersionView:
+        """A busy task commits many times a second. Which head is left makes no difference to its
+        owner, so a roll-back that came too late for one is tried on the next.
+        """
+        outcome, head = "refused", 0
+        for _ in range(_ROLL_BACK_ATTEMPTS):
+            head, change = await self._prepare_roll_back(task, request.version)
+            outcome = await self.state.transact(change)
+            if outcome != "refused":
+                break
+        self._settle(outcome)
+        return _version_view(_version(await self._rows(task), head))
+
+    async def _prepare_roll_back(self, task: TaskId, version: int) -> tuple[int, Transaction]:
+        """The new head, and the transaction that makes it; the blob that it names is written."""
+        found = await self._rows(task)
+        _version(found, version)
+        config, head = found.row.config, found.newest.version + 1
+        optimizer = server_optimizer(config.optimizer)
+        fresh = optimizer.encode_state(optimizer.initial_state(config.model_length))
+        # Under the present fence: its holder does not sweep it, and a later one is refused below.
+        key = blob_key(task, found.fence.seq, f"optimizer-{head}", fresh)
+        try:
+            change = owner.rollback(found, version, key, self.now())
+        except OperatorError as error:
+            raise Conflict(str(error), hint=error.hint) from error
+        await self.blobs.put(key, fresh)
+        return head, change
+
+    async def mark(self, task: TaskId, request: Mark) -> VersionView:
+        found = await self._rows(task)
+        row = _version(found, request.version)
+        try:
+            change = owner.mark(task, row, request.marked)
+        except OperatorError as error:
+            raise Conflict(str(error), hint=error.hint) from error
+        await self.write(change)
+        return _version_view(_version(await self._rows(task), request.version))
+
+    async def evaluate(self, task: TaskId, request: Evaluate) -> Started:
+        found = await self._rows(task)
+        row = found.newest if request.version is None else _version(found, request.version)
+        config = found.row.config
+        if config.evaluates is not None:
+            raise OperatorError(f"{task} is itself an evaluation", hint="name the task it is of")
+        plan = config.evaluation or EvaluationPlan()
+        plan = EvaluationPlan(
+            clients=request.clients or plan.clients,
+            timeout_s=request.timeout_s or plan.timeout_s,
+        )
+        if earlier := await evaluations.running(self.state, task, row):
+            raise Conflict(
+                f"version {row.version} of {task} is being evaluated already",
+                hint=f"papaya task show {earlier}",
+            )
+        evaluation, outcome = await evaluations.start(
+            self.state, self.blobs, config, row, plan, self.now(), self._server
+        )
+        self._settle(outcome)
+        return Started(evaluation.task, row.version)
+
+    async def write(self, change: Transaction) -> None:
+        """Commit, or say why not."""
+        self._settle(await self.state.transact(change))
+
+    def _settle(self, outcome: str) -> None:
+        if outcome == "refused":
+            raise Conflict("it changed meanwhile", hint="look again, then repeat the command")
+        if outcome == "unknown":
+            raise Uncertain(
+                "the state store did not say whether it was done",
+                hint="look at the task before you repeat the command; the server's log says more",
+            )
+        self._changed()
+
+    # -- rows -------------------------------------------------------------------------------
+
+    async def _rows(self, task: TaskId) -> TaskRows:
+        rows = await self.state.read(owner.owner_prefixes(task))
+        if not isinstance(rows.get(task_key(task)), TaskRow):
+            raise NotFound(f"there is no task {task[:64]!r}", hint="papaya task list")
+        return TaskRows(task, rows)
+
+    async def _view(self, row: TaskRow, heads: Mapping[str, Row]) -> TaskView:
+        """The newest version is that of the optimizer row; the points behind it say how good."""
+        optimizer = heads.get(optimizer_key(row.config.task))
+        head = optimizer.version if isinstance(optimizer, OptimizerRow) else 0
+        return self._line(row, head, await self._points(row.config.task))
+
+    async def _points(self, task: TaskId) -> tuple[PointRow, ...]:
+        found = await self._history.points(task)
+        return tuple(found[version] for version in sorted(found))
+
+    def _line(self, row: TaskRow, head: int, points: tuple[PointRow, ...]) -> TaskView:
+        config, live = row.config, None if row.is_over else self.live.task(row)
+        last = next((p for p in reversed(points) if p.loss is not None), None)
+        pinned = config.evaluates
+        return TaskView(
+            task=config.task,
+            state=row.state,
+            why=row.why,
+            regime=type(config.regime).__name__,
+            concurrency=config.concurrency,
+            aggregation_goal=config.aggregation_goal,
+            version=head,
+            submitted=row.submitted,
+            ended=row.ended,
+            evaluates="" if pinned is None else f"{pinned.task}@{pinned.version}",
+            holder="" if live is None else live.holder,
+            halted="" if live is None else live.halted,
+            active=None if live is None else live.active,
+            demand=None if live is None else live.demand,
+            utilization=None if live is None else live.active / config.concurrency,
+            held=None if live is None else live.held,
+            evaluated=None if last is None else last.version,
+            loss=None if last is None else last.loss,
+            perplexity=None if last is None else last.perplexity,
+        )
+
+
+def versions_per_minute(points: tuple[PointRow, ...], row: TaskRow, now: float) -> float:
+    """Over the points given, up to now or to the end of the task."""
+    until = row.ended if row.is_over else now
+    if len(points) < 2 or until <= points[0].created:
+        return 0.0
+    return 60 * (points[-1].version - points[0].version) / (until - points[0].created)
+
+
+def _version(found: TaskRows, version: int) -> VersionRow:
+    try:
+        return found.version(version)
+    except OperatorError as error:
+        raise NotFound(str(error), hint=error.hint) from error
+
+
+def _version_view(row: VersionRow) -> VersionView:
+    return VersionView(row.version, row.created, row.marked, row.restarts, row.parameters)

@@ -1,0 +1,60 @@
+"""What the admin side asks of the stores, to be awaited, and blobs on threads.
+
+Rows are read and changed by the same transactions as the machines'. Everything here may fail as
+the stores do: an outcome may be unknown, a disk may be full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Set
+from pathlib import Path
+from typing import Protocol
+
+from papaya.errors import OperatorError
+from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.storage import Outcome, Row, Transaction
+from papaya.server.admin.problems import NoStorage
+from papaya.store.blobs import FolderBlobs, Piece
+
+
+class State(Protocol):
+    """Rows; `papaya/server/awaited_state.py`."""
+
+    async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]: ...
+
+    async def transact(self, transaction: Transaction) -> Outcome: ...
+
+
+class Blobs(Protocol):
+    """Immutable bytes by key. A missing blob raises MissingBlob, a disk without room NoStorage."""
+
+    async def get(self, key: BlobKey) -> bytes: ...
+
+    async def put(self, key: BlobKey, data: Piece) -> None: ...
+
+    async def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None: ...
+
+    async def path(self, key: BlobKey) -> Path: ...
+
+
+class ThreadedBlobs:
+    """The blobs of a folder, without blocking the loop."""
+
+    def __init__(self, blobs: FolderBlobs) -> None:
+        self._blobs = blobs
+
+    async def get(self, key: BlobKey) -> bytes:
+        return await asyncio.to_thread(self._blobs.get, key)
+
+    async def put(self, key: BlobKey, data: Piece) -> None:
+        try:
+            await asyncio.to_thread(self._blobs.put, key, data)
+        except OperatorError as error:
+            raise NoStorage(str(error), hint=error.hint) from error
+
+    async def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None:
+        await asyncio.to_thread(self._blobs.sweep, task, below_seq, keep)
+
+    async def path(self, key: BlobKey) -> Path:
+        return await asyncio.to_thread(self._blobs.path, key)

@@ -1,0 +1,116 @@
+"""A new task comes in two steps: its parameters as a blob, then the task that names them.
+
+DESIGN, "The device": what an owner sends is the manifest, shapes and initial parameters, nothing
+executable. Parameters are one canonical safetensors file, which is read completely before anything
+is stored. Refused: a task that exists, an id that evaluations have, a manifest of another length, a
+parameters file of another length or with NaN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import structs
+
+from papaya.aggregator.shards import blob_key
+from papaya.config import TaskConfig
+from papaya.errors import MissingBlob, OperatorError, ProtocolError
+from papaya.learning import parameters
+from papaya.learning.parameters import Manifest
+from papaya.learning.server_optimizer import server_optimizer
+from papaya.messages import owner
+from papaya.messages.base import TaskId
+from papaya.messages.storage import ManifestRow, TaskRow, manifest_key, submission, task_key
+from papaya.server.admin import evaluations
+from papaya.server.admin.problems import Conflict, NotFound
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.views import NewTask, Stored, TaskView
+
+MAX_HEADER_BYTES = 8 + (1 << 16)  # in front of the numbers in a parameters file
+
+
+def max_parameters_bytes(model_length: int) -> int:
+    return 4 * model_length + MAX_HEADER_BYTES
+
+
+async def store_parameters(
+    service: AdminService, task: TaskId, model_length: int, data: bytes
+) -> Stored:
+    """Keep the parameters of version 0 of a task that will be submitted."""
+    TaskConfig(task=task, concurrency=1, model_length=model_length)  # refuses what cannot be
+    await _require_new(service, task)
+    key = await asyncio.to_thread(_checked_key, task, model_length, data)
+    await service.blobs.put(key, data)
+    return Stored(key)
+
+
+async def submit(service: AdminService, new: NewTask) -> TaskView:
+    config = new.config
+    if config.evaluates is not None or owner.is_evaluation_id(config.task):
+        raise OperatorError(
+            f"task {config.task!r} is named or made like an evaluation",
+            hint="choose another name; evaluations start with: papaya task evaluate TASK",
+        )
+    evaluations.check_plan(config)
+    _check_manifest(new)
+    await _require_new(service, config.task)
+    await _require_parameters(service, new)
+    optimizer = server_optimizer(config.optimizer)
+    state = optimizer.encode_state(optimizer.initial_state(config.model_length))
+    key = blob_key(config.task, 0, "optimizer-0", state)
+    change = submission(config, new.parameters, key, service.now())
+    if new.manifest:
+        row = ManifestRow(new.manifest)
+        change = structs.replace(change, put=(*change.put, (manifest_key(config.task), row)))
+    await service.blobs.put(key, state)
+    await service.write(change)
+    return (await service.task(config.task)).task
+
+
+def _check_manifest(new: NewTask) -> None:
+    if not new.manifest:
+        return
+    try:
+        length = Manifest(new.manifest).length
+    except ValueError as error:
+        raise OperatorError(f"manifest: {error}", hint="submit the task again") from error
+    if length != new.config.model_length:
+        raise OperatorError(
+            f"the manifest has {length} parameters, the task {new.config.model_length}",
+            hint="submit the task again from its file",
+        )
+
+
+async def _require_new(service: AdminService, task: TaskId) -> None:
+    key = task_key(task)
+    if isinstance((await service.state.read((key,))).get(key), TaskRow):
+        raise Conflict(
+            f"task {task} exists already",
+            hint="choose another name: papaya task submit FILE --name NAME",
+        )
+
+
+async def _require_parameters(service: AdminService, new: NewTask) -> None:
+    """They must be those of this task: another task's blobs are deleted with it."""
+    config = new.config
+    if not new.parameters.startswith(f"{config.task}/0/version-0-"):
+        raise OperatorError(
+            f"parameters {new.parameters[:100]!r} are not those of {config.task}",
+            hint="store them first: PUT /admin/tasks/TASK/parameters",
+        )
+    try:
+        data = await service.blobs.get(new.parameters)
+    except MissingBlob as error:
+        raise NotFound(str(error), hint="submit the task again") from error
+    await asyncio.to_thread(_checked_key, config.task, config.model_length, data)
+
+
+def _checked_key(task: TaskId, model_length: int, data: bytes) -> str:
+    try:
+        parameters.decode(data, model_length)
+    except ProtocolError as error:
+        raise OperatorError(
+            f"these are not {model_length} parameters: {error}",
+            hint="submit the task from its file: papaya task submit FILE",
+        ) from error
+    return blob_key(task, 0, "version-0", data)

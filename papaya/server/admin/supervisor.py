@@ -1,0 +1,222 @@
+"""Looks after tasks: writes their history, evaluates them by plan, ends them by their stop rule.
+
+One runs beside every coordinator, about once a second, on rows alone. Every write is compare-and-
+set and whatever is refused is looked at again in the next turn, so any number of them do what one
+does. (Two that see different newest versions in the same second may start two evaluations of a
+task; that costs a few clients.) What a coordinator should know at once is told through `changed`.
+
+It refuses to guess: an evaluation whose sums make no sense is cancelled, and says why. It never
+touches the rows that fences guard, except to remove evaluations that are long over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from papaya.aggregator.sessions import ticket_life_s
+from papaya.config import ServerConfig
+from papaya.errors import PapayaError
+from papaya.learning.stopping import verdict
+from papaya.messages import owner
+from papaya.messages.base import TaskId
+from papaya.messages.storage import (
+    TASKS,
+    PointRow,
+    TaskRow,
+    Transaction,
+    VersionRow,
+    holder_prefixes,
+    version_key,
+)
+from papaya.server.admin import evaluations
+from papaya.server.admin.history import History
+from papaya.server.admin.stores import Blobs, State
+
+logger = logging.getLogger("papaya.admin")
+
+TURN_S = 1.0
+# As long as the coordinator tells selectors that a task is over.
+REMEMBER_S = 3600.0
+_ALL_SEQS = 2**62
+
+Versions = dict[int, VersionRow]
+
+
+class Supervisor:
+    """Holds no state of its own; `history` is a copy of the points."""
+
+    def __init__(
+        self,
+        state: State,
+        blobs: Blobs,
+        history: History,
+        server: ServerConfig,
+        now: Callable[[], float],
+        changed: Callable[[], None],
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._state = state
+        self._blobs = blobs
+        self._server = server
+        self._now = now
+        self._changed = changed
+        self._sleep = sleep
+        self._history = history
+
+    async def run(self) -> None:
+        """Until cancelled. An error costs one turn: of one task, if it is that task's."""
+        while True:
+            with _one_error_at_a_time("this turn"):
+                await self.turn()
+            await self._sleep(TURN_S)
+
+    async def turn(self) -> None:
+        found = await self._state.read((TASKS,))
+        rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
+        self._history.forget_all_but(rows)
+        for row in rows.values():
+            with _one_error_at_a_time(f"task {row.config.task}"):
+                await self._look_after_any(row, rows)
+
+    async def _look_after_any(self, row: TaskRow, rows: dict[TaskId, TaskRow]) -> None:
+        if row.config.evaluates is not None:
+            await self._look_after_evaluation(row, rows.get(row.config.evaluates.task))
+        elif not row.is_over or self._now() < row.ended + REMEMBER_S:
+            await self._look_after(row, _evaluations_of(row.config.task, rows))
+
+    async def _look_after(self, row: TaskRow, own: list[TaskRow]) -> None:
+        task = row.config.task
+        found = await self._state.read((f"version/{task}/",))
+        versions = {r.version: r for r in found.values() if isinstance(r, VersionRow)}
+        await self._history.record(task, versions)
+        points = await self._history.points(task)
+        if any(e.state == "completed" and not _has_result(e, points) for e in own):
+            self._history.forget(task)  # another supervisor wrote it
+        if row.state in ("running", "completed"):
+            await self._evaluate_if_due(row, own, versions)
+        if not row.is_over:
+            await self._complete_if_done(row, versions)
+
+    # -- evaluations ------------------------------------------------------------------------
+
+    async def _evaluate_if_due(self, row: TaskRow, own: list[TaskRow], versions: Versions) -> None:
+        plan = row.config.evaluation
+        if plan is None or not versions or any(not e.is_over for e in own):
+            return
+        points = await self._history.points(row.config.task)
+        tried = [p.version for p in points.values() if p.evaluated]
+        tried += [e.config.evaluates.version for e in own if e.config.evaluates is not None]
+        # The versions are read after `own`: what another supervisor started meanwhile shows here.
+        tried += [version for version, found in versions.items() if found.evaluations]
+        newest = versions[max(versions)]
+        if evaluations.is_due(plan, newest.version, tried, is_last=row.is_over):
+            config, outcome = await evaluations.start(
+                self._state, self._blobs, row.config, newest, plan, self._now(), self._server
+            )
+            if outcome == "committed":
+                logger.info("%s starts", config.task)
+                self._changed()
+
+    async def _look_after_evaluation(self, row: TaskRow, of: TaskRow | None) -> None:
+        tickets_expire = row.ended + ticket_life_s(row.config, self._server)
+        if not row.is_over:
+            await self._settle(row, of)
+        elif self._now() >= max(tickets_expire, row.ended + REMEMBER_S):
+            await self._forget(row)
+
+    async def _settle(self, row: TaskRow, of: TaskRow | None) -> None:
+        """Has it ended? Then its task's history gets the result."""
+        now = self._now()
+        made = await self._version(row.config.task, 1)
+        if made is not None:
+            await self._take_result(row, made)
+        elif of is None or of.state == "cancelled":
+            await self._end(row, "its task was cancelled")
+        elif verdict(row.config.stop, row.submitted, now, ()) is not None:
+            wanted, waited_s = row.config.aggregation_goal, now - row.submitted
+            await self._end(row, f"gave up: it did not get {wanted} clients in {waited_s:.0f} s")
+
+    async def _take_result(self, row: TaskRow, made: VersionRow) -> None:
+        pinned = row.config.evaluates
+        assert pinned is not None
+        old = (await self._history.points(pinned.task)).get(pinned.version)
+        if old is None:
+            return  # its point is written in the next turn
+        try:
+            found = await evaluations.result(self._blobs, row, made)
+        except PapayaError as error:
+            await self._end(row, str(error))
+            return
+        why = f"loss {found.all.loss:.4g} over {found.all.clients:.0f} clients"
+        points = (old, evaluations.with_result(old, found))
+        change = owner.end_evaluation(row, "completed", self._now(), why, points)
+        self._history.forget(pinned.task)
+        await self._write(change, f"{row.config.task}: {why}")
+
+    async def _end(self, row: TaskRow, why: str) -> None:
+        change = owner.end_evaluation(row, "cancelled", self._now(), why)
+        await self._write(change, f"{row.config.task} is cancelled: {why}")
+
+    async def _forget(self, row: TaskRow) -> None:
+        """Rows first, blobs after."""
+        task: TaskId = row.config.task
+        rows = await self._state.read(holder_prefixes(task))
+        if await self._state.transact(owner.forget(row, rows)) == "committed":
+            await self._blobs.sweep(task, _ALL_SEQS, frozenset())
+
+    async def _version(self, task: TaskId, version: int) -> VersionRow | None:
+        key = version_key(task, version)
+        found = (await self._state.read((key,))).get(key)
+        return found if isinstance(found, VersionRow) else None
+
+    # -- the end of a task ------------------------------------------------------------------
+
+    async def _complete_if_done(self, row: TaskRow, versions: Versions) -> None:
+        rule, newest = row.config.stop, max(versions, default=0)
+        restarted = max((v for v, r in versions.items() if r.restarts), default=0)
+        points = await self._history.points(row.config.task)
+        losses = [
+            p.loss
+            for _, p in sorted(points.items())
+            if p.loss is not None and p.version >= restarted
+        ]
+        why = verdict(rule, row.submitted, self._now(), losses)
+        if rule.versions is not None and newest >= rule.versions:
+            why = f"version {rule.versions} is made"
+        if why is not None:
+            change = owner.change_state(row, "completed", self._now(), why)
+            await self._write(change, f"task {row.config.task} is completed: {why}")
+
+    async def _write(self, change: Transaction, news: str) -> None:
+        if await self._state.transact(change) == "committed":
+            logger.info("%s", news)
+            self._changed()
+
+
+@contextmanager
+def _one_error_at_a_time(what: str) -> Iterator[None]:
+    """What goes wrong with one task must not keep the supervisor from the others."""
+    try:
+        yield
+    except PapayaError as error:
+        logger.error("%s; hint: %s", error, error.hint)
+    except Exception:
+        logger.exception("the supervisor failed in %s", what)
+
+
+def _has_result(evaluation: TaskRow, points: dict[int, PointRow]) -> bool:
+    pinned = evaluation.config.evaluates
+    found = None if pinned is None else points.get(pinned.version)
+    return found is not None and bool(found.evaluated)
+
+
+def _evaluations_of(task: TaskId, rows: dict[TaskId, TaskRow]) -> list[TaskRow]:
+    return [
+        row
+        for row in rows.values()
+        if row.config.evaluates is not None and row.config.evaluates.task == task
+    ]

@@ -1,0 +1,253 @@
+"""Who may talk to us: bearer tokens of devices, of servers among each other, and of the admin API.
+
+    shared                 every device shows the token in device.token
+    signed                 each device has its own, made by `papaya token make`: id, expiry, HMAC
+    none                   everybody; INSECURE, and the log says so at every start
+    package.module:name    the operator's own `DeviceVerifier`, called without arguments
+
+A token lets a device talk to the server; what it may do there is for tickets to say. A verifier
+that raises or takes too long refuses. No token is ever logged: of an error in a verifier only its
+class and place are, because its message may quote what it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import logging
+import math
+import re
+import time
+import traceback
+from base64 import urlsafe_b64encode
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+
+from papaya.config.deployment import Deployment
+from papaya.credentials.token_files import MAX_TOKEN_CHARS, TOKEN_FORM, Secret, read_or_make
+from papaya.errors import OperatorError
+
+logger = logging.getLogger("papaya.auth")
+
+VERIFIER_TIMEOUT_S = 5.0
+REMEMBERED_S = 60.0
+MAX_REMEMBERED = 20_000
+DAY_S = 86_400.0
+_SCHEME = "bearer "
+_DEVICE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SIGNED = re.compile(r"papaya1\.([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,11})\.([A-Za-z0-9_-]{43})")
+
+
+class Undecided(Enum):
+    """The verifier has to be awaited."""
+
+    UNDECIDED = "undecided"
+
+
+UNDECIDED: Final = Undecided.UNDECIDED
+Verdict: TypeAlias = str | None
+"""A device's identity, "" when its token names nobody in particular, None when it is refused."""
+
+
+class DeviceVerifier(Protocol):
+    """What the operator may bring. It is awaited on the server's loop, so it must not block."""
+
+    async def verify(self, token: str) -> Verdict: ...
+
+
+@runtime_checkable
+class ImmediateVerifier(Protocol):
+    """A verifier that needs to ask nobody: it is not awaited."""
+
+    def verify_now(self, token: str) -> Verdict: ...
+
+
+class SharedToken:
+    """One token for all: it says that a device belongs here, not which one it is."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+
+    def verify_now(self, token: str) -> Verdict:
+        return "" if self._secret.matches(token) else None
+
+
+class SignedTokens:
+    """`papaya1.DEVICE.EXPIRES.MAC`: HMAC-SHA256 over all before the last dot, base64url.
+
+    Compared as text, so that one device and expiry have one token and no other spelling of it.
+    """
+
+    def __init__(self, key: Secret, now: Callable[[], float] = time.time) -> None:
+        self._keyed = hmac.new(key.reveal().encode(), digestmod="sha256")
+        self._now = now
+
+    def make(self, device: str, days: float) -> Secret:
+        if _DEVICE_ID.fullmatch(device) is None:
+            raise OperatorError(
+                f"{device!r} is not a device id",
+                hint="use 1 to 64 characters of A-Z a-z 0-9 _ -",
+            )
+        signed = f"papaya1.{device}.{int(self._now() + days * DAY_S)}"
+        token = f"{signed}.{self._mac(signed)}"
+        if _SIGNED.fullmatch(token) is None:
+            raise OperatorError(f"{days:g} days are too many", hint="use --days 365")
+        return Secret(token)
+
+    def verify_now(self, token: str) -> Verdict:
+        found = _SIGNED.fullmatch(token)
+        if found is None:
+            return None
+        device, expires, mac = found.groups()
+        if not hmac.compare_digest(self._mac(token[: found.start(3) - 1]), mac):
+            return None
+        return device if self._now() < int(expires) else None
+
+    def _mac(self, signed: str) -> str:
+        mac = self._keyed.copy()
+        mac.update(signed.encode())
+        return urlsafe_b64encode(mac.digest()).rstrip(b"=").decode()
+
+
+class OpenDoor:
+    """Lets everybody in."""
+
+    def verify_now(self, token: str) -> Verdict:
+        return ""
+
+
+def bearer(authorization: str | None) -> str | None:
+    """The token of an Authorization header, None when it is not exactly `Bearer <token>`."""
+    start = len(_SCHEME)
+    if authorization is None or len(authorization) > start + MAX_TOKEN_CHARS:
+        return None
+    if authorization[:start].lower() != _SCHEME:
+        return None
+    token = authorization[start:]
+    return token if TOKEN_FORM.fullmatch(token) is not None else None
+
+
+def admits(secret: Secret, authorization: str | None) -> bool:
+    """For the admin API and for other servers: does the header hold this very token?"""
+    token = bearer(authorization)
+    return token is not None and secret.matches(token)
+
+
+class DeviceAuth:
+    """What the device API asks. `verify_now` first; `verify` where that is UNDECIDED.
+
+    Whom an operator's own verifier let in is remembered for a minute, by the hash of the token, so
+    that a device that checks in again at once does not ask a database again. Refusals are not
+    remembered.
+    """
+
+    def __init__(
+        self,
+        verifier: DeviceVerifier | ImmediateVerifier,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._immediate = verifier if isinstance(verifier, ImmediateVerifier) else None
+        self._awaited = None if isinstance(verifier, ImmediateVerifier) else verifier
+        self._is_open = isinstance(verifier, OpenDoor)
+        self._now = now
+        self._remembered: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def verify_now(self, authorization: str | None) -> Verdict | Literal[Undecided.UNDECIDED]:
+        if self._is_open:
+            return ""
+        token = bearer(authorization)
+        if token is None:
+            return None
+        if self._immediate is None:
+            device, until = self._remembered.get(_digest(token), ("", -math.inf))
+            return device if self._now() < until else UNDECIDED
+        try:
+            return _checked(self._immediate.verify_now(token))
+        except Exception as error:
+            _log_failure(error)
+            return None
+
+    async def verify(self, authorization: str | None) -> Verdict:
+        verdict = self.verify_now(authorization)
+        if verdict is not UNDECIDED:
+            return verdict
+        token = bearer(authorization)
+        assert token is not None
+        assert self._awaited is not None
+        try:
+            async with asyncio.timeout(VERIFIER_TIMEOUT_S):
+                device = _checked(await self._awaited.verify(token))
+        except Exception as error:
+            _log_failure(error)
+            return None
+        if device is not None:
+            self._remember(token, device)
+        return device
+
+    def _remember(self, token: str, device: str) -> None:
+        key = _digest(token)
+        self._remembered[key] = (device, self._now() + REMEMBERED_S)
+        self._remembered.move_to_end(key)
+        if len(self._remembered) > MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+
+def _digest(token: str) -> bytes:
+    return sha256(token.encode()).digest()
+
+
+def _checked(verdict: object) -> Verdict:
+    """True is no identity: a verifier that says so was not written for this."""
+    if verdict is None or isinstance(verdict, str):
+        return verdict
+    raise TypeError("a verifier answers with a str or None")
+
+
+def _log_failure(error: Exception) -> None:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    logger.error("a device is refused: its verifier failed, %s at %s", type(error).__name__, place)
+
+
+def verifier_for(
+    deployment: Deployment, data: Path, now: Callable[[], float] = time.time
+) -> DeviceAuth:
+    """What `device_tokens` asks for; makes the file that it needs."""
+    match deployment.device_tokens:
+        case "shared":
+            return DeviceAuth(SharedToken(read_or_make(data, "device.token")))
+        case "signed":
+            return DeviceAuth(SignedTokens(read_or_make(data, "device.key"), now))
+        case "none":
+            logger.warning(
+                'INSECURE: device_tokens = "none": whoever reaches %s takes part in training',
+                deployment.devices,
+            )
+            return DeviceAuth(OpenDoor())
+        case path:
+            return DeviceAuth(_own_verifier(path))
+
+
+def _own_verifier(path: str) -> DeviceVerifier:
+    module, _, name = path.partition(":")
+    try:
+        verifier = getattr(import_module(module), name)()
+    except Exception as error:  # the operator's code: whatever it does is his to mend
+        raise OperatorError(
+            f"the verifier {path} cannot be made: {type(error).__name__}: {error}",
+            hint="install its package where papaya runs, or set PYTHONPATH; what is behind "
+            "the colon is called without arguments",
+        ) from error
+    if not inspect.iscoroutinefunction(getattr(verifier, "verify", None)):
+        raise OperatorError(
+            f"the verifier {path} has no `async def verify`",
+            hint="write: async def verify(self, token: str) -> str | None",
+        )
+    found: DeviceVerifier = verifier
+    return found

@@ -1,0 +1,206 @@
+"""The door for devices: HTTP requests in, messages to the selector, answers out.
+
+A device shows its token when it checks in; from then on its tickets say what it may do, and no
+server can be talked into more. One device identity is held once: checking in again lets the
+earlier request go. Parameters are public under their hash, immutable, and made to be cached. Sums
+and optimizer state have no address here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from functools import cache, partial
+
+import msgspec
+
+from papaya.errors import MissingBlob, ProtocolError
+from papaya.http.exchange import Exchange, as_refusal
+from papaya.http.routes import Buffered, Route
+from papaya.messages import wire
+from papaya.messages.base import Message
+from papaya.messages.participation import Refused, Retry
+from papaya.messages.paths import PARAMETERS_PATH, PATHS
+from papaya.messages.selection import CheckIn, Gone
+from papaya.server.auth import UNDECIDED, DeviceAuth
+from papaya.server.collectors import DriverMetrics
+from papaya.server.device_openapi import device_document
+from papaya.server.host import Host
+from papaya.server.replies import (
+    BAD_REQUEST,
+    NOT_FOUND,
+    NOT_MODIFIED,
+    UNAUTHORIZED,
+    Waiting,
+    answer,
+    blame_peer,
+)
+from papaya.store.blobs import FolderBlobs
+
+logger = logging.getLogger("papaya.server")
+
+MAX_REQUEST_BYTES = 64 << 10
+_PARAMETERS = re.compile(
+    r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/version-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
+)
+_TOKEN_HINT = "send the header Authorization: Bearer <device token>"
+_STOPPING = Retry("this selector is stopping", 1.0)
+_FOREVER = "public, max-age=31536000, immutable"
+
+
+def participation_routes(
+    deliver: Callable[[Message, Waiting], None],
+    count: Callable[[Message], None] | None = None,
+) -> list[Route]:
+    """Requests that carry a ticket: at a selector's door and, passed on, at an aggregator's."""
+    return [
+        Buffered("POST", path, partial(_on_request, kind, deliver, count), MAX_REQUEST_BYTES)
+        for kind, path in PATHS.items()
+        if kind is not CheckIn
+    ]
+
+
+def _on_request(
+    kind: type[Message],
+    deliver: Callable[[Message, Waiting], None],
+    count: Callable[[Message], None] | None,
+    exchange: Exchange,
+    body: bytes,
+) -> None:
+    message = parse(kind, exchange, body)
+    if message is not None:
+        deliver(message, Waiting(exchange, count))
+
+
+def parse(kind: type[Message], exchange: Exchange, body: bytes) -> Message | None:
+    """The message, or None when the device was told what is wrong with it."""
+    try:
+        message = wire.from_device.parse(body)
+    except ProtocolError as error:
+        answer(exchange, Refused(str(error)[:128], error.hint[:128]), BAD_REQUEST)
+        return None
+    if type(message) is not kind:
+        reason = f"{type(message).__name__} does not belong here, {kind.__name__} does"
+        answer(exchange, Refused(reason), BAD_REQUEST)
+        return None
+    return message
+
+
+@cache
+def _openapi() -> bytes:
+    return msgspec.json.encode(device_document())
+
+
+class Door:
+    """Check-ins, and parameters for whoever knows their key."""
+
+    def __init__(
+        self, selector: Host, auth: DeviceAuth, blobs: FolderBlobs, metrics: DriverMetrics
+    ) -> None:
+        self._selector = selector
+        self._auth = auth
+        self._blobs = blobs
+        self._metrics = metrics
+        self._held: dict[object, tuple[Exchange, Waiting]] = {}  # by identity, if there is one
+        self._verifying: set[asyncio.Task[None]] = set()
+        self._is_closing = False
+
+    def routes(self) -> list[Route]:
+        return [
+            Buffered("POST", PATHS[CheckIn], self._on_check_in, MAX_REQUEST_BYTES),
+            Buffered("GET", PARAMETERS_PATH, self._on_parameters),
+            Buffered("GET", "/v1/openapi.json", self._on_openapi),
+            *participation_routes(self._selector.deliver, self._count_answer),
+        ]
+
+    def close(self) -> None:
+        """No further check-ins: those that are held are told to come again, and not assigned."""
+        self._is_closing = True
+        for exchange, waiting in tuple(self._held.values()):
+            self._let_go(exchange, waiting, _STOPPING)
+
+    def _count_answer(self, message: Message) -> None:
+        self._metrics.answers.add(1, type(message).__name__)
+
+    def _on_openapi(self, exchange: Exchange, body: bytes) -> None:
+        exchange.answer(200, _openapi())
+
+    # -- check-in ---------------------------------------------------------------------------
+
+    def _on_check_in(self, exchange: Exchange, body: bytes) -> None:
+        identity = self._auth.verify_now(exchange.head.headers.get("authorization"))
+        if identity is UNDECIDED:
+            task = asyncio.get_running_loop().create_task(self._verify(exchange, body))
+            self._verifying.add(task)
+            task.add_done_callback(self._verifying.discard)
+        else:
+            self._admit(exchange, body, identity)
+
+    async def _verify(self, exchange: Exchange, body: bytes) -> None:
+        try:
+            identity = await self._auth.verify(exchange.head.headers.get("authorization"))
+            self._admit(exchange, body, identity)
+        except Exception as error:
+            refusal = as_refusal(error, blame_peer)
+            if exchange.is_open:
+                exchange.answer_problem(refusal.status, str(refusal))
+
+    def _admit(self, exchange: Exchange, body: bytes, identity: str | None) -> None:
+        if not exchange.is_open:
+            return  # it hung up while it was verified
+        if identity is None:
+            refused = Refused("the device token is missing or not valid", _TOKEN_HINT)
+            answer(exchange, refused, UNAUTHORIZED)
+            return
+        message = parse(CheckIn, exchange, body)
+        if message is None:
+            return
+        if self._is_closing:
+            answer(exchange, _STOPPING)
+            return
+        self._metrics.check_ins.add()
+        self._hold(identity or exchange, exchange, message)
+
+    def _hold(self, key: object, exchange: Exchange, message: Message) -> None:
+        """A device that checks in again has given up its earlier request."""
+        if (earlier := self._held.get(key)) is not None:
+            self._let_go(*earlier, Retry("you checked in again", 0.0))
+        waiting = Waiting(exchange, partial(self._on_answer, key))
+        self._held[key] = (exchange, waiting)
+        exchange.on_gone(partial(self._on_gone, key, waiting))
+        self._selector.deliver(message, waiting)
+
+    def _on_answer(self, key: object, message: Message) -> None:
+        self._held.pop(key, None)
+        self._count_answer(message)
+
+    def _on_gone(self, key: object, waiting: Waiting) -> None:
+        self._held.pop(key, None)
+        self._selector.deliver(Gone(), waiting)
+
+    def _let_go(self, exchange: Exchange, waiting: Waiting, why: Retry) -> None:
+        self._selector.deliver(Gone(), waiting)
+        if exchange.is_open:
+            waiting.answer(why)
+
+    # -- parameters -------------------------------------------------------------------------
+
+    def _on_parameters(self, exchange: Exchange, body: bytes) -> None:
+        key = exchange.captured["key"]
+        found = _PARAMETERS.fullmatch(key)
+        if found is None:
+            answer(exchange, Refused("there are no parameters under this key"), NOT_FOUND)
+            return
+        tag = f'"{found["hash"]}"'
+        headers = (("ETag", tag), ("Cache-Control", _FOREVER))
+        if exchange.head.headers.get("if-none-match") == tag:
+            exchange.answer(NOT_MODIFIED, b"", headers)
+            return
+        try:
+            path = self._blobs.path(key)
+        except MissingBlob:
+            answer(exchange, Refused("these parameters are gone"), NOT_FOUND)
+        else:
+            exchange.answer_file(path, headers)

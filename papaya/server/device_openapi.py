@@ -1,0 +1,164 @@
+"""The device API as OpenAPI: what `papaya/server/device_api.py` and `uploads.py` serve.
+
+A client in another language needs this and the dialogue in `papaya/messages/participation.py`. The
+message in the body decides; the status tells proxies and logs. Every request may be repeated.
+"""
+
+from __future__ import annotations
+
+from papaya import __version__
+from papaya.config.server import MAX_CHUNK_BYTES
+from papaya.messages.base import Message
+from papaya.messages.participation import (
+    MAX_CHUNKS,
+    Aborted,
+    Alive,
+    ChunkReceived,
+    Complete,
+    Completed,
+    Heartbeat,
+    Incomplete,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Refused,
+    Report,
+    Retry,
+    UploadGranted,
+)
+from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
+from papaya.messages.selection import Accepted, CheckIn, Rejected
+from papaya.server.openapi import Answer, Api, Json, Parameter, Raw, Route, document
+
+DEVICE_TOKEN = "deviceToken"
+MAX_TICKET_CHARS = 1368
+
+_RETRY_AFTER = Parameter("Retry-After", "header", {"type": "integer", "minimum": 0}, "In seconds.")
+_TAG = Parameter("ETag", "header", {"type": "string"}, "The hash in the key.")
+_CACHING = Parameter("Cache-Control", "header", {"type": "string"}, "For a year, immutable.")
+
+_MALFORMED = Answer(400, "Malformed: sending it again will not help.", (Refused,))
+_TOO_LARGE = Answer(413, "The body is too long; it was not read.", (Refused,))
+_REFUSED = Answer(403, "Forged, expired or against the protocol.", (Refused,))
+_BUSY = Answer(503, "Not now or not here: try again, maybe elsewhere.", (Retry,), (_RETRY_AFTER,))
+_OTHER = Answer(None, "HTTP itself went wrong; the message says what to do.", (Refused, Retry))
+
+_ENDS = (Completed, Aborted)
+"""Any request of a session may learn how the session ended."""
+
+_ANSWERS: dict[type[Message], tuple[str, tuple[type[Message], ...]]] = {
+    CheckIn: ("Ask for a task; the answer may take as long as the server holds it.", (
+        Accepted, Rejected)),
+    Join: ("Take the assigned place and learn what to download.", (Joined, *_ENDS)),
+    Heartbeat: ("Keep the session.", (Alive, *_ENDS)),
+    Report: ("Training is finished: freeze the staleness, get an upload ticket.", (
+        UploadGranted, *_ENDS)),
+    Complete: ("All chunks are sent; answered when the update is durable.", (
+        Incomplete, *_ENDS)),
+    Leave: ("Give the place back.", (Left, Incomplete, *_ENDS)),
+}  # fmt: skip
+
+
+def _message_route(request: type[Message], path: str) -> Route:
+    summary, answers = _ANSWERS[request]
+    shows_token = request is CheckIn
+    refusal = Answer(401, "The device token is missing or not valid.", (Refused,))
+    return Route(
+        "POST",
+        path,
+        path.rpartition("/")[2],
+        summary,
+        (
+            Answer(200, "The message tells how it went on.", answers),
+            _MALFORMED,
+            *((refusal,) if shows_token else ()),
+            _REFUSED,
+            _TOO_LARGE,
+            _BUSY,
+            _OTHER,
+        ),
+        request=request,
+        token=DEVICE_TOKEN if shows_token else None,
+    )
+
+
+def _text(pattern: str) -> Json:
+    return {"type": "string", "pattern": f"^{pattern}$"}
+
+
+_CHUNK = Route(
+    "PUT",
+    CHUNK_PATH,
+    "chunk",
+    "Send one chunk: late, twice or out of order. All but the last have chunk_bytes.",
+    (
+        Answer(200, "It is there, or the session is over.", (ChunkReceived, *_ENDS)),
+        _MALFORMED,
+        _REFUSED,
+        _TOO_LARGE,
+        _BUSY,
+        _OTHER,
+    ),
+    request=Raw("Little-endian float32 numbers.", MAX_CHUNK_BYTES),
+    parameters=(
+        Parameter("upload", "path", _text("[A-Za-z0-9_-]{1,64}"), "Drawn anew for each update."),
+        Parameter(
+            "index",
+            "path",
+            {"type": "integer", "minimum": 0, "maximum": MAX_CHUNKS - 1},
+            "Counted from 0.",
+        ),
+        Parameter(
+            TICKET_HEADER,
+            "header",
+            {**_text("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"),
+             "minLength": 4, "maxLength": MAX_TICKET_CHARS},
+            "The upload ticket, base64.",
+        ),
+        Parameter(CRC32_HEADER, "header", _text("[0-9a-f]{8}"), "crc32 of the chunk."),
+    ),
+)  # fmt: skip
+
+_PARAMETERS = Route(
+    "GET",
+    "/v1/parameters/{task}/{sequence}/{version}",
+    "parameters",
+    "Download parameters under the key that `Joined` names. Any CDN may stand in front.",
+    (
+        Answer(200, "The parameters.", Raw("A safetensors file."), (_TAG, _CACHING)),
+        Answer(304, "The copy with this ETag is good.", headers=(_TAG, _CACHING)),
+        Answer(404, "There are no parameters under this key, or no longer.", (Refused,)),
+        _BUSY,
+        _OTHER,
+    ),
+    parameters=(
+        Parameter("task", "path", _text("[a-z0-9][a-z0-9_-]{0,63}"), "First part of the key."),
+        Parameter("sequence", "path", _text("[0-9]{1,12}"), "Second part of the key."),
+        Parameter(
+            "version", "path", _text("version-[0-9]{1,12}-[0-9a-f]{32}"), "Last part of the key."
+        ),
+        Parameter(
+            "If-None-Match", "header", {"type": "string"}, "The ETag of a copy.", required=False
+        ),
+    ),
+)
+
+DEVICE_ROUTES: tuple[Route, ...] = (
+    *(_message_route(request, path) for request, path in PATHS.items()),
+    _CHUNK,
+    _PARAMETERS,
+)
+
+_API = Api(
+    "Papaya device API",
+    __version__,
+    "How a device takes part in federated learning: check in, join, download, train, report, "
+    "upload in chunks, complete. Integers are written without a fraction; unknown fields are "
+    "ignored.",
+    ((DEVICE_TOKEN, "The device's token; only a check-in shows it, later requests have tickets."),),
+)
+
+
+def device_document() -> Json:
+    return document(_API, DEVICE_ROUTES)

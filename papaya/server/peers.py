@@ -1,0 +1,148 @@
+"""Messages between servers: within the process by a call, to others by HTTP.
+
+    Send      one-way; may be lost; in order to each peer, bounded, the oldest are dropped
+    Forward   a device's request to the task's aggregator; the answer goes back as it came
+
+A node's id carries its address (`aggregator@10.0.0.7:8752`), so a route or a report is all that it
+takes to reach it. Every request shows the servers' token. It repeats nothing: machines do. Bodies
+have connections of their own, so that slow devices cannot keep heartbeats and orders waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+from papaya.errors import ProtocolError
+from papaya.http.errors import HttpError
+from papaya.http.pool import Connections
+from papaya.messages import wire
+from papaya.messages.base import Message, NodeId
+from papaya.messages.participation import Retry
+from papaya.messages.paths import PATHS
+from papaya.server.host import Host
+from papaya.server.replies import Waiting
+
+logger = logging.getLogger("papaya.server")
+
+MESSAGES_PATH = "/internal/messages"
+TO_HEADER = "papaya-to"
+
+TAKEN = 204
+
+_MAX_QUEUED = 256
+_MAX_COMPLAINTS = 1024
+_HINTS = {
+    400: "another node runs at its address now, or another version of Papaya",
+    401: "all servers need the same server.token in their data folder",
+}
+_SEND_TIMEOUT_S = 5.0
+_RELAY_TIMEOUT_S = 30.0
+
+
+def address_of(node: NodeId) -> str:
+    """`host:port` of a node that runs elsewhere."""
+    _, at, address = node.partition("@")
+    if not at:
+        raise ProtocolError(f"node {node!r} names no address", hint="it should be role@host:port")
+    return address
+
+
+class Peers:
+    """The messenger of every host in this process."""
+
+    def __init__(
+        self, connections: Connections, relays: Connections, token: str, retry_s: float
+    ) -> None:
+        """`relays` are for the bodies of chunks.
+
+        `retry_s`: when devices come again while their aggregator cannot be reached.
+        """
+        self.hosts: dict[NodeId, Host] = {}
+        self.relays = relays
+        self._connections = connections
+        self.headers = (("Authorization", f"Bearer {token}"),)
+        self._retry_s = retry_s
+        self._loop = asyncio.get_running_loop()
+        self._queues: dict[NodeId, deque[Message]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._complained: set[tuple[NodeId, int]] = set()
+        self.lost = 0
+
+    def send(self, to: NodeId, message: Message) -> None:
+        host = self.hosts.get(to)
+        if host is not None:
+            self._loop.call_soon(host.deliver, message)
+            return
+        queue = self._queues.get(to)
+        if queue is None:
+            self._queues[to] = deque((message,), maxlen=_MAX_QUEUED)
+            self._spawn(self._send_all(to))
+        else:
+            self.lost += len(queue) == _MAX_QUEUED
+            queue.append(message)
+
+    def forward(self, request: Waiting, to: NodeId, message: Message) -> None:
+        """Chunks take another way: `papaya/server/uploads.py`."""
+        host = self.hosts.get(to)
+        if host is not None:
+            host.deliver(message, request)
+        else:
+            self._spawn(self._relay(request, to, message))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._connections.close()
+        await self.relays.close()
+
+    async def _send_all(self, to: NodeId) -> None:
+        """Until the queue is empty; the next message starts it again."""
+        queue = self._queues[to]
+        headers = (*self.headers, (TO_HEADER, to))
+        try:
+            address = address_of(to)
+            while queue:
+                body = wire.encode(queue.popleft())
+                response = await self._connections.request(
+                    address, "POST", MESSAGES_PATH, headers, body, _SEND_TIMEOUT_S
+                )
+                if response.status != TAKEN:
+                    self._refused(to, response.status)
+        except (ProtocolError, HttpError, OSError, TimeoutError) as error:
+            self.lost += 1 + len(queue)
+            logger.info("%s cannot be reached: %s", to, error)
+        finally:
+            del self._queues[to]
+
+    def _refused(self, to: NodeId, status: int) -> None:
+        self.lost += 1
+        if (to, status) not in self._complained and len(self._complained) < _MAX_COMPLAINTS:
+            self._complained.add((to, status))
+            hint = _HINTS.get(status, "look at its log, and compare the versions of both servers")
+            logger.warning("%s refuses messages with status %d (hint: %s)", to, status, hint)
+
+    async def _relay(self, request: Waiting, to: NodeId, message: Message) -> None:
+        try:
+            response = await self._connections.request(
+                address_of(to),
+                "POST",
+                PATHS[type(message)],
+                self.headers,
+                wire.encode(message),
+                _RELAY_TIMEOUT_S,
+            )
+        except (ProtocolError, HttpError, OSError, TimeoutError) as error:
+            logger.info("%s cannot be reached: %s", to, error)
+            request.answer(Retry("the aggregator cannot be reached", self._retry_s))
+        else:
+            request.pass_on(response)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,85 @@
+"""Replies to devices: one JSON message, and a status as a courtesy.
+
+The message decides; a client needs nothing but the body. An answer that asks for patience also
+carries Retry-After, so that everything between understands it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from papaya.errors import ProtocolError
+from papaya.http.client_connection import Response
+from papaya.http.errors import HttpError
+from papaya.http.exchange import Exchange
+from papaya.messages import wire
+from papaya.messages.base import Message
+from papaya.messages.participation import Refused, Retry
+
+OK, NOT_MODIFIED = 200, 304
+BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 400, 401, 403, 404, 503
+# The same request may do better next time: a slow line, a server that is busy, broken or gone.
+_PASSING = (408, 429, 500, 502, 503, 504)
+
+
+class Waiting:
+    """A device that waits for the answer to one request. The handle that machines pass around."""
+
+    __slots__ = ("_exchange", "_observe")
+
+    def __init__(
+        self, exchange: Exchange, observe: Callable[[Message], None] | None = None
+    ) -> None:
+        self._exchange = exchange
+        self._observe = observe
+
+    def answer(self, message: Message) -> None:
+        if self._observe is not None:
+            self._observe(message)
+        answer(self._exchange, message)
+
+    def pass_on(self, response: Response) -> None:
+        pass_on(self._exchange, response)
+
+
+def pass_on(exchange: Exchange, response: Response) -> None:
+    """The answer of another server, as it came."""
+    after = response.headers.get("retry-after")
+    exchange.answer(response.status, response.body, (("Retry-After", after),) if after else ())
+
+
+def answer(exchange: Exchange, message: Message, status: int | None = None) -> None:
+    headers: tuple[tuple[str, str], ...] = ()
+    if isinstance(message, Retry):
+        headers = (("Retry-After", str(math.ceil(message.after_s))),)
+    exchange.answer(status or _status(message), wire.encode(message), headers)
+
+
+def blame_peer(error: Exception) -> HttpError | None:
+    """A peer that broke the protocol is told so; every other exception is our own fault."""
+    return HttpError(400, str(error)) if isinstance(error, ProtocolError) else None
+
+
+def retry_after_s(heartbeat_s: float) -> float:
+    """When to come again if a server cannot be reached: in time for its successor, which adopts
+    running clients for one heartbeat.
+    """
+    return min(1.0, heartbeat_s / 4)
+
+
+def problem(status: int, text: str, retry_s: float = 1.0) -> bytes:
+    """The body of an error of the HTTP layer itself, in the words of the protocol."""
+    reason = text[:128]
+    if status in _PASSING:
+        return wire.encode(Retry(reason, after_s=retry_s))
+    return wire.encode(Refused(reason))
+
+
+def _status(message: Message) -> int:
+    match message:
+        case Retry():
+            return BUSY
+        case Refused():
+            return FORBIDDEN
+    return OK

@@ -1,0 +1,93 @@
+"""What all roles of one process share: state, blobs, clock, ticket keys, tokens, connections.
+
+Made in this order from the data folder, closed in the reverse one. It refuses a folder that another
+process already serves under the same name: two boots of one node at a time would take each other
+for dead.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TextIO
+
+from papaya.clock import Clock
+from papaya.config import Deployment
+from papaya.credentials.tls import between_servers
+from papaya.credentials.token_files import Secret, read_or_make
+from papaya.errors import OperatorError
+from papaya.http.pool import Connections
+from papaya.server.awaited_state import AwaitedState
+from papaya.server.peers import Peers
+from papaya.server.replies import retry_after_s
+from papaya.server.state_thread import StateThread
+from papaya.server.ticket_keys import TicketKeys, load_or_create
+from papaya.store.blobs import FolderBlobs
+from papaya.store.folders import make_folder
+from papaya.store.state import SqliteState
+
+
+class Resources:
+    """Open until `close`. Use `Resources.open`."""
+
+    clock: Clock
+    state: StateThread
+    awaited: AwaitedState
+    blobs: FolderBlobs
+    keys: TicketKeys
+    peers: Peers
+    admin_token: Secret
+    server_token: Secret
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self.data = Path(deployment.data)
+        self._exits = AsyncExitStack()
+
+    @classmethod
+    async def open(cls, deployment: Deployment, name: str) -> Resources:
+        """`name` is what this process is called in the folder."""
+        resources = cls(deployment)
+        try:
+            await resources._open(name)
+        except BaseException:
+            await resources.close()
+            raise
+        return resources
+
+    async def _open(self, name: str) -> None:
+        make_folder(self.data)
+        self._exits.enter_context(_locked(self.data / f"{name}.lock"))
+        self.clock = Clock()
+        self.admin_token = read_or_make(self.data, "admin.token")
+        self.server_token = read_or_make(self.data, "server.token")
+        self.blobs = FolderBlobs(self.data / "blobs")
+        self.state = StateThread(SqliteState(self.data / "state.db"))
+        self._exits.push_async_callback(self.state.close)
+        self.awaited = AwaitedState(self.state)
+        heartbeat_s = self.deployment.server.heartbeat_s
+        publish_s = 3 * heartbeat_s
+        self.keys = await load_or_create(self.awaited, self.clock.now(), os.urandom, publish_s)
+        tls = between_servers(self.deployment)
+        token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
+        self.peers = Peers(Connections(ssl=tls), Connections(ssl=tls), token, retry_s)
+        self._exits.push_async_callback(self.peers.close)
+
+    async def close(self) -> None:
+        await self._exits.aclose()
+
+
+def _locked(path: Path) -> TextIO:
+    """A lock that ends with the process, however it ends."""
+    file = path.open("w", encoding="ascii")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise OperatorError(
+            f"another server already runs on {path.parent}",
+            hint="stop it, or give this one a data folder of its own: papaya serve --data DIR",
+        ) from error
+    return file

@@ -1,0 +1,333 @@
+"""A server process: one role or all of them, up and down again.
+
+    devices   ──▶ selector       check-in, participation, chunks, parameters
+    servers   ──▶ all roles      messages among servers, what selectors pass on (roles apart only)
+    admin     ──▶ coordinator    the admin API; /metrics and /health for every role
+
+Restarting is recovering: everything that decides is in the state store, so a server that was killed
+comes up at the last committed version, with optimizer state and open buffer, and adopts the clients
+that are still training. `stop` lets uploads that are on their way finish first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from functools import partial
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.masked_sum import TrustedParty
+from papaya.aggregator.sessions import ticket_life_s
+from papaya.config import Deployment
+from papaya.config.deployment import ROLES, Role, address
+from papaya.coordinator.coordinator import Coordinator
+from papaya.credentials.tls import server_context
+from papaya.errors import OperatorError, PapayaError
+from papaya.http.errors import ListenError
+from papaya.http.limits import Limits
+from papaya.http.listener import Listening, serve
+from papaya.http.routes import Route
+from papaya.messages.base import Message, NodeId
+from papaya.messages.storage import TASKS, Changed, TaskRow
+from papaya.selector.selector import Selector
+from papaya.server import public_log
+from papaya.server.admin.administration import Administration
+from papaya.server.admin.live import CoordinatorLive
+from papaya.server.admin.stores import ThreadedBlobs
+from papaya.server.auth import verifier_for
+from papaya.server.buffers import BufferPool
+from papaya.server.device_api import Door, participation_routes
+from papaya.server.health import Operations
+from papaya.server.host import AggregatorHost, Host
+from papaya.server.internal_api import guarded, message_route
+from papaya.server.measured_state import MeasuredState
+from papaya.server.open_files import connections_within
+from papaya.server.replies import Waiting, blame_peer, problem, retry_after_s
+from papaya.server.resources import Resources
+from papaya.server.tsa import TrustedLink
+from papaya.server.uploads import Uploads
+from papaya.server.workers import Workers, threaded_shards
+
+logger = logging.getLogger("papaya.server")
+
+_CUT_OFF_S = 2.0
+_QUIET_POLL_S = 0.05
+_KEY_LIFE_S = 7 * 86400.0
+_TELLS_PER_HEARTBEAT = 4
+
+
+class Server:
+    """One process. `start` returns when every listener answers."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        roles: tuple[Role, ...] = ROLES,
+        open_files: int | None = None,
+    ) -> None:
+        """`open_files`: what the process may have open; None does not look at it."""
+        self.deployment = deployment
+        self.roles = roles
+        self.addresses: dict[str, str] = {}
+        self.failed = asyncio.Event()  # it should be stopped, and started again
+        self._is_alone = roles == ROLES and not deployment.coordinators
+        most = deployment.max_connections
+        if open_files is not None:
+            listeners = 1 + ("selector" in roles) + (not self._is_alone)
+            most = connections_within(open_files, most, listeners)
+        self._limits = Limits(max_connections=most)
+        self._listeners: list[Listening] = []
+        self._background: list[asyncio.Task[None]] = []
+        self._hosts: dict[Role, Host] = {}
+        self._operations: Operations
+        self._door: Door | None = None
+        self._trusted: TrustedLink | None = None
+
+    # -- up and down --------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self._resources = await Resources.open(self.deployment, self._name())
+        try:
+            self._tls = server_context(self.deployment)
+            self._operations = Operations(self._resources.clock.now, self._resources.state)
+            if not self._is_alone:
+                await self._listen("servers", self.deployment.servers, self._servers_routes())
+            for role in self.roles:
+                self._hosts[role] = self._make_host(role)
+            for host in self._hosts.values():
+                self._resources.peers.hosts[host.machine.node] = host
+                host.start()
+            self._operations.watch(self._hosts.values())
+            self._operations.watch_peers(self._resources.peers)
+            await self._open_doors()
+            self._look_after(self._refresh_keys())
+            self._tell_if_capped()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Clean: no new devices, uploads on their way get their answer, then everything closes."""
+        if self._door is not None:
+            self._door.close()
+        await self._uploads_are_over()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*(listener.drain(_CUT_OFF_S) for listener in self._listeners))
+        for host in self._hosts.values():
+            host.stop()
+            if isinstance(host, AggregatorHost):
+                await host.workers.close()
+        if self._trusted is not None:
+            await asyncio.to_thread(self._trusted.close)
+        await self._resources.close()
+
+    def _tell_if_capped(self) -> None:
+        asked, given = self.deployment.max_connections, self._limits.max_connections
+        if given < asked:
+            logger.warning(
+                "max_connections = %d does not fit into the limit on open files: each listener "
+                "takes %d (hint: raise it, with ulimit -n or LimitNOFILE)",
+                asked,
+                given,
+            )
+
+    async def _uploads_are_over(self) -> None:
+        host = self._hosts.get("aggregator")
+        if isinstance(host, AggregatorHost):
+            loop = asyncio.get_running_loop()
+            ends_at = loop.time() + self.deployment.drain_s
+            while host.machine.uploads and loop.time() < ends_at:
+                await asyncio.sleep(_QUIET_POLL_S)
+
+    def _look_after(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._on_background_end)
+        self._background.append(task)
+
+    def _on_background_end(self, task: asyncio.Task[None]) -> None:
+        """None of them ends by itself: a server without it would look alive and not be."""
+        if not task.cancelled():
+            logger.critical("a part of the server has failed", exc_info=task.exception())
+            self.failed.set()
+
+    async def _refresh_keys(self) -> None:
+        """Every heartbeat, so that a key is known everywhere before it seals."""
+        shared = self._resources
+        while True:
+            await asyncio.sleep(self.deployment.server.heartbeat_s)
+            try:
+                await self._refresh_once(shared.clock.now())
+            except PapayaError:
+                logger.exception("the ticket keys could not be read; the old ones stay in use")
+
+    async def _refresh_once(self, now: float) -> None:
+        keys = self._resources.keys
+        await keys.refresh(now)
+        if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:
+            rows = await self._resources.awaited.read((TASKS,))
+            lives = (
+                ticket_life_s(row.config, self.deployment.server)
+                for row in rows.values()
+                if isinstance(row, TaskRow)
+            )
+            await keys.rotate(now, os.urandom, max(lives, default=0.0))
+
+    # -- roles --------------------------------------------------------------------------------
+
+    def _name(self) -> str:
+        """Among the processes of one data folder, which tell each other apart by address."""
+        if self._is_alone:
+            return "server"
+        name = f"{'-'.join(self.roles)}@{self.deployment.servers}"
+        return f"{name}-{os.getpid()}" if name.endswith(":0") else name
+
+    def _node(self, role: Role) -> NodeId:
+        return role if self._is_alone else f"{role}@{self.addresses['servers']}"
+
+    def _coordinators(self) -> tuple[NodeId, ...]:
+        if self.deployment.coordinators:
+            return tuple(f"coordinator@{where}" for where in self.deployment.coordinators)
+        if "coordinator" in self.roles:
+            return (self._node("coordinator"),)
+        raise OperatorError(
+            f"{' and '.join(self.roles)} cannot run without a coordinator",
+            hint='name the servers address of each in the file: coordinators = ["host:8752"]',
+        )
+
+    def _make_host(self, role: Role) -> Host:
+        shared, server = self._resources, self.deployment.server
+        node, boot, keyring = self._node(role), shared.clock.now(), shared.keys.keyring
+        around = (shared.clock, self._state(), shared.peers)
+        match role:
+            case "coordinator":
+                return Host(Coordinator(node, boot, server, SystemRandom()), *around)
+            case "selector":
+                return Host(Selector(node, boot, server, keyring, self._coordinators()), *around)
+            case "aggregator":
+                pool = self._upload_pool()
+                among = (keyring, self._coordinators(), pool.count)
+                return self._make_aggregator_host(Aggregator(node, boot, server, *among), pool)
+
+    def _upload_pool(self) -> BufferPool:
+        chunk_bytes = self.deployment.server.chunk_bytes
+        return BufferPool((self.deployment.upload_memory_mb << 20) // chunk_bytes or 1, chunk_bytes)
+
+    def _make_aggregator_host(self, machine: Aggregator, pool: BufferPool) -> AggregatorHost:
+        shared, deployment = self._resources, self.deployment
+        threads = deployment.fold_threads
+        workers = Workers(
+            threaded_shards(threads, pool, self._trusted_party()),
+            shared.blobs,
+            self._on_work_done,
+            threads,
+            observe=self._operations.driver.work_seconds.observe,
+        )
+        around = (shared.clock, self._state(), shared.peers)
+        tell_s = deployment.server.heartbeat_s / _TELLS_PER_HEARTBEAT
+        return AggregatorHost(machine, *around, workers, pool, tell_s)
+
+    def _state(self) -> MeasuredState:
+        return MeasuredState(self._resources.state, self._operations.driver)
+
+    def _trusted_party(self) -> TrustedParty:
+        self._trusted = TrustedLink(self.deployment, self._resources.clock.now)
+        return self._trusted.party
+
+    def _on_work_done(self, result: Message) -> None:
+        self._hosts["aggregator"].deliver(result)
+
+    # -- doors --------------------------------------------------------------------------------
+
+    async def _listen(self, name: str, where: str, routes: list[Route]) -> None:
+        host, port = address(name, where)
+        retry_s = retry_after_s(self.deployment.server.heartbeat_s)
+        try:
+            listening = await serve(
+                routes,
+                host,
+                port,
+                limits=self._limits,
+                problem=partial(problem, retry_s=retry_s),
+                observe=partial(self._operations.observe, name),
+                blame=blame_peer,
+                ssl=self._tls,
+            )
+        except ListenError as error:
+            raise _cannot_listen(host, port, error) from error
+        self._listeners.append(listening)
+        self._operations.watch_listener(name, listening)
+        shown = f"[{host}]" if ":" in host else host
+        self.addresses[name] = f"{shown}:{listening.port}"
+
+    async def _open_doors(self) -> None:
+        if "selector" in self.roles:
+            await self._listen("devices", self.deployment.devices, self._devices_routes())
+        await self._listen("admin", self.deployment.admin, self._admin_routes())
+
+    def _devices_routes(self) -> list[Route]:
+        shared, selector = self._resources, self._hosts["selector"]
+        assert isinstance(selector.machine, Selector)
+        auth = verifier_for(self.deployment, shared.data)
+        driver = self._operations.driver
+        self._door = Door(selector, auth, shared.blobs, driver)
+        uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
+        log = Path(self.deployment.log or shared.data / "log")
+        return [*self._door.routes(), uploads.route(), public_log.route(log)]
+
+    def _to_aggregator(self, message: Message, waiting: Waiting) -> None:
+        self._hosts["aggregator"].deliver(message, waiting)
+
+    def _aggregators(self) -> dict[NodeId, AggregatorHost]:
+        return {
+            host.machine.node: host
+            for host in self._hosts.values()
+            if isinstance(host, AggregatorHost)
+        }
+
+    def _admin_routes(self) -> list[Route]:
+        routes = self._operations.routes()
+        if "coordinator" in self.roles:
+            administration = self._administration()
+            self._look_after(administration.run())
+            refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
+            token = self._resources.admin_token
+            routes += guarded(administration.routes(), token, refusal)
+        return routes
+
+    def _administration(self) -> Administration:
+        shared, host = self._resources, self._hosts["coordinator"]
+        assert isinstance(host.machine, Coordinator)
+        return Administration(
+            shared.awaited,
+            ThreadedBlobs(shared.blobs),
+            CoordinatorLive(host.machine, shared.clock.now, self.roles),
+            shared.clock.now,
+            changed=lambda: host.deliver(Changed()),
+            server=self.deployment.server,
+        )
+
+    def _servers_routes(self) -> list[Route]:
+        shared = self._resources
+        routes = [message_route(shared.peers)]
+        if "aggregator" in self.roles:
+            routes += participation_routes(self._to_aggregator)
+            driver = self._operations.driver
+            uploads = Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
+            routes.append(uploads.route())
+        return guarded(routes, shared.server_token, problem(401, "the servers' token is missing"))
+
+
+def _cannot_listen(host: str, port: int, error: ListenError) -> OperatorError:
+    if error.is_in_use:
+        return OperatorError(
+            f"{host}:{port} is in use by another program",
+            hint=f"stop it, or choose another port; `ss -ltnp 'sport = :{port}'` shows who it is",
+        )
+    return OperatorError(str(error), hint="give an address of this machine and a port above 1023")

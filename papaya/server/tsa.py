@@ -1,0 +1,208 @@
+"""The trusted party beside a server: its connection, its child process, its evidence.
+
+A connection that broke is made again, and the call repeated if it is still the same party; one
+that was restarted in between has another identity and knows none of the old offers, which
+`papaya/aggregator/tsa.py` tells as lost. The child is started when a task first asks for it. It
+outlives a server that is killed, so that the next one finds its open groups; a server that stops
+cleanly ends it, and what it held is lost and counted. Calls block, so they belong on threads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from papaya.aggregator.tsa import Evidence, TrustedPartyOverTsa
+from papaya.attestation.software import SoftwarePlatform
+from papaya.config import Deployment
+from papaya.secagg.offer import Offer
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.unmask import TakeBlock
+from papaya.server.public_log import own_record
+from papaya.tsa.client import TrustedAggregatorClient
+from papaya.tsa.errors import Unavailable
+from papaya.tsa.measurement import measure
+
+logger = logging.getLogger("papaya.server")
+
+_COLLATERAL_LIFE_S = 3600.0
+_PID_FILE = "tsa.pid"
+_LONGEST_SOCKET_PATH = 100  # the kernel takes 107
+T = TypeVar("T")
+
+
+class TrustedLink:
+    """Implements `Tsa` over a connection that is made when it is needed. Threads may share it."""
+
+    def __init__(self, deployment: Deployment, now: Callable[[], float]) -> None:
+        self._deployment = deployment
+        self._data = Path(deployment.data)
+        self._now = now
+        self._guard = Lock()
+        self._client: TrustedAggregatorClient | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._collateral = (b"", float("-inf"))
+        self.party = TrustedPartyOverTsa(self, self._prove)
+
+    @property
+    def identity_public_key(self) -> bytes:
+        return self._connected().identity_public_key
+
+    def register(self, parameters: PublicParameters) -> bytes:
+        return self._call(lambda client: client.register(parameters))
+
+    def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
+        return self._call(lambda client: client.offers(parameters_hash, count))
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None:
+        self._call(lambda client: client.accept(index, group, sealed))
+
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        self._call(lambda client: client.release(parameters, group, members, take))
+
+    def forget(self, parameters_hash: bytes) -> None:
+        """Said to the party that is there: none is started to be told this."""
+        if self._client is not None:
+            self._call(lambda client: client.forget(parameters_hash))
+
+    def close(self) -> None:
+        with self._guard:
+            self._disconnect()
+            if not self._deployment.trusted_party:
+                self._end_child()
+
+    # -- the connection -----------------------------------------------------------------------
+
+    def _call(self, ask: Callable[[TrustedAggregatorClient], T]) -> T:
+        """Repeated once, on a new connection to the same party: it does nothing twice."""
+        client = self._connected()
+        try:
+            return ask(client)
+        except Unavailable:
+            with self._guard:
+                if self._client is client:
+                    self._disconnect()
+            again = self._connected()
+            if again.identity_public_key != client.identity_public_key:
+                raise
+            return ask(again)
+
+    def _connected(self) -> TrustedAggregatorClient:
+        with self._guard:
+            if self._client is None:
+                self._client = self._connect()
+            return self._client
+
+    def _connect(self) -> TrustedAggregatorClient:
+        """To the one that runs; on one machine it is started if none does."""
+        address = self._deployment.trusted_party or self._own_address
+        try:
+            return TrustedAggregatorClient(address)
+        except Unavailable:
+            if self._deployment.trusted_party:
+                raise
+        self._start_child()
+        return TrustedAggregatorClient(address)
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    # -- the child ----------------------------------------------------------------------------
+
+    @property
+    def _own_address(self) -> str:
+        path = (self._data / "tsa.sock").resolve()
+        if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+            path = _private_folder() / f"{sha256(os.fsencode(path)).hexdigest()[:16]}.sock"
+        return f"unix:{path}"
+
+    def _start_child(self) -> None:
+        logger.warning(
+            "INSECURE: the trusted party runs as a child of this server, with software evidence "
+            "that proves nothing; only devices that are told to will believe it"
+        )
+        command = [sys.executable, "-m", "papaya", "serve", "tsa"]
+        words = self._data / "tsa.log"  # not our own stderr: whoever reads that waits for its end
+        with words.open("wb") as stderr:
+            child = subprocess.Popen(
+                [*command, "--listen", self._own_address],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,  # a Ctrl-C for the server is not meant for it
+            )
+        if self._child is not None:
+            self._child.poll()  # the one before has ended: nobody else would take note of it
+        assert child.stdout is not None
+        with child.stdout:
+            is_listening = child.stdout.readline() != b""  # it says where, once it does
+        if not is_listening:
+            child.wait()
+            raise Unavailable(f"the trusted party did not start; its own words are in {words}")
+        self._child = child
+        (self._data / _PID_FILE).write_text(f"{child.pid}\n")
+
+    def _end_child(self) -> None:
+        """Ours, or the one that a killed predecessor left on the same folder."""
+        try:
+            pid = int((self._data / _PID_FILE).read_text())
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            return
+        if self._own_address.encode() in command.split(b"\0"):
+            os.kill(pid, signal.SIGTERM)
+        if self._child is not None:
+            self._child.wait()
+        (self._data / _PID_FILE).unlink(missing_ok=True)
+
+    # -- evidence ---------------------------------------------------------------------------
+
+    def _prove(self, parameters_hash: bytes) -> Evidence:
+        quote = self._call(lambda client: client.evidence(parameters_hash))
+        if self._deployment.trusted_platform == "software":
+            leaf = own_record(self._data, measure())
+            return Evidence("software", quote, self._software_collateral(), leaf)
+        collateral = self._read_collateral()
+        return Evidence(
+            self._deployment.trusted_platform, quote, collateral, self._deployment.trusted_leaf
+        )
+
+    def _software_collateral(self) -> bytes:
+        made, at = self._collateral
+        if self._now() - at > _COLLATERAL_LIFE_S:
+            made = SoftwarePlatform(measure()).collateral(self._now())
+            self._collateral = (made, self._now())
+        return made
+
+    def _read_collateral(self) -> bytes:
+        path = Path(str(self._deployment.trusted_collateral))
+        try:
+            data = path.read_bytes()
+            json.loads(data)
+        except (OSError, ValueError) as error:
+            raise Unavailable(f"the collateral in {path} cannot be used: {error}") from error
+        return data
+
+
+def _private_folder() -> Path:
+    """A short path for sockets whose own folder has a long one; nobody else's, or none."""
+    folder = Path("/tmp") / f"papaya-{os.getuid()}"  # TMPDIR may be as long
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise Unavailable(f"{folder} is not this user's alone: the trusted party has no place")
+    return folder

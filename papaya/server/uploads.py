@@ -1,0 +1,198 @@
+"""Chunks: received straight into pooled buffers, or passed through to the task's aggregator.
+
+    device ── PUT ──▶ SELECTOR ── offer: where? ──▶ same process: into a pooled buffer
+                                                 ▶ other server: cut through, piece by piece
+
+Paper, "Participation": "the client uploads the model in chunks". The bytes are looked at once, by
+the aggregator. A body is refused before it is read when the machine does not want it, when two of
+the same upload are on their way already, or when no buffer is free. Only a whole chunk reaches a
+machine; of a slow one it hears that bytes arrive.
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Callable
+
+from papaya.aggregator.upload import Owner
+from papaya.aggregator.work import Arriving
+from papaya.clock import Clock
+from papaya.config.server import MAX_CHUNK_BYTES
+from papaya.errors import ProtocolError
+from papaya.http.exchange import Exchange
+from papaya.http.relay import Relays
+from papaya.http.routes import Receiver, Streamed
+from papaya.machine import Forward, Reply
+from papaya.messages.base import NodeId
+from papaya.messages.participation import MAX_CHUNKS, Chunk, ChunkOffer, Refused, Retry
+from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, TICKET_HEADER
+from papaya.messages.tickets import claim_of
+from papaya.selector.selector import Selector
+from papaya.server.collectors import DriverMetrics
+from papaya.server.host import AggregatorHost
+from papaya.server.peers import Peers, address_of
+from papaya.server.replies import Waiting, answer, pass_on
+
+_UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_INDEX = re.compile(r"0|[1-9][0-9]{0,3}")
+_CRC32 = re.compile(r"[0-9a-f]{8}")
+_MAX_TICKET_CHARS = 1368
+_BUSY_RETRY_S = 0.5
+_ANSWER_TIMEOUT_S = 30.0
+
+
+class ArrivingChunk:
+    """A chunk whose body is being received into a pooled buffer."""
+
+    def __init__(
+        self,
+        host: AggregatorHost,
+        owner: Owner,
+        buffer: memoryview,
+        offer: ChunkOffer,
+        crc32: int,
+        waiting: Waiting,
+    ) -> None:
+        self._host = host
+        self._owner = owner
+        self._buffer = buffer
+        self._offer = offer
+        self._crc32 = crc32
+        self._waiting = waiting
+        self._count = 0
+        self._told_at = host.now()
+        host.arrivals.add(owner, self)
+
+    def buffer(self, remaining: int) -> memoryview:
+        return self._buffer[self._count : self._count + remaining]
+
+    def received(self, count: int) -> None:
+        self._count += count
+        now = self._host.now()
+        if now - self._told_at >= self._host.tell_arriving_s:
+            self._told_at = now
+            self._host.deliver(Arriving(*self._owner))
+
+    def finished(self) -> None:
+        self._host.arrivals.remove(self._owner, self)
+        offer = self._offer
+        data = self._buffer[: offer.length]
+        # A machine only asks for its length and its checksum, and passes it on to be kept.
+        chunk = Chunk(offer.ticket, offer.upload, offer.index, self._crc32, data)  # type: ignore[arg-type]
+        self._host.take(chunk, self._buffer, self._waiting)
+
+    def broken(self) -> None:
+        self._host.arrivals.remove(self._owner, self)
+        self._host.pool.give_back(self._buffer)
+
+    def break_off(self) -> None:
+        """The endpoint calls `broken` afterwards."""
+        self._waiting.answer(Retry("the upload has lost its slot", 0.0))
+
+
+class Uploads:
+    """The chunk route of a listener. `selector` is None at an aggregator's own door."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        peers: Peers,
+        selector: Selector | None,
+        aggregators: Callable[[], dict[NodeId, AggregatorHost]],
+        metrics: DriverMetrics,
+    ) -> None:
+        self._clock = clock
+        self._peers = peers
+        self._relays = Relays(peers.relays)
+        self._selector = selector
+        self._aggregators = aggregators
+        self._bytes = metrics.upload_bytes
+
+    def route(self) -> Streamed:
+        return Streamed("PUT", CHUNK_PATH, self.receive, MAX_CHUNK_BYTES)
+
+    def receive(self, exchange: Exchange) -> Receiver | None:
+        try:
+            offer, crc32 = parse_offer(exchange)
+        except ProtocolError as error:
+            answer(exchange, Refused(str(error)[:128], error.hint[:128]), 400)
+            return None
+        waiting = Waiting(exchange)
+        to = self._destination(offer, waiting)
+        if to is None:
+            return None
+        host = self._aggregators().get(to)
+        if host is None:
+            self._bytes.add(offer.length, "passed_on")
+            return self._pass_on(exchange, to)
+        return self._take_in(host, offer, crc32, waiting)
+
+    def _destination(self, offer: ChunkOffer, waiting: Waiting) -> NodeId | None:
+        """Where the chunk goes; None when the selector has answered instead."""
+        if self._selector is None:
+            return next(iter(self._aggregators()))
+        for effect in self._selector.receive(self._clock.now(), offer, waiting):
+            match effect:
+                case Forward():
+                    return effect.to
+                case Reply():
+                    waiting.answer(effect.message)
+        return None
+
+    def _take_in(
+        self, host: AggregatorHost, offer: ChunkOffer, crc32: int, waiting: Waiting
+    ) -> Receiver | None:
+        if not host.wants(offer, waiting):
+            return None
+        claim = claim_of(offer.ticket)  # the machine has opened the ticket and found it good
+        owner = (claim.task, claim.session)
+        if not host.arrivals.has_room(owner):
+            waiting.answer(Retry("chunks of this upload are already on their way", _BUSY_RETRY_S))
+            return None
+        buffer = host.pool.take()
+        if buffer is None:
+            waiting.answer(Retry("all upload buffers are taken", _BUSY_RETRY_S))
+            return None
+        self._bytes.add(offer.length, "taken_in")
+        return ArrivingChunk(host, owner, buffer, offer, crc32, waiting)
+
+    def _pass_on(self, exchange: Exchange, to: NodeId) -> Receiver:
+        head = exchange.head
+        kept = ((name, head.headers[name]) for name in (TICKET_HEADER, CRC32_HEADER))
+        headers = (*self._peers.headers, *kept)
+        return self._relays.relay(
+            exchange, address_of(to), head.path, headers, _ANSWER_TIMEOUT_S, pass_on
+        )
+
+
+def parse_offer(exchange: Exchange) -> tuple[ChunkOffer, int]:
+    """What the head of a chunk says, or ProtocolError."""
+    headers, captured = exchange.head.headers, exchange.captured
+    upload, index = captured["upload"], captured["index"]
+    crc32 = headers.get(CRC32_HEADER, "")
+    if _UPLOAD_ID.fullmatch(upload) is None:
+        raise ProtocolError("an upload id is 1-64 of A-Z, a-z, 0-9, '-' and '_'")
+    if _INDEX.fullmatch(index) is None or int(index) >= MAX_CHUNKS:
+        raise ProtocolError(f"chunks are numbered from 0 to {MAX_CHUNKS - 1}")
+    if _CRC32.fullmatch(crc32) is None:
+        raise ProtocolError(
+            "the chunk has no usable checksum",
+            hint=f"send its crc32 as 8 lower-case hex digits in the header {CRC32_HEADER}",
+        )
+    if exchange.head.length == 0:
+        raise ProtocolError("the chunk is empty")
+    ticket = _ticket(headers.get(TICKET_HEADER, ""))
+    return ChunkOffer(ticket, upload, int(index), exchange.head.length), int(crc32, 16)
+
+
+def _ticket(text: str) -> bytes:
+    try:
+        if not 0 < len(text) <= _MAX_TICKET_CHARS:
+            raise ValueError(f"{len(text)} characters")
+        return binascii.a2b_base64(text.encode("ascii"), strict_mode=True)
+    except (ValueError, binascii.Error) as error:
+        raise ProtocolError(
+            "the chunk has no usable ticket",
+            hint=f"send the upload ticket as base64 in the header {TICKET_HEADER}",
+        ) from error

@@ -1,0 +1,110 @@
+"""Twin of the trusted party: the very object of papaya/tsa, under virtual time, that may crash.
+
+It keeps nothing across a crash, as the real one: a new identity, no groups, no offers. While it is
+away nobody reaches it. Its evidence is empty, and simulated devices believe it: attestation has
+tests of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+from papaya.aggregator.tsa import Evidence, TrustedPartyOverTsa
+from papaya.client.work import Seal, Sealed
+from papaya.learning.parameters import FLOAT32
+from papaya.secagg.offer import Offer
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.participant import Policy, Terms, UnsealedUpdate
+from papaya.secagg.unmask import TakeBlock, give_in_blocks
+from papaya.tsa.errors import Reason, Refused, Unavailable
+from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
+
+
+class Clock(Protocol):
+    @property
+    def now(self) -> float: ...
+
+
+class TrustedTwin:
+    """`on_accepted` hears of every seed that was taken, `on_released` of every sum given away."""
+
+    def __init__(self, clock: Clock, rng: Random, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.on_accepted: Callable[[int, int], None] = lambda index, group: None
+        self.on_released: Callable[[bytes, int, tuple[int, ...]], None] = lambda *released: None
+        self._clock = clock
+        self._rng = rng
+        self._limits = limits
+        self._failures = 0
+        self.crash()
+        self.party = TrustedPartyOverTsa(self, lambda digest: Evidence("software", b"", b"", -1))
+
+    def crash(self, away_s: float = 0.0) -> None:
+        """It comes back after so long, with nothing."""
+        self._tsa = TrustedAggregator(self._rng.randbytes, self._limits)
+        self.identity_public_key = self._tsa.identity_public_key
+        self._back_at = self._clock.now + away_s
+
+    def cut_off(self, away_s: float) -> None:
+        """It lives and keeps everything, but nobody reaches it for so long."""
+        self._back_at = max(self._back_at, self._clock.now + away_s)
+
+    def fail(self, releases: int) -> None:
+        """It lives, but fails at its next releases, as for want of memory."""
+        self._failures = releases
+
+    def come_back(self) -> None:
+        self._back_at = self._clock.now
+        self._failures = 0
+
+    def register(self, parameters: PublicParameters) -> bytes:
+        return self._reached().register(parameters.encode())
+
+    def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
+        return self._reached().offers(parameters_hash, count, self._clock.now)
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None:
+        self._reached().accept(index, group, sealed, self._clock.now)
+        self.on_accepted(index, group)
+
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        trusted = self._reached()
+        if self._failures > 0:
+            self._failures -= 1
+            raise Refused(Reason.INTERNAL, "the trusted party failed on this")
+        masks = trusted.release(parameters.digest(), group, members)
+        self.on_released(parameters.digest(), group, tuple(members))
+        give_in_blocks(masks, take)
+
+    def forget(self, parameters_hash: bytes) -> int:
+        return self._reached().forget(parameters_hash)
+
+    def _reached(self) -> TrustedAggregator:
+        if self._clock.now < self._back_at:
+            raise Unavailable("the trusted party is away")
+        return self._tsa
+
+
+def sealed(work: Seal, now: float, rng: Random) -> Sealed:
+    """What an honest device makes of an offer, and of an update that is clipped already."""
+    parameters = PublicParameters.decode(work.offer.parameters)
+    policy = Policy(
+        task=work.task,
+        length=parameters.length,
+        clip=parameters.clip,
+        max_examples=parameters.max_examples,
+        max_staleness=parameters.max_staleness,
+        minimum_threshold=1,
+        maximum_staleness=parameters.max_staleness,
+        weighting=parameters.weighting,
+    )
+    terms = Terms(work.offer.identity, parameters, policy)
+    update = UnsealedUpdate(np.frombuffer(work.update, FLOAT32), work.examples, work.version)
+    offer = Offer.decode(work.offer.offer)
+    done = update.seal(terms, offer, work.current, now, rng.randbytes)
+    return Sealed(done.masked.tobytes(), done.sealed)

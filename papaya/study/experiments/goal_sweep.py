@@ -1,0 +1,67 @@
+"""The aggregation goal K at a fixed concurrency: hours to a target and server updates per hour.
+
+Paper, figure "Number of hours to reach a target perplexity of 60 with concurrency = 1,300 and
+varying values of K": "the larger the K is, the slower the convergence time".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from papaya.study.experiments import charts
+from papaya.study.experiments.result import Check, Finding, Result, number, ratios
+from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.shared_runs import (
+    ONE_RATE,
+    async_course,
+    rates,
+    reached,
+    versions_per_hour,
+)
+from papaya.study.lab import Lab
+from papaya.study.run import Course
+
+KEY = "goal-sweep"
+
+
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    at = scale.concurrency
+    return [async_course(scale, at, seed, goal) for goal in scale.goals for seed in seeds]
+
+
+def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    chosen = rates(scale.common_rate)
+    hours: dict[int, list[float]] = {}
+    frequency: dict[int, list[float]] = {}
+    for goal in scale.goals:
+        found = [async_course(scale, scale.concurrency, seed, goal) for seed in seeds]
+        hours[goal] = [run.hours for run in reached(lab, scale.target, found, chosen)]
+        frequency[goal] = [versions_per_hour(lab, course) for course in found]
+    small, large = scale.goals[0], scale.goals[-1]
+    slower = ratios(hours[large], hours[small])
+    panels = [
+        charts.Panel("Hours to the target", "hours", {"AsyncFL": list(hours.items())}),
+        charts.Panel("Server updates per hour", "per hour", {"AsyncFL": list(frequency.items())}),
+    ]
+    return Result(
+        key=KEY,
+        title=f"Aggregation goal K at concurrency {scale.concurrency}",
+        paper="Figure 10: hours to a target, and server updates per hour, by K",
+        findings=(
+            Finding(name=f"hours at K = {large} ÷ K = {small}", paper="above 1", values=slower),
+            *(
+                Finding(name=f"hours at K = {g}", paper="–", values=tuple(v), unit="h")
+                for g, v in hours.items()
+            ),
+        ),
+        checks=(
+            Check(
+                f"K = {small} is faster than K = {large}",
+                fmean(slower) > 1,
+                f"{number(fmean(hours[small]))} against {number(fmean(hours[large]))} hours",
+            ),
+        ),
+        plots=(charts.lines(lab.folder, KEY, "aggregation goal K", panels),),
+        notes=(ONE_RATE,),
+    )

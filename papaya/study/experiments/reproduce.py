@@ -1,0 +1,81 @@
+"""Reproduce figures and tables of the paper: record, learn, compare, write.
+
+    results = reproduce(["speedup"], QUICK, seeds=[1, 2], folder=Path("runs/reproduce"))
+
+Writes one JSON file and the plots of each experiment, and report.html of all. Every recorded run
+is kept in the folder: calling it again goes on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, structs
+
+from papaya.sim.jobs import mapping, write_whole
+from papaya.study.experiments.catalogue import EXPERIMENTS
+from papaya.study.experiments.page import page
+from papaya.study.experiments.result import Result
+from papaya.study.experiments.runs import workload_of
+from papaya.study.experiments.scale import Scale
+from papaya.study.identity import digest
+from papaya.study.lab import Lab, Step
+
+
+class _Inputs(Struct, frozen=True):
+    scale: Scale
+    seeds: tuple[int, ...]
+
+
+def reproduce(
+    keys: Sequence[str],
+    scale: Scale,
+    seeds: Sequence[int],
+    folder: Path,
+    *,
+    jobs: int = 2,
+    tell: Callable[[Step], None] = lambda step: None,
+    ended: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """The chosen experiments, in the order of the report. `tell` hears of progress, `ended` of
+    each result.
+    """
+    chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
+    made_of = digest(_Inputs(scale, tuple(seeds)))
+    results = []
+    with mapping(jobs) as mapped:
+        lab = Lab(folder, mapped, workload_of, tell)
+        lab.record(course for one in chosen for course in one.courses(scale, seeds))
+        for one in chosen:
+            result = structs.replace(one.run(lab, scale, seeds), made_of=made_of)
+            encoded = msgspec.json.format(msgspec.json.encode(result))
+            write_whole(folder / f"{result.key}.json", partial(Path.write_bytes, data=encoded))
+            results.append(result)
+            ended(result)
+    told, left_out = _with_earlier(results, made_of, folder)
+    text = page(told, scale, seeds, folder, left_out)
+    write_whole(folder / "report.html", partial(Path.write_text, data=text, encoding="utf-8"))
+    return results
+
+
+def _with_earlier(
+    results: Sequence[Result], made_of: str, folder: Path
+) -> tuple[list[Result], list[str]]:
+    """Also those of earlier calls with the same inputs, in the order of the report; and the names
+    of those with others.
+    """
+    found = {result.key: result for result in results}
+    others = []
+    for key in EXPERIMENTS:
+        with suppress(FileNotFoundError, msgspec.MsgspecError):
+            data = (folder / f"{key}.json").read_bytes()
+            earlier = msgspec.json.decode(data, type=Result)
+            if earlier.made_of == made_of:
+                found.setdefault(key, earlier)
+            else:
+                others.append(key)
+    return [found[key] for key in EXPERIMENTS if key in found], others

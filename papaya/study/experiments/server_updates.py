@@ -1,0 +1,77 @@
+"""Server model updates per hour: AsyncFL with K = 100 against SyncFL with over-selection.
+
+Paper: about 30 times more at concurrency 2300.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from papaya.config import SyncFL
+from papaya.study.experiments import charts
+from papaya.study.experiments.result import Check, Finding, Result, number, ratios
+from papaya.study.experiments.runs import until_versions
+from papaya.study.experiments.scale import OVER_SELECTION, Scale
+from papaya.study.experiments.shared_runs import async_course, sync_course, versions_per_hour
+from papaya.study.lab import Lab
+from papaya.study.run import Course
+
+KEY = "server-updates"
+_BOUNDS = (25.0, 32.0)
+
+
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [course for pair in _pairs(scale, seeds).values() for side in pair for course in side]
+
+
+def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Course], list[Course]]]:
+    """concurrency -> courses of AsyncFL, courses of SyncFL; those of learning runs are used too."""
+    pairs = {
+        c: (
+            [async_course(scale, c, seed) for seed in seeds],
+            [sync_course(scale, c, seed) for seed in seeds],
+        )
+        for c in scale.concurrencies
+    }
+    most, over = scale.most_clients, SyncFL(OVER_SELECTION)
+    pairs[most] = (
+        [async_course(scale, most, seed) for seed in seeds],
+        [until_versions(over, most, seed, scale.rounds // 3) for seed in seeds],  # none learns
+    )
+    return dict(sorted(pairs.items()))
+
+
+def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    rates = {
+        c: tuple([versions_per_hour(lab, course) for course in side] for side in pair)
+        for c, pair in _pairs(scale, seeds).items()
+    }
+    most = ratios(*rates[scale.most_clients])
+    low, high = _BOUNDS
+    lines = {
+        f"AsyncFL, K = {scale.goal}": [(c, pair[0]) for c, pair in rates.items()],
+        "SyncFL": [(c, pair[1]) for c, pair in rates.items()],
+    }
+    panel = charts.Panel("Server updates per hour", "per hour", lines, log=True)
+    return Result(
+        key=KEY,
+        title="Server model updates per hour",
+        paper="Figure 8: server updates per hour; 30x more at concurrency 2300",
+        findings=(
+            Finding(name=f"AsyncFL ÷ SyncFL at {scale.most_clients}", paper="30x", values=most),
+            *(
+                Finding(name=f"AsyncFL ÷ SyncFL at {c}", paper="–", values=ratios(*pair))
+                for c, pair in rates.items()
+                if c != scale.most_clients
+            ),
+        ),
+        checks=(
+            Check(
+                f"{low:g} to {high:g} times more at {scale.most_clients}",
+                low <= fmean(most) <= high,
+                number(fmean(most)),
+            ),
+        ),
+        plots=(charts.by_concurrency(lab.folder, KEY, [panel]),),
+    )

@@ -1,0 +1,105 @@
+"""A maximum staleness that is too small brings back the bias that AsyncFL avoids.
+
+Paper, appendix: in AsyncFL "users that are still training continue normally, unless their staleness
+would exceed maximum staleness". Those are the slow ones, and the slow ones have the most data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+import numpy as np
+
+from papaya.config import AsyncFL
+from papaya.sim.population import DEFAULT, STRESS, Population
+from papaya.sim.report import everyone
+from papaya.study.experiments import charts
+from papaya.study.experiments.result import Check, Finding, Result, number
+from papaya.study.experiments.runs import START_S, window
+from papaya.study.experiments.scale import Scale
+from papaya.study.lab import Lab
+from papaya.study.run import Course
+
+KEY = "stale-limit"
+_LIMITS: Final = (10, 50, 200)
+_MOST_ARE_LOST, _KEPT = 0.5, 0.9
+_SMALLER: Final = 4  # than elsewhere, C and K alike: what counts is C / K
+_POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
+
+
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [
+        _course(scale, limit, name, seed)
+        for name in _POPULATIONS
+        for limit in _LIMITS
+        for seed in seeds
+    ]
+
+
+def _course(scale: Scale, limit: int, name: str, seed: int) -> Course:
+    regime = AsyncFL(max(1, scale.goal // _SMALLER), limit)
+    concurrency = scale.concurrency // _SMALLER
+    return window(regime, concurrency, seed, scale.window_hours / 2, _POPULATIONS[name])
+
+
+def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    kept = {
+        name: {
+            limit: tuple(_kept(lab, _course(scale, limit, name, seed)) for seed in seeds)
+            for limit in _LIMITS
+        }
+        for name in _POPULATIONS
+    }
+    panel = charts.Panel(
+        "Share of the 1 % with most data that is counted",
+        "counted ÷ expected",
+        {f"{name} population": list(found.items()) for name, found in kept.items()},
+    )
+    return Result(
+        key=KEY,
+        title="A maximum staleness that is too small re-creates the bias",
+        paper="Appendix: aborting stale clients",
+        findings=tuple(
+            Finding(
+                name=f"{name} population, limit {limit}: top 1 % counted ÷ expected",
+                paper="–",
+                values=shares,
+            )
+            for name, found in kept.items()
+            for limit, shares in found.items()
+        ),
+        checks=tuple(decide(name, found) for name, found in kept.items()),
+        plots=(charts.lines(lab.folder, KEY, "maximum staleness", [panel]),),
+        notes=(
+            (
+                f"C / K = {scale.concurrency / scale.goal:g}, which is about the mean staleness; "
+                "the default limit is 16 C / K."
+            ),
+        ),
+    )
+
+
+def decide(name: str, kept: dict[int, tuple[float, ...]]) -> Check:
+    """Of one population: limit -> shares of the seeds."""
+    smallest, largest = (fmean(kept[limit]) for limit in (_LIMITS[0], _LIMITS[-1]))
+    return Check(
+        f"{name} population: limit {_LIMITS[0]} loses most of the clients with the most data, "
+        f"{_LIMITS[-1]} keeps them",
+        smallest < _MOST_ARE_LOST and largest > _KEPT,
+        f"{number(smallest)} and {number(largest)} of those expected",
+    )
+
+
+def _kept(lab: Lab, course: Course) -> float:
+    """Of the devices that can take part, the 1 % with the most data: counted ÷ expected."""
+    [recording] = lab.record([course])
+    trace = recording.trace
+    population = Population(course.cluster.population, course.seed)
+    _, examples = everyone(population, trace.task.training_timeout_s)
+    edge = float(np.percentile(examples, 99))
+    ends_s = 3600 * course.hours  # of later ones, the slow had no time to come back
+    chosen = (trace.assigned_s >= START_S) & (trace.assigned_s < ends_s)
+    share = float((trace.clients.examples[chosen] >= edge).mean())
+    return share / float((examples >= edge).mean())

@@ -1,0 +1,82 @@
+"""Client utilization of AsyncFL and SyncFL, as each is configured in the paper.
+
+Paper, figure "AsyncFL achieves high client utilization while SyncFL client utilization
+fluctuates". Every replacement goes through check-in, assignment and join of the real machines.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from statistics import fmean
+
+from msgspec import structs
+
+from papaya.sim import plots
+from papaya.sim.report import Report, Series
+from papaya.study.experiments.result import Check, Finding, Result, number
+from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.shared_runs import async_course, plain_course, sync_course
+from papaya.study.lab import Lab
+from papaya.study.run import Course
+
+KEY = "utilization"
+_ASYNC, _OVER = "AsyncFL", "SyncFL with over-selection"
+
+
+def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    return [course for found in _regimes(scale, seeds).values() for course in found]
+
+
+def _regimes(scale: Scale, seeds: Sequence[int]) -> dict[str, list[Course]]:
+    at = scale.concurrency
+    return {
+        _ASYNC: [async_course(scale, at, seed) for seed in seeds],
+        _OVER: [sync_course(scale, at, seed) for seed in seeds],
+        f"SyncFL without over-selection, C = {scale.large_goal}": [
+            plain_course(scale, seed) for seed in seeds
+        ],
+    }
+
+
+def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    reports = {
+        name: [recording.report for recording in lab.record(found)]
+        for name, found in _regimes(scale, seeds).items()
+    }
+    used = {n: tuple(r.tasks[0].utilization for r in found) for n, found in reports.items()}
+    plot = lab.folder / f"{KEY}.png"
+    drawn = {name: found[0] for name, found in reports.items()}
+    shortest_s = min(report.until_s for report in drawn.values())
+    drawn = {name: _beginning(report, shortest_s) for name, report in drawn.items()}
+    plots.draw(drawn, plot, "Client utilization")
+    lowest = min(used[_ASYNC])
+    highest = fmean(used[_OVER])
+    return Result(
+        key=KEY,
+        title=f"Client utilization at concurrency {scale.concurrency}",
+        paper="Figure 7: number of active clients over time",
+        findings=tuple(
+            Finding(name=name, paper=paper, values=used[name])
+            for name, paper in zip(used, ("near 1, constant", "fluctuates", "–"), strict=True)
+        ),
+        checks=(
+            Check("AsyncFL uses at least 98 % of its slots", lowest >= 0.98, number(lowest)),
+            Check("SyncFL with over-selection uses below 75 %", highest < 0.75, number(highest)),
+        ),
+        plots=(plot.name,),
+        notes=(
+            (
+                "Active clients as the aggregator counts them ÷ concurrency. A device that "
+                "vanished counts until its heartbeats are missed."
+            ),
+        ),
+    )
+
+
+def _beginning(report: Report, seconds: float) -> Report:
+    """The series of all are drawn for as long as the shortest run took."""
+    [task] = report.tasks
+    count = bisect_right(task.series.time_s, seconds)
+    series = Series(*(column[:count] for column in structs.astuple(task.series)))
+    return structs.replace(report, tasks=(structs.replace(task, series=series),))

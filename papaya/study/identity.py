@@ -1,0 +1,74 @@
+"""How kept files are named: by a digest of all that decides what is in them, our own code included.
+
+Another configuration, other data, another seed or other code has another name. So a file is never
+taken for what this program would make now, and nobody has to know when to delete one. The code is
+the import closure of the recorder and the trainers: a change to a command or a plot keeps the name.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+import papaya
+
+ROOTS: Final = ("study/lab.py", "study/workloads/*.py")
+"""The lab records and replays; a workload trains, and is found by name."""
+_PACKAGE: Final = Path(papaya.__file__).parent
+_DIGITS: Final = 24
+
+
+def digest(value: Struct) -> str:
+    encoded = msgspec.json.encode((code_digest(), value), order="deterministic")
+    return hashlib.sha256(encoded).hexdigest()[:_DIGITS]
+
+
+@cache
+def code_digest(package: Path = _PACKAGE) -> str:
+    """Of every source that a run may execute; read once, when a process first asks."""
+    hasher = hashlib.sha256()
+    for path in closure(package):
+        content = path.read_bytes()
+        name = path.relative_to(package).as_posix()
+        hasher.update(f"{name} {len(content)}\n".encode() + content)
+    return hasher.hexdigest()
+
+
+def closure(package: Path) -> list[Path]:
+    """The files that the roots import, and those that these import, with their packages."""
+    found: dict[Path, None] = {}
+    waiting = [path for root in ROOTS for path in package.glob(root)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found[path] = None
+            for module in _imports(path):
+                waiting += _files(package, module)
+    return sorted(found)
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _files(package: Path, module: str) -> Iterator[Path]:
+    """The file of a module of ours and the files of the packages around it."""
+    top, *parts = module.split(".")
+    if top != "papaya":
+        return
+    for length in range(len(parts) + 1):
+        inner = package.joinpath(*parts[:length])
+        for path in (inner / "__init__.py", inner.with_suffix(".py")):
+            if path.is_file():
+                yield path

@@ -1,0 +1,219 @@
+"""Where runs come from: recorded once, learnt along many times, kept on disk.
+
+    with mapping(jobs) as mapped:
+        outcomes = Lab(folder, mapped, make, tell).learn(runs)
+
+What is asked for is read if it is there, and made if not. Every recording and every learning run is
+kept under the digest of all that decides it (identity.py), whole or not at all. So work that was
+interrupted goes on where it was, and whoever asks for the same gets the same file:
+
+    traces/DIGEST.npz, .msgpack   a `Course`: its trace, and the report on it
+    runs/DIGEST.json              a `Run`: its `Learnt`
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from papaya.errors import OperatorError
+from papaya.sim.jobs import Map, Tell, take_away_parts, write_whole
+from papaya.sim.report import Report
+from papaya.study.identity import code_digest
+from papaya.study.run import (
+    Course,
+    Learnt,
+    Run,
+    clients_to_train,
+    fleet_of,
+    learn_run,
+    record_course,
+)
+from papaya.study.trace import Trace
+from papaya.study.workloads.base import Workload
+
+_NEARLY = 0.99  # all is done when all have ended, not before
+
+Kind = Literal["traces", "runs"]
+Make: TypeAlias = Callable[[Run], Workload]
+"""The workload that a run names. It is called in other processes, so it has a name itself."""
+
+
+class Step(NamedTuple):
+    """How far it is with what was asked for, of which `kept` were there before.
+
+    `share` is of the work that was left to do: long runs count for more than short ones.
+    `outcome` is the run that ended last.
+    """
+
+    kind: Kind
+    done: int
+    total: int
+    kept: int
+    share: float
+    outcome: Learnt | None = None
+
+
+class Recording:
+    """What was recorded, read when it is asked for."""
+
+    def __init__(self, folder: Path, course: Course) -> None:
+        self.course = course
+        self._trace = folder / "traces" / f"{course.digest}.npz"
+        self._report = self._trace.with_suffix(".msgpack")  # JSON has no NaN
+
+    @property
+    def is_there(self) -> bool:
+        return self._trace.exists() and self._report.exists()
+
+    @cached_property
+    def trace(self) -> Trace:
+        return Trace.load(self._trace)
+
+    @cached_property
+    def report(self) -> Report:
+        try:
+            return msgspec.msgpack.decode(self._report.read_bytes(), type=Report)
+        except msgspec.MsgspecError as error:
+            problem = f"cannot read report {self._report}: {error}"
+            raise OperatorError(problem, hint="delete it") from error
+
+    def write(self, trace: Trace, report: Report) -> None:
+        encoded = msgspec.msgpack.encode(report)
+        write_whole(self._report, lambda path: path.write_bytes(encoded))
+        write_whole(self._trace, trace.save)
+
+
+class Lab:
+    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` hears of progress."""
+
+    def __init__(
+        self,
+        folder: Path,
+        mapped: Map,
+        make: Make,
+        tell: Callable[[Step], None] = lambda step: None,
+    ) -> None:
+        self.folder = folder
+        self._mapped = mapped
+        self._make = make
+        self._tell = tell
+        for part in (folder / "traces", folder / "runs"):
+            part.mkdir(parents=True, exist_ok=True)
+            take_away_parts(part)
+
+    def record(self, courses: Iterable[Course]) -> list[Recording]:
+        """In the order in which they are asked for."""
+        wanted = [Recording(self.folder, course) for course in courses]
+        distinct = {recording.course.digest: recording for recording in wanted}.values()
+        missing = [recording.course for recording in distinct if not recording.is_there]
+        missing.sort(key=lambda course: -course.effort)  # the longest first
+        work = partial(_record, code_digest(), self.folder)
+        self._do("traces", work, missing, len(distinct))
+        return wanted
+
+    def learn(self, runs: Iterable[Run]) -> list[Learnt]:
+        """In the order in which they are asked for."""
+        wanted = list(runs)
+        found = {run: _read(self.folder, run) for run in dict.fromkeys(wanted)}
+        missing = [run for run, outcome in found.items() if outcome is None]
+        if missing:
+            self.record(run.course for run in missing)
+        missing.sort(key=lambda run: -run.effort)
+        work = partial(_learn, code_digest(), self.folder, self._make)
+        made = {outcome.run: outcome for outcome in self._do("runs", work, missing, len(found))}
+        return [found[run] or made[run] for run in wanted]
+
+    def _do(
+        self, kind: Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int
+    ) -> list[Any]:
+        kept, outcomes = total - len(missing), list[Any]()
+        effort, spent = sum(each.effort for each in missing), 0.0
+
+        def tell() -> None:
+            is_over = len(outcomes) == len(missing)
+            share = 1.0 if is_over else min(spent / effort, _NEARLY)
+            last = outcomes[-1] if outcomes else None
+            self._tell(Step(kind, kept + len(outcomes), total, kept, share, last))
+
+        def hear(amount: float) -> None:
+            nonlocal spent
+            spent += amount
+            tell()
+
+        tell()
+        for outcome in self._mapped(work, missing, hear):
+            outcomes.append(outcome)
+            tell()
+        return outcomes
+
+
+# -- in any process -----------------------------------------------------------------------------
+
+
+def _record(code: str, folder: Path, course: Course, *, tell: Tell) -> None:
+    _refuse_other_code(code)
+    with _shares(course.effort, tell) as told:
+        recorded = record_course(course, lambda cluster: told(course.share_of(cluster)))
+        Recording(folder, course).write(*recorded)
+    gc.collect()  # a cluster is full of cycles, and the next run would look for them rarely
+
+
+def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> Learnt:
+    _refuse_other_code(code)
+    recording = _recording(folder, run.course)
+    total = max(1, clients_to_train(run, recording.trace))
+    with _shares(run.effort, tell) as told:
+        outcome = learn_run(
+            run,
+            recording.trace,
+            fleet_of(recording.report),
+            make(run),
+            lambda trained, judged: told(trained / total),
+        )
+        encoded = msgspec.json.encode(outcome)
+        write_whole(_path(folder, run), lambda path: path.write_bytes(encoded))
+    return outcome
+
+
+@contextmanager
+def _shares(effort: float, tell: Tell) -> Iterator[Callable[[float], None]]:
+    """Who tells how far one piece of work is tells all of them how much was done since."""
+    told = 0.0
+
+    def reach(share: float) -> None:
+        nonlocal told
+        before, told = told, max(told, effort * min(1.0, share))
+        tell(told - before)
+
+    yield reach
+    reach(1.0)
+
+
+def _refuse_other_code(code: str) -> None:
+    """Of a process that was started after the sources had changed."""
+    if code_digest() != code:
+        raise OperatorError("Papaya was changed while it ran", hint="run the same command again")
+
+
+def _read(folder: Path, run: Run) -> Learnt | None:
+    """None as well for a file that is damaged: it is made again."""
+    try:
+        return msgspec.json.decode(_path(folder, run).read_bytes(), type=Learnt)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def _path(folder: Path, run: Run) -> Path:
+    return folder / "runs" / f"{run.digest}.json"
+
+
+@lru_cache(maxsize=2)
+def _recording(folder: Path, course: Course) -> Recording:
+    return Recording(folder, course)

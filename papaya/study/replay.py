@@ -1,0 +1,250 @@
+"""Learning along a trace: the sums and steps of the aggregator, with updates that are trained.
+
+The order of members, their weights, their staleness and their start versions are the trace's, the
+sum and the step are those of `papaya.learning`: no rule of the protocol is written here again. The
+members of one version are trained in one batch, each from the version that it had downloaded; a
+version is forgotten when the last member that starts from it has trained.
+
+Refused: an update that the server would refuse (it would have counted another one instead), so a
+run that diverges ends here with what it learnt until then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
+
+from papaya.config import OptimizerConfig
+from papaya.errors import Diverged, UpdateRefused
+from papaya.learning.definition import ClientSGD
+from papaya.learning.kernels import fastest
+from papaya.learning.parameters import Vector
+from papaya.learning.server_optimizer import server_optimizer
+from papaya.learning.weighting import (
+    Admitted,
+    Contribution,
+    WeightedSum,
+    admit,
+    capped,
+    clipped,
+    norm,
+)
+from papaya.study.trace import Trace
+from papaya.study.workloads.base import Matrix, Quality, Workload
+
+EVALUATIONS = 200
+NORMS_KEPT = 4096
+_STAYS = 3
+_SURELY = 1 - 1e-6
+
+
+class Rates(Struct, frozen=True):
+    """What a sweep varies along one trace."""
+
+    client: ClientSGD
+    optimizer: OptimizerConfig = OptimizerConfig()
+    clip: float | None = None
+
+
+class Point(Struct, frozen=True):
+    """A judged version."""
+
+    version: int
+    hours: float
+    updates: int
+    trips: int
+    quality: Quality
+
+
+class Curve(Struct, frozen=True):
+    """How a model got better. `diverged` says why learning ended early, if it did.
+
+    `norms` are the L2 norms of the first client updates.
+    """
+
+    workload: str
+    rates: Rates
+    points: tuple[Point, ...]
+    norms: tuple[float, ...]
+    diverged: str | None = None
+
+    def reached(self, loss: float) -> Point | None:
+        """The first judged version whose loss for all clients is at most this, and stays there
+        on average over the next: a single lucky version does not count.
+        """
+        losses = np.array([point.quality.all for point in self.points])
+        for index in range(len(losses) - _STAYS + 1):
+            if losses[index] <= loss and losses[index : index + _STAYS].mean() <= loss:
+                return self.points[index]
+        return None
+
+
+class Judging:
+    """Judges version 0, the last, and `evaluations` versions in between, as they come.
+
+    It is over early when `target` is reached and kept, or when a loss is not finite.
+    """
+
+    def __init__(
+        self, workload: Workload, last: int, evaluations: int, target: float | None
+    ) -> None:
+        count = min(last, evaluations)
+        self.due: list[int] = np.rint(np.linspace(0, last, count + 1)).astype(int).tolist()
+        self.points: list[Point] = []
+        self.diverged: str | None = None
+        self._workload = workload
+        self._target = target
+        self._streak = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.diverged is not None or self._streak > _STAYS
+
+    def judge(
+        self, parameters: Vector, *, version: int, seconds: float, updates: int, trips: int
+    ) -> None:
+        quality = self._workload.evaluate(parameters)
+        if not all(map(math.isfinite, astuple(quality))):
+            self.diverged = f"the loss of version {version} is not finite"
+            return
+        self.points.append(Point(version, seconds / 3600, updates, trips, quality))
+        is_there = self._target is not None and quality.all <= self._target
+        self._streak = self._streak + 1 if is_there else 0
+
+    @contextmanager
+    def until_diverged(self) -> Iterator[None]:
+        """What a client or a server refuses because of its numbers ends learning, not the program.
+
+        A configuration that cannot be trained, or data that is not there, is another matter.
+        """
+        try:
+            yield
+        except (Diverged, UpdateRefused) as error:
+            self.diverged = str(error)
+
+    def curve(self, rates: Rates, norms: list[float]) -> Curve:
+        points = tuple(self.points)
+        return Curve(self._workload.name, rates, points, tuple(norms[:NORMS_KEPT]), self.diverged)
+
+
+def learn(
+    trace: Trace,
+    workload: Workload,
+    rates: Rates,
+    *,
+    target: float | None = None,
+    evaluations: int = EVALUATIONS,
+    until: int | None = None,
+) -> Curve:
+    """Replay the trace, or until version `until`, or until `target` is reached and kept.
+
+    Judged are version 0, the last, and `evaluations` versions in between.
+    """
+    last = trace.versions if until is None else min(until, trace.versions)
+    judging = Judging(workload, last, evaluations, target)
+    due = frozenset(judging.due)
+    norms: list[float] = []
+    with judging.until_diverged():
+        for version, parameters in _versions(trace, workload, rates, last, norms):
+            if version in due:
+                judging.judge(
+                    parameters,
+                    version=version,
+                    seconds=float(trace.created_s[version]),
+                    updates=int(trace.first[version + 1]),
+                    trips=int(trace.trips[version]),
+                )
+            if judging.is_over:
+                break
+    return judging.curve(rates, norms)
+
+
+def _versions(
+    trace: Trace, workload: Workload, rates: Rates, last: int, norms: list[float]
+) -> Iterator[tuple[int, Vector]]:
+    """Every version in turn, from version 0 on."""
+    optimizer = server_optimizer(rates.optimizer)
+    parameters = workload.initial(trace.seed)
+    state = optimizer.initial_state(workload.length)
+    models = {0: parameters}
+    last_use = _last_use(trace, last)
+    yield 0, parameters
+    for version in range(1, last + 1):
+        updates = _train(trace, workload, rates, models, version)
+        total = _sum(trace, rates, version, updates, norms)
+        parameters, state = optimizer.step(parameters, total.mean(), state)
+        models[version] = parameters
+        for old in last_use.get(version, ()):
+            del models[old]
+        yield version, parameters
+
+
+def _train(
+    trace: Trace, workload: Workload, rates: Rates, models: dict[int, Vector], version: int
+) -> Matrix:
+    members = trace.members(version)
+    starts, index = np.unique(trace.start[members], return_inverse=True)
+    chosen = [models[start] for start in starts.tolist()]
+    return workload.train(chosen, index, trace.clients.take(members), rates.client)
+
+
+def _sum(
+    trace: Trace, rates: Rates, version: int, updates: Matrix, norms: list[float]
+) -> WeightedSum:
+    members = trace.members(version)
+    # A device reports what it has trained on, and the server counts no more than the task allows.
+    most = min(rates.client.max_examples, trace.task.max_examples)
+    weights = [capped(n, most) for n in trace.clients.examples[members].tolist()]
+    norms += [norm(row) for row in updates[: max(0, NORMS_KEPT - len(norms))]]
+    total = WeightedSum.zero(updates.shape[1])
+    total.add_all(
+        [
+            Contribution(update, n, staleness)
+            for update, n, staleness in zip(
+                _admitted(updates, rates.clip),
+                weights,
+                trace.staleness[members].tolist(),
+                strict=True,
+            )
+        ],
+        fastest(),
+    )
+    return total
+
+
+def _admitted(updates: Matrix, clip: float | None) -> list[Admitted]:
+    """What the server makes of what the devices clip.
+
+    Whether `admit` takes an update depends on its norm alone: of those that are surely not
+    clipped, the longest stands for all.
+    """
+    lengths = np.sqrt(np.einsum("ij,ij->i", updates, updates, dtype=np.float64))
+    is_short = lengths < math.inf if clip is None else lengths < clip * _SURELY
+    admitted = [Admitted([row], 1.0) for row in updates]
+    looked_at = np.flatnonzero(~is_short).tolist()
+    if is_short.any():
+        looked_at.append(int(np.argmax(np.where(is_short, lengths, -1.0))))
+    for row in looked_at:
+        update = updates[row] if clip is None else clipped(updates[row], clip)
+        admitted[row] = admit([update.data], update.size, clip)
+    return admitted
+
+
+def _last_use(trace: Trace, last: int) -> dict[int, list[int]]:
+    """version -> versions from which nobody trains after it, so that they can be forgotten.
+
+    The newest version is always needed for the next step; it is never listed under itself.
+    """
+    final: dict[int, int] = {version: version + 1 for version in range(last)}
+    for version in range(1, last + 1):
+        for start in np.unique(trace.start[trace.members(version)]).tolist():
+            final[start] = max(final[start], version)
+    found: dict[int, list[int]] = {}
+    for start, version in final.items():
+        found.setdefault(version, []).append(start)
+    return found

@@ -1,0 +1,307 @@
+"""One learning run from end to end, and all that is told of it.
+
+`Run` is all that decides an outcome: a run is a function of it, the same in any process. First the
+machines run and are recorded (trace.py), then a workload learns along the trace (replay.py), then
+it is judged: how good the model got and how soon, for all clients and for those with much data,
+who took part, how long updates are, and what fixed point would make of them.
+
+A trace is of the control plane: its devices upload a few integers, in the clear. Whom the servers
+select and count, and when, depends on neither the length nor the masking of an update; sealing one
+would take a twentieth of a second of its device's time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, runtime_checkable
+
+import numpy as np
+from msgspec import Struct, structs
+
+from papaya.config import StopRule, TaskConfig
+from papaya.config.checks import require
+from papaya.errors import OperatorError
+from papaya.learning.definition import ClientSGD
+from papaya.learning.parameters import Vector
+from papaya.messages.selection import Capabilities
+from papaya.sim.cluster import ClusterConfig, DeviceKind
+from papaya.sim.population import PopulationConfig
+from papaya.sim.report import Report
+from papaya.study.fairness import Fairness, fairness
+from papaya.study.identity import digest
+from papaya.study.precision import Norms, Precision, norms_of, precision
+from papaya.study.replay import Curve, Rates, learn
+from papaya.study.trace import MOST_HOURS, Recorded, Trace, least_s, record
+from papaya.study.workloads.base import Clients, Ints, Matrix, Quality, Workload
+from papaya.study.workloads.held_out import at_or_above
+
+_TRACED_LENGTH: Final = 4
+_MAX_WARM_UP_S: Final = 600.0
+_UPDATES_PER_PLACE: Final = 50  # in an hour, about
+UNBOUNDED: Final = 10**12  # updates: more than any run has
+
+
+class Course(Struct, frozen=True, kw_only=True):
+    """What is recorded: until so many counted updates, or for so many hours; then `drain_s` longer,
+    for those who were assigned before.
+    """
+
+    cluster: ClusterConfig
+    seed: int
+    updates: int = UNBOUNDED
+    hours: float = MOST_HOURS
+    drain_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field, value in (("updates", self.updates), ("hours", self.hours)):
+            require(value > 0, field, value, "records nothing", f"leave {field} out for no limit")
+
+    @property
+    def task(self) -> TaskConfig:
+        return self.cluster.tasks[0]
+
+    @property
+    def effort(self) -> float:
+        """About how many updates are recorded."""
+        return min(self.updates, self.hours * self.task.concurrency * _UPDATES_PER_PLACE)
+
+    def share_of(self, cluster: Recorded) -> float:
+        """How much of it has been recorded."""
+        seconds = 3600 * self.hours + self.drain_s
+        return max(cluster.counted / self.updates, cluster.engine.now / seconds)
+
+    @property
+    def digest(self) -> str:
+        return digest(self)
+
+
+def require_target(loss: float | None) -> None:
+    is_loss = loss is None or math.isfinite(loss)
+    require(is_loss, "target", loss, "must be a finite loss", "leave it out for none")
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """What is learnt along a course, of at most so many counted updates: recording goes on to the
+    end of a minute. `data` names the model and its data by their content.
+    """
+
+    course: Course
+    workload: str
+    data: str
+    rates: Rates
+    updates: int = UNBOUNDED
+    target: float | None = None
+    evaluations: int = 100
+
+    def __post_init__(self) -> None:
+        require_target(self.target)
+
+    @property
+    def effort(self) -> float:
+        """About how many updates are learnt from."""
+        return min(self.updates, self.course.effort)
+
+    @property
+    def digest(self) -> str:
+        return digest(self)
+
+
+class Fleet(Struct, frozen=True):
+    """What the recorded system was like, after its warm-up.
+
+    None: the run was over before; of staleness also: no server update came after it.
+    """
+
+    utilization: float | None
+    versions_per_hour: float | None
+    mean_staleness: float | None
+    max_staleness: int | None
+    aborted: int
+    dropped: int
+
+
+class Judges(Struct, frozen=True):
+    """How many clients a model is judged on: in all, and of those with much data."""
+
+    all: int
+    p75: int
+    p99: int
+
+
+@runtime_checkable
+class SupportsJudges(Protocol):
+    """A workload that judges on real clients."""
+
+    held_out: Clients
+
+
+class Learnt(Struct, frozen=True, kw_only=True):
+    """What came of a run. `target_*` are None when the target was not reached, or not given.
+
+    `judges` are None where no clients judge: the built-in workloads know their language.
+    """
+
+    run: Run
+    length: int
+    curve: Curve
+    hours: float
+    versions: int
+    updates: int
+    trips: int
+    target_hours: float | None
+    target_trips: int | None
+    fleet: Fleet
+    fairness: Fairness | None
+    norms: Norms | None
+    precision: Precision | None
+    judges: Judges | None = None
+
+    @property
+    def start(self) -> Quality:
+        return self.curve.points[0].quality
+
+    @property
+    def end(self) -> Quality:
+        return self.curve.points[-1].quality
+
+
+def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
+    """A fleet of which every device can train this task, and the task as it is recorded."""
+    needs = task.requirements
+    capabilities = Capabilities(
+        engine=needs.engine or "torch",
+        modules=() if needs.module is None else (needs.module,),
+        memory_mb=needs.min_memory_mb,
+        labels=needs.labels,
+    )
+    recorded = structs.replace(
+        task,
+        model_length=_TRACED_LENGTH,
+        secure_aggregation=None,
+        clip=None,
+        evaluation=None,
+        stop=StopRule(),
+    )
+    return ClusterConfig(
+        tasks=(recorded,), population=population, kinds=(DeviceKind(1.0, capabilities),)
+    )
+
+
+def record_course(
+    course: Course, progress: Callable[[Recorded], None] | None = None
+) -> tuple[Trace, Report]:
+    return record(
+        course.cluster,
+        course.seed,
+        updates=course.updates,
+        hours=course.hours,
+        drain_s=course.drain_s,
+        warm_up_s=_warm_up_s(course),
+        progress=progress,
+    )
+
+
+def _warm_up_s(course: Course) -> float:
+    """Half of what the run takes at least, or a quarter of its hours."""
+    return min(_MAX_WARM_UP_S, least_s(course.cluster, course.updates) / 2, 900 * course.hours)
+
+
+def fleet_of(report: Report) -> Fleet:
+    result = report.tasks[0]
+    is_over = math.isnan(result.utilization)
+    return Fleet(
+        utilization=None if is_over else result.utilization,
+        versions_per_hour=None if is_over else result.versions_per_hour,
+        mean_staleness=result.mean_staleness if result.counted else None,
+        max_staleness=result.max_staleness if result.counted else None,
+        aborted=sum(result.aborted.values()),
+        dropped=result.dropped,
+    )
+
+
+def clients_to_train(run: Run, trace: Trace) -> int:
+    """All members of the versions that are learnt: a version is of K, however few are asked for."""
+    return int(trace.first[_last_version(run, trace) + 1])
+
+
+def _last_version(run: Run, trace: Trace) -> int:
+    enough = int(np.searchsorted(trace.first[1:], run.updates))
+    return min(enough, trace.versions)
+
+
+def learn_run(
+    run: Run,
+    trace: Trace,
+    fleet: Fleet,
+    workload: Workload,
+    progress: Callable[[int, int], None] | None = None,
+) -> Learnt:
+    """`progress` is told how many clients have trained and how many versions were judged so far."""
+    watched = workload if progress is None else _Watched(workload, progress)
+    curve = learn(
+        trace,
+        watched,
+        run.rates,
+        target=run.target,
+        evaluations=run.evaluations,
+        until=_last_version(run, trace),
+    )
+    if not curve.points:
+        raise OperatorError(f"version 0 cannot be judged: {curve.diverged}", hint="mend the loss")
+    reached = None if run.target is None else curve.reached(run.target)
+    last = curve.points[-1]
+    examples = np.minimum(trace.clients.examples, trace.task.max_examples)
+    mean_examples = float(examples.mean()) if len(examples) else 0.0
+    return Learnt(
+        run=run,
+        length=workload.length,
+        curve=structs.replace(curve, norms=()),
+        hours=last.hours,
+        versions=last.version,
+        updates=last.updates,
+        trips=last.trips,
+        target_hours=None if reached is None else reached.hours,
+        target_trips=None if reached is None else reached.trips,
+        fleet=fleet,
+        fairness=fairness(trace),
+        norms=norms_of(curve.norms),
+        precision=None
+        if curve.diverged is not None  # its updates are no sample of those of a run that learns
+        else precision(run.course.task, workload.length, mean_examples, curve.norms),
+        judges=_judges(workload.held_out) if isinstance(workload, SupportsJudges) else None,
+    )
+
+
+def _judges(clients: Clients) -> Judges:
+    levels = (0.0, 0.75, 0.99)
+    return Judges(*(int(at_or_above(clients.examples, level).sum()) for level in levels))
+
+
+class _Watched:
+    """A workload that tells how many clients it has trained and how often it was judged."""
+
+    def __init__(self, workload: Workload, told: Callable[[int, int], None]) -> None:
+        self.name = workload.name
+        self.length = workload.length
+        self._workload = workload
+        self._told = told
+        self._trained = 0
+        self._judged = 0
+
+    def initial(self, seed: int) -> Vector:
+        return self._workload.initial(seed)
+
+    def train(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
+    ) -> Matrix:
+        updates = self._workload.train(models, start, clients, sgd)
+        self._trained += len(clients)
+        self._told(self._trained, self._judged)
+        return updates
+
+    def evaluate(self, parameters: Vector) -> Quality:
+        quality = self._workload.evaluate(parameters)
+        self._judged += 1
+        self._told(self._trained, self._judged)
+        return quality

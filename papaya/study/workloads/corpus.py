@@ -1,0 +1,80 @@
+"""Real text as data: one file is one client.
+
+Python's standard library, which is on every machine, or any other folder of texts.
+
+What an example is, the task file says: its `load_examples(text)` makes them, as on a device; a file
+without one gets an example for each line that is not empty. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from papaya.device.executor import LOADER
+from papaya.device.texts import LIBRARY, library_texts, lines, texts_in, unreadable
+from papaya.errors import OperatorError
+from papaya.learning.task import LoadedTask
+from papaya.study.workloads.source import Memory
+
+TextLoader: TypeAlias = Callable[[str], list[bytes]]
+
+_MAX_TEXT_BYTES: Final = 64 << 20
+_MAX_TEXTS: Final = 1_000_000
+
+
+def library_source(load: TextLoader, library: Path = LIBRARY) -> Memory:
+    """The texts of Python's standard library."""
+    return text_source("the standard library", library_texts(library), load)
+
+
+def folder_source(folder: Path, load: TextLoader) -> Memory:
+    """Every text of a folder and its folders, in order; no hidden ones."""
+    if not folder.is_dir():
+        raise OperatorError(f"{folder} is not a folder", hint="name a folder with texts in it")
+    return text_source(f"texts in {folder}", texts_in(folder), load)
+
+
+def text_source(name: str, texts: list[Path], load: TextLoader) -> Memory:
+    if not texts:
+        raise OperatorError(f"there are no {name}", hint="name a folder with texts in it")
+    if len(texts) > _MAX_TEXTS:
+        raise OperatorError(
+            f"{name}: {len(texts):,} files, above the limit of {_MAX_TEXTS:,}",
+            hint="name a folder with fewer of them",
+        )
+    return Memory(name, (_loaded(path, load) for path in texts))
+
+
+def loader_of(loaded: LoadedTask) -> TextLoader:
+    """How this task makes examples of a text."""
+    loader: TextLoader = runpy.run_path(str(loaded.path)).get(LOADER, lines)
+    return loader
+
+
+def _loaded(path: Path, load: TextLoader) -> list[bytes]:
+    try:
+        with path.open("rb") as opened:
+            raw = opened.read(_MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if len(raw) > _MAX_TEXT_BYTES:
+        raise OperatorError(
+            f"{path} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="cut it into several texts"
+        )
+    try:
+        examples = list(load(raw.decode("utf-8", "replace")))
+    except Exception as error:
+        raise OperatorError(
+            f"{LOADER} fails on {path}: {type(error).__name__}: {error}",
+            hint="mend it in the task file, or leave this text out",
+        ) from error
+    for example in examples:
+        if not isinstance(example, bytes):
+            raise OperatorError(
+                f"{LOADER} made a {type(example).__name__} of {path}, not bytes",
+                hint="return a list of bytes",
+            )
+    return examples

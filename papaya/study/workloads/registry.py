@@ -1,0 +1,221 @@
+"""Workloads by name: the built-in ones, and a task file of the user's own with its data.
+
+A `WorkloadSpec` is a few words, so that another process can make the same workload from it; what it
+stands for is opened by `prepare`:
+
+    embedding | bigram                       the synthetic language (language.py)
+    my_task.py with data leaf:FOLDER         LEAF's JSON (leaf.py)
+                    text:FOLDER, stdlib      texts, a file for each client (corpus.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Final, Protocol, runtime_checkable
+
+import numpy as np
+from msgspec import Struct
+
+from papaya.config import OptimizerConfig, TaskConfig
+from papaya.errors import OperatorError
+from papaya.learning.definition import ClientSGD
+from papaya.learning.task import LoadedTask, load_task
+from papaya.sim.draws import splitmix64_words
+from papaya.sim.population import DEFAULT, PopulationConfig, client_of
+from papaya.study.replay import Rates
+from papaya.study.workloads.base import Clients, Ints, Workload
+from papaya.study.workloads.corpus import folder_source, library_source, loader_of
+from papaya.study.workloads.language_workload import LanguageWorkload
+from papaya.study.workloads.leaf import leaf_source
+from papaya.study.workloads.source import Source, population_of
+
+# name -> module and class, made with (population, seed=…).
+BUILT_IN: Final = {
+    "embedding": ("papaya.study.workloads.embedding", "EmbeddingWorkload"),
+    "bigram": ("papaya.study.workloads.bigram", "BigramWorkload"),
+}
+_RATES: Final = Rates(
+    client=ClientSGD(rate=1.0),
+    optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.0, epsilon=1e-5),
+)
+_CONCURRENCY: Final = 130
+_JUDGES: Final = 400
+_JUDGED_ON: Final = 32  # examples of a client: its loss weighs by its volume all the same
+_JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
+
+
+@runtime_checkable
+class SupportsClose(Protocol):
+    """A workload that has processes."""
+
+    def close(self) -> None: ...
+
+
+class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """`name` of a built-in workload or path of a task file, with its `data`.
+
+    How long an example takes on a phone is of the population, not of the data: see
+    `population_of` in source.py.
+    """
+
+    name: str
+    data: str | None = None
+    seconds_per_example: float | None = None
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.name in BUILT_IN
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A workload that is ready to be run: its task and rates as they are without over-rides.
+
+    `digest` names model and data by their content, unless they are our own code.
+    `make(seed, processes)` makes the workload.
+    """
+
+    spec: WorkloadSpec
+    digest: str
+    task: TaskConfig
+    rates: Rates
+    population: PopulationConfig
+    make: Callable[[int, int], Workload]
+    about: str
+
+    @contextmanager
+    def opened(self, seed: int, processes: int = 1) -> Iterator[Workload]:
+        """The workload, and at the end none of its processes."""
+        workload = self.make(seed, processes)
+        try:
+            yield workload
+        finally:
+            if isinstance(workload, SupportsClose):
+                workload.close()
+
+
+def prepare(spec: WorkloadSpec, population: PopulationConfig = DEFAULT) -> Prepared:
+    """Load the file and the data; OperatorError says what is wrong with them."""
+    if not spec.is_built_in and not spec.name.endswith(".py") and not Path(spec.name).is_file():
+        close = get_close_matches(spec.name, BUILT_IN, n=1)
+        raise OperatorError(
+            f"there is no workload {spec.name!r}: {', '.join(BUILT_IN)} or a .py file",
+            hint=f"did you mean {close[0]}?" if close else "my_task.py --data leaf:FOLDER",
+        )
+    return _built_in(spec, population) if spec.is_built_in else _own(spec, population)
+
+
+def open_source(data: str, loaded: LoadedTask) -> Source:
+    """`leaf:PATH`, `text:FOLDER` or `stdlib`."""
+    kind, _, path = data.partition(":")
+    if data == "stdlib":
+        return library_source(loader_of(loaded))
+    if kind == "leaf" and path:
+        return leaf_source(Path(path))
+    if kind == "text" and path:
+        return folder_source(Path(path), loader_of(loaded))
+    hint = "use leaf:FOLDER, text:FOLDER or stdlib (Python's own sources)"
+    if Path(data).exists():
+        hint = f"did you mean leaf:{data} (LEAF's JSON) or text:{data} (a file for each client)?"
+    raise OperatorError(f"{data!r} is no data", hint=hint)
+
+
+def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
+    if spec.data is not None:
+        raise OperatorError(
+            f"{spec.name} has data of its own", hint="leave --data out, or name a task file"
+        )
+    module, name = BUILT_IN[spec.name]
+    kind = getattr(import_module(module), name)
+    workload: LanguageWorkload = kind(population)
+
+    def make(seed: int, processes: int) -> Workload:
+        made: Workload = kind(population, seed=seed)
+        return made
+
+    return Prepared(
+        spec=spec,
+        digest=spec.name,  # all else about it is code
+        task=TaskConfig(
+            task=spec.name,
+            concurrency=_CONCURRENCY,
+            model_length=workload.length,
+            optimizer=_RATES.optimizer,
+        ),
+        rates=_RATES,
+        population=population,
+        make=make,
+        about=f"{spec.name}: {workload.length:,} parameters, a synthetic language",
+    )
+
+
+def _own(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
+    if spec.data is None:
+        names = ", ".join(BUILT_IN)
+        raise OperatorError(
+            f"{spec.name} needs data to learn from",
+            hint=f"--data leaf:FOLDER, text:FOLDER or stdlib; without data there are: {names}",
+        )
+    loaded = load_task(Path(spec.name))
+    return with_source(spec, loaded, open_source(spec.data, loaded), population)
+
+
+def with_source(
+    spec: WorkloadSpec, loaded: LoadedTask, source: Source, population: PopulationConfig = DEFAULT
+) -> Prepared:
+    """A task file and examples from anywhere."""
+    # Before anything is recorded: what fails on an example fails at once.
+    loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
+    task = loaded.config()
+    clients, volumes = len(source.volumes), source.volumes
+    most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
+    return Prepared(
+        spec=spec,
+        digest=f"{loaded.module_hash}/{source.digest}",
+        task=task,
+        rates=Rates(client=loaded.task.client, optimizer=task.optimizer, clip=task.clip),
+        population=population_of(source, most, population, spec.seconds_per_example),
+        make=partial(_torch, loaded, source),
+        about=f"{task.task}: {task.model_length:,} parameters; {source.name}: {clients:,} clients, "
+        f"{int(volumes.sum()):,} examples, median {int(np.median(volumes)):,}",
+    )
+
+
+def _torch(loaded: LoadedTask, source: Source, seed: int, processes: int) -> Workload:
+    from papaya.study.workloads.torch_task import TorchWorkload  # imports torch
+
+    clients = len(source.volumes)
+
+    def examples_of(device: int, count: int) -> list[bytes]:
+        return source.training(client_of(device, clients))[:count]
+
+    def judged_on(device: int) -> list[bytes]:
+        return source.held_out(client_of(device, clients))[:_JUDGED_ON]
+
+    return TorchWorkload(
+        loaded,
+        examples_of,
+        judges(source, seed),
+        judged_on=judged_on,
+        seed=seed,
+        processes=processes,
+    )
+
+
+def judges(source: Source, seed: int, most: int = _JUDGES) -> Clients:
+    """A sample of the clients that have held-out examples, drawn by the seed."""
+    able = np.array([c for c in range(len(source.volumes)) if source.held_out(c)], np.int64)
+    if not len(able):
+        raise OperatorError(
+            f"{source.name}: no client has a held-out example",
+            hint="a tenth of all examples are held out: name more data",
+        )
+    order = np.argsort(splitmix64_words(np.uint64(_JUDGE + seed), able.astype(np.uint64)))
+    chosen: Ints = np.sort(able[order[:most]])
+    return Clients(chosen, np.zeros_like(chosen), source.volumes[chosen])

@@ -1,0 +1,246 @@
+"""Any torch module as a workload: the owner's task file, trained by the engine that devices run.
+
+One module is made and reused for every client. A client's batches are in the order that the engine
+draws from its seed, which is hashed from (seed, device, participation); so an update is a function
+of the start model and the client, and the same bits in one process or in many.
+
+With `processes` above 1 workers are spawned, and each loads the task file itself: nothing of the
+owner's code is sent. Examples are read here and sent as bytes, so the data source may be anything.
+
+The task's own clip is left to the replay: a sweep looks at the norms of updates to choose one.
+
+Refused (OperatorError): a source that gives another number of examples than it was asked for, a
+task file that changed since it was loaded, and all that the engine refuses; ConfigError: an example
+on which the owner's code fails. A client that diverges
+ends the call.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence, Sized
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import numpy as np
+from msgspec import structs
+
+from papaya.errors import OperatorError, PapayaError
+from papaya.learning.definition import ClientSGD
+from papaya.learning.evaluation import summarize
+from papaya.learning.parameters import FLOAT32, Vector
+from papaya.learning.task import LoadedTask, load_task
+from papaya.learning.torch.engine import TorchEngine
+from papaya.sim.draws import splitmix64
+from papaya.study.workloads.base import Clients, Ints, Matrix, Quality
+from papaya.study.workloads.held_out import Floats, quality
+
+ExamplesOf = Callable[[int, int], list[bytes]]
+"""examples_of(device, n): the device's n examples, always the same ones."""
+
+JudgedOn = Callable[[int], list[bytes]]
+"""judged_on(device): the device's examples that nobody trains on; at least one."""
+
+_Job = TypeVar("_Job", bound=Sized)
+
+_ORDER: Final = 111  # apart from the quantities of `Population` and of other workloads
+_SHARES_PER_PROCESS: Final = 4
+
+
+class TorchWorkload:
+    """A loaded task, its data, and `held_out` clients on which versions are judged.
+
+    They are judged on what `judged_on` gives; without it on the examples they would train on, which
+    is fair only if they never train.
+
+    Use it in a `with` statement, or `close` it, when it has processes.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedTask,
+        examples_of: ExamplesOf,
+        held_out: Clients,
+        *,
+        judged_on: JudgedOn | None = None,
+        seed: int = 0,
+        processes: int = 1,
+    ) -> None:
+        self.loaded = loaded
+        self.held_out = held_out
+        self._examples_of = examples_of
+        self._judged_on = judged_on
+        self._order = splitmix64(seed, _ORDER)
+        self._trainer = _Trainer(loaded)
+        self._processes = processes
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(processes, spawn) if processes > 1 else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def name(self) -> str:
+        return self.loaded.task.name
+
+    @property
+    def length(self) -> int:
+        return self.loaded.manifest.length
+
+    def initial(self, seed: int) -> Vector:
+        return self.loaded.initial_parameters(seed=seed)
+
+    def train(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
+    ) -> Matrix:
+        jobs = [
+            _Training(device, models[index], self._examples(device, n, sgd.max_examples), seed)
+            for index, device, n, seed in zip(
+                start.tolist(),
+                clients.device.tolist(),
+                clients.examples.tolist(),
+                self._seeds(clients),
+                strict=True,
+            )
+        ]
+        if self._pool is None:
+            return self._trainer.train(jobs, sgd)
+        train = partial(_train, self.loaded.path, self.loaded.module_hash, sgd)
+        parts = self._pool.map(train, _shares(jobs, self._processes))
+        return np.concatenate([*parts, np.empty((0, self.length), FLOAT32)])
+
+    def evaluate(self, parameters: Vector) -> Quality:
+        examples = self._held_out_examples
+        if self._pool is None:
+            losses = self._trainer.losses(parameters, examples)
+        else:
+            judge = partial(_losses, self.loaded.path, self.loaded.module_hash, parameters)
+            losses = np.concatenate(list(self._pool.map(judge, _shares(examples, self._processes))))
+        return quality(losses, self.held_out.examples)
+
+    @cached_property
+    def _held_out_examples(self) -> list[list[bytes]]:
+        if self._judged_on is not None:
+            return [self._judged_on(device) for device in self.held_out.device.tolist()]
+        most = self.loaded.task.client.max_examples
+        pairs = zip(self.held_out.device.tolist(), self.held_out.examples.tolist(), strict=True)
+        return [self._examples(device, n, most) for device, n in pairs]
+
+    def _examples(self, device: int, n: int, most: int) -> list[bytes]:
+        wanted = min(n, most)
+        found = self._examples_of(device, wanted)
+        if len(found) != wanted:
+            raise OperatorError(
+                f"the data source gives {len(found)} examples of device {device}, not {wanted}",
+                hint="let examples_of(device, n) give n examples: a device's weight is n",
+            )
+        return found
+
+    def _seeds(self, clients: Clients) -> list[int]:
+        pairs = zip(clients.device.tolist(), clients.participation.tolist(), strict=True)
+        return [splitmix64(splitmix64(self._order, device), visit) for device, visit in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """One client's work. Clients of one version share its array, also when they are sent."""
+
+    device: int
+    model: Vector
+    examples: list[bytes]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+
+class _Trainer:
+    """The engine of one process, made anew when a sweep changes how clients train."""
+
+    def __init__(self, loaded: LoadedTask) -> None:
+        self._loaded = loaded
+        self._engine = TorchEngine(loaded)
+        self._sgd: ClientSGD | None = None
+
+    def train(self, jobs: Sequence[_Training], sgd: ClientSGD) -> Matrix:
+        if sgd != self._sgd:
+            plain = structs.replace(
+                self._loaded.task, client=sgd, clip=None, secure_aggregation=None
+            )
+            self._engine = TorchEngine(replace(self._loaded, task=plain))
+            self._sgd = sgd
+        updates = np.empty((len(jobs), self._loaded.manifest.length), FLOAT32)
+        for row, job in zip(updates, jobs, strict=True):
+            with self._blaming(f"device {job.device}", job.examples):
+                update, _ = self._engine.train(job.model, job.examples, job.seed)
+            row[:] = np.frombuffer(update, FLOAT32)
+        return updates
+
+    def losses(self, parameters: Vector, clients: Sequence[list[bytes]]) -> Floats:
+        """The mean loss of each client."""
+        found = np.empty(len(clients))
+        for row, examples in enumerate(clients):
+            with self._blaming(f"judged client {row}", examples):
+                sums = self._engine.evaluate(parameters, examples, len(examples))
+            found[row] = summarize(np.frombuffer(sums, FLOAT32)).all.loss
+        return found
+
+    @contextmanager
+    def _blaming(self, whose: str, examples: Sequence[bytes]) -> Iterator[None]:
+        """The owner's code failed: say where, and on which example if one alone is enough."""
+        try:
+            yield
+        except PapayaError:
+            raise
+        except Exception:
+            for number, example in enumerate(examples):
+                self._loaded.try_on([example], f"example {number} of {whose}")
+            self._loaded.try_on(examples, f"all {len(examples)} examples of {whose}")
+            raise
+
+
+def _shares(work: list[_Job], processes: int) -> list[list[_Job]]:
+    """Neighbours together, so that they come back in order, and about as many examples each."""
+    if not work:
+        return []
+    done = np.cumsum([len(job) for job in work])
+    count = min(len(work), processes * _SHARES_PER_PROCESS)
+    edges = np.searchsorted(done, done[-1] * np.arange(1, count) / count)
+    cuts = np.unique(np.concatenate([[0], edges, [len(work)]])).tolist()
+    return [work[first:last] for first, last in pairwise(cuts)]
+
+
+@cache
+def _own(path: Path, module_hash: str) -> _Trainer:
+    """The trainer of a worker process."""
+    loaded = load_task(path)
+    if loaded.module_hash != module_hash:
+        raise OperatorError(f"{path} changed while it was simulated", hint="start again")
+    return _Trainer(loaded)
+
+
+def _train(path: Path, module_hash: str, sgd: ClientSGD, jobs: list[_Training]) -> Matrix:
+    return _own(path, module_hash).train(jobs, sgd)
+
+
+def _losses(path: Path, module_hash: str, parameters: Vector, clients: list[list[bytes]]) -> Floats:
+    return _own(path, module_hash).losses(parameters, clients)

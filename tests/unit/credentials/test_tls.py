@@ -1,0 +1,120 @@
+"""TLS: contexts that work together, and files that do not work at all."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from papaya.config.deployment import Deployment
+from papaya.credentials.tls import between_servers, client_context, server_context
+from papaya.errors import OperatorError
+
+
+def openssl(*arguments: str | Path) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate for localhost, signed by itself, another one, and a key with a passphrase."""
+    folder = tmp_path_factory.mktemp("tls")
+    for name in ("one", "other"):
+        openssl(
+            *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
+            *("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem", "-days", "2"),
+            *("-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost"),
+        )
+    key, closed = folder / "one.key", folder / "closed.key"
+    openssl("pkey", "-in", key, "-aes256", "-passout", "pass:secret", "-out", closed)
+    (folder / "garbage.pem").write_text("this is no PEM\n", encoding="ascii")
+    return folder
+
+
+def deployment(folder: Path, certificate: str, key: str, authority: str | None) -> Deployment:
+    return Deployment(
+        tls_certificate=str(folder / certificate),
+        tls_key=str(folder / key),
+        tls_authority=None if authority is None else str(folder / authority),
+    )
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str = "localhost") -> str:
+    """Both sides in memory; the version that they agree on."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [
+        client.wrap_bio(to_client, to_server, server_hostname=name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    waiting = list(sides)
+    for _ in range(10):
+        for side in list(waiting):
+            try:
+                side.do_handshake()
+                waiting.remove(side)
+            except ssl.SSLWantReadError:
+                continue
+    assert waiting == []
+    assert [side.selected_alpn_protocol() for side in sides] == ["http/1.1"] * 2
+    return str(sides[0].version())
+
+
+def test_without_options_there_is_no_tls() -> None:
+    assert server_context(Deployment()) is None
+    assert between_servers(Deployment()) is None
+
+
+def test_servers_of_one_installation_trust_each_other(folder: Path) -> None:
+    configured = deployment(folder, "one.pem", "one.key", "one.pem")
+    server, client = server_context(configured), between_servers(configured)
+    assert server is not None
+    assert client is not None
+    assert handshake(server, client) == "TLSv1.3"
+    for context in (server, client):
+        assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+@pytest.mark.parametrize(("authority", "name"), [("other.pem", "localhost"), ("one.pem", "else")])
+def test_a_server_with_a_foreign_certificate_or_name_is_not_trusted(
+    folder: Path, authority: str, name: str
+) -> None:
+    server = server_context(deployment(folder, "one.pem", "one.key", None))
+    assert server is not None
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(server, client_context(str(folder / authority)), name)
+
+
+def test_without_an_authority_the_systems_roots_count(folder: Path) -> None:
+    server = server_context(deployment(folder, "one.pem", "one.key", None))
+    assert server is not None
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(server, client_context())
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "problem"),
+    [
+        ("missing.pem", "one.key", "tls_certificate"),
+        ("one.pem", "missing.key", "tls_key"),
+        ("one.pem", ".", "tls_key"),
+        ("one.pem", "other.key", "do not work"),
+        ("garbage.pem", "one.key", "do not work"),
+        ("one.pem", "garbage.pem", "do not work"),
+        ("one.pem", "closed.key", "passphrase"),
+    ],
+)
+def test_files_that_do_not_work_are_explained(
+    folder: Path, certificate: str, key: str, problem: str
+) -> None:
+    with pytest.raises(OperatorError, match=problem) as refused:
+        server_context(deployment(folder, certificate, key, None))
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize("authority", ["missing.pem", "garbage.pem", "one.key"])
+def test_an_authority_that_does_not_work_is_explained(folder: Path, authority: str) -> None:
+    with pytest.raises(OperatorError, match="tls_authority") as refused:
+        between_servers(deployment(folder, "one.pem", "one.key", authority))
+    assert refused.value.hint

@@ -1,0 +1,119 @@
+"""What a device agrees to: never less than its own task file, nor than its owner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from papaya.attestation.policy import DevicePolicy
+from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, TaskConfig
+from papaya.device.executor import TaskTerms
+from papaya.device.terms import agreed_policy
+from papaya.errors import ProtocolError
+from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.messages.owner import evaluation_config
+from papaya.messages.storage import VersionRow
+from papaya.secagg.errors import OfferRefused
+from papaya.secagg.parameters import PublicParameters
+from tests.unit.verifiable_log.builders import KEY
+
+GOAL = 100
+A_VERSION = VersionRow(3, "next-word/1/version-3", 1, 0.0)
+
+
+def an_owner(**changes: Any) -> DevicePolicy:
+    return DevicePolicy(**{"log_key": str(KEY.verifier)} | changes)
+
+
+def a_config(**changes: Any) -> TaskConfig:
+    settings: dict[str, Any] = {
+        "task": "next-word",
+        "concurrency": 1000,
+        "model_length": 5,
+        "regime": AsyncFL(aggregation_goal=GOAL, max_staleness=50),
+        "clip": 1.0,
+        "secure_aggregation": SecureAggregation(),
+    }
+    return TaskConfig(**(settings | changes))
+
+
+def offered(config: TaskConfig) -> PublicParameters:
+    found = config.public_parameters
+    assert found is not None
+    return found
+
+
+def an_evaluation_of(config: TaskConfig) -> TaskConfig:
+    return evaluation_config(config, A_VERSION, EvaluationPlan(clients=10), EVALUATION_LENGTH)
+
+
+def refusal(owner: DevicePolicy, file: TaskConfig, server: TaskConfig) -> str:
+    """Of what a server offers for a task that the device has a file of."""
+    is_evaluation = server.evaluates is not None
+    policy = agreed_policy(owner, server.task, TaskTerms.of(file), evaluates=is_evaluation)
+    with pytest.raises(OfferRefused) as caught:
+        policy.check(offered(server))
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("config", [a_config(), an_evaluation_of(a_config())])
+def test_a_device_agrees_to_what_its_file_says(config: TaskConfig) -> None:
+    is_evaluation = config.evaluates is not None
+    policy = agreed_policy(
+        an_owner(), config.task, TaskTerms.of(a_config()), evaluates=is_evaluation
+    )
+    policy.check(offered(config))
+
+
+@pytest.mark.parametrize("weaker", [SecureAggregation(10), SecureAggregation(GOAL - 1)])
+def test_a_server_lowers_the_threshold_of_the_file(weaker: SecureAggregation) -> None:
+    """A file that says nothing means its goal, K: what its owner believes in."""
+    lowered = a_config(secure_aggregation=weaker)
+    assert refusal(an_owner(), a_config(), lowered) == "threshold"
+    assert refusal(an_owner(), a_config(), an_evaluation_of(lowered)) == "threshold"
+
+
+def test_a_server_lowers_the_goal_and_with_it_the_threshold() -> None:
+    small = a_config(regime=AsyncFL(aggregation_goal=10, max_staleness=50))
+    assert refusal(an_owner(), a_config(), small) == "threshold"
+
+
+def test_a_higher_threshold_than_the_files_is_no_harm() -> None:
+    file = a_config(secure_aggregation=SecureAggregation(20))
+    policy = agreed_policy(an_owner(), file.task, TaskTerms.of(file), evaluates=False)
+    policy.check(offered(a_config()))
+
+
+def test_an_owner_may_want_more_clients_than_the_file() -> None:
+    assert refusal(an_owner(minimum_threshold=GOAL + 1), a_config(), a_config()) == "threshold"
+
+
+def test_a_file_that_allows_more_staleness_than_its_owner_is_refused() -> None:
+    """The task's author and its server may be one and the same."""
+    stale = a_config(regime=AsyncFL(aggregation_goal=GOAL, max_staleness=1001))
+    assert refusal(an_owner(), stale, stale) == "max_staleness"
+    policy = agreed_policy(
+        an_owner(maximum_staleness=1001), stale.task, TaskTerms.of(stale), evaluates=False
+    )
+    policy.check(offered(stale))
+
+
+def test_evaluations_are_not_damped_so_no_staleness_is_too_much() -> None:
+    config = an_evaluation_of(a_config())
+    policy = agreed_policy(
+        an_owner(maximum_staleness=0), config.task, TaskTerms.of(a_config()), evaluates=True
+    )
+    policy.check(offered(config))
+
+
+def test_a_file_in_the_clear_has_no_threshold() -> None:
+    terms = TaskTerms.of(a_config(secure_aggregation=None))
+    assert (terms.secure, terms.threshold) == (False, None)
+
+
+def test_without_a_clip_nothing_is_masked() -> None:
+    terms = structs.replace(TaskTerms.of(a_config()), clip=None)
+    with pytest.raises(ProtocolError, match="no clip"):
+        agreed_policy(an_owner(), "next-word", terms, evaluates=False)

@@ -1,0 +1,174 @@
+"""Trainers: which task file, which examples, and nothing that the device does not know."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from papaya.client.work import Finish, Trained
+from papaya.device.events import Ended, Event
+from papaya.device.example_store import ExampleStore, UseRefused, split_of
+from papaya.device.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
+from papaya.device.memory import memory_mb
+from papaya.device.training import Assignment, ExecutorTrainer, ProtocolTrainer
+from papaya.device.use_policy import Policy
+from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.definition import Examples
+from papaya.learning.evaluation import admit_evaluation
+from papaya.learning.parameters import FLOAT32
+from tests.unit.device.fake_selector import PARAMETERS, UPDATE, device, process, serving
+
+POLICY = Policy(tasks=("next-word",), max_age_s=100.0)
+EXAMPLES = [f"example {number}".encode() for number in range(40)]
+TRAIN = [example for example in EXAMPLES if split_of(example, POLICY) == "train"]
+VALIDATION = [example for example in EXAMPLES if split_of(example, POLICY) == "validation"]
+
+
+class FakeExecutor:
+    def __init__(self, file: TaskFile, failure: JobFailed | None = None) -> None:
+        self.tasks = (file,)
+        self.jobs: list[tuple[Job, float]] = []
+        self._failure = failure
+
+    async def run(self, job: Job, timeout_s: float) -> JobResult:
+        self.jobs.append((job, timeout_s))
+        if self._failure is not None:
+            raise self._failure
+        return JobResult(UPDATE, len(job.examples))
+
+
+def task_file(task: str = "next-word", examples: Examples | None = None) -> TaskFile:
+    asked = examples or Examples("text", newest_first=False)
+    return TaskFile(
+        "my_task.py", task, "sha256:ab", TaskTerms(False, 3, 1500, 50, None, None), asked
+    )
+
+
+def assignment(evaluates: bool = False, model_length: int = 3) -> Assignment:
+    task = "next-word-check" if evaluates else "next-word"
+    return Assignment(task, "next-word", "s", PARAMETERS, model_length, 3, evaluates, False, 30.0)
+
+
+def trained(executor: FakeExecutor, work: Assignment, now: float = 0.0) -> Trained:
+    with ExampleStore(":memory:", {"text": POLICY}) as store:
+        store.add("text", EXAMPLES, 0.0)
+        trainer = ExecutorTrainer(executor, lambda: now, Random(1))
+        return asyncio.run(trainer.train(work, store))
+
+
+def test_training_reads_the_train_examples_that_the_task_asks_for() -> None:
+    executor = FakeExecutor(task_file())
+    assert trained(executor, assignment()) == Trained(UPDATE, len(TRAIN))
+    [(job, timeout_s)] = executor.jobs
+    assert (job.kind, job.task_file, timeout_s) == ("train", "my_task.py", 30.0)
+    assert job.parameters == PARAMETERS
+    assert job.examples == tuple(TRAIN)
+    assert job.volume == len(TRAIN)
+
+
+def test_an_evaluation_reads_held_out_examples_of_the_task_that_it_evaluates() -> None:
+    executor = FakeExecutor(task_file())
+    trained(executor, assignment(evaluates=True))
+    [(job, _)] = executor.jobs
+    assert (job.kind, job.examples) == ("evaluate", tuple(VALIDATION))
+    assert job.volume == len(TRAIN)
+
+
+def test_the_task_files_limit_and_order_hold() -> None:
+    executor = FakeExecutor(task_file(examples=Examples("text", 3, newest_first=True)))
+    trained(executor, assignment())
+    assert executor.jobs[0][0].examples == tuple(TRAIN[:-4:-1])
+
+
+def test_no_examples_no_training() -> None:
+    executor = FakeExecutor(task_file())
+    with pytest.raises(OperatorError, match="no train examples"):
+        trained(executor, assignment(), now=100.0)
+    assert executor.jobs == []
+
+
+def test_a_task_that_the_owner_does_not_allow_gets_no_example() -> None:
+    executor = FakeExecutor(task_file("another"))
+    work = Assignment("another", "another", "s", PARAMETERS, 3, 3, False, False, 30.0)
+    with pytest.raises(UseRefused):
+        trained(executor, work)
+    assert executor.jobs == []
+
+
+def test_a_model_of_another_length_is_not_trained() -> None:
+    executor = FakeExecutor(task_file())
+    with pytest.raises(ProtocolError, match="has 4 parameters"):
+        trained(executor, assignment(model_length=4))
+    assert executor.jobs == []
+
+
+def test_a_task_may_go_by_another_name_if_the_device_is_told() -> None:
+    executor = FakeExecutor(task_file())
+    trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), {"words-2": "next-word"})
+    assert trainer.tasks == ("next-word", "words-2")
+    assert not trainer.knows("words-3")
+    work = Assignment("words-2", "words-2", "s", PARAMETERS, 3, 3, False, False, 30.0)
+    with ExampleStore(":memory:", {"text": POLICY}) as store:
+        store.add("text", EXAMPLES, 0.0)
+        with pytest.raises(UseRefused):  # the examples' owner has to allow it by that name
+            asyncio.run(trainer.train(work, store))
+        store.declare({"text": Policy(tasks=("words-*",))})
+        assert asyncio.run(trainer.train(work, store)).examples == len(TRAIN)
+
+
+def test_an_alias_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no task file here is of 'words'"):
+        ExecutorTrainer(FakeExecutor(task_file()), lambda: 0.0, Random(1), {"a": "words"})
+
+
+def test_a_failed_job_is_the_owners_to_read() -> None:
+    executor = FakeExecutor(task_file(), JobFailed("memory", "it took 2 GB"))
+    with pytest.raises(OperatorError, match="memory: it took 2 GB"):
+        trained(executor, assignment())
+
+
+def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -> None:
+    async def scenario() -> None:
+        async with serving() as fake, process() as host:
+            events: list[Event] = []
+            executor = FakeExecutor(task_file("another"))
+            trainer = ExecutorTrainer(executor, host.now, Random(1))
+            with device(host, fake.url, trainer=trainer, notify=events.append) as phone:
+                assert await phone.visit() == Finish("failed", "no parameters")
+            [ended] = [event for event in events if isinstance(event, Ended)]
+            assert "--alias next-word=" in ended.detail
+            assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
+            assert fake.seen == ["check-in", "join", "leave"]
+
+    asyncio.run(scenario())
+
+
+def test_a_protocol_trainer_uploads_what_names_the_session() -> None:
+    trainer = ProtocolTrainer(
+        lambda session, length: session.encode() * length, lambda: 0.0, lambda: 9
+    )
+    with ExampleStore(":memory:") as store:
+        assert asyncio.run(trainer.train(assignment(), store)) == Trained(b"sss", 9)
+        evaluated = asyncio.run(trainer.train(assignment(evaluates=True), store))
+    admit_evaluation([np.frombuffer(evaluated.update, FLOAT32)], max_examples=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "megabytes"),
+    [
+        ("MemTotal:       24682416 kB\nMemFree: 1 kB\n", 16384),
+        ("MemFree: 1 kB\nMemTotal:  1048576 kB\n", 1024),
+        ("MemTotal: 12 kB\n", 0),
+        ("MemTotal: much\n", 0),
+        ("", 0),
+    ],
+)
+def test_memory_is_declared_coarsely(tmp_path: Path, text: str, megabytes: int) -> None:
+    assert memory_mb(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(text)
+    assert memory_mb(tmp_path) == megabytes

@@ -1,0 +1,289 @@
+"""One visit over HTTP: the whole way, what is durable when, and what ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from papaya.client.work import Finish, Trained
+from papaya.device.events import Ended, Event, StageReached
+from papaya.device.example_store import ExampleStore
+from papaya.device.limits import Limits
+from papaya.device.training import Assignment, ProtocolTrainer
+from papaya.errors import OperatorError
+from papaya.messages.participation import Aborted, Alive, Leave, Refused, Retry
+from papaya.messages.selection import CheckIn, Rejected
+from tests.unit.device.fake_selector import (
+    GRANTED,
+    PARAMETERS,
+    UPDATE,
+    Clock,
+    FakeSelector,
+    answer,
+    device,
+    joined,
+    process,
+    reset,
+    serving,
+    trainer,
+)
+
+
+class Recorder(ProtocolTrainer):
+    """Keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda session, length: UPDATE, lambda: 0.0, lambda: 20)
+        self.given: list[Assignment] = []
+
+    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+        self.given.append(assignment)
+        return await super().train(assignment, store)
+
+
+class Failing(ProtocolTrainer):
+    def __init__(self, error: Exception) -> None:
+        super().__init__(lambda session, length: UPDATE, lambda: 0.0)
+        self._error = error
+
+    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+        raise self._error
+
+
+async def one_visit(fake: FakeSelector, **changes: Any) -> Finish:
+    async with process() as host:
+        with device(host, fake.url, **changes) as phone:
+            return await phone.visit()
+
+
+def test_a_visit_from_check_in_to_counted() -> None:
+    async def scenario() -> None:
+        recorder, events = Recorder(), list[Event]()
+        async with serving() as fake:
+            finish = await one_visit(
+                fake, trainer=recorder, token="secret-7", labels=["b", "a"], notify=events.append
+            )
+        assert finish == Finish("counted", "")
+        assert fake.completed == [UPDATE]
+        steps = ["check-in", "join", "parameters", "report", "chunk", "chunk", "complete"]
+        assert fake.seen == steps
+        shown = [headers.get("Authorization") for headers in fake.headers]
+        assert shown == ["Bearer secret-7"] + [None] * 6  # tickets do the rest
+        [given] = recorder.given
+        assert (given.parameters, given.session, given.program) == (PARAMETERS, "ab12", "next-word")
+        assert isinstance(fake.messages[0], CheckIn)
+        assert fake.messages[0].capabilities.labels == ("a", "b")
+        stages = [event.stage for event in events if isinstance(event, StageReached)]
+        assert stages[0] == "checking in"
+        assert stages[-1] == "completing"
+        assert isinstance(events[-1], Ended)
+        assert (events[-1].ending, events[-1].task) == ("counted", "next-word")
+        assert "secret-7" not in repr(events)
+
+    asyncio.run(scenario())
+
+
+def test_the_participation_is_on_disk_when_the_first_byte_arrives(tmp_path: Path) -> None:
+    found: list[tuple[str, int]] = []
+
+    async def look(request: web.Request) -> web.StreamResponse:
+        with closing(sqlite3.connect(tmp_path / "device.db")) as database:
+            found.extend(database.execute("SELECT task, count FROM participation").fetchall())
+        return await answer(Refused("enough seen"))(request)
+
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["chunk"] = look
+            await one_visit(fake, store=tmp_path / "device.db")
+
+    asyncio.run(scenario())
+    assert found == [("next-word", 1)]
+
+
+def test_a_history_that_cannot_be_written_lets_nothing_out(tmp_path: Path) -> None:
+    path = tmp_path / "device.db"
+
+    async def break_it(request: web.Request) -> web.StreamResponse:
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("DROP TABLE participation")
+            database.commit()
+        return await answer(GRANTED)(request)
+
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["report"] = break_it
+            finish = await one_visit(fake, store=path)
+        assert finish == Finish("failed", "no history")
+        assert "chunk" not in fake.seen
+        assert fake.seen[-1] == "leave"
+
+    asyncio.run(scenario())
+
+
+def test_another_process_of_the_same_device_is_noticed_before_the_upload(tmp_path: Path) -> None:
+    """Both read an empty history; the one that records second sends nothing."""
+
+    async def scenario() -> None:
+        async with serving() as fake, process() as host:
+            both_are_here = asyncio.Event()
+
+            async def together(request: web.Request) -> web.StreamResponse:
+                if fake.seen.count("report") == 2:
+                    both_are_here.set()
+                await both_are_here.wait()
+                return await answer(GRANTED)(request)
+
+            fake.replace["report"] = together
+            path = tmp_path / "device.db"
+            with device(host, fake.url, store=path) as a, device(host, fake.url, store=path) as b:
+                endings = await asyncio.gather(a.visit(), b.visit())
+        assert sorted(finish.ending for finish in endings) == ["counted", "failed"]
+        assert fake.completed == [UPDATE]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("where", "reply", "finish"),
+    [
+        ("check-in", Rejected("no demand", 3.0, 9.0), Finish("rejected", "no demand", 3.0, 9.0)),
+        ("check-in", Refused("no token"), Finish("refused", "no token")),
+        ("join", Aborted("full"), Finish("aborted", "full")),
+        ("report", Aborted("stale"), Finish("aborted", "stale")),
+        ("complete", Refused("expired"), Finish("refused", "expired")),
+    ],
+)
+def test_the_server_ends_it(
+    where: str, reply: Rejected | Refused | Aborted, finish: Finish
+) -> None:
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace[where] = answer(reply, 403 if isinstance(reply, Refused) else 200)
+            assert await one_visit(fake) == finish
+            assert fake.seen[-1] == where
+
+    asyncio.run(scenario())
+
+
+def test_a_retry_and_a_broken_connection_are_asked_again() -> None:
+    async def scenario() -> None:
+        async with serving() as fake:
+
+            async def only_once(request: web.Request) -> web.StreamResponse:
+                del fake.replace["join"]
+                return await answer(Retry("moving", 0.0), 503)(request)
+
+            async def broken_once(request: web.Request) -> web.StreamResponse:
+                del fake.replace["chunk"]
+                return await reset(request)
+
+            fake.replace |= {"join": only_once, "chunk": broken_once}
+            assert (await one_visit(fake)).ending == "counted"
+            assert fake.seen.count("join") == 2
+            assert fake.completed == [UPDATE]
+
+    asyncio.run(scenario())
+
+
+def test_another_selector_takes_over() -> None:
+    async def scenario() -> None:
+        async with serving() as dead, serving() as fake, process() as host:
+            for path in ("check-in", "join", "report", "chunk", "complete", "parameters"):
+                dead.replace[path] = reset
+            with device(host, dead.url, fake.url) as phone:
+                assert (await phone.visit()).ending == "counted"
+        assert fake.completed == [UPDATE]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "detail"),
+    [
+        (OperatorError("no examples of mine"), "no examples of mine"),
+        (RuntimeError("segfault"), "RuntimeError: segfault"),
+    ],
+)
+def test_a_trainer_that_fails_says_nothing_of_it_to_the_server(
+    error: Exception, detail: str
+) -> None:
+    async def scenario() -> None:
+        events: list[Event] = []
+        async with serving() as fake:
+            finish = await one_visit(fake, trainer=Failing(error), notify=events.append)
+        assert finish == Finish("failed", "no update")
+        [leave] = [message for message in fake.messages if isinstance(message, Leave)]
+        assert leave.reason == "no update"
+        assert isinstance(events[-1], Ended)
+        assert events[-1].detail == detail
+
+    asyncio.run(scenario())
+
+
+def test_an_update_of_the_wrong_size_is_not_sent() -> None:
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.joined = joined(update_length=4)
+            assert await one_visit(fake) == Finish("failed", "no update")
+            assert "report" not in fake.seen
+
+    asyncio.run(scenario())
+
+
+def test_heartbeats_go_on_while_it_trains_and_an_abort_ends_the_training() -> None:
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.joined = joined(heartbeat_s=0.2)
+
+            async def second_is_fatal(request: web.Request) -> web.StreamResponse:
+                fake.replace["heartbeat"] = answer(Aborted("stale"))
+                return await answer(Alive())(request)
+
+            fake.replace["heartbeat"] = second_is_fatal
+            finish = await one_visit(fake, trainer=trainer(seconds=60.0))
+        assert finish == Finish("aborted", "stale")
+        assert fake.seen.count("heartbeat") == 2
+
+    asyncio.run(scenario())
+
+
+def test_training_ends_at_the_devices_own_limit() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+
+        class Endless(ProtocolTrainer):
+            async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+                assert assignment.timeout_s == 50.0
+                clock.pass_(51.0)
+                return await super().train(assignment, store)
+
+        endless = Endless(lambda session, length: UPDATE, lambda: 60.0)
+        async with serving() as fake:
+            fake.joined = joined(training_timeout_s=1e300, heartbeat_s=1e300)
+            limits = Limits(max_training_s=50.0, max_heartbeat_s=0.2)
+            async with process(limits=limits, now=clock) as host:
+                with device(host, fake.url, trainer=endless) as phone:
+                    finish = await phone.visit()
+        assert finish == Finish("failed", "training took too long")
+        assert fake.seen[-1] == "leave"
+
+    asyncio.run(scenario())
+
+
+def test_cancelled_it_vanishes_without_a_word() -> None:
+    async def scenario() -> None:
+        async with serving() as fake, process() as host:
+            with device(host, fake.url, trainer=trainer(seconds=60.0)) as phone:
+                visit = asyncio.create_task(phone.visit())
+                await fake.arrival("parameters").wait()
+                visit.cancel()
+                await asyncio.gather(visit, return_exceptions=True)
+            assert "leave" not in fake.seen
+
+    asyncio.run(scenario())

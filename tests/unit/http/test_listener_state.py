@@ -1,0 +1,41 @@
+"""What the connections of a listener share."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.http.loopback import IMPATIENT, a_service, run
+
+
+def test_a_connection_that_cannot_be_swept_leaves_the_others_their_sweep(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    swept = asyncio.Event()
+
+    class Swept:
+        def __init__(self, fails: bool) -> None:
+            self.fails = fails
+            self.times = 0
+
+        def look_at_the_clock(self, now: float) -> None:
+            self.times += 1
+            if self.fails:
+                raise ZeroDivisionError
+            if self.times == 3:
+                swept.set()
+
+        def close_if_idle(self) -> None: ...
+
+        def abort(self) -> None: ...
+
+    async def main() -> None:
+        async with a_service([], IMPATIENT) as service:
+            connections = [Swept(True), Swept(False), Swept(True)]
+            service.connections.update(connections)
+            await swept.wait()
+            service.connections.clear()
+
+    run(main())
+    assert "could not be swept" in caplog.text

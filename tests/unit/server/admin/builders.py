@@ -1,0 +1,123 @@
+"""The real service on a real store in a folder, with a coordinator's view that tests make up."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+
+from papaya.config import AsyncFL, ServerConfig, TaskConfig
+from papaya.learning import parameters
+from papaya.learning.parameters import FLOAT32
+from papaya.messages.base import TaskId
+from papaya.messages.storage import Outcome, Row, TaskRow, Transaction
+from papaya.server.admin import submissions
+from papaya.server.admin.administration import Administration
+from papaya.server.admin.live import LiveTask
+from papaya.server.admin.stores import ThreadedBlobs
+from papaya.server.admin.views import AggregatorStatus, NewTask, SelectorStatus, TaskView
+from papaya.store.blobs import FolderBlobs
+from papaya.store.state import SqliteState
+
+MANIFEST = (("embed.weight", (2, 2)), ("out.bias", (2,)))
+TASK = TaskConfig(
+    task="next-word",
+    concurrency=20,
+    model_length=6,
+    regime=AsyncFL(aggregation_goal=4),
+    keep_versions=2,
+)
+
+
+class FakeLive:
+    """What a leading coordinator would say."""
+
+    def __init__(self) -> None:
+        self.roles: tuple[str, ...] = ("coordinator", "selector", "aggregator")
+        self.is_leader = True
+        self.found: dict[TaskId, LiveTask] = {}
+
+    def leads(self) -> bool:
+        return self.is_leader
+
+    def recovers(self) -> bool:
+        return False
+
+    def task(self, row: TaskRow) -> LiveTask | None:
+        return self.found.get(row.config.task)
+
+    def aggregators(self) -> tuple[AggregatorStatus, ...]:
+        return (AggregatorStatus("aggregator", 0.4, len(self.found), False),)
+
+    def selectors(self) -> tuple[SelectorStatus, ...]:
+        return (SelectorStatus("selector", 0.2, 7),)
+
+
+class StoredState:
+    """SQLite, awaited. `outcome`: what to answer instead of asking it."""
+
+    def __init__(self, store: SqliteState) -> None:
+        self.store = store
+        self.outcome: Outcome | None = None
+
+    async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]:
+        return self.store.read(prefixes)
+
+    async def transact(self, transaction: Transaction) -> Outcome:
+        return self.outcome or self.store.transact(transaction)
+
+
+class System:
+    """An administration on real stores."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = SqliteState(folder / "state.db")
+        self.state = StoredState(self.store)
+        self.blobs = FolderBlobs(folder / "blobs")
+        self.live = FakeLive()
+        self.time = 1000.0
+        self.changes = 0
+        self.administration = Administration(
+            self.state,
+            ThreadedBlobs(self.blobs),
+            self.live,
+            lambda: self.time,
+            self._changed,
+            ServerConfig(),
+        )
+        self.service = self.administration.service
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def change(self, transaction: Transaction) -> None:
+        """Something that others write; what is copied here is read again."""
+        assert self.store.transact(transaction) == "committed"
+        self.administration.history.forget_all_but({})
+
+    async def turn(self) -> None:
+        await self.administration.supervisor.turn()
+
+    async def submit(self, config: TaskConfig = TASK) -> TaskView:
+        data = encoded(config)
+        stored = await submissions.store_parameters(
+            self.service, config.task, config.model_length, data
+        )
+        manifest = MANIFEST if config.model_length == 6 else ()
+        return await submissions.submit(self.service, NewTask(config, stored.parameters, manifest))
+
+
+def encoded(config: TaskConfig = TASK) -> bytes:
+    vector = np.arange(config.model_length, dtype=FLOAT32)
+    return parameters.encode(vector, {"task": config.task, "version": "0"})
+
+
+@asynccontextmanager
+async def a_system(folder: Path) -> AsyncIterator[System]:
+    system = System(folder)
+    try:
+        yield system
+    finally:
+        system.store.close()

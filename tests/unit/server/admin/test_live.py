@@ -1,0 +1,42 @@
+"""What the admin side reads off a coordinator that runs, and off one that does not lead."""
+
+from __future__ import annotations
+
+from random import Random
+
+from papaya.config import AsyncFL, ServerConfig, TaskConfig
+from papaya.coordinator.coordinator import Coordinator
+from papaya.messages.storage import TaskRow, task_key
+from papaya.server.admin.live import CoordinatorLive
+from papaya.sim.cluster import Cluster, ClusterConfig
+
+TASK = TaskConfig(task="next-word", concurrency=20, model_length=4, regime=AsyncFL(5))
+
+
+def test_a_leader_knows_who_is_active_and_who_was_heard() -> None:
+    cluster = Cluster(ClusterConfig(tasks=(TASK,), selectors=2), 1)
+    cluster.run(120)
+    machine = cluster.hosts["coordinator-0"].machine
+    assert isinstance(machine, Coordinator)
+    live = CoordinatorLive(machine, lambda: cluster.engine.now, ("coordinator",))
+    row = cluster.state.rows[task_key("next-word")]
+    assert isinstance(row, TaskRow)
+    found = live.task(row)
+    assert found is not None
+    assert found.holder == "aggregator-0"
+    assert 15 <= found.active <= 20
+    assert (found.demand >= 0, found.held >= 0, found.halted) == (True, True, "")
+    assert [server.node for server in live.selectors()] == ["selector-0", "selector-1"]
+    assert [(server.node, server.tasks) for server in live.aggregators()] == [("aggregator-0", 1)]
+    assert live.leads()
+    assert not live.recovers()
+
+
+def test_a_candidate_knows_nothing() -> None:
+    live = CoordinatorLive(
+        Coordinator("coordinator-1", 0.0, ServerConfig(), Random(1)), lambda: 5.0, ("coordinator",)
+    )
+    assert not live.leads()
+    assert live.task(TaskRow(TASK)) is None
+    assert live.selectors() == ()
+    assert live.aggregators() == ()

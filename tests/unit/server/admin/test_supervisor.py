@@ -1,0 +1,315 @@
+"""The supervisor's turns on rows: races, nonsense, errors. Whole runs are in tests/scenarios."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from papaya.config import EvaluationPlan, ServerConfig, StopRule, TaskConfig
+from papaya.config.checks import MAX_COUNT
+from papaya.errors import OperatorError
+from papaya.learning import parameters
+from papaya.learning.evaluation import EVALUATION_LENGTH, evaluation_vector
+from papaya.learning.parameters import FLOAT32
+from papaya.messages.storage import (
+    OptimizerRow,
+    Outcome,
+    PointRow,
+    Row,
+    TaskRow,
+    Transaction,
+    VersionRow,
+    optimizer_key,
+    submission,
+    version_key,
+)
+from papaya.server.admin import evaluations
+from papaya.server.admin.history import History
+from papaya.server.admin.stores import ThreadedBlobs
+from papaya.server.admin.supervisor import Supervisor
+from papaya.server.admin.views import Evaluate
+from tests.unit.server.admin.builders import TASK, System, a_system, encoded
+
+PLANNED = structs.replace(TASK, evaluation=EvaluationPlan(every_versions=2, clients=2))
+
+
+def version(system: System, task: str, number: int, data: bytes) -> None:
+    """As an aggregator does."""
+    key = f"{task}/1/version-{number}-{'0' * 32}"
+    system.blobs.put(key, data)
+    row = VersionRow(number, key, 1, system.time)
+    system.change(
+        Transaction(
+            put=(
+                (version_key(task, number), row),
+                (optimizer_key(task), OptimizerRow(number, "o")),
+            )
+        )
+    )
+
+
+def mean_of(*vectors: parameters.Vector) -> bytes:
+    total = np.stack(vectors).sum(axis=0, dtype=np.float64)
+    return parameters.encode(np.asarray(total / len(vectors), FLOAT32), {})
+
+
+def task_row(system: System, task: str) -> TaskRow:
+    row = system.store.read((f"task/{task}",))[f"task/{task}"]
+    assert isinstance(row, TaskRow)
+    return row
+
+
+def evaluated(system: System) -> dict[int, float]:
+    rows = system.store.read(("point/next-word/",)).values()
+    return {r.version: r.loss for r in rows if isinstance(r, PointRow) and r.loss is not None}
+
+
+def test_a_result_is_the_mean_loss_over_all_clients(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(PLANNED)
+            await system.turn()
+            assert task_row(system, "next-word-eval-0").state == "running"
+            # Ten examples with loss 3 and thirty with loss 1: not the mean of means.
+            one, two = evaluation_vector(5, 30.0, 10), evaluation_vector(500, 30.0, 30)
+            version(system, "next-word-eval-0", 1, mean_of(one, two))
+            await system.turn()
+            assert evaluated(system) == {0: pytest.approx(1.5)}
+            row = task_row(system, "next-word-eval-0")
+            assert row.state == "completed"
+            assert row.why.startswith("loss 1.5 over 2 clients")
+            view = (await system.service.task("next-word")).task
+            assert view.loss == pytest.approx(1.5)
+            assert view.perplexity == pytest.approx(np.exp(1.5))
+
+    asyncio.run(test())
+
+
+def test_nonsense_from_devices_ends_an_evaluation_and_nothing_else(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(PLANNED)
+            await system.turn()
+            version(
+                system,
+                "next-word-eval-0",
+                1,
+                parameters.encode(np.full(EVALUATION_LENGTH, -1, FLOAT32), {}),
+            )
+            await system.turn()
+            row = task_row(system, "next-word-eval-0")
+            assert row.state == "cancelled"
+            assert "below zero" in row.why
+            assert evaluated(system) == {}
+            assert task_row(system, "next-word").state == "running"
+
+    asyncio.run(test())
+
+
+def test_evaluations_follow_the_plan_one_at_a_time(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(PLANNED)
+            await system.turn()
+            for number in (1, 2, 3):
+                version(system, "next-word", number, encoded())
+            await system.turn()
+            tasks = sorted(system.store.read(("task/",)))
+            assert tasks == ["task/next-word", "task/next-word-eval-0"]
+            await system.service.set_state("next-word-eval-0", "cancelled")
+            await system.turn()
+            tasks = sorted(system.store.read(("task/",)))
+            assert tasks[-1] == "task/next-word-eval-3"  # the newest, not the second
+
+    asyncio.run(test())
+
+
+def test_due() -> None:
+    plan = EvaluationPlan(every_versions=5)
+    assert evaluations.is_due(plan, 0, [], is_last=False)
+    assert not evaluations.is_due(plan, 4, [0], is_last=False)
+    assert evaluations.is_due(plan, 5, [0], is_last=False)
+    assert evaluations.is_due(plan, 4, [0], is_last=True)
+    assert not evaluations.is_due(plan, 4, [4, 0], is_last=True)
+
+
+def test_patience_starts_anew_after_a_rollback(tmp_path: Path) -> None:
+    plan = EvaluationPlan(every_versions=1000, clients=2)
+    config = structs.replace(TASK, stop=StopRule(patience=2), evaluation=plan)
+    losses = {1: 1.0, 2: 2.0, 4: 2.0, 5: 2.0}
+
+    async def states(restarts: bool) -> str:
+        async with a_system(tmp_path / str(restarts)) as system:
+            await system.submit(config)
+            for number in range(1, 6):
+                key = version_key("next-word", number)
+                row = VersionRow(number, "p", 1, 0.0, restarts=restarts and number == 3)
+                point = PointRow(number, 0.0, 4, 4, 0.0, loss=losses.get(number), evaluated="{}")
+                system.change(
+                    Transaction(put=((key, row), (f"point/next-word/{number:012d}", point)))
+                )
+            await system.turn()
+            return task_row(system, "next-word").state
+
+    assert asyncio.run(states(restarts=False)) == "completed"
+    assert asyncio.run(states(restarts=True)) == "running"
+
+
+def test_a_cancelled_task_takes_its_evaluation_with_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+            await system.service.evaluate("next-word", Evaluate())
+            await system.service.set_state("next-word", "cancelled")
+            await system.turn()
+            row = task_row(system, "next-word-eval-0")
+            assert row.state == "cancelled"
+            assert "its task was cancelled" in row.why
+
+    asyncio.run(test())
+
+
+def test_refused_and_unknown_writes_are_tried_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(structs.replace(TASK, stop=StopRule(versions=1)))
+            version(system, "next-word", 1, encoded())
+            outcomes: tuple[Outcome, ...] = ("unknown", "refused")
+            for outcome in outcomes:
+                system.state.outcome = outcome
+                await system.turn()
+                assert task_row(system, "next-word").state == "running"
+            system.state.outcome = None
+            await system.turn()
+            assert task_row(system, "next-word").state == "completed"
+            assert len(system.store.read(("point/",))) == 2
+
+    asyncio.run(test())
+
+
+def test_an_error_costs_one_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing:
+        """A store that fails twice, in two ways."""
+
+        def __init__(self, system: System) -> None:
+            self.errors: list[Exception] = [OperatorError("no disk", hint="buy"), KeyError("bug")]
+            self.transact = system.state.transact
+            self._read = system.state.read
+
+        async def read(self, prefixes: tuple[str, ...]) -> dict[str, object]:
+            if self.errors:
+                raise self.errors.pop(0)
+            return dict(await self._read(prefixes))
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+            state = Failing(system)
+            turns = 0
+
+            async def sleep(seconds: float) -> None:
+                nonlocal turns
+                turns += 1
+                if turns == 3:
+                    raise asyncio.CancelledError
+
+            supervisor = Supervisor(
+                state,  # type: ignore[arg-type]
+                ThreadedBlobs(system.blobs),
+                History(system.state),
+                ServerConfig(),
+                lambda: system.time,
+                lambda: None,
+                sleep=sleep,
+            )
+            with pytest.raises(asyncio.CancelledError):
+                await supervisor.run()
+            assert len(system.store.read(("point/next-word/",))) == 1
+
+    with caplog.at_level(logging.ERROR, logger="papaya.admin"):
+        asyncio.run(test())
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "no disk; hint: buy" in caplog.text
+
+
+def test_an_error_of_one_task_is_no_other_tasks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            ends_soon = StopRule(hours=1 / 3600)
+            for name in ("before", "behind"):
+                await system.submit(structs.replace(TASK, task=name, stop=ends_soon))
+            # Written before submissions were checked for it.
+            plan = EvaluationPlan(clients=MAX_COUNT)
+            mistaken = structs.replace(TASK, task="beginning", evaluation=plan)
+            system.change(submission(mistaken, "p", "o", system.time))
+            system.time += 2.0
+            await system.turn()
+            states = {name: task_row(system, name).state for name in ("before", "behind")}
+            assert states == {"before": "completed", "behind": "completed"}
+
+    with caplog.at_level(logging.ERROR, logger="papaya.admin"):
+        asyncio.run(test())
+    assert "concurrency" in caplog.text
+
+
+def test_a_supervisor_that_is_late_starts_no_second_evaluation(tmp_path: Path) -> None:
+    """It read the tasks before another one's evaluation was there, and the versions after."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(PLANNED)
+            before = system.store.read(("task/",))
+            await system.turn()
+            fresh = system.state.read
+
+            async def read(prefixes: tuple[str, ...]) -> dict[str, Row]:
+                return before if prefixes == ("task/",) else await fresh(prefixes)
+
+            system.state.read = read  # type: ignore[method-assign]
+            await system.turn()
+            assert len(system.store.read(("task/",))) == 2
+
+    asyncio.run(test())
+
+
+def test_two_histories_of_one_task_end_up_the_same(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+            rows = {
+                number: VersionRow(number, "p", 1, float(number), restarts=number == 70)
+                for number in range(150)
+            }
+            first, second = History(system.state), History(system.state)
+            await second.points("next-word")  # it believes that there is none
+            await first.record("next-word", dict(list(rows.items())[:100]))
+            await second.record("next-word", rows)
+            await second.record("next-word", rows)
+            assert sorted(await second.points("next-word")) == list(range(150))
+            first.forget("next-word")
+            assert await first.points("next-word") == await second.points("next-word")
+
+    asyncio.run(test())
+
+
+def test_configurations_of_evaluations_survive_the_store(tmp_path: Path) -> None:
+    """Compare-and-set compares encoded rows: what is read must be what was written."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            config: TaskConfig = structs.replace(
+                TASK, evaluation=EvaluationPlan(timeout_s=100.0, clients=3)
+            )
+            await system.submit(config)
+            await system.service.evaluate("next-word", Evaluate())
+            view = await system.service.set_state("next-word-eval-0", "cancelled")
+            assert view.state == "cancelled"
+
+    asyncio.run(test())

@@ -1,0 +1,199 @@
+"""The door: which check-ins are held, once each, and until when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from papaya.http.listener import Listening, serve
+from papaya.messages import wire
+from papaya.messages.base import Message
+from papaya.messages.participation import Retry
+from papaya.messages.selection import Capabilities, CheckIn, Gone, Rejected
+from papaya.server.auth import DeviceAuth, OpenDoor
+from papaya.server.collectors import DriverMetrics
+from papaya.server.device_api import Door
+from papaya.server.host import Host
+from papaya.server.metrics import Registry
+from papaya.server.replies import Waiting, problem
+from papaya.store.blobs import FolderBlobs
+from tests.unit.http.loopback import Client, a_client, a_request
+
+CHECK_IN = CheckIn(1, Capabilities())
+
+
+class Selector:
+    """Holds whoever comes."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Message, Waiting]] = []
+        self.fails = False
+
+    def deliver(self, message: Message, waiting: Waiting) -> None:
+        if self.fails:
+            raise ZeroDivisionError
+        self.heard.append((message, waiting))
+
+    def gone(self) -> list[Waiting]:
+        return [waiting for message, waiting in self.heard if message == Gone()]
+
+
+class Slow:
+    """A verifier that takes its time, and believes what a token says."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def verify(self, token: str) -> str | None:
+        self.asked.set()
+        await self.may_answer.wait()
+        return token
+
+
+class Building:
+    def __init__(self, door: Door, selector: Selector, listening: Listening) -> None:
+        self.door = door
+        self.selector = selector
+        self.listening = listening
+        self.port = listening.port
+
+    async def until_heard(self, count: int) -> None:
+        await until(lambda: len(self.selector.heard) >= count)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20.0):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def a_door(folder: Path, auth: DeviceAuth) -> AsyncIterator[Building]:
+    selector = Selector()
+    door = Door(cast(Host, selector), auth, FolderBlobs(folder), DriverMetrics(Registry()))
+    listening = await serve(door.routes(), "127.0.0.1", 0, problem=partial(problem, retry_s=1.0))
+    try:
+        yield Building(door, selector, listening)
+    finally:
+        await listening.drain(0)
+
+
+def check_in(client: Client, token: str = "a" * 32) -> None:
+    headers = [("Authorization", f"Bearer {token}")]
+    client.send(a_request("POST", "/v1/check-in", wire.encode(CHECK_IN), headers))
+
+
+async def answer_to(client: Client) -> Message:
+    return wire.to_device.parse((await client.response()).body)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def in_time() -> None:
+        await asyncio.wait_for(test(), 20.0)
+
+    asyncio.run(in_time())
+
+
+def test_a_device_that_hangs_up_while_it_is_verified_is_not_held(tmp_path: Path) -> None:
+    async def test() -> None:
+        slow = Slow()
+        async with a_door(tmp_path, DeviceAuth(slow)) as building:
+            async with a_client(building.port) as client:
+                check_in(client)
+                await slow.asked.wait()
+            await until(lambda: building.listening.connections == 0)
+            slow.may_answer.set()
+            await until(lambda: not building.door._verifying)
+            assert building.selector.heard == []
+
+    run(test)
+
+
+def test_a_device_is_answered_whatever_fails_after_its_verification(tmp_path: Path) -> None:
+    async def test() -> None:
+        slow = Slow()
+        slow.may_answer.set()
+        async with a_door(tmp_path, DeviceAuth(slow)) as building:
+            building.selector.fails = True
+            async with a_client(building.port) as client:
+                check_in(client)
+                assert isinstance(await answer_to(client), Retry)
+
+    run(test)
+
+
+def test_a_door_that_closes_lets_everyone_go_and_nobody_in(tmp_path: Path) -> None:
+    """Known or not: the selector assigns none of them, and each device is told to come again."""
+
+    async def test(auth: DeviceAuth) -> None:
+        async with (
+            a_door(tmp_path, auth) as building,
+            a_client(building.port) as one,
+            a_client(building.port) as other,
+            a_client(building.port) as late,
+        ):
+            check_in(one, "one" * 10)
+            check_in(other, "two" * 10)
+            await building.until_heard(2)
+            held = [waiting for _, waiting in building.selector.heard]
+            building.door.close()
+            assert building.selector.gone() == held
+            assert isinstance(await answer_to(one), Retry)
+            assert isinstance(await answer_to(other), Retry)
+            check_in(late)
+            assert isinstance(await answer_to(late), Retry)
+            assert len(building.selector.heard) == 4
+
+    async def known() -> None:
+        slow = Slow()
+        slow.may_answer.set()
+        await test(DeviceAuth(slow))
+
+    async def unknown() -> None:
+        await test(DeviceAuth(OpenDoor()))
+
+    run(known)
+    run(unknown)
+
+
+def test_a_device_that_checks_in_again_has_given_up_its_earlier_request(tmp_path: Path) -> None:
+    async def test() -> None:
+        slow = Slow()
+        slow.may_answer.set()
+        async with (
+            a_door(tmp_path, DeviceAuth(slow)) as building,
+            a_client(building.port) as one,
+            a_client(building.port) as other,
+        ):
+            check_in(one)
+            await building.until_heard(1)
+            check_in(other)
+            await building.until_heard(3)
+            [(_, first), (gone, who), (message, second)] = building.selector.heard
+            assert (gone, who, message) == (Gone(), first, CHECK_IN)
+            assert await answer_to(one) == Retry("you checked in again", 0.0)
+            second.answer(Rejected("no", 1.0, 2.0))
+            assert isinstance(await answer_to(other), Rejected)
+
+    run(test)
+
+
+def test_who_was_answered_or_hung_up_is_forgotten(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_door(tmp_path, DeviceAuth(OpenDoor())) as building:
+            async with a_client(building.port) as client:
+                check_in(client)
+                await building.until_heard(1)
+                building.selector.heard[0][1].answer(Rejected("no", 1.0, 2.0))
+                assert isinstance(await answer_to(client), Rejected)
+                check_in(client)
+                await building.until_heard(2)
+            await building.until_heard(3)
+            assert building.selector.gone() == [building.selector.heard[1][1]]
+            assert building.door._held == {}
+
+    run(test)

@@ -1,0 +1,38 @@
+"""Connections stay within what the process may open."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from papaya.errors import OperatorError
+from papaya.server.open_files import LEAST, RESERVED, connections_within, raise_limit
+
+
+def test_the_limit_is_raised_as_far_as_it_goes() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+    try:
+        assert raise_limit() == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        assert raise_limit() == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("limit", "listeners"), [(1024, 2), (4096, 3), (20_000, 2)])
+def test_all_listeners_together_leave_files_for_everything_else(limit: int, listeners: int) -> None:
+    each = connections_within(limit, 20_000, listeners)
+    assert each > 0
+    assert each * listeners < limit - RESERVED
+
+
+def test_what_fits_is_given() -> None:
+    assert connections_within(1 << 20, 20_000, 3) == 20_000
+
+
+def test_a_process_that_may_open_too_little_is_refused() -> None:
+    with pytest.raises(OperatorError, match=str(LEAST)) as caught:
+        connections_within(LEAST - 1, 1, 1)
+    assert "ulimit -n" in caught.value.hint

@@ -1,0 +1,210 @@
+"""A server process up and down: what it refuses, what it shares, what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from papaya.config import Deployment
+from papaya.errors import OperatorError, ProtocolError
+from papaya.http.pool import Connections
+from papaya.server.peers import address_of
+from papaya.server.server import Server
+from tests.unit.http.loopback import a_client, a_request
+
+
+def deployment(folder: Path, **changes: object) -> Deployment:
+    values = {
+        "data": str(folder / "data"),
+        "devices": "127.0.0.1:0",
+        "admin": "127.0.0.1:0",
+        "servers": "127.0.0.1:0",
+    }
+    return Deployment(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_two_servers_of_one_name_do_not_share_a_folder(tmp_path: Path) -> None:
+    async def run() -> None:
+        first, second = Server(deployment(tmp_path)), Server(deployment(tmp_path))
+        await first.start()
+        try:
+            with pytest.raises(OperatorError, match="already runs") as caught:
+                await second.start()
+            assert "--data" in caught.value.hint
+        finally:
+            await first.stop()
+        await second.start()
+        await second.stop()
+
+    asyncio.run(run())
+
+
+def test_a_role_alone_needs_to_know_its_coordinators(tmp_path: Path) -> None:
+    async def run() -> None:
+        with pytest.raises(OperatorError, match="without a coordinator") as caught:
+            await Server(deployment(tmp_path), ("selector",)).start()
+        assert "coordinators = " in caught.value.hint
+
+    asyncio.run(run())
+
+
+def test_a_port_in_use_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
+    async def run() -> None:
+        first = Server(deployment(tmp_path / "a"))
+        await first.start()
+        try:
+            taken = first.addresses["admin"]
+            second = Server(deployment(tmp_path / "b", admin=taken))
+            with pytest.raises(OperatorError, match=taken):
+                await second.start()
+        finally:
+            await first.stop()
+
+    before = threading.active_count()
+    asyncio.run(run())
+    assert threading.active_count() == before
+
+
+def test_health_and_metrics_need_no_token_and_the_admin_api_does(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        connections = Connections()
+        try:
+            where = server.addresses["admin"]
+            health = await connections.request(where, "GET", "/health")
+            assert json.loads(health.body)["nodes"] == ["coordinator", "selector", "aggregator"]
+            metrics = await connections.request(where, "GET", "/metrics")
+            assert b"papaya_coordinator_aggregators" in metrics.body
+            assert b"papaya_http_requests_total" in metrics.body
+            assert (await connections.request(where, "GET", "/admin/status")).status == 401
+            token = (tmp_path / "data" / "admin.token").read_text().strip()
+            headers = (("Authorization", f"Bearer {token}"),)
+            assert (await connections.request(where, "GET", "/admin/status", headers)).status == 200
+        finally:
+            await connections.close()
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_roles_apart_take_messages_only_from_servers(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path), ("coordinator",))
+        await server.start()
+        connections = Connections()
+        try:
+            where = server.addresses["servers"]
+            path = "/internal/messages"
+            answer = await connections.request(where, "POST", path, body=b"{}")
+            assert answer.status == 401
+            token = (tmp_path / "data" / "server.token").read_text().strip()
+            allowed = ("Authorization", f"Bearer {token}")
+            stranger = (allowed, ("Papaya-To", "aggregator@nowhere:1"))
+            answer = await connections.request(where, "POST", path, stranger, b"{}")
+            assert answer.status == 400
+            garbage = (allowed, ("Papaya-To", f"coordinator@{where}"))
+            answer = await connections.request(where, "POST", path, garbage, b"{}")
+            assert answer.status == 400
+        finally:
+            await connections.close()
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_the_address_of_a_node_is_in_its_name() -> None:
+    assert address_of("aggregator@10.0.0.7:8752") == "10.0.0.7:8752"
+    with pytest.raises(ProtocolError, match="names no address"):
+        address_of("aggregator")
+
+
+def test_a_stranger_is_refused_before_what_it_sends_is_kept(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path), ("coordinator",))
+        await server.start()
+        try:
+            for listener, path in (("servers", "/internal/messages"), ("admin", "/admin/tasks")):
+                port = int(server.addresses[listener].rpartition(":")[2])
+                async with a_client(port) as client:
+                    client.send(a_request("POST", path, bytes(1000))[:-1])
+                    response = await asyncio.wait_for(client.response(), 10.0)
+                    assert response.status == 401, "its last byte never came"
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_server_whose_store_fails_is_not_healthy(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        connections = Connections()
+        try:
+            where = server.addresses["admin"]
+            assert (await connections.request(where, "GET", "/health")).status == 200
+            server._resources.state.problem = "the last commit failed"
+            health = await connections.request(where, "GET", "/health")
+            assert health.status == 503
+            assert json.loads(health.body)["problem"] == "the last commit failed"
+        finally:
+            await connections.close()
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_a_part_that_fails_is_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def fails() -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        try:
+            assert not server.failed.is_set()
+            server._look_after(fails())
+            await asyncio.wait_for(server.failed.wait(), 10.0)
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+    assert "ZeroDivisionError: a bug" in caplog.text
+
+
+def test_parts_that_are_stopped_have_not_failed(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path))
+        await server.start()
+        await server.stop()
+        assert not server.failed.is_set()
+
+    asyncio.run(run())
+
+
+def test_connections_are_capped_by_open_files(tmp_path: Path) -> None:
+    asked = deployment(tmp_path, max_connections=900)
+    assert Server(asked)._limits.max_connections == 900
+    assert Server(asked, open_files=256 + 3 * 500)._limits.max_connections == 500
+    assert Server(asked, ("coordinator",), open_files=256 + 3 * 500)._limits.max_connections == 500
+    assert Server(asked, ("selector",), open_files=256 + 4 * 500)._limits.max_connections == 500
+
+
+def test_a_server_that_takes_fewer_connections_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run(open_files: int) -> None:
+        asked = deployment(tmp_path, max_connections=900)
+        server = Server(asked, open_files=open_files)
+        await server.start()
+        await server.stop()
+
+    asyncio.run(run(256 + 3 * 900))
+    assert "max_connections" not in caplog.text
+    asyncio.run(run(256 + 3 * 500))
+    assert "each listener takes 500 (hint: raise it, with ulimit -n" in caplog.text

@@ -1,0 +1,222 @@
+"""A store on its own thread: order, callbacks on the loop, repeated reads, a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from threading import Event, get_ident
+
+import pytest
+
+from papaya.errors import OperatorError
+from papaya.messages.storage import EpochRow, Outcome, Row, Transaction
+from papaya.server.state_thread import MAX_SHARED, StateStore, StateThread
+from papaya.store.state import SqliteState
+
+
+class FakeStore:
+    """Answers when it is let; the reads and writes that are to fail raise instead."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.let = Event()
+        self.failures = list(failures)
+        self.calls: list[object] = []
+        self.threads: set[int] = set()
+        self.reading = Event()
+
+    def transact_all(self, transactions: Sequence[Transaction]) -> list[Outcome]:
+        self._called(len(transactions))
+        return ["committed"] * len(transactions)
+
+    def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]:
+        self.reading.set()
+        self._called(prefixes)
+        return {prefix: EpochRow(1) for prefix in prefixes}
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def _called(self, call: object) -> None:
+        self.let.wait()
+        self.threads.add(get_ident())
+        self.calls.append(call)
+        if self.failures:
+            raise self.failures.pop(0)
+
+
+def run(store: StateStore, use: Callable[[StateThread], Awaitable[None]]) -> None:
+    async def used() -> None:
+        await use(StateThread(store, first_retry_s=0.001))
+
+    asyncio.run(used())
+
+
+def change(value: int, before: int | None = None) -> Transaction:
+    expected = None if before is None else EpochRow(before)
+    return Transaction(require=(("a", expected),), put=(("a", EpochRow(value)),))
+
+
+def test_answers_come_in_order_on_the_loop_and_work_is_done_on_one_other_thread() -> None:
+    store = FakeStore()
+    heard: list[object] = []
+
+    async def use(thread: StateThread) -> None:
+        loop_thread = get_ident()
+
+        def hear(answer: object) -> None:
+            assert get_ident() == loop_thread
+            heard.append(answer)
+
+        thread.read(("first",), hear)
+        thread.transact(change(1), hear)
+        thread.transact(change(2), hear)
+        thread.read(("last",), hear)
+        thread.transact(change(3), hear)
+        assert heard == []
+        store.let.set()
+        await thread.close()
+        assert store.threads.isdisjoint({loop_thread})
+
+    run(store, use)
+    assert heard == [
+        {"first": EpochRow(1)}, "committed", "committed", {"last": EpochRow(1)}, "committed",
+    ]  # fmt: skip
+    # The two that waited together shared a sync; none went ahead of a read.
+    assert store.calls == [("first",), 2, ("last",), 1, "close"]
+    assert len(store.threads) == 1
+
+
+def test_no_more_than_a_bounded_number_share_a_sync() -> None:
+    store = FakeStore()
+
+    async def use(thread: StateThread) -> None:
+        thread.read((), lambda rows: None)
+        for value in range(MAX_SHARED + 1):
+            thread.transact(change(value), lambda outcome: None)
+        store.let.set()
+        await thread.close()
+
+    run(store, use)
+    assert store.calls == [(), MAX_SHARED, 1, "close"]
+
+
+def test_transactions_that_wait_together_have_their_own_outcomes(tmp_path: Path) -> None:
+    heard: list[Outcome] = []
+
+    async def use(thread: StateThread) -> None:
+        for transaction in (change(1), change(2), change(2, before=1), change(3, before=1)):
+            thread.transact(transaction, heard.append)
+        await thread.close()
+
+    run(SqliteState(tmp_path / "state.sqlite"), use)
+    assert heard == ["committed", "refused", "committed", "refused"]
+    again = SqliteState(tmp_path / "state.sqlite")
+    assert again.read(("",)) == {"a": EpochRow(2)}
+    again.close()
+
+
+def test_a_read_that_fails_is_repeated_and_what_is_behind_it_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = FakeStore(OperatorError("the disk sleeps", hint="wake it"), RuntimeError("a bug"))
+    store.let.set()
+
+    async def use(thread: StateThread) -> None:
+        read = asyncio.get_running_loop().create_future()
+        outcome = asyncio.get_running_loop().create_future()
+        thread.read(("a",), read.set_result)
+        thread.transact(change(1), outcome.set_result)
+        assert await read == {"a": EpochRow(1)}
+        assert await outcome == "committed"
+        await thread.close()
+
+    run(store, use)
+    assert store.calls == [("a",), ("a",), ("a",), 1, "close"]
+    assert "the disk sleeps; again in 0.0 s; hint: wake it" in caplog.text
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_a_write_that_raises_has_an_unknown_outcome(caplog: pytest.LogCaptureFixture) -> None:
+    store = FakeStore(RuntimeError("a bug"))
+    store.let.set()
+    heard: list[Outcome] = []
+
+    async def use(thread: StateThread) -> None:
+        thread.transact(change(1), heard.append)
+        await thread.close()
+
+    run(store, use)
+    assert heard == ["unknown"]
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_to_close_does_not_wait_for_a_disk_that_cannot_be_read() -> None:
+    store = FakeStore(*[OperatorError("the disk is gone") for _ in range(10_000)])
+    heard: list[object] = []
+
+    async def use(thread: StateThread) -> None:
+        thread.read(("a",), heard.append)
+        store.let.set()
+        store.reading.wait()
+        await thread.close()
+        await thread.close()  # a second time changes nothing
+
+    run(store, use)
+    assert heard == []
+    assert store.calls[-1] == "close"
+
+
+def test_it_tells_whether_the_store_works() -> None:
+    store = FakeStore(RuntimeError("a bug"))
+    store.let.set()
+    problems: list[str] = []
+
+    async def use(thread: StateThread) -> None:
+        for _ in range(2):
+            outcome = asyncio.get_running_loop().create_future()
+            thread.transact(change(1), outcome.set_result)
+            await outcome
+            problems.append(thread.problem)
+        store.failures = [OperatorError("the disk is gone") for _ in range(10_000)]
+        read = asyncio.get_running_loop().create_future()
+        thread.read((), read.set_result)
+        while not thread.problem:
+            await asyncio.sleep(0.001)
+        problems.append(thread.problem)
+        store.failures.clear()
+        await read
+        problems.append(thread.problem)
+        await thread.close()
+
+    run(store, use)
+    assert problems == ["the last commit failed", "", "the last read failed", ""]
+
+
+def test_a_read_that_works_does_not_hide_a_commit_that_did_not() -> None:
+    store = FakeStore(RuntimeError("a bug"))
+    store.let.set()
+
+    async def use(thread: StateThread) -> None:
+        read = asyncio.get_running_loop().create_future()
+        thread.transact(change(1), lambda outcome: None)
+        thread.read((), read.set_result)
+        await read
+        assert thread.problem == "the last commit failed"
+        await thread.close()
+
+    run(store, use)
+
+
+def test_a_store_that_cannot_be_closed_does_not_keep_the_server_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Unclosable(FakeStore):
+        def close(self) -> None:
+            raise OSError("the disk is gone")
+
+    async def use(thread: StateThread) -> None:
+        await asyncio.wait_for(thread.close(), 10.0)
+
+    run(Unclosable(), use)
+    assert "the disk is gone" in caplog.text

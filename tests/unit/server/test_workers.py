@@ -1,0 +1,262 @@
+"""Threads that fold, snapshot and step: order, failures, closing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from papaya.aggregator.shards import Shards
+from papaya.aggregator.work import (
+    DeleteBlobs,
+    Drop,
+    Fold,
+    Folded,
+    Lost,
+    Restore,
+    Restored,
+    Snapshotted,
+    Stepped,
+)
+from papaya.learning import parameters
+from papaya.learning.kernels import fastest
+from papaya.learning.parameters import FLOAT32
+from papaya.server.workers import BufferPool, threaded_shards
+from tests.unit.server.worker_builders import (
+    LENGTH,
+    OTHER,
+    PATIENCE_S,
+    SNAPSHOT,
+    WORDS,
+    CountingKernel,
+    Driver,
+    MemoryBlobs,
+    record_of,
+    run,
+    step_of,
+    the_sum,
+)
+
+
+def test_updates_are_folded_recorded_and_stepped() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.fold(WORDS, "b", [3, 2, 1, 0])
+        driver.workers.perform(SNAPSHOT)
+        await driver.until(Snapshotted)
+        [snapshotted] = driver.of(Snapshotted)
+        driver.workers.perform(step_of(blobs, snapshotted))
+        await driver.until(Stepped)
+
+    driver = run(test, blobs)
+    folded_a, folded_b, snapshotted, stepped = driver.told
+    assert [folded_a, folded_b] == [Folded("words", 1, 1, "a"), Folded("words", 1, 1, "b")]
+    assert isinstance(snapshotted, Snapshotted)
+    assert the_sum(blobs, snapshotted) == [4, 4, 4, 4]
+    assert isinstance(stepped, Stepped)
+    assert parameters.decode(blobs.blobs[stepped.parameters], LENGTH).tolist() == [2, 2, 2, 2]
+    assert driver.pool.free == driver.pool.count
+    counters = driver.workers.counters
+    assert (counters.updates, counters.folded_bytes) == (2, 2 * WORDS.model_bytes)
+    assert (counters.snapshots, counters.steps) == (1, 1)
+    assert counters.step_seconds > 0
+    written = [snapshotted.sums[0].blob, stepped.parameters, stepped.optimizer]
+    assert counters.written_bytes == sum(len(blobs.blobs[key]) for key in written)
+    assert set(driver.times) == {"fold", "snapshot", "step"}
+
+
+def test_folds_go_on_while_a_blob_is_written_and_other_work_of_the_task_waits() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 0, 0, 0])
+        blobs.block("put")
+        driver.workers.perform(SNAPSHOT)
+        await blobs.blocked()
+        driver.fold(WORDS, "b", [0, 1, 0, 0])
+        driver.workers.perform(SNAPSHOT)
+        driver.fold(WORDS, "c", [0, 0, 1, 0])
+        await driver.until(Folded, 2)
+        assert [folded.session for folded in driver.of(Folded)] == ["a", "b"]
+        assert driver.workers.queue_length == 1
+        assert driver.of(Snapshotted) == []
+        blobs.unblock()
+        await driver.until(Folded, 3)
+
+    driver = run(test, blobs, threads=3)
+    first, second = driver.of(Snapshotted)
+    assert (first.sums[0].sessions, the_sum(blobs, first)) == (("a",), [1, 0, 0, 0])
+    assert (second.sums[0].sessions, the_sum(blobs, second)) == (("a", "b"), [1, 1, 0, 0])
+
+
+def test_another_task_does_not_wait() -> None:
+    blobs = MemoryBlobs(WORDS, OTHER)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 0, 0, 0])
+        blobs.block("put")
+        driver.workers.perform(SNAPSHOT)
+        await blobs.blocked()
+        driver.workers.perform(Restore(OTHER, 1, (), ()))
+        driver.fold(OTHER, "b", [1, 0, 0, 0])
+        await driver.until(Folded, 2)
+        assert driver.of(Snapshotted) == []
+
+    driver = run(test, blobs, threads=2)
+    assert len(driver.of(Snapshotted)) == 1
+
+
+async def a_free_thread_finds_nothing_to_do(driver: Driver) -> None:
+    """It has been through all lanes more than once when these are done."""
+    before = len(driver.of(Restored))
+    for number in range(1, 4):
+        driver.workers.perform(Restore(OTHER, 1, (), ()))
+        await driver.until(Restored, before + number)
+
+
+def test_a_snapshot_waits_for_every_fold_before_it_and_for_none_behind_it() -> None:
+    blobs, kernel = MemoryBlobs(WORDS), CountingKernel()
+
+    async def test(driver: Driver) -> None:
+        kernel.may_go_on.clear()
+        driver.fold(WORDS, "a", [1, 0, 0, 0])
+        assert await asyncio.to_thread(kernel.is_waiting.wait, PATIENCE_S)
+        driver.workers.perform(SNAPSHOT)
+        driver.fold(WORDS, "b", [0, 1, 0, 0])
+        await a_free_thread_finds_nothing_to_do(driver)
+        assert driver.of(Snapshotted) == driver.of(Lost) == []
+        kernel.may_go_on.set()
+
+    driver = run(test, blobs, threads=2, kernel=kernel)
+    [snapshotted] = driver.of(Snapshotted)
+    assert (snapshotted.sums[0].sessions, the_sum(blobs, snapshotted)) == (("a",), [1, 0, 0, 0])
+    assert len(driver.of(Folded)) == 2
+
+
+def test_a_fold_behind_a_restore_waits_until_the_sums_are_there() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 0, 0, 0])
+        driver.workers.perform(SNAPSHOT)
+        await driver.until(Snapshotted)
+        blobs.block("get")
+        driver.workers.perform(Restore(WORDS, 1, (record_of(driver.of(Snapshotted)[0]),), ()))
+        driver.fold(WORDS, "b", [0, 1, 0, 0])
+        driver.workers.perform(SNAPSHOT)
+        await blobs.blocked()
+        await a_free_thread_finds_nothing_to_do(driver)
+        assert len(driver.of(Folded)) == 1
+        blobs.unblock()
+
+    driver = run(test, blobs, threads=2)
+    _, snapshotted = driver.of(Snapshotted)
+    assert snapshotted.sums[0].sessions == ("a", "b")
+    assert the_sum(blobs, snapshotted) == [1, 1, 0, 0]
+
+
+def test_waiting_updates_of_one_buffer_share_a_pass_of_at_most_eight() -> None:
+    blobs, kernel = MemoryBlobs(WORDS), CountingKernel()
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "first", [1, 0, 0, 0])
+        blobs.block("put")
+        driver.workers.perform(SNAPSHOT)
+        await blobs.blocked()
+        for i in range(10):
+            driver.fold(WORDS, f"one-{i}", [1, 0, 0, 0])
+        for i in range(2):
+            driver.fold(WORDS, f"two-{i}", [1, 0, 0, 0], target=2)
+        assert driver.workers.queue_length == 12
+        blobs.unblock()
+
+    driver = run(test, blobs, kernel=kernel)
+    # Each update is two pieces.
+    assert kernel.passes == [1, 1, 8, 8, 2, 2, 2, 2]
+    assert len(driver.of(Folded)) == 13
+
+
+def test_closing_finishes_what_was_given_and_what_the_results_give() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        deliver = driver.workers._deliver
+
+        def snapshot_when_folded(message: object) -> None:
+            if isinstance(message, Folded):
+                driver.workers.perform(SNAPSHOT)
+            deliver(message)  # type: ignore[arg-type]
+
+        driver.workers._deliver = snapshot_when_folded
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+
+    driver = run(test, blobs, threads=2)
+    assert [type(message) for message in driver.told] == [Folded, Snapshotted]
+    assert not any(thread.is_alive() for thread in driver.workers._threads)
+
+
+def test_dropping_a_session_forgets_its_upload_but_not_a_fold_that_was_given() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        driver.upload("words", "dropped", [9, 9, 9, 9])
+        driver.workers.perform(Drop("words", 1, "dropped"))
+        driver.workers.perform(Fold(WORDS, 1, 1, "dropped", 1, 0))
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(Drop("words", 1, "a"))
+        driver.workers.perform(SNAPSHOT)
+
+    driver = run(test, blobs)
+    assert [folded.refused for folded in driver.of(Folded)] == ["wrong_size", None]
+    assert driver.workers.counters.refused == 1
+    assert driver.of(Snapshotted)[0].sums[0].sessions == ("a",)
+    assert driver.pool.free == driver.pool.count
+
+
+def test_dropping_a_task_comes_after_the_folds_before_it() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        driver.upload("words", "half", [9, 9, 9, 9])
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(Drop("words", 1))
+        driver.fold(WORDS, "b", [0, 0, 0, 1])
+        driver.workers.perform(SNAPSHOT)
+
+    driver = run(test, blobs, threads=2)
+    assert [folded.session for folded in driver.of(Folded)] == ["a", "b"]
+    assert driver.of(Snapshotted)[0].sums[0].sessions == ("b",)
+    assert driver.pool.free == driver.pool.count
+
+
+def test_deleting_comes_before_the_same_blob_is_written_again() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        await driver.until(Snapshotted)
+        key = driver.of(Snapshotted)[0].sums[0].blob
+        driver.workers.perform(DeleteBlobs((key,)))
+        driver.workers.perform(SNAPSHOT)
+        driver.workers.perform(DeleteBlobs(()))
+
+    driver = run(test, blobs, threads=4)
+    first, second = driver.of(Snapshotted)
+    assert first == second
+    assert first.sums[0].blob in blobs.blobs
+
+
+def test_shards_for_threads_use_the_fastest_kernel_and_return_buffers() -> None:
+    pool = BufferPool(1, 16)
+    shards: Shards = threaded_shards(3, pool)
+    view = pool.take()
+    assert view is not None
+    view[:] = np.ones(LENGTH, FLOAT32).tobytes()
+    fold = Fold(WORDS, 1, 1, "a", 1, 0)
+    assert shards.fold_all([(fold, {0: view})], 2)[0].refused is None
+    assert pool.free == 1
+    assert shards.count == 3
+    assert shards._kernel is fastest()

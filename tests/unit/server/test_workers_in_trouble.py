@@ -1,0 +1,187 @@
+"""What the workers do when the disk is full, a blob is gone, or something else breaks."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from papaya.aggregator.work import (
+    DeleteBlobs,
+    Folded,
+    Lost,
+    Restore,
+    Restored,
+    Snapshotted,
+)
+from papaya.errors import OperatorError
+from papaya.messages.base import Message
+from papaya.messages.storage import Member, RecordRow
+from tests.unit.server.worker_builders import (
+    SNAPSHOT,
+    WORDS,
+    CountingKernel,
+    Driver,
+    MemoryBlobs,
+    record_of,
+    run,
+    step_of,
+    the_sum,
+)
+
+FULL = OperatorError("cannot write the blob: the disk is full", hint="make room")
+
+
+def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blobs = MemoryBlobs(WORDS)
+    blobs.failures = [FULL, OSError(28, "No space left on device"), FULL]
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        driver.fold(WORDS, "b", [1, 2, 3, 4])
+        await driver.until(Snapshotted)
+        await driver.workers.drain()
+
+    with caplog.at_level(logging.WARNING):
+        driver = run(test, blobs)
+    [snapshotted] = driver.of(Snapshotted)
+    assert the_sum(blobs, snapshotted) == [1, 2, 3, 4]
+    assert driver.workers.counters.storage_errors == 3
+    assert len(driver.of(Folded)) == 2
+    assert "the disk is full; trying again (hint: make room)" in caplog.text
+
+
+def test_closing_gives_up_what_cannot_be_written_and_tells_nobody() -> None:
+    blobs = MemoryBlobs(WORDS)
+    blobs.failures = [FULL] * 100_000
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        driver.fold(WORDS, "b", [1, 2, 3, 4])
+
+    driver = run(test, blobs)
+    assert [folded.session for folded in driver.of(Folded)] == ["a", "b"]
+    assert driver.of(Snapshotted) == []
+    assert driver.of(Lost) == []
+
+
+def test_a_missing_blob_is_told_once_and_the_task_begins_again_when_it_is_restored() -> None:
+    blobs = MemoryBlobs(WORDS)
+
+    async def test(driver: Driver) -> None:
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        await driver.until(Snapshotted)
+        [snapshotted] = driver.of(Snapshotted)
+        sums = blobs.blobs.pop(snapshotted.sums[0].blob)
+        driver.workers.perform(step_of(blobs, snapshotted))
+        await driver.until(Lost)
+        # The machine has not heard of it yet.
+        driver.fold(WORDS, "b", [5, 5, 5, 5])
+        driver.workers.perform(SNAPSHOT)
+        driver.workers.perform(step_of(blobs, snapshotted))
+        await driver.workers.drain()
+        assert driver.pool.free == driver.pool.count
+        blobs.blobs[snapshotted.sums[0].blob] = sums
+        driver.workers.perform(Restore(WORDS, 1, (record_of(snapshotted),), ()))
+        driver.fold(WORDS, "c", [1, 1, 1, 1])
+        driver.workers.perform(SNAPSHOT)
+        await driver.until(Snapshotted, 2)
+
+    driver = run(test, blobs)
+    kinds = [type(message) for message in driver.told]
+    assert kinds == [Folded, Snapshotted, Lost, Restored, Folded, Snapshotted]
+    last = driver.told[-1]
+    assert isinstance(last, Snapshotted)
+    assert last.sums[0].sessions == ("a", "c")
+    assert the_sum(blobs, last) == [2, 3, 4, 5]
+
+
+def test_a_restore_without_its_blob_is_lost() -> None:
+    blobs = MemoryBlobs(WORDS)
+    record = RecordRow(1, "words/1/sum-1-1-0", (Member("a", 0, 0, 1, 0.0),), 1.0)
+
+    async def test(driver: Driver) -> None:
+        for _ in range(2):
+            driver.workers.perform(Restore(WORDS, 1, (record,), ()))
+        driver.workers.perform(Restore(WORDS, 1, (), ()))
+
+    driver = run(test, blobs)
+    assert [type(message) for message in driver.told] == [Lost, Lost, Restored]
+    assert "words/1/sum-1-1-0 is missing" in driver.of(Lost)[0].reason
+
+
+def test_an_error_that_nobody_expected_is_told_and_the_thread_lives_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    blobs, kernel = MemoryBlobs(WORDS), CountingKernel()
+
+    async def test(driver: Driver) -> None:
+        kernel.failures = [ZeroDivisionError("cosmic rays")]
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+        await driver.workers.drain()
+        assert driver.told == [Lost("words", 1, "cosmic rays")]
+        assert driver.pool.free == driver.pool.count
+        driver.workers.perform(Restore(WORDS, 1, (), ()))
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+
+    with caplog.at_level(logging.ERROR):
+        driver = run(test, blobs, kernel=kernel)
+    assert [type(told) for told in driver.told] == [Lost, Restored, Folded, Snapshotted]
+    assert the_sum(blobs, driver.of(Snapshotted)[0]) == [1, 2, 3, 4]
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_snapshot_of_sums_that_are_not_there_is_lost() -> None:
+    async def test(driver: Driver) -> None:
+        driver.workers.perform(SNAPSHOT)
+
+    driver = run(test, MemoryBlobs(WORDS))
+    assert [type(told) for told in driver.told] == [Lost]
+
+
+def test_what_cannot_be_deleted_holds_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
+    class Stubborn(MemoryBlobs):
+        def delete(self, key: str) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        def sweep(self, task: str, below_seq: int, keep: object) -> None:
+            raise OperatorError("cannot sweep", hint="chmod")
+
+    async def test(driver: Driver) -> None:
+        driver.workers.perform(Restore(WORDS, 1, (), ()))
+        driver.workers.perform(DeleteBlobs(("words/0/a", "words/0/b")))
+        driver.fold(WORDS, "a", [1, 2, 3, 4])
+        driver.workers.perform(SNAPSHOT)
+
+    driver = run(test, Stubborn(WORDS))
+    assert [type(told) for told in driver.told] == [Restored, Folded, Snapshotted]
+    assert driver.workers.counters.storage_errors == 3
+    assert "left behind" in caplog.text
+
+
+def test_a_result_that_cannot_be_delivered_does_not_take_the_others_with_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first, second = Restored("words", 1), Restored("words", 2)
+
+    async def test(driver: Driver) -> None:
+        told: list[Message] = []
+
+        def deliver(message: Message) -> None:
+            if message == first:
+                raise ZeroDivisionError
+            told.append(message)
+
+        driver.workers._deliver = deliver
+        driver.workers._deliver_all([first, second])
+        assert told == [second]
+
+    run(test, MemoryBlobs(WORDS))
+    assert "Restored could not be delivered" in caplog.text

@@ -1,0 +1,180 @@
+"""papaya reproduce, on a toy of the paper's size: it is complete, deterministic and honest."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from papaya.config import AsyncFL
+from papaya.sim.jobs import in_turn
+from papaya.study.experiments.catalogue import EXPERIMENTS
+from papaya.study.experiments.page import page, shown
+from papaya.study.experiments.reproduce import reproduce
+from papaya.study.experiments.result import Check, Finding, Result, number
+from papaya.study.experiments.runs import learning, until_versions, workload_of
+from papaya.study.experiments.scale import FULL, QUICK, SCALES, Scale
+from papaya.study.experiments.shared_runs import met, rates
+from papaya.study.experiments.tuning import tuned
+from papaya.study.lab import Lab, Step
+from papaya.study.replay import Curve
+
+TOY = structs.replace(
+    QUICK,
+    name="toy",
+    concurrency=20,
+    most_clients=30,
+    goal=4,
+    large_goal=10,
+    concurrencies=(10, 20),
+    goals=(4, 10),
+    rounds=4,
+    versions=12,
+    table_updates=400,
+    window_hours=0.1,
+    fixed_hour=0.05,
+    target=95.0,
+    tuned_target=95.0,
+    sync_grid=(0.02, 0.03),
+    async_grid=(0.01, 0.015),
+)
+COURSE = until_versions(AsyncFL(4), 12, 3, 8)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
+    folder = tmp_path_factory.mktemp("toy")
+    return folder, reproduce(list(EXPERIMENTS), TOY, [1, 2], folder, jobs=1)
+
+
+def test_every_experiment_gives_numbers_checks_and_a_plot(toy: tuple[Path, list[Result]]) -> None:
+    folder, results = toy
+    assert [result.key for result in results] == list(EXPERIMENTS)
+    for result in results:
+        assert all((result.findings, result.plots))
+        stored = msgspec.json.decode((folder / f"{result.key}.json").read_bytes(), type=Result)
+        assert stored.key == result.key
+        for name in result.plots:
+            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_is_one_file_that_names_the_papers_numbers(
+    toy: tuple[Path, list[Result]],
+) -> None:
+    text = (toy[0] / "report.html").read_text(encoding="utf-8")
+    assert "://" not in text  # nothing is fetched
+    for number_of_the_paper in ("21x", "73.24", "-17 %", "8.8e-4", "4.3x", "30x"):
+        assert number_of_the_paper in text
+    assert "calibrated input" in text
+    for put_in in ("dropout", "dialect volume", "training timeout (s)", "common rate"):
+        assert put_in in text
+
+
+def test_the_report_begins_with_every_result_and_its_claims(
+    toy: tuple[Path, list[Result]],
+) -> None:
+    folder, results = toy
+    contents, *_ = (folder / "report.html").read_text(encoding="utf-8").split("<h2")
+    assert len(results) > 10
+    for result in results:
+        held = sum(check.holds for check in result.checks)
+        row = next(row for row in contents.split("<tr>") if f"<a href=#{result.key}>" in row)
+        claims = f">{held} of {len(result.checks)}</span>" if result.checks else "<td></tr>"
+        assert claims in row
+    assert "<td class=paper>Figure 9<td>" in contents
+
+
+def test_the_same_seeds_give_the_same_results_in_any_process(
+    toy: tuple[Path, list[Result]], tmp_path: Path
+) -> None:
+    keys = ["speedup", "table-1"]
+    again = reproduce(keys, TOY, [1, 2], tmp_path, jobs=2)
+    before = [result for result in toy[1] if result.key in keys]
+    assert msgspec.json.encode(again) == msgspec.json.encode(before)
+
+
+def test_a_report_has_only_results_of_the_same_inputs(tmp_path: Path) -> None:
+    def told(seeds: list[int], *keys: str) -> bool:
+        reproduce(keys, TOY, seeds, tmp_path, jobs=1)
+        return "mean round" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+    assert told([1], "execution-times")
+    assert told([1], "tee-transfer")
+    assert not told([1, 2], "tee-transfer")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "left out here: execution-times." in text
+    assert "<td>seeds<td>2" in text
+
+
+def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
+    steps: list[Step] = []
+    lab = Lab(tmp_path, in_turn, workload_of, steps.append)
+    run = learning(COURSE, rates(0.01))
+    first = lab.learn([run, run])
+    told = [("traces", 0, 1, 0), ("traces", 1, 1, 0), ("runs", 0, 1, 0), ("runs", 1, 1, 0)]
+    assert list(dict.fromkeys(step[:4] for step in steps)) == told
+    assert first[0] is first[1]
+    assert lab.learn([run, run]) == first
+    assert list(dict.fromkeys(step[:4] for step in steps)) == [*told, ("runs", 1, 1, 1)]
+
+
+def test_an_optimum_on_the_edge_of_the_grid_is_no_optimum(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, in_turn, workload_of)
+
+    def best_at(wanted: float) -> bool:
+        def score(curve: Curve) -> float:
+            rate = curve.rates.optimizer.rate
+            assert rate is not None
+            return abs(rate - wanted)
+
+        return tuned(lab, [COURSE], (0.01, 0.02, 0.03), (0.0,), score).is_on_edge
+
+    assert [best_at(0.01), best_at(0.02), best_at(0.03)] == [True, False, True]
+
+
+def test_a_run_that_never_meets_its_target_takes_forever(tmp_path: Path) -> None:
+    [outcome] = Lab(tmp_path, in_turn, workload_of).learn([learning(COURSE, rates(0.01))])
+    assert math.isinf(met(outcome.curve, 0.0).hours)
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=lambda scale: scale.name)
+def test_neighbours_of_a_grid_are_at_most_half_as_large_again(scale: Scale) -> None:
+    for grid in (scale.sync_grid, scale.async_grid):
+        assert all(b / a <= 1.5 + 1e-9 for a, b in pairwise(grid))
+
+
+def test_full_is_the_papers_size() -> None:
+    assert FULL.seeds >= 5
+    assert (FULL.table_updates, FULL.common_rate) == (1_000_000, 0.001)
+    assert (FULL.concurrencies[0], FULL.concurrencies[-1]) == (130, 2600)
+
+
+def test_a_claim_that_fails_is_seen() -> None:
+    finding = Finding(name="<b>", paper="1x", values=(1.0, 3.0), unit="h")
+    result = Result(
+        key="k", title="t", paper="p", findings=(finding,), checks=(Check("c", False, "d"),)
+    )
+    text = page([result], QUICK, [1], Path())
+    assert "1 of 1 do not hold" in text
+    assert "class=fails" in text
+    assert "<b>" not in text
+    assert shown(finding) == "2 h (1 – 3)"
+    assert shown(structs.replace(finding, values=(1.0, math.nan))) == "– h"
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.000123, "1.2e-04"),
+        (1.2345, "1.23"),
+        (1234.5, "1,234"),
+        (math.nan, "–"),
+        (math.inf, "–"),
+    ],
+)
+def test_numbers_have_the_digits_that_matter(value: float, words: str) -> None:
+    assert number(value) == words

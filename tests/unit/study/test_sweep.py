@@ -1,0 +1,343 @@
+"""Sweeps: which runs a plan makes, that traces are shared, resuming, and what is found."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    Requirements,
+    SecureAggregation,
+    StopRule,
+    SyncFL,
+    TaskConfig,
+)
+from papaya.errors import ConfigError, OperatorError
+from papaya.sim.jobs import mapping
+from papaya.sim.population import PopulationConfig
+from papaya.study.lab import Lab, Step
+from papaya.study.plan import Plan, runs_of, setting_of, with_setting
+from papaya.study.results import Row, edges, rows_of, varied_in
+from papaya.study.run import Course, Learnt, Run, record_course, recordable
+from papaya.study.sweep import sweep
+from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
+
+POPULATION = PopulationConfig(size=100_000, latency_mean_s=1.0)
+EMBEDDING = WorkloadSpec("embedding")
+SMALL = Plan(
+    workload=EMBEDDING,
+    vary={"concurrency": (20,), "K": (5, 10), "server_rate": (0.003, 0.03)},
+    updates=100,
+    evaluations=4,
+    population=POPULATION,
+)
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Prepared:
+    return prepare(EMBEDDING, POPULATION)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sweep")
+
+
+@pytest.fixture(scope="module")
+def outcomes(prepared: Prepared, folder: Path) -> list[Learnt]:
+    return sweep(SMALL, folder, jobs=1, prepared=prepared)
+
+
+# -- plans
+
+
+def test_a_plan_is_every_combination_with_every_seed(prepared: Prepared) -> None:
+    runs = runs_of(structs.replace(SMALL, seeds=(1, 2)), prepared)
+    assert len({run.digest for run in runs}) == len(runs) == 8
+    found = [(s["K"], s["server_rate"]) for s in map(setting_of, runs)]
+    assert found[::2] == [(5, 0.003), (5, 0.03), (10, 0.003), (10, 0.03)]
+    assert [run.course.seed for run in runs[:2]] == [1, 2]
+
+
+def test_runs_that_differ_in_rates_share_their_course(prepared: Prepared) -> None:
+    runs = runs_of(SMALL, prepared)
+    assert len({run.course.digest for run in runs}) == 2
+    assert runs[0].course == runs[1].course
+
+
+def test_what_the_other_regime_does_not_know_makes_no_runs(prepared: Prepared) -> None:
+    vary: dict[str, tuple[float, ...]] = {"K": (5, 10), "over_selection": (0.0, 0.3)}
+    plan = Plan(workload=EMBEDDING, vary=vary, regimes=("async", "sync"), population=POPULATION)
+    settings = [setting_of(run) for run in runs_of(plan, prepared)]
+    assert [(s["regime"], s["K"]) for s in settings] == [
+        ("async", 5), ("async", 10), ("sync", 130), ("sync", 100),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"updates": 101},
+        {"target": 3.0},
+        {"evaluations": 5},
+        {"seeds": (2,)},
+        {"hours": 1.0},
+        {"vary": {"beta1": (0.5,)}},
+        {"vary": {"client_rate": (0.5,)}},
+        {"population": PopulationConfig(size=100_001, latency_mean_s=1.0)},
+    ],
+)
+def test_another_configuration_has_another_name(change: dict[str, object]) -> None:
+    plain = Plan(workload=EMBEDDING, population=POPULATION, updates=100)
+    other = structs.replace(plain, **change)
+    digests = {
+        run.digest
+        for plan in (plain, other)
+        for run in runs_of(plan, prepare(EMBEDDING, plan.population))
+    }
+    assert len(digests) == 2
+
+
+def test_other_data_has_another_name(prepared: Prepared) -> None:
+    [run] = runs_of(structs.replace(SMALL, vary={}), prepared)
+    assert structs.replace(run, data="other").digest != run.digest
+
+
+@pytest.mark.parametrize(
+    ("vary", "problem"),
+    [
+        ({"speed": (1.0,)}, "vary = 'speed': is not one of concurrency, K"),
+        ({"K": ()}, "vary = 'K': has no values"),
+        ({"K": (1.5,)}, "K = 1.5: must be a whole number"),
+        ({"K": (float("nan"),)}, "K = nan: must be finite"),
+        ({"server_rate": (float("inf"),)}, "server_rate = inf: must be finite"),
+    ],
+)
+def test_an_impossible_plan_is_refused(vary: dict[str, tuple[float, ...]], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Plan(workload=EMBEDDING, vary=vary)
+    with pytest.raises(ConfigError, match="target = nan: must be a finite loss"):
+        Plan(workload=EMBEDDING, target=float("nan"))
+
+
+@pytest.mark.parametrize(
+    "vary", [{"K": (0.0,)}, {"client_rate": (-1.0,)}, {"beta1": (1.0,)}, {"concurrency": (0.0,)}]
+)
+def test_an_impossible_value_is_refused_before_anything_runs(
+    vary: dict[str, tuple[float, ...]], prepared: Prepared, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError):
+        sweep(structs.replace(SMALL, vary=vary), tmp_path, jobs=1, prepared=prepared)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_goal_of_the_file_holds_for_its_own_regime_and_concurrency(prepared: Prepared) -> None:
+    task = structs.replace(prepared.task, concurrency=50, regime=AsyncFL(7, 90))
+    assert with_setting(task, None, {}) == task
+    assert with_setting(task, None, {"K": 9}).regime == AsyncFL(9, 90)
+    assert with_setting(task, None, {"concurrency": 60}).regime == AsyncFL()
+    assert with_setting(task, "sync", {}).regime == SyncFL(0.3)
+    sync = structs.replace(task, regime=SyncFL(0.1))
+    assert with_setting(sync, None, {}) == sync
+    assert with_setting(sync, "async", {}).regime == AsyncFL()
+
+
+# -- sweeps
+
+
+def test_outcomes_come_in_the_order_of_the_plan(outcomes: list[Learnt], folder: Path) -> None:
+    settings = [setting_of(outcome.run) for outcome in outcomes]
+    assert [(s["K"], s["server_rate"]) for s in settings] == [
+        (5, 0.003), (5, 0.03), (10, 0.003), (10, 0.03),
+    ]  # fmt: skip
+    assert len(list((folder / "runs").iterdir())) == 4
+    assert len(list((folder / "traces").glob("*.npz"))) == 2
+    for outcome in outcomes:
+        assert outcome.updates == 100
+        assert outcome.end.all < outcome.start.all
+        assert outcome.norms is not None
+        assert outcome.norms.updates == outcome.updates
+
+
+def test_a_second_sweep_reads_and_runs_only_what_is_missing(
+    outcomes: list[Learnt], folder: Path, prepared: Prepared
+) -> None:
+    gone = folder / "runs" / f"{outcomes[2].run.digest}.json"
+    damaged = folder / "runs" / f"{outcomes[1].run.digest}.json"
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
+    gone.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    steps: list[Step] = []
+    again = sweep(SMALL, folder, jobs=1, progress=steps.append, prepared=prepared)
+    assert again == outcomes
+    assert list(dict.fromkeys((s.kind, s.done, s.total) for s in steps)) == [
+        ("traces", 2, 2), ("runs", 2, 4), ("runs", 3, 4), ("runs", 4, 4),
+    ]  # fmt: skip
+    assert [s.share for s in steps if s.kind == "traces"] == [1.0]  # nothing was left to do
+    changed = {p for p, time in before.items() if p.stat().st_mtime_ns != time}
+    assert changed == {gone, damaged}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
+    prepared: Prepared, tmp_path: Path, jobs: int
+) -> None:
+    """Of two recordings one is three times as long as the other, and goes first."""
+    course, steps = runs_of(SMALL, prepared)[0].course, list[Step]()
+    with mapping(jobs) as mapped:
+        lab = Lab(tmp_path, mapped, lambda run: prepared.make(1, 1), steps.append)
+        lab.record(structs.replace(course, updates=updates) for updates in (300, 900))
+    shares = [step.share for step in steps]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert shares.count(1.0) == 1  # when all have ended
+    if jobs == 1:
+        first_ended = next(step.share for step in steps if step.done == 1)
+        assert first_ended == pytest.approx(0.75)
+        assert any(0 < share < 0.7 for share in shares)
+
+
+def test_a_run_is_the_same_in_other_processes(
+    outcomes: list[Learnt], tmp_path: Path, prepared: Prepared
+) -> None:
+    plan = structs.replace(SMALL, vary=SMALL.vary | {"K": (5,)})
+    elsewhere = sweep(plan, tmp_path, jobs=2, prepared=prepared)
+    assert msgspec.json.encode(elsewhere) == msgspec.json.encode(outcomes[:2])
+
+
+def test_an_error_of_who_watches_is_no_divergence(
+    prepared: Prepared, outcomes: list[Learnt], tmp_path: Path
+) -> None:
+    def stop(step: Step) -> None:
+        if step.kind == "runs" and step.share > 0:
+            raise OperatorError("enough")
+
+    with pytest.raises(OperatorError, match="enough"):
+        sweep(SMALL, tmp_path, jobs=1, progress=stop, prepared=prepared)
+    assert not list((tmp_path / "runs").iterdir())
+    assert sweep(SMALL, tmp_path, jobs=1, prepared=prepared) == outcomes
+
+
+def test_an_interrupted_sweep_leaves_whole_files(
+    prepared: Prepared, outcomes: list[Learnt], tmp_path: Path
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop(step: Step) -> None:
+        if step.outcome is not None:
+            raise Enough
+
+    with pytest.raises(Enough):
+        sweep(SMALL, tmp_path, jobs=1, progress=stop, prepared=prepared)
+    [only] = (tmp_path / "runs").iterdir()
+    assert msgspec.json.decode(only.read_bytes(), type=Learnt) == outcomes[0]
+    assert not [name for _, _, files in os.walk(tmp_path) for name in files if name[0] == "."]
+
+
+def test_a_run_that_diverges_is_an_outcome(prepared: Prepared, tmp_path: Path) -> None:
+    plan = structs.replace(SMALL, vary={"client_rate": (1e30,), "concurrency": (20,)})
+    [outcome] = sweep(plan, tmp_path, jobs=1, prepared=prepared)
+    assert outcome.curve.diverged is not None
+    assert outcome.versions < 10
+    assert sweep(plan, tmp_path, jobs=1, prepared=prepared) == [outcome]
+
+
+def test_a_run_that_is_over_before_anything_is_sampled_is_kept_as_well(
+    prepared: Prepared, tmp_path: Path
+) -> None:
+    [outcome] = sweep(structs.replace(SMALL, vary={}, hours=1e-4), tmp_path, 1, prepared=prepared)
+    assert (outcome.fleet.utilization, outcome.fleet.mean_staleness) == (None, None)
+    assert outcome.versions == 0
+
+
+def test_a_damaged_recording_is_named(prepared: Prepared, tmp_path: Path) -> None:
+    plan = structs.replace(SMALL, vary={})
+    sweep(plan, tmp_path, jobs=1, prepared=prepared)
+    for kind in ("report", "trace"):
+        elsewhere = tmp_path / kind
+        shutil.copytree(tmp_path / "traces", elsewhere / "traces")
+        [path] = (elsewhere / "traces").glob("*.msgpack" if kind == "report" else "*.npz")
+        path.write_bytes(path.read_bytes()[:99])
+        with pytest.raises(OperatorError, match=f"cannot read {kind} {path}"):
+            sweep(plan, elsewhere, jobs=1, prepared=prepared)
+
+
+def test_a_task_is_recorded_with_its_own_terms_and_every_device_fits() -> None:
+    task = TaskConfig(
+        task="own",
+        concurrency=20,
+        model_length=10**6,
+        regime=AsyncFL(4),
+        clip=1.0,
+        secure_aggregation=SecureAggregation(),
+        requirements=Requirements(
+            engine="torch", module="sha256:1", min_memory_mb=9, labels=("x",)
+        ),
+        evaluation=EvaluationPlan(every_versions=2),
+        stop=StopRule(versions=3),
+    )
+    cluster = recordable(task, POPULATION)
+    trace, report = record_course(Course(cluster=cluster, seed=1, updates=40))
+    assert len(trace.clients) >= 40
+    assert trace.versions > 3
+    assert (trace.task.concurrency, trace.task.aggregation_goal) == (20, 4)
+    assert [result.task for result in report.tasks] == ["own"]
+
+
+# -- results
+
+
+def test_rows_put_seeds_together_and_the_best_first(outcomes: list[Learnt]) -> None:
+    other = [_with_seed(outcome.run, 2) for outcome in outcomes]
+    doubled = [structs.replace(o, run=r) for o, r in zip(outcomes, other, strict=True)]
+    rows = rows_of([*outcomes, *doubled], ("K", "server_rate"))
+    assert [len(row.outcomes) for row in rows] == [2] * 4
+    assert [row.loss for row in rows] == sorted(row.loss for row in rows)
+    best = rows[0].setting
+    assert rows[0].label == f"K {best['K']}, server_rate {best['server_rate']}"
+    assert all(row.loss_spread < 1e-9 for row in rows)
+    assert varied_in(rows, ("regime", "K", "beta1")) == ["K"]
+
+
+def _with_seed(run: Run, seed: int) -> Run:
+    return structs.replace(run, course=structs.replace(run.course, seed=seed))
+
+
+def test_with_a_target_the_soonest_come_first_and_those_that_missed_it_last(
+    outcomes: list[Learnt],
+) -> None:
+    hours = (None, 3.0, 1.0, 2.0)
+    timed = [
+        structs.replace(
+            outcome,
+            run=structs.replace(outcome.run, target=3.0),
+            target_hours=time,
+            target_trips=None if time is None else 10,
+        )
+        for outcome, time in zip(outcomes, hours, strict=True)
+    ]
+    assert [row.target_hours for row in rows_of(timed, ())] == [1.0, 2.0, 3.0, None]
+    broken = structs.replace(timed[2], curve=structs.replace(timed[2].curve, diverged="NaN"))
+    rows = rows_of([*timed[:2], broken, timed[3]], ())
+    assert [row.diverged for row in rows] == [0, 0, 0, 1]
+
+
+def test_a_rate_at_the_edge_is_told(outcomes: list[Learnt]) -> None:
+    rows = rows_of(outcomes, ("K", "server_rate"))
+    [found] = edges(rows)
+    assert "the best server_rate" in found
+    middle = [rows[0], _at_rate(rows[1], 1e-4), _at_rate(rows[2], 9.0)]
+    assert edges(middle) == []
+    assert edges([]) == []
+
+
+def _at_rate(row: Row, rate: float) -> Row:
+    return structs.replace(row, setting=row.setting | {"server_rate": rate})

@@ -1,0 +1,169 @@
+"""Workloads by name, and a task file with data: what they become, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from papaya.errors import OperatorError
+from papaya.learning.task import load_task
+from papaya.sim.population import PopulationConfig
+from papaya.study.workloads.base import Clients
+from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, judges, open_source, prepare
+from papaya.study.workloads.source import Memory
+
+POPULATION = PopulationConfig(size=1000)
+TASK = """
+import json
+import torch
+from torch import nn
+from papaya.learning.task import AsyncFL, ClientSGD, Examples, Task
+
+def load_examples(text):
+    return [json.dumps({"x": [len(w), 1.0], "y": len(w) % 2}).encode() for w in text.split()]
+
+def batch(examples):
+    pairs = [json.loads(example) for example in examples]
+    return torch.tensor([p["x"] for p in pairs]), torch.tensor([float(p["y"]) for p in pairs])
+
+def loss(module, x, y):
+    return nn.functional.binary_cross_entropy_with_logits(module(x)[:, 0], y)
+
+task = Task(
+    name="parity", model=lambda: nn.Linear(2, 1), loss=loss, batch=batch, clip=5.0,
+    examples=Examples("pairs"), client=ClientSGD(rate=0.1, max_examples=30),
+    regime=AsyncFL(aggregation_goal=4), concurrency=12,
+)
+"""
+
+
+def a_task_file(folder: Path) -> Path:
+    (folder / "parity.py").write_text(TASK)
+    return folder / "parity.py"
+
+
+def leaf_data(folder: Path, clients: int = 8) -> Path:
+    """The label follows the sign of the first number, the more so the more data."""
+    rng = np.random.default_rng(5)
+    data = {}
+    for client in range(clients):
+        x = rng.normal(size=(15 + 10 * client, 2)).round(3)
+        data[f"user-{client}"] = {"x": x.tolist(), "y": (x[:, 0] > 0).astype(int).tolist()}
+    counts = [len(pairs["y"]) for pairs in data.values()]
+    content = {"users": list(data), "num_samples": counts, "user_data": data}
+    (folder / "data.json").write_text(json.dumps(content))
+    return folder / "data.json"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_built_in_workload_learns(name: str) -> None:
+    prepared = prepare(WorkloadSpec(name), POPULATION)
+    with prepared.opened(3) as workload:
+        assert workload.length == prepared.task.model_length
+        model = workload.initial(3)
+        clients = Clients(np.array([5, 9]), np.array([0, 0]), np.array([20, 40]))
+        updates = workload.train([model], np.array([0, 0]), clients, prepared.rates.client)
+        assert updates.shape == (2, workload.length)
+        assert workload.evaluate(model + updates[1]).all < workload.evaluate(model).all
+
+
+def test_a_task_file_and_its_data_become_a_workload(tmp_path: Path) -> None:
+    spec = WorkloadSpec(str(a_task_file(tmp_path)), f"leaf:{leaf_data(tmp_path)}")
+    prepared = prepare(spec, POPULATION)
+    assert prepared.task.task == "parity"
+    assert prepared.rates.clip == 5.0
+    assert max(prepared.population.volumes) == 30
+    with prepared.opened(1) as workload:
+        model = workload.initial(1)
+        device = 8 * 7 + 2  # holds the data of client 2
+        one, same, other = (
+            workload.train(
+                [model],
+                np.array([0]),
+                a_client(d, prepared.population.volumes),
+                prepared.rates.client,
+            )
+            for d in (device, device, device + 1)
+        )
+        assert (one == same).all()
+        assert not (one == other).all()
+        trained = model.copy()
+        for _ in range(30):
+            trained += workload.train(
+                [trained],
+                np.array([0]),
+                a_client(7, prepared.population.volumes),
+                prepared.rates.client,
+            )[0]
+        assert workload.evaluate(trained).all < 0.8 * workload.evaluate(model).all
+
+
+def a_client(device: int, volumes: tuple[int, ...]) -> Clients:
+    examples = volumes[device % len(volumes)]
+    return Clients(np.array([device]), np.array([0]), np.array([examples]))
+
+
+def test_other_data_or_another_file_has_another_digest(tmp_path: Path) -> None:
+    file, data = a_task_file(tmp_path), leaf_data(tmp_path)
+    digests = [prepare(WorkloadSpec(str(file), f"leaf:{data}"), POPULATION).digest]
+    leaf_data(tmp_path, clients=7)
+    digests.append(prepare(WorkloadSpec(str(file), f"leaf:{data}"), POPULATION).digest)
+    file.write_text(TASK + "# changed\n")
+    digests.append(prepare(WorkloadSpec(str(file), f"leaf:{data}"), POPULATION).digest)
+    assert len(set(digests)) == 3
+
+
+def test_another_built_in_workload_has_another_digest() -> None:
+    embedding, bigram = (prepare(WorkloadSpec(name), POPULATION) for name in BUILT_IN)
+    assert embedding.digest != bigram.digest
+
+
+def test_texts_become_examples_by_the_task_files_own_loader(tmp_path: Path) -> None:
+    loaded = load_task(a_task_file(tmp_path))
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some words of a text " * 20)
+    source = open_source(f"text:{tmp_path / 'texts'}", loaded)
+    assert set(json.loads(source.training(0)[0])) == {"x", "y"}
+
+
+@pytest.mark.parametrize("data", ["leaf:", "text", "leaf", "csv:x", "stdlib:x", ""])
+def test_data_of_another_kind_is_refused(tmp_path: Path, data: str) -> None:
+    with pytest.raises(OperatorError, match=rf"'{data}' is no data"):
+        open_source(data, load_task(a_task_file(tmp_path)))
+
+
+def test_who_names_a_folder_alone_is_told_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="is no data") as refused:
+        open_source(str(tmp_path), load_task(a_task_file(tmp_path)))
+    assert refused.value.hint.startswith(f"did you mean leaf:{tmp_path} (LEAF's JSON) or text:")
+
+
+def test_data_belongs_to_a_task_file(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match="embedding has data of its own"):
+        prepare(WorkloadSpec("embedding", "stdlib"))
+    with pytest.raises(OperatorError, match="needs data to learn from"):
+        prepare(WorkloadSpec(str(a_task_file(tmp_path))))
+    with pytest.raises(OperatorError, match=r"cannot read task file gone\.py"):
+        prepare(WorkloadSpec("gone.py", "stdlib"))
+
+
+def test_judges_are_a_sample_by_the_seed_of_those_who_can_judge() -> None:
+    source = Memory("numbers", [[b"%d/%d" % (c, i) for i in range(8)] for c in range(200)])
+    able = [c for c in range(len(source.volumes)) if source.held_out(c)]
+    assert 0 < len(able) < 200
+    everyone = judges(source, seed=1)
+    assert everyone.device.tolist() == able
+    assert (everyone.examples == source.volumes[everyone.device]).all()
+    some = judges(source, seed=1, most=20)
+    assert set(some.device.tolist()) < set(able)
+    assert some.device.tolist() == judges(source, 1, 20).device.tolist()
+    assert some.device.tolist() != judges(source, 2, 20).device.tolist()
+
+
+def test_without_held_out_examples_there_is_no_judge() -> None:
+    source = Memory("few", [[b"1"]])
+    with pytest.raises(OperatorError, match="no client has a held-out example"):
+        judges(source, seed=1)
