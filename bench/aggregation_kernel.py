@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from papaya.aggregator.shards import Shards, Upload
+from papaya.aggregator.shards import Shards, UploadChunks
 from papaya.aggregator.work import Fold, Snapshot
 from papaya.config import AsyncFL, TaskConfig
 from papaya.learning.kernels import NUMPY, Kernel, compiled
@@ -77,7 +77,7 @@ def integers(seed: int) -> Vector:
     return np.random.default_rng(seed).integers(-9, 10, LENGTH).astype(FLOAT32)
 
 
-def chunks(update: Vector) -> Upload:
+def chunks(update: Vector) -> UploadChunks:
     data = update.tobytes()
     return {
         start: memoryview(bytearray(data[start : start + CHUNK_BYTES]))
@@ -85,7 +85,7 @@ def chunks(update: Vector) -> Upload:
     }
 
 
-def bench_kernels(updates: list[Vector], uploads: list[Upload]) -> None:
+def bench_kernels(updates: list[Vector], uploads: list[UploadChunks]) -> None:
     pieces = [[np.frombuffer(chunk, FLOAT32) for chunk in upload.values()] for upload in uploads]
     factors = [float(1 + number) for number in range(STREAMS)]
     expected = np.zeros(LENGTH, FLOAT32)
@@ -120,7 +120,7 @@ def bench_kernels(updates: list[Vector], uploads: list[Upload]) -> None:
         )
 
 
-def bench_fold(uploads: list[Upload], updates: list[Vector], kernel: Kernel) -> None:
+def bench_fold(uploads: list[UploadChunks], updates: list[Vector], kernel: Kernel) -> None:
     """Time per update of check and fold; a quarter of what an update may cost in all."""
     works = [Fold(CONFIG, 1, 1, f"s{i}", 1, 0) for i in range(STREAMS)]
     given = list(zip(works, uploads, strict=True))

@@ -33,7 +33,7 @@ import numpy as np
 from papaya.secagg.mask import Mask, add_masks
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.participant import Policy, SealedUpdate, Terms, UnsealedUpdate
+from papaya.secagg.participant import ParticipantPolicy, SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import Unmasking
 from papaya.secagg.words import BLOCK, WORD, Reals, Words, blocks
 from papaya.study.tee_transfer import (
@@ -44,7 +44,7 @@ from papaya.study.tee_transfer import (
     measure_transfer,
 )
 from papaya.tsa import endpoint
-from papaya.tsa.client import TrustedAggregatorClient
+from papaya.tsa.client import TsaClient
 from papaya.tsa.process import serve_until_signal
 
 LENGTH = 5_000_000  # 20 MB
@@ -56,7 +56,9 @@ PARAMETERS = PublicParameters(
     task="bench", length=LENGTH, aggregation_goal=GOAL, threshold=GOAL, clip=1.0,
     max_examples=100, max_staleness=10,
 )  # fmt: skip
-POLICY = Policy(task="bench", length=LENGTH, clip=1.0, max_examples=100, max_staleness=10)
+POLICY = ParticipantPolicy(
+    task="bench", length=LENGTH, clip=1.0, max_examples=100, max_staleness=10
+)
 
 
 def require(holds: bool, problem: str) -> None:
@@ -94,7 +96,7 @@ def a_delta() -> Reals:
     return drawn * np.float32(1 / np.sqrt(LENGTH))
 
 
-def bench_sum_and_client(delta: Reals, client: TrustedAggregatorClient) -> None:
+def bench_sum_and_client(delta: Reals, client: TsaClient) -> None:
     seeds = [os.urandom(16) for _ in range(SEEDS)]
     total = np.zeros(LENGTH, WORD)
     offers = iter(client.offers(client.register(PARAMETERS), TURNS))
@@ -156,7 +158,7 @@ def child(work: Callable[..., None], *arguments: object) -> Iterator[None]:
         process.join()
 
 
-def bench_boundary(client: TrustedAggregatorClient, copier: socket.socket) -> None:
+def bench_boundary(client: TsaClient, copier: socket.socket) -> None:
     """A group of K = 100: the sum released, unmasked and checked; then its mean, as numbers."""
     total, members = filled_group(client, group=0)
     copied, unmasked, decoded = [], [], []
@@ -180,7 +182,7 @@ def bench_boundary(client: TrustedAggregatorClient, copier: socket.socket) -> No
     )  # fmt: skip
 
 
-def filled_group(client: TrustedAggregatorClient, group: int) -> tuple[Words, list[int]]:
+def filled_group(client: TsaClient, group: int) -> tuple[Words, list[int]]:
     """A full buffer: its masked sum and its members; their masks are summed already."""
     parameters_hash = client.register(PARAMETERS)
     update = np.full(LENGTH, 2**-13, np.float32)
@@ -204,7 +206,7 @@ def copy_s(copier: socket.socket) -> float:
 
 
 def sealed_for(
-    client: TrustedAggregatorClient, offer: Offer, parameters: PublicParameters, delta: Reals
+    client: TsaClient, offer: Offer, parameters: PublicParameters, delta: Reals
 ) -> SealedUpdate:
     policy = replace(POLICY, task=parameters.task, length=parameters.length)
     terms = Terms(client.identity_public_key, parameters, policy)
@@ -214,7 +216,7 @@ def sealed_for(
 def bench_transfer(plot: Path | None) -> None:
     """As in the paper's figure, but every point of it is measured."""
     report(
-        "bytes into the trusted party per client", SEED_MESSAGE_BYTES, MAX_SEED_BYTES,
+        "bytes into the TSA per client", SEED_MESSAGE_BYTES, MAX_SEED_BYTES,
         SEED_MESSAGE_BYTES <= MAX_SEED_BYTES,
     )  # fmt: skip
     transfers = measure_transfer(GOALS, MODEL_BYTES, naive_up_to=max(GOALS), turns=9)
@@ -239,10 +241,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="also draw the paper's figure into this file")
     plot: Path | None = parser.parse_args().plot
     with tempfile.TemporaryDirectory() as folder:
-        trusted, copies = f"unix:{folder}/tsa", f"unix:{folder}/copies"
-        with child(serve_until_signal, trusted, ignore), child(copy_server, copies):
-            connected(trusted).close()
-            with TrustedAggregatorClient(trusted) as client, connected(copies) as copier:
+        tsa, copies = f"unix:{folder}/tsa", f"unix:{folder}/copies"
+        with child(serve_until_signal, tsa, ignore), child(copy_server, copies):
+            connected(tsa).close()
+            with TsaClient(tsa) as client, connected(copies) as copier:
                 bench_sum_and_client(a_delta(), client)
                 bench_boundary(client, copier)
     bench_transfer(plot)

@@ -26,14 +26,15 @@ import torch
 
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
+from papaya.sim.draws import Ints
 from papaya.sim.population import DEFAULT, Population
-from papaya.study.workloads.base import Clients, Ints, Matrix
+from papaya.study.workloads.base import Clients, Matrix
 from papaya.study.workloads.lstm import Lstm
 from papaya.study.workloads.lstm_trainers import CompiledLstm, TorchLstm
 from papaya.study.workloads.perceptron import Perceptron
 from papaya.study.workloads.perceptron_trainers import (
     CompiledPerceptron,
-    Examples,
+    PerceptronExamples,
     PerceptronSizes,
     StackedPerceptron,
 )
@@ -60,7 +61,7 @@ class TorchPerceptron:
         self._lengths = [value.numel() for value in self._parameters]
 
     def train(
-        self, models: list[Vector], start: Ints, examples: Examples, sgd: ClientSGD
+        self, models: list[Vector], start: Ints, examples: PerceptronExamples, sgd: ClientSGD
     ) -> Matrix:
         features = torch.from_numpy(examples.features)
         labels = torch.from_numpy(examples.labels.astype(np.int64))

@@ -77,12 +77,12 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "tls_key": "The PEM file with its key.",
         "tls_authority": "The PEM file of the authority that signed the other servers' "
         "certificates. None takes the system's.",
-        "trusted_party": "Where the trusted party of secure aggregation listens: `unix:/path` or "
+        "tsa": "Where the TSA of secure aggregation listens: `unix:/path` or "
         "`tcp:127.0.0.1:port`. Empty: a child of this process, with **insecure** software "
         "evidence, started when a task first asks for it.",
-        "trusted_platform": "What vouches for it.",
-        "trusted_collateral": "The JSON file of the vendor's collateral, kept fresh by you.",
-        "trusted_leaf": "The record of its binary in the public log.",
+        "tsa_platform": "What vouches for it.",
+        "tsa_collateral": "The JSON file of the vendor's collateral, kept fresh by you.",
+        "tsa_leaf": "The record of its binary in the public log.",
         "log": "The folder of the public log, served at `/v1/log/`. None: `log` in the data "
         "folder, made when the child is started.",
         "fold_threads": "Worker threads of an aggregator, each with its own intermediate "

@@ -40,7 +40,9 @@ class Vectors:
 
     def updates(self, model: Vector, cohort: range, sgd: ClientSGD) -> Array:
         rows, offsets = _rows(self._data, cohort)
-        examples = perceptron.Examples(self._data.inputs[rows], self._data.targets[rows], offsets)
+        examples = perceptron.PerceptronExamples(
+            self._data.inputs[rows], self._data.targets[rows], offsets
+        )
         return self._trainer.train([model], np.zeros(len(cohort), np.int64), examples, sgd)
 
 

@@ -12,7 +12,7 @@ from itertools import count
 
 from papaya.aggregator.held_task import HeldTask
 from papaya.aggregator.participation import Participation
-from papaya.aggregator.phase import Phase
+from papaya.aggregator.phase import TaskPhase
 from papaya.aggregator.reporting import task_report
 from papaya.aggregator.upload import Slots
 from papaya.aggregator.work import (
@@ -96,7 +96,7 @@ class Aggregator:
         self._woken_at = now
         effects: Effects = []
         for held in self.tasks.values():
-            if held.phase is Phase.SERVING and held.next_wake() <= now:
+            if held.phase is TaskPhase.SERVING and held.next_wake() <= now:
                 effects += held.wake(now)
         if now >= self._next_beat:
             effects += self._beat(now)
@@ -132,7 +132,7 @@ class Aggregator:
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
         held = self.tasks.get(claim.task)
-        if held is None or held.phase is not Phase.SERVING:
+        if held is None or held.phase is not TaskPhase.SERVING:
             after_s = self._config.heartbeat_s / 4
             return [Reply(reply_to, Retry("this aggregator does not serve the task", after_s))]
         overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
@@ -161,7 +161,7 @@ class Aggregator:
                 return held.on_restored(now)
             case Offered() if held.offers is not None:
                 held.offers.on_offered(now, message, held.pipeline)
-                return held.pipeline.pump(now) if held.phase is Phase.SERVING else []
+                return held.pipeline.pump(now) if held.phase is TaskPhase.SERVING else []
         return []
 
     def _on_arriving(self, now: float, message: Arriving) -> Effects:
@@ -179,7 +179,7 @@ class Aggregator:
                 if isinstance(message, Transacted):
                     return held.on_transacted(now, message)
                 effects = held.on_rows(message)
-                if held.phase is Phase.STOPPED:
+                if held.phase is TaskPhase.STOPPED:
                     del self.tasks[held.task]
                 return effects
         if isinstance(message, Rows) and message.token in self._left:
@@ -198,7 +198,7 @@ class Aggregator:
     def _on_left(self, config: TaskConfig, rows: Rows) -> Effects:
         row = dict(rows.rows).get(task_key(config.task))
         is_over = row is None or (isinstance(row, TaskRow) and row.is_over)
-        # Before, or held here again: the trusted party may have seeds that will be asked for.
+        # Before, or held here again: the TSA may have seeds that will be asked for.
         return [Forget(config)] if is_over and config.task not in self.tasks else []
 
     # -- orders and reports -----------------------------------------------------------------
@@ -243,7 +243,7 @@ class Aggregator:
                 effects += held.reclaim_slot(session)
         for held in self.tasks.values():
             held.sessions.forget(now)
-            if held.phase is Phase.HALTED:
+            if held.phase is TaskPhase.HALTED:
                 effects += held.load()  # its owner may have changed the rows
         return effects + self._report(now, heartbeat=True)
 

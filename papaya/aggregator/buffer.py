@@ -15,7 +15,7 @@ from papaya.messages.storage import Member, RecordRow
 class Buffer:
     """Invariants: durable <= folded; folded + folding <= goal.
 
-    A lost one had seeds at a trusted party that is gone: no client's work is put into it any more,
+    A lost one had seeds at a TSA that is gone: no client's work is put into it any more,
     and it is given up as soon as what it holds is durable.
     """
 

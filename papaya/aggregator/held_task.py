@@ -19,7 +19,7 @@ from papaya.aggregator import regime
 from papaya.aggregator.confirmations import Confirmations
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.offers import Offers
-from papaya.aggregator.phase import Phase
+from papaya.aggregator.phase import TaskPhase
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.promises import Promises
 from papaya.aggregator.sessions import Session, Sessions, keep_until, ticket_life_s
@@ -53,7 +53,7 @@ class HeldTask:
     ) -> None:
         self.task = task
         self.fence = fence
-        self.phase = Phase.LOADING
+        self.phase = TaskPhase.LOADING
         self.counters: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.sessions = Sessions(server.dead_after_s)
@@ -82,17 +82,17 @@ class HeldTask:
 
     def load(self) -> Effects:
         """Read all that is durable, in one snapshot."""
-        self.phase = Phase.LOADING
+        self.phase = TaskPhase.LOADING
         self._read_token = next(self._tokens)
         return [Read(self._read_token, holder_prefixes(self.task))]
 
     def awaits(self, token: int) -> bool:
-        if self.phase is Phase.LOADING:
+        if self.phase is TaskPhase.LOADING:
             return token == self._read_token
-        return self.phase is Phase.SERVING and token == self.pipeline.token
+        return self.phase is TaskPhase.SERVING and token == self.pipeline.token
 
     def on_rows(self, rows: Rows) -> Effects:
-        if self.phase is Phase.SERVING:
+        if self.phase is TaskPhase.SERVING:
             return self.pipeline.on_rows(dict(rows.rows)) or self.load()
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
@@ -129,7 +129,7 @@ class HeldTask:
         return self._answer(session, missing) + self.reclaim_slot(session)
 
     def on_restored(self, now: float) -> Effects:
-        self.phase = Phase.SERVING
+        self.phase = TaskPhase.SERVING
         self.halted_because = ""
         self.may_want_more = True
         for session in self.sessions.active.values():
@@ -143,7 +143,7 @@ class HeldTask:
 
     def stop(self) -> Effects:
         """Deposed: clients find the new holder through any selector."""
-        self.phase = Phase.STOPPED
+        self.phase = TaskPhase.STOPPED
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
             effects += self._answer(session, Retry("the task has moved", 0.0))
@@ -179,7 +179,7 @@ class HeldTask:
 
     def demand(self, now: float) -> int:
         """None is reported while running clients may still come to be adopted."""
-        if self.phase is not Phase.SERVING or now < self.adopts_until:
+        if self.phase is not TaskPhase.SERVING or now < self.adopts_until:
             return 0
         return self.config_demand
 
@@ -328,7 +328,7 @@ class HeldTask:
 
     def on_lost(self, message: Lost) -> Effects:
         """The rows decide whether we are deposed; what is missing from fresh rows stays missing."""
-        head = None if self.phase is Phase.LOADING else self.ledger.version
+        head = None if self.phase is TaskPhase.LOADING else self.ledger.version
         if head is None or head == self._lost_at:
             return self._halt(message.reason)
         self._lost_at = head
@@ -336,7 +336,7 @@ class HeldTask:
 
     def _halt(self, reason: str) -> Effects:
         """Until its rows change. Its clients keep their sessions, not their places in memory."""
-        self.phase = Phase.HALTED
+        self.phase = TaskPhase.HALTED
         self.halted_because = reason
         return self._send_all_again()
 
@@ -387,7 +387,7 @@ class HeldTask:
         return [] if offers is None else offers.refill(now, self.pipeline)
 
     def next_wake(self) -> float:
-        if self.phase is not Phase.SERVING:
+        if self.phase is not TaskPhase.SERVING:
             return float("inf")
         # Deadlines are swept together: most have moved or become pointless when they come.
         sweep = max(self.sessions.next_deadline(), self._swept_at + self._sweep_s)
@@ -395,6 +395,6 @@ class HeldTask:
         return due if self.offers is None or self.is_over else min(due, self.offers.next_wake())
 
     def check(self) -> None:
-        if self.phase is Phase.SERVING:
+        if self.phase is TaskPhase.SERVING:
             self.sessions.check(self.pipeline.config.concurrency)
             self.pipeline.check()

@@ -1,11 +1,11 @@
 """Secure aggregation at the aggregator: sums of masked vectors, and what takes the masks off.
 
 Paper, "Asynchronous Secure Aggregation": the server adds masked vectors as they come and learns,
-from the trusted party, the sum of their masks and nothing else. Words of Z_2^32 wrap around by
+from the TSA, the sum of their masks and nothing else. Words of Z_2^32 wrap around by
 themselves; no norm and no NaN can be seen under a mask, so only the size is checked here. After
 unmasking, a sum that no honest clients can have made is refused, and its buffer dropped.
 
-    Fold   the trusted party takes the seed into the group of the target version, then words add up
+    Fold   the TSA takes the seed into the group of the target version, then words add up
     Step   it releases the masks of exactly the record's members, at least the threshold
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from papaya.aggregator.work import Offer
+from papaya.aggregator.work import StockedOffer
 from papaya.config import TaskConfig
 from papaya.errors import UpdateRefused
 from papaya.learning.kernels import Kernel
@@ -32,7 +32,7 @@ from papaya.secagg.words import WORD, Words
 LOST = "trusted_party_lost"
 
 
-class TrustedPartyError(Exception):
+class TsaError(Exception):
     """It refused, or is LOST: gone, or no longer the one that took the seeds.
 
     `group` is set when it has this very seed in another group, which is open.
@@ -44,12 +44,12 @@ class TrustedPartyError(Exception):
         self.group = group
 
 
-class TrustedParty(Protocol):
-    """What an aggregator asks of the trusted party; every call may raise TrustedPartyError."""
+class Tsa(Protocol):
+    """What an aggregator asks of the TSA; every call may raise TsaError."""
 
     def offers(
         self, parameters: PublicParameters, count: int
-    ) -> tuple[tuple[Offer, ...], SecureOffer]: ...
+    ) -> tuple[tuple[StockedOffer, ...], SecureOffer]: ...
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
         """Said twice it is done once."""
@@ -116,18 +116,16 @@ def masked_update(config: TaskConfig, pieces: Sequence[BytesLike]) -> Sequence[B
     return pieces
 
 
-def unmasked_mean(
-    config: TaskConfig, record: RecordRow, total: MaskedSum, trusted: TrustedParty
-) -> Vector:
-    """The server's step: weighted updates by weights. Raises TrustedPartyError, or Implausible."""
+def unmasked_mean(config: TaskConfig, record: RecordRow, total: MaskedSum, tsa: Tsa) -> Vector:
+    """The server's step: weighted updates by weights. Raises TsaError, or Implausible."""
     parameters = config.public_parameters
     assert parameters is not None
     members = sorted(member.offer for member in record.members)
     if any(a == b for a, b in pairwise(members)):
-        # An index is drawn once in the life of a trusted party.
-        raise TrustedPartyError(LOST, "the seeds of this buffer were taken by two trusted parties")
+        # An index is drawn once in the life of a TSA.
+        raise TsaError(LOST, "the seeds of this buffer were taken by two TSAs")
     if len(members) < parameters.aggregation_goal:
-        raise TrustedPartyError(LOST, "given up before it was full: its seeds are lost")
+        raise TsaError(LOST, "given up before it was full: its seeds are lost")
     unmasking = Unmasking(total.vector, len(members), parameters)
-    trusted.release(parameters, record.target, members, unmasking.take)
+    tsa.release(parameters, record.target, members, unmasking.take)
     return unmasking.result().mean()

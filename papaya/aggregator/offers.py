@@ -1,13 +1,13 @@
-"""Offers of the trusted party, kept in stock (paper, "Secure Aggregation": initial messages).
+"""Offers of the TSA, kept in stock (paper, "Secure Aggregation": initial messages).
 
-A client that reports takes one; a report never waits for the trusted party unless the stock is
+A client that reports takes one; a report never waits for the TSA unless the stock is
 empty. Offers are not tied to a group, so none is lost when a buffer closes. They are cheap and
 they expire: what is left of a stock after a crash is simply forgotten.
 
-New offers also tell whether the trusted party is still the one that took the seeds of the open
+New offers also tell whether the TSA is still the one that took the seeds of the open
 buffers; if not, these are lost, and marked so that no more clients work for them. Two signs, which
 never lie: its identity has changed since seeds were there; or it numbers its offers from below a
-seed that was there before they were made, while one party only counts up.
+seed that was there before they were made, while one TSA only counts up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import deque
 from msgspec import structs
 
 from papaya.aggregator.pipeline import Pipeline
-from papaya.aggregator.work import GetOffers, Offer, Offered
+from papaya.aggregator.work import GetOffers, Offered, StockedOffer
 from papaya.config import TaskConfig
 from papaya.machine import Effects
 from papaya.messages.participation import DiscardReason, SecureOffer
@@ -33,13 +33,13 @@ class Offers:
         self._config = config
         self._seq = seq
         self._wanted = min(_MOST, max(8, config.concurrency // 2))
-        self._stock: deque[Offer] = deque()
+        self._stock: deque[StockedOffer] = deque()
         self._terms: SecureOffer | None = None
         self._is_asked = False
         self._is_doubted = False
         self._ask_again_at = 0.0
         self._asked_with: dict[int, int] = {}  # buffers, and the newest seed of each
-        self._had_seeds: tuple[int, ...] = ()  # when the present party was asked
+        self._had_seeds: tuple[int, ...] = ()  # when the present TSA was asked
         self._lost: tuple[int, ...] = ()
         self._is_late = False  # the last offers were over when they came
         self.problem = ""
@@ -65,7 +65,7 @@ class Offers:
             return
         is_another = self._terms is None or offered.terms.identity != self._terms.identity
         if is_another:
-            self._stock.clear()  # the trusted party was started anew and knows none of these
+            self._stock.clear()  # the TSA was started anew and knows none of these
         first = offered.offers[0].index
         behind = (target for target, newest in self._asked_with.items() if newest >= first)
         self._lost += (*behind, *(self._had_seeds if is_another else ()))
@@ -77,7 +77,7 @@ class Offers:
         if self._is_late:
             self._ask_again_at = now + _AGAIN_S
             self.problem = (
-                f"new offers of the trusted party end in {left_s:.0f} s, an upload may take "
+                f"new offers of the TSA end in {left_s:.0f} s, an upload may take "
                 f"{self._config.upload_timeout_s:.0f} s: look at its clock"
             )
             return
@@ -88,7 +88,7 @@ class Offers:
         self._lost = tuple(target for target in self._lost if target > pipeline.ledger.version)
         pipeline.lose(now, self._lost)
 
-    def take(self, now: float) -> tuple[Offer, SecureOffer] | None:
+    def take(self, now: float) -> tuple[StockedOffer, SecureOffer] | None:
         """One that outlives the upload, and what its client is told; None when there is none."""
         while self._stock:
             offer = self._stock.popleft()
@@ -97,7 +97,7 @@ class Offers:
         return None
 
     def on_refused(self, reason: DiscardReason | None, offer: SecureOffer | None) -> None:
-        """A seed was not taken. It may be the client's fault; or the party is another one now."""
+        """A seed was not taken. It may be the client's fault; or the TSA is another one now."""
         if reason not in ("trusted_party_lost", "seed_refused"):
             return
         self._is_doubted = True
@@ -106,6 +106,6 @@ class Offers:
             self._stock.clear()  # it does not know this one, nor those that it made beside it
 
     def next_wake(self) -> float:
-        """When a low stock is to be asked for again, or whether the party is the same."""
+        """When a low stock is to be asked for again, or whether the TSA is the same."""
         is_due = self._is_low or self._is_doubted
         return self._ask_again_at if is_due and not self._is_asked else float("inf")

@@ -57,7 +57,7 @@ from papaya.messages.tickets import (
 _BUSY_RETRY_S = 0.5
 
 
-class Ended(Exception):
+class SessionEnded(Exception):
     """Not an error: the session is over (or cannot begin), and this is the answer."""
 
     def __init__(self, answer: Message) -> None:
@@ -106,7 +106,7 @@ class Participation:
                 case Leave():
                     session = self._participant(now, held, request.ticket, claim)
                     return self._leave(held, session, reply_to)
-        except Ended as ended:
+        except SessionEnded as ended:
             has_left = isinstance(request, Leave) and ended.answer == Aborted("left")
             return [Reply(reply_to, Left() if has_left else ended.answer)]
         except TicketError as error:
@@ -128,7 +128,7 @@ class Participation:
             raise TicketError("the session has expired")
         if session is None:
             if ticket.version < held.ledger.oldest_allowed(held.pipeline.max_staleness):
-                raise Ended(Aborted("stale"))
+                raise SessionEnded(Aborted("stale"))
             session = self._adopt(now, held, ticket, sealed)
         elif session.is_training:
             held.sessions.rebase(session, ticket, sealed)
@@ -144,9 +144,9 @@ class Participation:
             if now >= ticket.upload_by:
                 raise TicketError("the upload came too late")
             if not regime.accepts(held.ledger.config, ticket.version, held.ledger.version + 1):
-                raise Ended(Aborted("round_over"))
+                raise SessionEnded(Aborted("round_over"))
             if ticket.version < held.ledger.restarted_at:
-                raise Ended(Aborted("stale"))
+                raise SessionEnded(Aborted("stale"))
             if session is None:
                 session = self._adopt(now, held, ticket, b"")
             if not session.is_complete:
@@ -167,7 +167,7 @@ class Participation:
     ) -> Session:
         """A predecessor's client: its training is not lost while there is room for it."""
         if held.room < 1:
-            raise Ended(Aborted("task_over" if held.is_over else "full"))
+            raise SessionEnded(Aborted("task_over" if held.is_over else "full"))
         session = Session(ticket, sealed, now)
         held.admit(session, is_leased=False)
         return session
@@ -175,7 +175,7 @@ class Participation:
     def _tell_if_ended(self, held: HeldTask, ticket: AnyTicket) -> None:
         ended = held.sessions.ended.get(ticket.session)
         if ended is not None:
-            raise Ended(ended[0])
+            raise SessionEnded(ended[0])
 
     # -- the requests -----------------------------------------------------------------------
 
@@ -209,12 +209,12 @@ class Participation:
         if now > assignment.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
         if held.is_over:
-            raise Ended(Aborted("task_over"))
+            raise SessionEnded(Aborted("task_over"))
         if not regime.admits_joins(held.ledger.config, held.pipeline.current.is_full):
-            raise Ended(Retry("the round is closing", _BUSY_RETRY_S))
+            raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = held.promises.cover(assignment)
         if (held.config_demand if is_leased else held.room) < 1:
-            raise Ended(Aborted("full"))
+            raise SessionEnded(Aborted("full"))
         newest, pinned = held.ledger.newest, held.ledger.config.evaluates
         life_s = session_life_s(held.ledger.config, self._config)
         ticket = SessionTicket(
@@ -237,7 +237,7 @@ class Participation:
             if session.version < held.ledger.oldest_allowed(held.pipeline.max_staleness):
                 return [*held.end(session, "stale"), Reply(reply_to, Aborted("stale"))]
             if not self._grant(now, held, session, staleness, request.examples):
-                return [Reply(reply_to, Retry("the trusted party makes offers", _BUSY_RETRY_S))]
+                return [Reply(reply_to, Retry("the TSA makes offers", _BUSY_RETRY_S))]
         ticket = session.upload_ticket
         assert ticket is not None
         granted = UploadGranted(
@@ -256,7 +256,7 @@ class Participation:
     def _grant(
         self, now: float, held: HeldTask, session: Session, staleness: int, examples: int
     ) -> bool:
-        """False while there is no offer of the trusted party to give."""
+        """False while there is no offer of the TSA to give."""
         config, index = held.ledger.config, -1
         if held.offers is not None:
             found = held.offers.take(now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class Phase(Enum):
+class TaskPhase(Enum):
     LOADING = "reading what is durable"
     SERVING = "serving clients"
     HALTED = "waiting for its owner"

@@ -62,7 +62,7 @@ class Pipeline:
         self._commit_due = _NEVER
         self._last_commit = -_NEVER
         self._step_due = -_NEVER
-        self._failures = 0  # of the trusted party, at this step
+        self._failures = 0  # of the TSA, at this step
 
     def restore(self) -> Restore:
         records = tuple(self.ledger.records.values())
@@ -106,7 +106,7 @@ class Pipeline:
     def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
         """Take a place in the first buffer with room; None when all are full for now.
 
-        With a `group`, only in that one: the trusted party has the seed there already.
+        With a `group`, only in that one: the TSA has the seed there already.
         """
         for target in self._open_targets if group is None else (group,):
             buffer = self._buffer(target)
@@ -201,7 +201,7 @@ class Pipeline:
         return self._transact(self.ledger.record(records))
 
     def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
-        """Nothing yet, if the trusted party did not answer, or failed: it has the seeds, so that
+        """Nothing yet, if the TSA did not answer, or failed: it has the seeds, so that
         nothing is lost by asking again. One that fails for minutes is not asked any more.
         """
         self._failures += message.dropped == FAILED

@@ -33,8 +33,8 @@ from msgspec import structs
 from papaya.aggregator.masked_sum import (
     LOST,
     MaskedSum,
-    TrustedParty,
-    TrustedPartyError,
+    Tsa,
+    TsaError,
     masked_update,
     unmasked_mean,
 )
@@ -64,12 +64,12 @@ from papaya.learning.weighting import BytesLike, Contribution, WeightedSum, admi
 from papaya.messages.base import BlobKey, SessionId, TaskId
 from papaya.secagg.errors import Implausible
 
-Blobs = list[tuple[BlobKey, bytes]]
+NewBlobs = list[tuple[BlobKey, bytes]]
 Pieces = Sequence[BytesLike]
 """A blob that was never put together."""
 ReadBlob = Callable[[BlobKey], bytes]
-Lock = Callable[[], AbstractContextManager[Any]]
-Upload = dict[int, BytesLike]
+TakeLock = Callable[[], AbstractContextManager[Any]]
+UploadChunks = dict[int, BytesLike]
 """Chunks by their offset."""
 Total = WeightedSum | MaskedSum
 SeedRefusal = Literal["seed_refused", "trusted_party_lost"]
@@ -90,7 +90,7 @@ def blob_key(task: TaskId, seq: int, what: str, *content: BytesLike) -> BlobKey:
     return f"{task}/{seq}/{what}-{digest.hexdigest()[:32]}"
 
 
-def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> Blobs:
+def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> NewBlobs:
     """The parameters and the optimizer state of version 0."""
     optimizer = server_optimizer(config.optimizer)
     state = optimizer.encode_state(optimizer.initial_state(config.model_length))
@@ -105,10 +105,10 @@ def _let_go(data: BytesLike) -> None:
     """Bytes that belong to no pool need nothing."""
 
 
-class _Buffer:
+class _BufferSum:
     """The sum for one target version."""
 
-    def __init__(self, shards: int, lock: Lock) -> None:
+    def __init__(self, shards: int, lock: TakeLock) -> None:
         self.total: Any = None
         self.sessions: list[SessionId] = []
         self._shards: list[Any] = [None] * shards
@@ -153,17 +153,17 @@ class Shards:
         shards: int = 1,
         *,
         kernel: Kernel = NUMPY,
-        lock: Lock = nullcontext,
+        lock: TakeLock = nullcontext,
         release: Callable[[BytesLike], object] = _let_go,
-        trusted: TrustedParty | None = None,
+        tsa: Tsa | None = None,
     ) -> None:
         self.count = shards
-        self._trusted = trusted
+        self._tsa = tsa
         self._kernel = kernel
         self._lock = lock
         self._release = release
-        self._uploads: dict[tuple[TaskId, SessionId], Upload] = {}
-        self._buffers: dict[tuple[TaskId, int], dict[int, _Buffer]] = {}
+        self._uploads: dict[tuple[TaskId, SessionId], UploadChunks] = {}
+        self._buffers: dict[tuple[TaskId, int], dict[int, _BufferSum]] = {}
         self._guard = lock()
 
     # -- uploads ----------------------------------------------------------------------------
@@ -176,11 +176,11 @@ class Shards:
         if replaced is not None:
             self._release(replaced)
 
-    def take(self, work: Fold) -> Upload:
+    def take(self, work: Fold) -> UploadChunks:
         """The upload leaves the table, to be folded or released."""
         return self._uploads.pop((work.config.task, work.session), {})
 
-    def release(self, upload: Upload) -> None:
+    def release(self, upload: UploadChunks) -> None:
         for data in upload.values():
             self._release(data)
 
@@ -199,7 +199,7 @@ class Shards:
         [folded] = self.fold_all([(work, self.take(work))], shard)
         return folded
 
-    def fold_all(self, given: Sequence[tuple[Fold, Upload]], shard: int) -> list[Folded]:
+    def fold_all(self, given: Sequence[tuple[Fold, UploadChunks]], shard: int) -> list[Folded]:
         """Uploads for one buffer. Checks all of them first, so that adding cannot fail half-way."""
         results = []
         sessions: list[SessionId] = []
@@ -212,7 +212,7 @@ class Shards:
                     sessions.append(work.session)
                 except UpdateRefused as error:
                     folded = structs.replace(folded, refused=error.reason)
-                except TrustedPartyError as error:
+                except TsaError as error:
                     reason: SeedRefusal = (
                         "trusted_party_lost" if error.reason == LOST else "seed_refused"
                     )
@@ -244,22 +244,22 @@ class Shards:
             blobs.append((key, pieces))
         return Snapshotted(task, seq, tuple(sums)), blobs
 
-    def snapshot(self, work: Snapshot) -> tuple[Snapshotted, Blobs]:
+    def snapshot(self, work: Snapshot) -> tuple[Snapshotted, NewBlobs]:
         snapshotted, blobs = self.encode(self.cut(work))
         return snapshotted, [(key, b"".join(pieces)) for key, pieces in blobs]
 
     def restore(self, work: Restore, read: ReadBlob) -> None:
         config = work.config
         self.drop_sums(config.task, work.seq)
-        buffers: dict[int, _Buffer] = {}
+        buffers: dict[int, _BufferSum] = {}
         for record in work.records:
-            buffer = buffers[record.target] = _Buffer(self.count, self._lock)
+            buffer = buffers[record.target] = _BufferSum(self.count, self._lock)
             buffer.total = _decoded(config, read(record.sum))
             buffer.sessions = [member.session for member in record.members]
         with self._guard:
             self._buffers[config.task, work.seq] = buffers
 
-    def step(self, work: Step, read: ReadBlob) -> tuple[Stepped | StepFailed, Blobs]:
+    def step(self, work: Step, read: ReadBlob) -> tuple[Stepped | StepFailed, NewBlobs]:
         config, task, version = work.config, work.config.task, work.record.target
         optimizer = server_optimizer(config.optimizer)
         before = parameters.decode(read(work.base.parameters), config.model_length)
@@ -271,7 +271,7 @@ class Shards:
             after, new_state = optimizer.step(before, self._mean(work, total), state)
         except OperatorError as error:
             return StepFailed(task, work.seq, str(error)), []
-        except (TrustedPartyError, Implausible) as error:
+        except (TsaError, Implausible) as error:
             return _unchanged(work, error), []
         encoded = parameters.encode(after, {"task": task, "version": str(version)})
         encoded_state = optimizer.encode_state(new_state)
@@ -280,26 +280,26 @@ class Shards:
         stepped = Stepped(task, work.seq, version, key, state_key)
         return stepped, [(key, encoded), (state_key, encoded_state)]
 
-    # -- the trusted party ------------------------------------------------------------------
+    # -- the TSA ------------------------------------------------------------------
 
     def get_offers(self, work: GetOffers) -> Offered:
         config, parameters = work.config, work.config.public_parameters
         assert parameters is not None
-        if self._trusted is None:
-            return Offered(config.task, work.seq, problem="no trusted party runs here")
+        if self._tsa is None:
+            return Offered(config.task, work.seq, problem="no TSA runs here")
         try:
-            offers, terms = self._trusted.offers(parameters, work.count)
-        except TrustedPartyError as error:
+            offers, terms = self._tsa.offers(parameters, work.count)
+        except TsaError as error:
             return Offered(config.task, work.seq, problem=str(error))
         return Offered(config.task, work.seq, offers, terms)
 
     def forget(self, work: Forget) -> None:
         parameters = work.config.public_parameters
-        if self._trusted is not None and parameters is not None:
-            self._trusted.forget(parameters)
+        if self._tsa is not None and parameters is not None:
+            self._tsa.forget(parameters)
 
     def _member(self, work: Fold, pieces: list[BytesLike]) -> Contribution | Sequence[BytesLike]:
-        """What is added to the sum; or UpdateRefused, or TrustedPartyError for its seed."""
+        """What is added to the sum; or UpdateRefused, or TsaError for its seed."""
         config = work.config
         if config.secure_aggregation is None:
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
@@ -307,18 +307,18 @@ class Shards:
                 admit_evaluation(update.pieces, config.evaluates.max_examples)
             return Contribution(update, work.examples, work.staleness)
         update_pieces = masked_update(config, pieces)
-        self._party().accept(work.offer, work.target, work.sealed)
+        self._require_tsa().accept(work.offer, work.target, work.sealed)
         return update_pieces
 
     def _mean(self, work: Step, total: Total) -> parameters.Vector:
         if isinstance(total, WeightedSum):
             return total.mean()
-        return unmasked_mean(work.config, work.record, total, self._party())
+        return unmasked_mean(work.config, work.record, total, self._require_tsa())
 
-    def _party(self) -> TrustedParty:
-        if self._trusted is None:
-            raise TrustedPartyError(LOST, "no trusted party runs here")
-        return self._trusted
+    def _require_tsa(self) -> Tsa:
+        if self._tsa is None:
+            raise TsaError(LOST, "no TSA runs here")
+        return self._tsa
 
     # -- forgetting -------------------------------------------------------------------------
 
@@ -331,11 +331,11 @@ class Shards:
         if work.session is None:
             self.drop_sums(work.task, work.seq)
 
-    def _buffer(self, task: TaskId, seq: int, target: int) -> _Buffer:
+    def _buffer(self, task: TaskId, seq: int, target: int) -> _BufferSum:
         with self._guard:
             buffers = self._buffers.setdefault((task, seq), {})
             if target not in buffers:
-                buffers[target] = _Buffer(self.count, self._lock)
+                buffers[target] = _BufferSum(self.count, self._lock)
             return buffers[target]
 
 
@@ -355,7 +355,7 @@ def _decoded(config: TaskConfig, data: bytes) -> Total:
     return MaskedSum.decode(data, config.update_bytes // 4)
 
 
-def _unchanged(work: Step, error: TrustedPartyError | Implausible) -> Stepped:
+def _unchanged(work: Step, error: TsaError | Implausible) -> Stepped:
     """A masked buffer that cannot be used is dropped: its version is the one before, again."""
     dropped = "implausible" if isinstance(error, Implausible) else error.reason
     return Stepped(
@@ -368,7 +368,7 @@ def _unchanged(work: Step, error: TrustedPartyError | Implausible) -> Stepped:
     )
 
 
-def _in_order(upload: Upload) -> list[BytesLike]:
+def _in_order(upload: UploadChunks) -> list[BytesLike]:
     """The chunks up to the first that is missing; the size tells whether that is all."""
     found: list[BytesLike] = []
     end = 0

@@ -1,4 +1,4 @@
-"""The trusted party as an aggregator sees it, over its own interface (papaya/tsa).
+"""The TSA as an aggregator sees it, over its own interface (papaya/tsa).
 
 Whatever it says of an index, a group or parameters that it should know, and does not, means that it
 was started anew: then seeds that an earlier one took are lost. A seed that it has already is no
@@ -11,24 +11,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from papaya.aggregator.masked_sum import LOST, TrustedPartyError
-from papaya.aggregator.work import FAILED, UNREACHABLE, Offer
+from papaya.aggregator.masked_sum import LOST, TsaError
+from papaya.aggregator.work import FAILED, UNREACHABLE, StockedOffer
 from papaya.messages.participation import SecureOffer
 from papaya.secagg import offer as secagg
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
-from papaya.tsa.errors import Reason, Refused, Unavailable
+from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 
 _STRANGERS = (
-    Reason.UNKNOWN_INDEX,
-    Reason.UNKNOWN_PARAMETERS,
-    Reason.UNKNOWN_GROUP,
-    Reason.NOT_A_MEMBER,
+    RefusalReason.UNKNOWN_INDEX,
+    RefusalReason.UNKNOWN_PARAMETERS,
+    RefusalReason.UNKNOWN_GROUP,
+    RefusalReason.NOT_A_MEMBER,
 )
 
 
-class Tsa(Protocol):
-    """`TrustedAggregatorClient` in a running server, the object itself under virtual time."""
+class TsaCalls(Protocol):
+    """`TsaClient` in a running server, the object itself under virtual time."""
 
     @property
     def identity_public_key(self) -> bytes: ...
@@ -46,8 +46,8 @@ class Tsa(Protocol):
     def forget(self, parameters_hash: bytes) -> object: ...
 
 
-class Evidence(NamedTuple):
-    """Why a device may believe the trusted party."""
+class TsaEvidence(NamedTuple):
+    """Why a device may believe the TSA."""
 
     platform: str
     quote: bytes
@@ -55,28 +55,28 @@ class Evidence(NamedTuple):
     leaf: int
 
 
-Prove = Callable[[bytes], Evidence]
+Prove = Callable[[bytes], TsaEvidence]
 """Evidence for a task's parameters, by their hash."""
 
 
-class TrustedPartyOverTsa:
+class TsaAdapter:
     """Registers what it is asked for, and turns refusals into words of the aggregator."""
 
-    def __init__(self, tsa: Tsa, prove: Prove) -> None:
+    def __init__(self, tsa: TsaCalls, prove: Prove) -> None:
         self._tsa = tsa
         self._prove = prove
 
     def offers(
         self, parameters: PublicParameters, count: int
-    ) -> tuple[tuple[Offer, ...], SecureOffer]:
-        with _told():
+    ) -> tuple[tuple[StockedOffer, ...], SecureOffer]:
+        with _translated():
             identity = self._tsa.identity_public_key
             digest = self._tsa.register(parameters)
             made = self._tsa.offers(digest, count)
             evidence = self._prove(digest)
             if self._tsa.identity_public_key != identity:
-                raise TrustedPartyError(LOST, "the trusted party was started anew meanwhile")
-        offers = tuple(Offer(o.index, float(o.expires), o.encode()) for o in made)
+                raise TsaError(LOST, "the TSA was started anew meanwhile")
+        offers = tuple(StockedOffer(o.index, float(o.expires), o.encode()) for o in made)
         return offers, SecureOffer(
             parameters=parameters.encode(),
             offer=b"",
@@ -88,26 +88,26 @@ class TrustedPartyOverTsa:
         )
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
-        with _told():
+        with _translated():
             try:
                 self._tsa.accept(index, group, sealed)
-            except Refused as refused:
-                if refused.reason is not Reason.REPLAYED:
+            except TsaRefused as refused:
+                if refused.reason is not RefusalReason.REPLAYED:
                     raise
 
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        with _told(UNREACHABLE, FAILED):  # it may have the seeds: it is asked again
+        with _translated(UNREACHABLE, FAILED):  # it may have the seeds: it is asked again
             self._tsa.release(parameters, group, members, take)
 
     def forget(self, parameters: PublicParameters) -> None:
-        with suppress(Refused, Unavailable):  # one that was started anew knows nothing of it
+        with suppress(TsaRefused, Unavailable):  # one that was started anew knows nothing of it
             self._tsa.forget(parameters.digest())
 
 
-class _told:
-    """Turns what the trusted party says into TrustedPartyError.
+class _translated:
+    """Turns what the TSA says into TsaError.
 
     `away` when it says nothing, `failed` when it cannot do what it should.
     """
@@ -121,11 +121,11 @@ class _told:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Unavailable):
-            raise TrustedPartyError(self._away, str(error)) from error
-        if isinstance(error, Refused):
+            raise TsaError(self._away, str(error)) from error
+        if isinstance(error, TsaRefused):
             reason = f"refused_{error.reason.name.lower()}"
             if error.reason in _STRANGERS:
                 reason = LOST
-            elif error.reason is Reason.INTERNAL:
+            elif error.reason is RefusalReason.INTERNAL:
                 reason = self._failed
-            raise TrustedPartyError(reason, str(error), error.group) from error
+            raise TsaError(reason, str(error), error.group) from error

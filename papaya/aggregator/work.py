@@ -1,13 +1,13 @@
 """Heavy work of an aggregator: effects that take a model's worth of bytes, and what comes back.
 
-    GetOffers    initial messages of the trusted party               → Offered
+    GetOffers    initial messages of the TSA               → Offered
     Keep         a chunk's bytes into the upload's slot
     Fold         check a complete upload, add it to the buffer     → Folded
     Snapshot     cut all shards at once, write the sum as a blob    → Snapshotted
     Restore      load the sums of durable records                   → Restored
     Step         apply the server optimizer, write a version        → Stepped or StepFailed
     Drop         forget an upload's bytes or a task's buffers
-    Forget       the trusted party has no more to do for a task
+    Forget       the TSA has no more to do for a task
     (any of them                                                    → Lost: a blob is missing)
     DeleteBlobs  after the row that named them is gone
 
@@ -33,8 +33,8 @@ class Keep(Effect, frozen=True):
     model_bytes: int
 
 
-class Offer(Message, frozen=True):
-    """One initial message of the trusted party."""
+class StockedOffer(Message, frozen=True):
+    """One initial message of the TSA."""
 
     index: int
     expires: float
@@ -52,7 +52,7 @@ class Offered(Message, frozen=True):
 
     task: TaskId
     seq: int
-    offers: tuple[Offer, ...] = ()
+    offers: tuple[StockedOffer, ...] = ()
     terms: SecureOffer | None = None
     problem: str = ""
 
@@ -60,7 +60,7 @@ class Offered(Message, frozen=True):
 class Fold(Effect, frozen=True):
     """Adds examples x staleness weight x update to the sum, and examples to its weight.
 
-    Under secure aggregation the trusted party takes the sealed seed into the group of the target
+    Under secure aggregation the TSA takes the sealed seed into the group of the target
     version first; then the masked vector is added as it is.
     """
 
@@ -120,7 +120,7 @@ class Restored(Message, frozen=True):
 class Step(Effect, frozen=True):
     """From version `base` with its optimizer state and a closed record to the next version.
 
-    Under secure aggregation the trusted party releases the masks of exactly the record's members.
+    Under secure aggregation the TSA releases the masks of exactly the record's members.
     """
 
     config: TaskConfig
@@ -142,7 +142,7 @@ class Stepped(Message, frozen=True):
     optimizer: BlobKey
     dropped: str = ""
     """Why the masked buffer could not be used: then the version is its predecessor again. If the
-    trusted party is UNREACHABLE, or FAILED for some reason of its own, the step may be tried again.
+    TSA is UNREACHABLE, or FAILED for some reason of its own, the step may be tried again.
     """
 
 
@@ -183,7 +183,7 @@ class Drop(Effect, frozen=True):
 
 
 class Forget(Effect, frozen=True):
-    """A secure task is over: what the trusted party still holds for it is of no use to anyone."""
+    """A secure task is over: what the TSA still holds for it is of no use to anyone."""
 
     config: TaskConfig
 

@@ -1,4 +1,4 @@
-"""The one error of this package: a trusted party that the device does not believe."""
+"""The one error of this package: a TSA that the device does not believe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import ClassVar, Literal, TypeAlias
 
 from papaya.errors import ProtocolError
 
-Reason: TypeAlias = Literal["platform", "quote", "debug", "log", "measurement", "report_data"]
+AttestationReason: TypeAlias = Literal[
+    "platform", "quote", "debug", "log", "measurement", "report_data"
+]
 
 
 class AttestationError(ProtocolError):
@@ -24,6 +26,6 @@ class AttestationError(ProtocolError):
         "the device takes no part; whoever runs the server must show evidence that holds"
     )
 
-    def __init__(self, reason: Reason, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, reason: AttestationReason, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.reason = reason

@@ -1,4 +1,4 @@
-"""What the owner of a device demands of a trusted party, before its updates are masked for it.
+"""What the owner of a device demands of a TSA, before its updates are masked for it.
 
 Everything here is the device's own: no server can change it, and defaults are the strict side of
 every choice. Refused when it is made: a policy that contradicts itself. It does not know a
@@ -17,7 +17,7 @@ from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.note import VerifierKey
 
-Platform: TypeAlias = Literal["sgx", "tdx", "software"]
+PlatformName: TypeAlias = Literal["sgx", "tdx", "software"]
 # "Revoked" is not among them: no policy accepts it.
 TcbStatus: TypeAlias = Literal[
     "UpToDate",
@@ -28,11 +28,11 @@ TcbStatus: TypeAlias = Literal[
     "OutOfDateConfigurationNeeded",
 ]
 
-PLATFORMS: tuple[Platform, ...] = get_args(Platform)
+PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
 
 class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which trusted parties this device believes.
+    """Which TSAs this device believes.
 
     log_key                    the log's public key, as `papaya log` prints it: name+id+base64
     log_url                    where the log is read, by this device and by every auditor
@@ -40,7 +40,7 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     witnesses                  public keys of witnesses; `witness_quorum` of them must have cosigned
     max_cosignature_age_s      an older cosignature does not count; none: any age does
     oldest_record              releases before this one are not believed any more
-    platforms                  what may vouch for the trusted binary
+    platforms                  what may vouch for the TSA binary
     allow_insecure_software    take evidence that proves nothing; for demonstrations and tests
     tcb_statuses               states of a processor's trusted computing base that are good enough
     rejected_advisories        Intel advisories, such as INTEL-SA-00615, that are not
@@ -60,7 +60,7 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     witness_quorum: int = 0
     max_cosignature_age_s: float | None = None
     oldest_record: int = 0
-    platforms: tuple[Platform, ...] = ("sgx", "tdx")
+    platforms: tuple[PlatformName, ...] = ("sgx", "tdx")
     allow_insecure_software: bool = False
     tcb_statuses: tuple[TcbStatus, ...] = ("UpToDate",)
     rejected_advisories: tuple[str, ...] = ()
@@ -113,6 +113,6 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 hint="copy log_key and witnesses from whoever runs the log: name+id+base64",
             ) from error
 
-    def accepts(self, platform: Platform) -> bool:
+    def accepts(self, platform: PlatformName) -> bool:
         is_worth_something = platform != "software" or self.allow_insecure_software
         return platform in self.platforms and is_worth_something

@@ -1,7 +1,7 @@
-"""The device's checks of a trusted party, in order, before it masks anything.
+"""The device's checks of a TSA, in order, before it masks anything.
 
     "upon receiving an attestation quote [...] the client verifies the quote to ensure: the hash of
-    the running trusted binary is the same as the one published with the open sourced code; the hash
+    the running TSA binary is the same as the one published with the open sourced code; the hash
     of the public parameters provided by the server matches the hash included in the attestation
     quote. The client aborts if any of these conditions cannot be verified." (paper)
 
@@ -26,8 +26,8 @@ import dcap_qvl  # type: ignore[import-untyped]
 import msgspec
 from cryptography.hazmat.primitives import serialization
 
-from papaya.attestation.errors import AttestationError, Reason
-from papaya.attestation.policy import PLATFORMS, DevicePolicy, Platform
+from papaya.attestation.errors import AttestationError, AttestationReason
+from papaya.attestation.policy import PLATFORMS, DevicePolicy, PlatformName
 from papaya.attestation.software import root_certificate
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.reader import LogReader
@@ -38,16 +38,16 @@ MAX_COLLATERAL_BYTES = 256 * 1024
 KEY_BYTES = HASH_BYTES = 32
 
 _SGX, _TDX = 0, 0x81
-_TEE_TYPES: Mapping[Platform, int] = {"sgx": _SGX, "software": _SGX, "tdx": _TDX}
-_DEBUG_BITS: Mapping[Platform, int] = {"sgx": 0x02, "software": 0x02, "tdx": 0x01}
+_TEE_TYPES: Mapping[PlatformName, int] = {"sgx": _SGX, "software": _SGX, "tdx": _TDX}
+_DEBUG_BITS: Mapping[PlatformName, int] = {"sgx": 0x02, "software": 0x02, "tdx": 0x01}
 _TD_REGISTERS = {f"rtmr{i}": f"rt_mr{i}" for i in range(4)} | {"mrtd": "mr_td"}
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a trusted party shows: a quote, and the vendor's collateral that the server relays."""
+    """What a TSA shows: a quote, and the vendor's collateral that the server relays."""
 
-    platform: Platform
+    platform: PlatformName
     quote: bytes
     collateral: bytes
 
@@ -56,7 +56,7 @@ class Evidence:
 class Quoted:
     """What a quote says and the vendor's signatures vouch for."""
 
-    platform: Platform
+    platform: PlatformName
     registers: Mapping[str, str]
     report_data: bytes
     tcb_status: str
@@ -65,7 +65,7 @@ class Quoted:
 
 @dataclass(frozen=True)
 class Verified:
-    """A trusted party that passed all checks: this key speaks for this binary and parameters."""
+    """A TSA that passed all checks: this key speaks for this binary and parameters."""
 
     quoted: Quoted
     record: Record
@@ -124,7 +124,7 @@ def verify_quote(evidence: Evidence, policy: DevicePolicy, now: float) -> Quoted
             evidence.quote, collateral, int(now), _quote_policy(policy, int(now))
         )
     except (ValueError, OverflowError) as error:
-        reason: Reason = "debug" if "Debug mode" in str(error) else "quote"
+        reason: AttestationReason = "debug" if "Debug mode" in str(error) else "quote"
         raise AttestationError(reason, f"the {platform} quote is refused: {error}") from error
     return _quoted(platform, msgspec.json.decode(claims.to_json()))
 
@@ -170,7 +170,7 @@ def _quote_policy(policy: DevicePolicy, now: int) -> dcap_qvl.QuotePolicy:
     return strict.allow_smt(policy.allow_smt)
 
 
-def _quoted(platform: Platform, claims: dict[str, Any]) -> Quoted:
+def _quoted(platform: PlatformName, claims: dict[str, Any]) -> Quoted:
     if claims["tee_type"] != _TEE_TYPES[platform]:
         raise AttestationError("platform", f"this is not a quote of {platform}")
     [report] = claims["report"].values()

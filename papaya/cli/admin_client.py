@@ -27,7 +27,7 @@ MAX_JSON_BYTES = 64 << 20
 T = TypeVar("T")
 
 
-class Unreachable(OperatorError):
+class ServerUnreachable(OperatorError):
     """Nobody answered."""
 
 
@@ -108,7 +108,7 @@ class AdminClient:
             ) from error
         except (OSError, HTTPException) as error:
             problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise Unreachable(
+            raise ServerUnreachable(
                 f"no answer from {self.url}: {problem}",
                 hint="start the server with `papaya serve`, or name another with --admin URL",
             ) from error

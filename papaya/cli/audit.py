@@ -32,8 +32,8 @@ from papaya.cli.tsa.artifact import (
     from_revision,
 )
 from papaya.errors import OperatorError, PapayaError, ProtocolError
-from papaya.tsa.measurement import Read, installed
-from papaya.verifiable_log.auditor import Built, CannotBuild, NoSource, Rebuild, Step, audit
+from papaya.tsa.measurement import ReadSource, installed
+from papaya.verifiable_log.auditor import AuditStep, Built, CannotBuild, NoSource, Rebuild, audit
 from papaya.verifiable_log.record import Record
 
 _READING = ("checkpoint", "entries")
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _listed(steps: Sequence[Step]) -> str:
+def _listed(steps: Sequence[AuditStep]) -> str:
     rows = [
         (
             "log" if step.index is None else f"record {step.index}",
@@ -133,7 +133,7 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
     return rebuild
 
 
-def _reading(source: Path | None, revision: str, *, is_clone: bool) -> Read:
+def _reading(source: Path | None, revision: str, *, is_clone: bool) -> ReadSource:
     if source is None:
         return installed
     return from_revision(source, revision) if is_clone else from_folder(source)

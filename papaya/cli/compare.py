@@ -29,7 +29,7 @@ from papaya.cli.output import (
 from papaya.cli.simulate.simulate import describe
 from papaya.config import AsyncFL
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.report import Report, percent
+from papaya.sim.report import RunReport, percent
 from papaya.sim.simulate import compare, protocol_tasks
 
 CONCURRENCY, GOAL = 1300, 100
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(reports: dict[str, Report]) -> str:
+def _table(reports: dict[str, RunReport]) -> str:
     header = ("", "K", "utilization", "server updates/h", "mean staleness", "trips")
     rows = []
     for name, report in reports.items():

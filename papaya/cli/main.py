@@ -34,16 +34,16 @@ COMMANDS: Final = {
     "sweep": "learn under many settings and compare them",
     "reproduce": "the paper's figures and tables, its numbers beside ours",
     "swarm": "check the protocol under random faults, seed by seed",
-    "tsa": "build the trusted binary, or measure it",
-    "log": "the verifiable log of trusted binaries",
-    "audit": "check a log of trusted binaries, and rebuild what it names",
+    "tsa": "build the TSA binary, or measure it",
+    "log": "the verifiable log of TSA binaries",
+    "audit": "check a log of TSA binaries, and rebuild what it names",
 }
 _LARGE: Final = ("client", "demo", "log", "serve", "simulate", "task", "tsa")
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """Raises what is wrong with the arguments, so that all errors look alike."""
 
     def error(self, message: str) -> NoReturn:
@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
 
 
-def _parser(command: str) -> Parser:
+def _parser(command: str) -> CommandParser:
     """With the options of this command; of the others, only what `papaya --help` shows."""
-    parser = Parser(
+    parser = CommandParser(
         prog="papaya",
         description="Federated learning, asynchronous and synchronous: servers and devices.",
     )

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from papaya.sim.report import percent
 from papaya.study.precision import LEAST_UPDATES
-from papaya.study.run import Learnt
+from papaya.study.run import RunResult
 
 
-def scale_rows(learnt: Learnt) -> list[tuple[str, str]]:
+def scale_rows(learnt: RunResult) -> list[tuple[str, str]]:
     """(what, words)"""
     return [
         ("update norms", _norms(learnt)),
@@ -23,7 +23,7 @@ def lines(rows: list[tuple[str, str]]) -> list[str]:
     return [f"  {name:<13} {text}" for name, text in rows]
 
 
-def _norms(learnt: Learnt) -> str:
+def _norms(learnt: RunResult) -> str:
     norms = learnt.norms
     if norms is None:
         return "–"
@@ -33,7 +33,7 @@ def _norms(learnt: Learnt) -> str:
     )
 
 
-def _clip(learnt: Learnt) -> str:
+def _clip(learnt: RunResult) -> str:
     found, own = learnt.precision, learnt.run.rates.clip
     if found is None:
         return _why_none(learnt)
@@ -41,7 +41,7 @@ def _clip(learnt: Learnt) -> str:
     return f"suggested {found.clip:g}: {percent(found.clipped)} of updates are longer; {now}"
 
 
-def _why_none(learnt: Learnt) -> str:
+def _why_none(learnt: RunResult) -> str:
     if learnt.curve.diverged is not None:
         return "– (the run diverged: its updates say nothing)"
     if learnt.norms is None or learnt.norms.updates < LEAST_UPDATES:
@@ -49,7 +49,7 @@ def _why_none(learnt: Learnt) -> str:
     return "–"
 
 
-def _fixed_point(learnt: Learnt) -> str:
+def _fixed_point(learnt: RunResult) -> str:
     found = learnt.precision
     if found is None:
         return "–"

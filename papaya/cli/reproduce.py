@@ -30,7 +30,7 @@ from papaya.study.experiments.page import shown
 from papaya.study.experiments.reproduce import reproduce
 from papaya.study.experiments.result import Result
 from papaya.study.experiments.scale import SCALES
-from papaya.study.lab import Step
+from papaya.study.lab import LabStep
 
 _WORK = {"traces": "recording", "runs": "learning"}
 
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     with writing(folder), resumable(), Progress() as progress:
 
-        def tell(step: Step) -> None:
+        def tell(step: LabStep) -> None:
             if missing := step.total - step.kept:
                 words = f"{step.done - step.kept} of {missing} runs"
                 progress.update(_WORK[step.kind], step.share, words)

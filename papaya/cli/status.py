@@ -10,7 +10,7 @@ import argparse
 
 from papaya.cli.admin_client import add_connection, client_for
 from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json, table
-from papaya.server.admin.views import Status, TaskView
+from papaya.server.admin.views import SystemStatus, TaskView
 
 
 def add_to(commands: Commands) -> None:
@@ -24,7 +24,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    status = client_for(options).get("/admin/status", Status)
+    status = client_for(options).get("/admin/status", SystemStatus)
     problems = trouble(status)
     if options.format == "json":
         print_json(status)
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def trouble(status: Status) -> list[str]:
+def trouble(status: SystemStatus) -> list[str]:
     """What a person should look at."""
     found = [f"task {view.task} halted: {view.halted}" for view in status.tasks if view.halted]
     if not status.leader:
@@ -51,7 +51,7 @@ def trouble(status: Status) -> list[str]:
     return found
 
 
-def describe(status: Status) -> str:
+def describe(status: SystemStatus) -> str:
     leader = status.leader or "nobody yet"
     if status.leads:
         leader += ", this server" + (", recovering" if status.recovers else "")

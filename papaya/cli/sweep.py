@@ -33,9 +33,9 @@ from papaya.cli.simulate.simulate import add_data
 from papaya.errors import OperatorError
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
-from papaya.study.lab import Step
+from papaya.study.lab import LabStep
 from papaya.study.plan import VARIABLES, Plan, Regime
-from papaya.study.results import Row, edges, rows_of, varied_in
+from papaya.study.results import ResultRow, edges, rows_of, varied_in
 from papaya.study.sweep import sweep
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, prepare
@@ -206,7 +206,7 @@ def _regimes(text: str) -> tuple[Regime, ...]:
         raise argparse.ArgumentTypeError(f"{error} is neither async nor sync") from None
 
 
-def _shown(step: Step) -> tuple[str, float, str]:
+def _shown(step: LabStep) -> tuple[str, float, str]:
     if step.kind == "traces":
         words = f"{step.done} of {plural(step.total, 'trace')} of the protocol recorded"
         return "traces", step.share, words
@@ -218,14 +218,14 @@ def _shown(step: Step) -> tuple[str, float, str]:
     return "runs", step.share, words
 
 
-def _table(rows: Sequence[Row], varied: Sequence[str], target: float | None) -> str:
+def _table(rows: Sequence[ResultRow], varied: Sequence[str], target: float | None) -> str:
     timed = ("hours to target", "trips") if target is not None else ("hours", "trips")
     header = (*(varied or ("",)), *timed, "loss", "p75", "p99", "utilization", "K–S")
     shown = table(header, [_cells(row, varied, target) for row in rows])
     return "\n".join([shown, *(_diverged(row) for row in rows if row.diverged)])
 
 
-def _fixed(rows: Sequence[Row], plan: Plan) -> str:
+def _fixed(rows: Sequence[ResultRow], plan: Plan) -> str:
     """What was the same everywhere, and means something in the regimes that ran."""
     meaningless = {_MEANINGLESS[str(row.setting["regime"])] for row in rows}
     names = [name for name in rows[0].setting if meaningless != {name}]
@@ -239,7 +239,7 @@ def _fixed(rows: Sequence[Row], plan: Plan) -> str:
     return "fixed: " + ", ".join(words)
 
 
-def _diverged(row: Row) -> str:
+def _diverged(row: ResultRow) -> str:
     """Why a setting has no loss: a mean over what was learnt until then would look like one."""
     first = next(o for o in row.outcomes if o.curve.diverged is not None)
     of = f" with {plural(row.diverged, 'seed')} of {len(row.outcomes)}"
@@ -247,14 +247,14 @@ def _diverged(row: Row) -> str:
     return f"– {row.label}: diverged{many} after version {first.versions}: {first.curve.diverged}"
 
 
-def _scale(best: Row) -> str:
+def _scale(best: ResultRow) -> str:
     """Of one seed: norms of one run are many already."""
     first = best.outcomes[0]
     head = f"client updates with the best setting ({best.label}), seed {first.run.course.seed}:"
     return "\n".join([head, *lines(scale_rows(first))])
 
 
-def _cells(row: Row, varied: Sequence[str], target: float | None) -> list[str]:
+def _cells(row: ResultRow, varied: Sequence[str], target: float | None) -> list[str]:
     many = len(row.outcomes) > 1
     named = [_value(row.setting[name]) for name in varied] or ["one setting"]
     if target is None:
@@ -277,7 +277,7 @@ def _value(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def _without_curves(row: Row) -> dict[str, object]:
+def _without_curves(row: ResultRow) -> dict[str, object]:
     """The curves are in the files, one for each run; here are their names."""
     shown: dict[str, object] = to_builtins(structs.replace(row, outcomes=()))
     if row.diverged:

@@ -24,9 +24,9 @@ from papaya.client.work import (
     Finish,
     Moving,
     Remember,
-    Request,
     Seal,
     Sealed,
+    SendRequest,
     Stop,
     Train,
     Trained,
@@ -177,7 +177,7 @@ class Client:
         is_held = self.stage is Stage.CHECKING_IN
         timeout_s = self._config.check_in_timeout_s if is_held else self._config.request_timeout_s
         self._resend_at = now + timeout_s
-        return [Request(self._selectors[self._selector], self._attempt, message)]
+        return [SendRequest(self._selectors[self._selector], self._attempt, message)]
 
     def _ask_again(self, now: float, after_s: float) -> Effects:
         """Later, through another selector, with jittered back-off."""
@@ -208,7 +208,7 @@ class Client:
         self._heartbeat_attempt = self._attempt
         self._heartbeat_at = now + max(_MIN_HEARTBEAT_S, self.joined.heartbeat_s)
         heartbeat = Heartbeat(self._ticket)
-        return [Request(self._selectors[self._selector], self._attempt, heartbeat)]
+        return [SendRequest(self._selectors[self._selector], self._attempt, heartbeat)]
 
     def _retry_heartbeat(self, now: float, after_s: float) -> Effects:
         """Sooner than the next one is due: a successor adopts those who come in time."""
@@ -373,7 +373,7 @@ class Client:
         if self.joined is not None:
             self._attempt += 1
             leave = Leave(self._ticket, reason[:128])
-            effects.append(Request(self._selectors[self._selector], self._attempt, leave))
+            effects.append(SendRequest(self._selectors[self._selector], self._attempt, leave))
         return effects + self._finish(ending, reason)
 
     def _finish(

@@ -22,7 +22,7 @@ Ending = Literal[
 ]
 
 
-class Request(Effect, frozen=True):
+class SendRequest(Effect, frozen=True):
     selector: NodeId
     attempt: int
     message: Message

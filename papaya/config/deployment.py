@@ -33,10 +33,10 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
-    trusted_party: str = ""
-    trusted_platform: Literal["software", "sgx", "tdx"] = "software"
-    trusted_collateral: str | None = None
-    trusted_leaf: int = 0
+    tsa: str = ""
+    tsa_platform: Literal["software", "sgx", "tdx"] = "software"
+    tsa_collateral: str | None = None
+    tsa_leaf: int = 0
     log: str | None = None
     fold_threads: int = 2
     upload_memory_mb: int = 1024
@@ -65,17 +65,17 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "set tls_certificate and tls_key, or neither",
         )
         require(
-            self.trusted_platform == "software" or bool(self.trusted_party),
-            "trusted_party",
-            self.trusted_party,
-            f"a trusted party on {self.trusted_platform} does not run as a child of this process",
-            'name its address, for example trusted_party = "unix:/run/papaya/tsa.sock"',
+            self.tsa_platform == "software" or bool(self.tsa),
+            "tsa",
+            self.tsa,
+            f"a TSA on {self.tsa_platform} does not run as a child of this process",
+            'name its address, for example tsa = "unix:/run/papaya/tsa.sock"',
         )
         require(
-            self.trusted_platform == "software" or self.trusted_collateral is not None,
-            "trusted_collateral",
-            self.trusted_collateral,
-            f"quotes of {self.trusted_platform} need the vendor's collateral",
+            self.tsa_platform == "software" or self.tsa_collateral is not None,
+            "tsa_collateral",
+            self.tsa_collateral,
+            f"quotes of {self.tsa_platform} need the vendor's collateral",
             "name the JSON file that your collateral service keeps fresh",
         )
         for field in ("fold_threads", "upload_memory_mb", "max_connections"):

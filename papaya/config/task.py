@@ -169,7 +169,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def public_parameters(self) -> PublicParameters | None:
-        """What devices, the trusted party and auditors agree on; None in the clear."""
+        """What devices, the TSA and auditors agree on; None in the clear."""
         if self.secure_aggregation is None:
             return None
         assert self.clip is not None
@@ -368,7 +368,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             goal <= MAX_GOAL,
             "aggregation_goal",
             goal,
-            f"the trusted party releases sums of at most {MAX_GOAL} clients",
+            f"the TSA releases sums of at most {MAX_GOAL} clients",
             remedy,
         )
         step = self.clip / fixed_point.levels(goal)

@@ -28,20 +28,20 @@ from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
 from papaya.device.device_history import DeviceHistory
 from papaya.device.events import (
-    Ended,
     NotEligible,
     Notify,
     StageReached,
     Troubled,
-    Waiting,
+    VisitEnded,
+    VisitScheduled,
     nobody,
 )
 from papaya.device.example_store import ExampleStore
 from papaya.device.process import DeviceProcess
 from papaya.device.selectors import check_urls
 from papaya.device.training import Trainer
-from papaya.device.use_policy import Policies
-from papaya.device.visit import Equipment, Visit
+from papaya.device.use_policy import UsePolicies
+from papaya.device.visit import DeviceVisit, Equipment
 from papaya.errors import OperatorError
 from papaya.messages.selection import Capabilities
 
@@ -60,7 +60,7 @@ class Device:
         selectors: Sequence[str],
         store: Path | str,
         trainer: Trainer,
-        policies: Policies | None = None,
+        policies: UsePolicies | None = None,
         token: str | None = None,
         name: str = "device",
         memory_mb: int = 0,
@@ -88,7 +88,7 @@ class Device:
         self._equipment = Equipment(
             process, addresses, secret, self._config, self.store, self._history, trainer
         )
-        self._visit: Visit | None = None
+        self._visit: DeviceVisit | None = None
         self._stopping = asyncio.Event()
         self._failures = 0
 
@@ -110,7 +110,7 @@ class Device:
         machine = Client(
             self._equipment.selectors, self._capabilities, history, self._config, self._rng
         )
-        visit = self._visit = Visit(
+        visit = self._visit = DeviceVisit(
             machine, self._equipment, lambda stage: self._reached(machine, stage)
         )
         if self._stopping.is_set():
@@ -123,7 +123,7 @@ class Device:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         now, ending, reason = self._process.now(), finish.ending, finish.reason
-        self._notify(Ended(self.name, now, ending, reason, machine.task, visit.detail))
+        self._notify(VisitEnded(self.name, now, ending, reason, machine.task, visit.detail))
         return finish
 
     async def run_forever(self, visits: int | None = None) -> None:
@@ -199,14 +199,14 @@ class Device:
 
     async def _wait(self, seconds: float) -> None:
         seconds = max(_SHORTEST_PAUSE_S, seconds)
-        self._notify(Waiting(self.name, self._process.now(), seconds))
+        self._notify(VisitScheduled(self.name, self._process.now(), seconds))
         try:
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
         except TimeoutError:
             pass
 
-    async def _watch(self, visit: Visit) -> None:
+    async def _watch(self, visit: DeviceVisit) -> None:
         """On a metered network not even an upload goes on: it would cost the owner money."""
         while True:
             await asyncio.sleep(self._process.pacing.eligibility_poll_s)

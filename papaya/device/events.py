@@ -27,7 +27,7 @@ class StageReached(Event, frozen=True):
     task: str | None
 
 
-class Ended(Event, frozen=True):
+class VisitEnded(Event, frozen=True, tag="Ended"):
     """A visit is over. `detail` is what the server is not told; `task` is None if none was given
     to the device.
     """
@@ -38,7 +38,7 @@ class Ended(Event, frozen=True):
     detail: str = ""
 
 
-class Waiting(Event, frozen=True):
+class VisitScheduled(Event, frozen=True, tag="Waiting"):
     """The next visit starts in so many seconds."""
 
     seconds: float
@@ -54,14 +54,14 @@ class Troubled(Event, frozen=True):
     problem: str
 
 
-class Unreachable(Event, frozen=True):
+class SelectorUnreachable(Event, frozen=True, tag="Unreachable"):
     """A server stopped to answer; told once, until it answers again."""
 
     server: str
     problem: str
 
 
-class Reachable(Event, frozen=True):
+class SelectorReachable(Event, frozen=True, tag="Reachable"):
     server: str
 
 

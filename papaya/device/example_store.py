@@ -25,7 +25,7 @@ from typing import Literal, Self, TypeAlias
 import msgspec
 
 from papaya.device.device_file import DeviceFile, StrPath
-from papaya.device.use_policy import Policies, Policy, check_collections
+from papaya.device.use_policy import UsePolicies, UsePolicy, check_collections
 from papaya.errors import ConfigError, OperatorError
 
 Split: TypeAlias = Literal["train", "validation", "test"]
@@ -58,12 +58,12 @@ def bucket_of(example: bytes) -> int:
     return int.from_bytes(sha256(b"papaya split\0" + example).digest()[:4], "big")
 
 
-def split_of(example: bytes, policy: Policy) -> Split:
+def split_of(example: bytes, policy: UsePolicy) -> Split:
     bucket = bucket_of(example)
     return next(split for split in SPLITS if bucket in range(*_bounds(split, policy)))
 
 
-def _bounds(split: Split, policy: Policy) -> tuple[int, int]:
+def _bounds(split: Split, policy: UsePolicy) -> tuple[int, int]:
     """Validation and test lie at the ends, so that a change of one moves nothing of the other."""
     validation = round(policy.validation * _BUCKETS)
     test = min(_BUCKETS, max(validation, _BUCKETS - round(policy.test * _BUCKETS)))
@@ -79,9 +79,9 @@ def _bounds(split: Split, policy: Policy) -> tuple[int, int]:
 class ExampleStore:
     """One device's examples. May be called from any thread."""
 
-    def __init__(self, path: StrPath, policies: Policies | None = None) -> None:
+    def __init__(self, path: StrPath, policies: UsePolicies | None = None) -> None:
         """`policies` declares collections, or declares them anew; the others stay as they are."""
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[str, UsePolicy] = {}
         self._file = DeviceFile(path, _SCHEMA)
         try:
             self.declare(policies or {})
@@ -99,10 +99,10 @@ class ExampleStore:
         self.close()
 
     @property
-    def collections(self) -> Policies:
+    def collections(self) -> UsePolicies:
         return self._policies
 
-    def declare(self, policies: Policies) -> None:
+    def declare(self, policies: UsePolicies) -> None:
         """Declare collections, or declare them anew."""
         with self._current():
             check_collections({**self._policies, **policies})
@@ -205,9 +205,9 @@ class ExampleStore:
         select = "SELECT 1 FROM example WHERE collection = ? AND bucket = ? AND content = ? LIMIT 1"
         return bool(self._file.rows(select, collection, bucket, example))
 
-    def _parsed(self, policy: bytes) -> Policy:
+    def _parsed(self, policy: bytes) -> UsePolicy:
         try:
-            return msgspec.json.decode(policy, type=Policy)
+            return msgspec.json.decode(policy, type=UsePolicy)
         except (msgspec.MsgspecError, ConfigError) as error:
             raise OperatorError(
                 f"the device's file {self._file.path} cannot be used: a policy is damaged",
@@ -232,7 +232,7 @@ class ExampleStore:
                 policy.max_bytes,
             )
 
-    def _policy(self, collection: str) -> Policy:
+    def _policy(self, collection: str) -> UsePolicy:
         try:
             return self._policies[collection]
         except KeyError:

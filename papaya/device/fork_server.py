@@ -31,7 +31,16 @@ import msgspec
 
 from papaya.device import frames
 from papaya.device.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
-from papaya.device.frames import Done, Failed, Kill, Outcome, Problem, Ready, Start, Unloadable
+from papaya.device.frames import (
+    Done,
+    Failed,
+    JobOutcome,
+    JobProblem,
+    Kill,
+    Ready,
+    Start,
+    Unloadable,
+)
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.learning.parameters import decode
@@ -46,7 +55,7 @@ _LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Limits(msgspec.Struct, frozen=True):
+class JobLimits(msgspec.Struct, frozen=True):
     """`memory_mb` counts address space beyond what this process has when it forks."""
 
     memory_mb: int
@@ -71,7 +80,7 @@ class Child(msgspec.Struct):
 class ForkServer:
     """Forks a child for each order, and answers for it."""
 
-    def __init__(self, host: socket.socket, engines: dict[str, TorchEngine], limits: Limits):
+    def __init__(self, host: socket.socket, engines: dict[str, TorchEngine], limits: JobLimits):
         self._host = host
         self._engines = engines
         self._limits = limits
@@ -98,11 +107,11 @@ class ForkServer:
         match order:
             case Start(id=id_, job=job) if job.task_file not in self._engines:
                 reason = f"{job.task_file} is not a task file of this device"
-                self._answer(Failed(id_, Problem("refused", reason)))
+                self._answer(Failed(id_, JobProblem("refused", reason)))
             case Start():
                 self._start(order)
             case Kill(id=id_) if id_ in self._children:
-                self._finish(self._children[id_], Problem("timeout", "was ended"))
+                self._finish(self._children[id_], JobProblem("timeout", "was ended"))
 
     def _start(self, order: Start) -> None:
         job = order.job
@@ -116,7 +125,7 @@ class ForkServer:
             os.close(output)
             os.close(pipe)
             reason = f"no process for it: {error.strerror}"
-            self._answer(Failed(order.id, Problem("unavailable", reason)))
+            self._answer(Failed(order.id, JobProblem("unavailable", reason)))
             return
         if pid == 0:
             _be_a_job(pipe, order, engine, self._limits, parent)
@@ -134,19 +143,19 @@ class ForkServer:
         data = os.read(child.pipe, _READ_BYTES)
         child.written += data
         if len(child.written) > child.max_bytes:
-            self._finish(child, Problem("crashed", "wrote more than a result"))
+            self._finish(child, JobProblem("crashed", "wrote more than a result"))
         elif child.is_complete:
             self._finish(child, _outcome(child))
         elif not data:
             self._finish(child, None)
 
-    def _finish(self, child: Child, outcome: Outcome | None) -> None:
+    def _finish(self, child: Child, outcome: JobOutcome | None) -> None:
         """End it, whatever is left of it, and tell the host. None: its exit status says why."""
         status = self._reap(child)
         match outcome or _obituary(status):
             case frames.Success(result=result):
                 self._answer(Done(child.id, result))
-            case Problem() as problem:
+            case JobProblem() as problem:
                 self._answer(Failed(child.id, problem))
 
     def _reap(self, child: Child) -> int:
@@ -159,7 +168,7 @@ class ForkServer:
         del self._children[child.id]
         return os.waitpid(child.pid, 0)[1]
 
-    def _answer(self, answer: frames.Answer) -> None:
+    def _answer(self, answer: frames.ForkServerReply) -> None:
         self._host.sendall(frames.frame(answer))
 
 
@@ -173,34 +182,36 @@ def _update_bytes(job: Job, engine: TorchEngine) -> int | None:
             return None
 
 
-def _outcome(child: Child) -> Outcome:
+def _outcome(child: Child) -> JobOutcome:
     try:
-        outcome: Outcome = frames.outcomes.decode(memoryview(child.written)[frames.HEADER_BYTES :])
+        outcome: JobOutcome = frames.outcomes.decode(
+            memoryview(child.written)[frames.HEADER_BYTES :]
+        )
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return Problem("crashed", "wrote something that is no result")
+        return JobProblem("crashed", "wrote something that is no result")
     if isinstance(outcome, frames.Success) and child.update_bytes not in (
         None,
         len(outcome.result.update),
     ):
-        return Problem("crashed", "wrote an update of another size")
+        return JobProblem("crashed", "wrote an update of another size")
     return outcome
 
 
-def _obituary(status: int) -> Problem:
+def _obituary(status: int) -> JobProblem:
     if not os.WIFSIGNALED(status):
         code = os.waitstatus_to_exitcode(status)
-        return Problem("crashed", f"ended with status {code} and without a result")
+        return JobProblem("crashed", f"ended with status {code} and without a result")
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
-        return Problem("timeout", "used all of its processor time")
-    return Problem("crashed", f"was killed by {signal.Signals(number).name}")
+        return JobProblem("timeout", "used all of its processor time")
+    return JobProblem("crashed", f"was killed by {signal.Signals(number).name}")
 
 
 # --- Inside the child ---------------------------------------------------------------------------
 
 
 def _be_a_job(
-    pipe: int, order: Start, engine: TorchEngine, limits: Limits, parent: int
+    pipe: int, order: Start, engine: TorchEngine, limits: JobLimits, parent: int
 ) -> NoReturn:
     try:
         try:
@@ -213,7 +224,7 @@ def _be_a_job(
         os._exit(0)  # no clean-up of the parent's objects, and no way back into its loop
 
 
-def _confine(pipe: int, cpu_s: int, limits: Limits, parent: int) -> None:
+def _confine(pipe: int, cpu_s: int, limits: JobLimits, parent: int) -> None:
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -261,11 +272,11 @@ def _load_examples(job: Job) -> JobResult:
     return JobResult(msgspec.msgpack.encode(loaded), sum(map(len, loaded)))
 
 
-def _problem(error: BaseException) -> Problem:
+def _problem(error: BaseException) -> JobProblem:
     text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
     if isinstance(error, MemoryError) or "allocate memory" in text:
-        return Problem("memory", f"needs more memory than it may have: {text}")
-    return Problem("refused", str(error) if isinstance(error, OperatorError) else text)
+        return JobProblem("memory", f"needs more memory than it may have: {text}")
+    return JobProblem("refused", str(error) if isinstance(error, OperatorError) else text)
 
 
 def _write(pipe: int, data: bytes) -> None:
@@ -326,7 +337,7 @@ def main(arguments: list[str]) -> None:
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
         host.sendall(frames.frame(Ready(tasks)))
-        ForkServer(host, engines, Limits(int(arguments[1]), int(arguments[2]))).serve()
+        ForkServer(host, engines, JobLimits(int(arguments[1]), int(arguments[2]))).serve()
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ sandbox → Start → fork-server ─fork→ job        Ready | Unloadable, once
         ← Done | Failed ←─────────pipe─┘        Kill ends a job; its answer is Failed
 
 A frame is eight bytes of length, little-endian, and one message in MessagePack. Nothing is
-pickled. The child's end of a pipe is not trusted: the fork-server bounds what it reads and decodes
-it into `Outcome` only.
+pickled. The child's end of a pipe is not tsa: the fork-server bounds what it reads and decodes
+it into `JobOutcome` only.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Unloadable(Struct, frozen=True, tag=True):
     hint: str
 
 
-class Problem(Struct, frozen=True, tag=True):
+class JobProblem(Struct, frozen=True, tag=True):
     """A job that failed, as it says itself."""
 
     kind: FailureKind
@@ -53,7 +53,7 @@ class Done(Struct, frozen=True, tag=True):
 
 class Failed(Struct, frozen=True, tag=True):
     id: int
-    problem: Problem
+    problem: JobProblem
 
 
 class Success(Struct, frozen=True, tag=True):
@@ -63,15 +63,15 @@ class Success(Struct, frozen=True, tag=True):
 
 
 Order = Start | Kill
-Answer = Ready | Unloadable | Done | Failed
-Outcome = Success | Problem
+ForkServerReply = Ready | Unloadable | Done | Failed
+JobOutcome = Success | JobProblem
 
 orders: Final = msgspec.msgpack.Decoder(Order)
-answers: Final = msgspec.msgpack.Decoder(Answer)
-outcomes: Final = msgspec.msgpack.Decoder(Outcome)
+answers: Final = msgspec.msgpack.Decoder(ForkServerReply)
+outcomes: Final = msgspec.msgpack.Decoder(JobOutcome)
 
 
-def frame(message: Order | Answer | Outcome) -> bytes:
+def frame(message: Order | ForkServerReply | JobOutcome) -> bytes:
     """The bytes of one frame."""
     buffer = bytearray(HEADER_BYTES)
     msgspec.msgpack.Encoder().encode_into(message, buffer, HEADER_BYTES)

@@ -17,7 +17,7 @@ from papaya.messages.participation import Joined, Retry, UploadGranted
 from papaya.messages.selection import Rejected
 
 
-class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeviceLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The device's own. A shorter time that the server names is obeyed."""
 
     max_training_s: float = 600.0
@@ -59,7 +59,7 @@ class Limits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return answer
 
 
-class Pacing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class CheckInPacing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """When a device acts by itself: between visits, and when it is told to stop."""
 
     pause_s: float = 60.0

@@ -18,8 +18,8 @@ from papaya.device.eligibility import (
     Ineligible,
     UnmeteredProbe,
 )
-from papaya.device.events import Notify, Reachable, Unreachable, nobody
-from papaya.device.limits import Limits, Pacing
+from papaya.device.events import Notify, SelectorReachable, SelectorUnreachable, nobody
+from papaya.device.limits import CheckInPacing, DeviceLimits
 from papaya.device.selectors import Selectors, check_url, open_session
 from papaya.device.trust import Trust
 
@@ -59,8 +59,8 @@ class DeviceProcess:
         self,
         *,
         now: Callable[[], float],
-        limits: Limits | None = None,
-        pacing: Pacing | None = None,
+        limits: DeviceLimits | None = None,
+        pacing: CheckInPacing | None = None,
         assume: Collection[str] = (),
         eligibility: Eligibility | None = None,
         max_parallel: int | None = None,
@@ -72,8 +72,8 @@ class DeviceProcess:
     ) -> None:
         self.now = now
         self.trust = trust
-        self.limits = limits or Limits()
-        self.pacing = pacing or Pacing()
+        self.limits = limits or DeviceLimits()
+        self.pacing = pacing or CheckInPacing()
         self._own_load = OwnLoad(now)
         self._eligibility = eligibility or Eligibility(
             (IdleProbe(own_load=self._own_load), ChargingProbe(), UnmeteredProbe()), assume
@@ -118,6 +118,6 @@ class DeviceProcess:
 
     def _told(self, server: str, problem: str | None) -> None:
         if problem is None:
-            self._notify(Reachable(_PROCESS, self.now(), server))
+            self._notify(SelectorReachable(_PROCESS, self.now(), server))
         else:
-            self._notify(Unreachable(_PROCESS, self.now(), server, problem))
+            self._notify(SelectorUnreachable(_PROCESS, self.now(), server, problem))

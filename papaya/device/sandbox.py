@@ -223,7 +223,7 @@ class _ForkServer:
         status = await self._process.wait()
         self._fail_all(f"the training process {_ending(status)}")
 
-    def _on_answer(self, answer: frames.Answer) -> None:
+    def _on_answer(self, answer: frames.ForkServerReply) -> None:
         match answer:
             case Ready() | Unloadable():
                 self._loaded.set_result(answer)

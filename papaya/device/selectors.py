@@ -4,8 +4,8 @@
     PUT  /v1/uploads/{upload}/chunks/{index}     raw bytes; Papaya-Ticket, Papaya-Crc32
 
 Whatever is not a message of `wire.to_device` is no answer: garbage, a proxy's page, a body over the
-limit, a broken stream, silence. Answers are bounded by the device's `Limits` before a machine sees
-them. No redirect is followed, no cookie kept, nothing is unpacked, and the token goes to the
+limit, a broken stream, silence. Answers are bounded by the device's `DeviceLimits` before a machine
+sees them. No redirect is followed, no cookie kept, nothing is unpacked, and the token goes to the
 configured servers alone.
 """
 
@@ -23,7 +23,7 @@ import aiohttp
 from papaya import __version__
 from papaya.credentials.tls import client_context
 from papaya.credentials.token_files import Secret
-from papaya.device.limits import Limits
+from papaya.device.limits import DeviceLimits
 from papaya.errors import ConfigError, ProtocolError
 from papaya.messages import wire
 from papaya.messages.base import Message
@@ -60,9 +60,9 @@ def open_session(
     certificates: Path | None = None, proxy: str | None = None
 ) -> aiohttp.ClientSession:
     """One pool of connections for all devices of a process. Call it inside a running loop."""
-    trusted = client_context(None if certificates is None else str(certificates))
+    tsa = client_context(None if certificates is None else str(certificates))
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=trusted, socket_factory=_socket),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tsa, socket_factory=_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         headers={"User-Agent": f"papaya/{__version__}", "Accept-Encoding": "identity"},
@@ -89,7 +89,7 @@ class Selectors:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        limits: Limits,
+        limits: DeviceLimits,
         told: Callable[[str, str | None], None],
     ) -> None:
         self._session = session

@@ -13,16 +13,16 @@ from papaya.device.executor import TaskTerms
 from papaya.errors import ProtocolError
 from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.messages.base import TaskId
-from papaya.secagg.participant import Policy
+from papaya.secagg.participant import ParticipantPolicy
 
 
 def agreed_policy(
     owner: DevicePolicy, task: TaskId, terms: TaskTerms, *, evaluates: bool
-) -> Policy:
+) -> ParticipantPolicy:
     """Sums of no fewer clients than the file and the owner say, whichever is more."""
     minimum_threshold = max(owner.minimum_threshold, terms.threshold or 1)
     if evaluates:
-        return Policy(
+        return ParticipantPolicy(
             task=task,
             length=EVALUATION_LENGTH,
             clip=EVALUATION_CLIP,
@@ -33,7 +33,7 @@ def agreed_policy(
         )
     if terms.clip is None:
         raise ProtocolError(f"task {task} has no clip: nothing bounds what would be masked")
-    return Policy(
+    return ParticipantPolicy(
         task=task,
         length=terms.model_length,
         clip=terms.clip,

@@ -27,7 +27,7 @@ _LOAD_S = 600.0
 _LOAD_BYTES = 8 << 20  # of text at a time
 
 
-class Assignment(Struct, frozen=True):
+class TrainingRequest(Struct, frozen=True):
     """What a visit asks of a trainer.
 
     `program` names the task whose model this is: `task` itself, or the one that `task` evaluates.
@@ -60,7 +60,7 @@ class Trainer(Protocol):
         """What the device's own file says about privacy; None where there is no file."""
         ...
 
-    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         """Raises PapayaError when it cannot; ends its work when it is cancelled."""
         ...
 
@@ -107,7 +107,7 @@ class ExecutorTrainer:
     def terms(self, program: TaskId) -> TaskTerms | None:
         return self._files[program].terms
 
-    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         file = self._files[assignment.program]
         if file.model_length != assignment.model_length:
             raise ProtocolError(
@@ -217,7 +217,7 @@ class ProtocolTrainer:
     def terms(self, program: TaskId) -> TaskTerms | None:
         return None
 
-    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         await asyncio.sleep(self._seconds())
         if assignment.evaluates:
             return Trained(evaluation_vector(volume=1, loss_sum=1.0, examples=1).tobytes(), 1)

@@ -50,7 +50,7 @@ _LOG_S = 30.0
 
 
 class Trust:
-    """One process's view of trusted parties, by its owner's policy. Threads may share it."""
+    """One process's view of TSAs, by its owner's policy. Threads may share it."""
 
     def __init__(
         self,

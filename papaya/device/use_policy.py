@@ -29,7 +29,7 @@ MAX_PATTERNS = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-class Policy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class UsePolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Use and retention of one collection. `validation` and `test` are shares held out."""
 
     tasks: tuple[str, ...] = ()
@@ -63,14 +63,14 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return any(fnmatchcase(task, pattern) for pattern in self.tasks)
 
 
-Policies = Mapping[str, Policy]
+UsePolicies = Mapping[str, UsePolicy]
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
-    collections: dict[str, Policy] = {}
+    collections: dict[str, UsePolicy] = {}
 
 
-def check_collections(policies: Policies) -> None:
+def check_collections(policies: UsePolicies) -> None:
     require(
         len(policies) <= MAX_COLLECTIONS,
         "collections",
@@ -88,7 +88,7 @@ def check_collections(policies: Policies) -> None:
         )
 
 
-def parse_policies(toml: bytes, where: str) -> dict[str, Policy]:
+def parse_policies(toml: bytes, where: str) -> dict[str, UsePolicy]:
     """The collections that a TOML file declares; `where` names the file in errors."""
     try:
         policies = msgspec.toml.decode(toml, type=_File).collections

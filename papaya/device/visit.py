@@ -22,8 +22,8 @@ from papaya.client.work import (
     Finish,
     Moving,
     Remember,
-    Request,
     Seal,
+    SendRequest,
     Stop,
     Train,
     Trained,
@@ -36,7 +36,7 @@ from papaya.device.device_history import DeviceHistory
 from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore
 from papaya.device.process import DeviceProcess
-from papaya.device.training import Assignment, Trainer
+from papaya.device.training import Trainer, TrainingRequest
 from papaya.errors import PapayaError, ProtocolError
 from papaya.machine import Effects
 from papaya.messages.base import Message
@@ -59,7 +59,7 @@ class Equipment(NamedTuple):
     trainer: Trainer
 
 
-class Visit:
+class DeviceVisit:
     """Cancelled, it vanishes without a word, as a device that lost its power does."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Visit:
     async def _carry_out(self, effects: Effects) -> None:
         for effect in effects:
             match effect:
-                case Request():
+                case SendRequest():
                     self._spawn(self._request(effect), isinstance(effect.message, Leave))
                 case Download():
                     self._spawn(self._download(effect))
@@ -150,7 +150,7 @@ class Visit:
 
     # -- effects ----------------------------------------------------------------------------
 
-    async def _request(self, effect: Request) -> None:
+    async def _request(self, effect: SendRequest) -> None:
         config, message = self._equipment.config, effect.message
         is_held = isinstance(message, CheckIn)
         timeout_s = config.check_in_timeout_s if is_held else config.request_timeout_s
@@ -203,7 +203,7 @@ class Visit:
     async def _train(self, effect: Train) -> None:
         joined = self.machine.joined
         assert joined is not None
-        assignment = Assignment(
+        assignment = TrainingRequest(
             effect.task,
             task_of(effect.parameters),
             effect.session,
@@ -230,7 +230,7 @@ class Visit:
         try:
             if trust is None or terms is None:
                 raise ProtocolError(
-                    "this device believes no trusted party", hint="papaya client --trust FILE"
+                    "this device believes no TSA", hint="papaya client --trust FILE"
                 )
             done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
         except Exception as error:  # whatever goes wrong, nothing was masked

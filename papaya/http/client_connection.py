@@ -25,13 +25,17 @@ class Response(NamedTuple):
     body: bytes
 
 
-class Link(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection to `address`. Its pool lends it to one exchange after the other."""
 
     _transport: asyncio.Transport
 
     def __init__(
-        self, address: str, limits: PeerLimits, on_lost: Callable[[Link], None], is_plain: bool
+        self,
+        address: str,
+        limits: PeerLimits,
+        on_lost: Callable[[ClientConnection], None],
+        is_plain: bool,
     ) -> None:
         self.address = address
         self.is_used = False  # it has carried an exchange before

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 
 from papaya.http.routes import end_receiver
-from papaya.http.server_connection import Endpoint
+from papaya.http.server_connection import ServerConnection
 from papaya.http.splice import Puller, plain_socket
 
 
-class CutThrough(Endpoint):
+class CutThrough(ServerConnection):
     """One connection."""
 
     _file: int  # of its socket, or -1

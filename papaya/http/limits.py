@@ -12,7 +12,7 @@ MAX_HEAD_BYTES = 16 << 10
 MAX_TARGET_CHARS = 1024
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Of one listener. Times are judged once per `sweep_s`, so they are late by up to that."""
 
     max_connections: int = 20_000  # one more is answered 503 and closed

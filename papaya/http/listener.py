@@ -10,17 +10,23 @@ from ssl import SSLContext
 from papaya.http.cut_through import CutThrough
 from papaya.http.errors import ListenError
 from papaya.http.exchange import Blame, blames_nobody
-from papaya.http.limits import Limits
-from papaya.http.listener_state import Observe, Problem, Service, plain_problem, unobserved
-from papaya.http.routes import Route
+from papaya.http.limits import ListenerLimits
+from papaya.http.listener_state import (
+    ListenerState,
+    Observe,
+    RenderProblem,
+    plain_problem,
+    unobserved,
+)
+from papaya.http.routes import HttpRoute
 
 _BACKLOG = 4096
 
 
-class Listening:
+class Listener:
     """A listener that is open until it is closed and drained."""
 
-    def __init__(self, server: asyncio.Server, service: Service) -> None:
+    def __init__(self, server: asyncio.Server, service: ListenerState) -> None:
         self._server = server
         self._service = service
         self.port: int = server.sockets[0].getsockname()[1]
@@ -42,19 +48,19 @@ class Listening:
 
 
 async def serve(
-    routes: Iterable[Route],
+    routes: Iterable[HttpRoute],
     host: str,
     port: int,
     *,
-    limits: Limits | None = None,
-    problem: Problem = plain_problem,
+    limits: ListenerLimits | None = None,
+    problem: RenderProblem = plain_problem,
     observe: Observe = unobserved,
     blame: Blame = blames_nobody,
     ssl: SSLContext | None = None,
-) -> Listening:
+) -> Listener:
     """Listens on `host` and `port`; port 0 takes a free one."""
-    limits = limits or Limits()
-    service = Service(routes, problem, limits, observe, blame)
+    limits = limits or ListenerLimits()
+    service = ListenerState(routes, problem, limits, observe, blame)
     try:
         server = await asyncio.get_running_loop().create_server(
             lambda: CutThrough(service),
@@ -68,4 +74,4 @@ async def serve(
         await service.empty(0)
         is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise ListenError(host, port, str(error), is_in_use=is_in_use) from error
-    return Listening(server, service)
+    return Listener(server, service)

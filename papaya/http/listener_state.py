@@ -10,10 +10,10 @@ from typing import Protocol
 import msgspec
 
 from papaya.http.exchange import Blame, blames_nobody, log
-from papaya.http.limits import Limits
-from papaya.http.routes import Route, Routes
+from papaya.http.limits import ListenerLimits
+from papaya.http.routes import HttpRoute, Routes
 
-Problem = Callable[[int, str], bytes]
+RenderProblem = Callable[[int, str], bytes]
 Observe = Callable[[str, int, float], None]
 """Told of each answer: the template of its route, the status, the seconds since the head."""
 
@@ -39,14 +39,14 @@ class Connection(Protocol):
     def abort(self) -> None: ...
 
 
-class Service:
+class ListenerState:
     """Shared by all connections of a listener. All of it is on one loop."""
 
     def __init__(
         self,
-        routes: Iterable[Route],
-        problem: Problem,
-        limits: Limits,
+        routes: Iterable[HttpRoute],
+        problem: RenderProblem,
+        limits: ListenerLimits,
         observe: Observe = unobserved,
         blame: Blame = blames_nobody,
     ) -> None:

@@ -11,17 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from ssl import SSLContext
 
-from papaya.http.client_connection import Link, Response
+from papaya.http.client_connection import ClientConnection, Response
 from papaya.http.errors import PeerUnavailable
 from papaya.http.exchange import Headers
 from papaya.http.limits import PeerLimits
 from papaya.http.splice import Pipe, open_pipe
-from papaya.http.upload import Upload
-
-__all__ = ["Connections", "PeerUnavailable", "Response", "Upload"]
+from papaya.http.upload import StreamedRequest
 
 
-class Connections:
+class ConnectionPool:
     """All connections of this process to other servers."""
 
     def __init__(self, *, limits: PeerLimits | None = None, ssl: SSLContext | None = None) -> None:
@@ -63,7 +61,7 @@ class Connections:
         length: int,
         timeout_s: float,
         on_room: Callable[[], None] = lambda: None,
-    ) -> Upload:
+    ) -> StreamedRequest:
         """Begins an exchange whose body is written piece by piece while it is still arriving here.
 
         Returns at once, and raises PeerUnavailable at once when too many wait already. `on_room` is
@@ -72,7 +70,7 @@ class Connections:
         pool = self._pool(address)
         if self._pipe is None and self._ssl is None:
             self._pipe = open_pipe()
-        return Upload(pool, method, path, headers, length, timeout_s, on_room, self._pipe)
+        return StreamedRequest(pool, method, path, headers, length, timeout_s, on_room, self._pipe)
 
     async def close(self) -> None:
         """Cuts everything off, for good."""
@@ -98,7 +96,7 @@ class Connections:
     async def _exchange(
         self,
         pool: _Pool,
-        link: Link | None,
+        link: ClientConnection | None,
         method: str,
         path: str,
         headers: Headers,
@@ -130,16 +128,16 @@ class _Pool:
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._open = 0
-        self._links: set[Link] = set()
-        self._kept: list[Link] = []
-        self._waiting: deque[asyncio.Future[Link | None]] = deque()
+        self._links: set[ClientConnection] = set()
+        self._kept: list[ClientConnection] = []
+        self._waiting: deque[asyncio.Future[ClientConnection | None]] = deque()
         self._all_lost = asyncio.Event()
 
     @property
     def is_in_use(self) -> bool:
         return self._open > 0
 
-    def kept(self) -> Link | None:
+    def kept(self) -> ClientConnection | None:
         """A connection that is open and unused; the last one used, so that the others can age."""
         while self._kept:
             link = self._kept.pop()
@@ -155,13 +153,13 @@ class _Pool:
             if waiting >= self._limits.max_waiting:
                 raise PeerUnavailable(f"too many requests wait for {self.address}")
 
-    async def lend(self) -> Link:
+    async def lend(self) -> ClientConnection:
         """A connection: new if there may be one more, else the next one that is given back."""
         self.check_room()
         if self._open < self._limits.max_connections:
             self._open += 1
             return await self._connect()
-        turn: asyncio.Future[Link | None] = self._loop.create_future()
+        turn: asyncio.Future[ClientConnection | None] = self._loop.create_future()
         self._waiting.append(turn)
         try:
             link = await turn
@@ -176,14 +174,14 @@ class _Pool:
         link.abort()  # It died on its way here: the place that it frees is somebody's next turn.
         return await self.lend()
 
-    async def fresh(self) -> Link:
+    async def fresh(self) -> ClientConnection:
         """A connection that has never been used: those that are kept may be as dead as the last."""
         kept, self._kept = self._kept, []
         for link in kept:
             link.abort()
         return await self.lend()
 
-    def give_back(self, link: Link) -> None:
+    def give_back(self, link: ClientConnection) -> None:
         if link.end():
             link.idle_since = self._loop.time()
             self._pass_on(link)
@@ -199,13 +197,13 @@ class _Pool:
             self._all_lost.clear()
             await self._all_lost.wait()
 
-    async def _connect(self) -> Link:
+    async def _connect(self) -> ClientConnection:
         """The place is counted already; it is given up if nobody answers there."""
         plain = self._ssl is None
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 _, link = await self._loop.create_connection(
-                    lambda: Link(self.address, self._limits, self._lost, plain),
+                    lambda: ClientConnection(self.address, self._limits, self._lost, plain),
                     self._host,
                     self._port,
                     ssl=self._ssl,
@@ -222,7 +220,7 @@ class _Pool:
         self._links.add(link)
         return link
 
-    def _lost(self, link: Link) -> None:
+    def _lost(self, link: ClientConnection) -> None:
         if link not in self._links:
             return  # Lost before it was ever lent: `_connect` sees to it.
         self._links.discard(link)
@@ -238,7 +236,7 @@ class _Pool:
             self._open += 1
             self._pass_on(None)
 
-    def _pass_on(self, link: Link | None) -> None:
+    def _pass_on(self, link: ClientConnection | None) -> None:
         """To the first in line: a connection, or the place to make one."""
         while self._waiting:
             turn = self._waiting.popleft()

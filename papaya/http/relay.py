@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange, Headers, as_refusal
-from papaya.http.pool import Connections, Upload
+from papaya.http.pool import ConnectionPool
 from papaya.http.splice import Puller
+from papaya.http.upload import StreamedRequest
 
 _PIECE_BYTES = 1 << 20  # a whole chunk, when the device was fast
 
@@ -20,7 +21,7 @@ _PIECE_BYTES = 1 << 20  # a whole chunk, when the device was fast
 class Relays:
     """Passes bodies on to other servers, and their answers back."""
 
-    def __init__(self, connections: Connections, *, piece_bytes: int = _PIECE_BYTES) -> None:
+    def __init__(self, connections: ConnectionPool, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self._connections = connections
         self._room = memoryview(bytearray(piece_bytes))
 
@@ -50,7 +51,7 @@ class Relay(Puller):
 
     def __init__(
         self,
-        upload: Upload,
+        upload: StreamedRequest,
         room: memoryview,
         exchange: Exchange,
         answer: Callable[[Exchange, Response], None],

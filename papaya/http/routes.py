@@ -78,7 +78,7 @@ class Streamed(msgspec.Struct, frozen=True):
     max_body_bytes: int
 
 
-Route = Buffered | Streamed
+HttpRoute = Buffered | Streamed
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)(\.\.\.)?\}")
 
@@ -86,9 +86,9 @@ _PLACEHOLDER = re.compile(r"\{([a-z_]+)(\.\.\.)?\}")
 class Routes:
     """The route table of one listener. A GET route answers HEAD too, unless HEAD has its own."""
 
-    def __init__(self, routes: Iterable[Route]) -> None:
-        self._literal: dict[tuple[str, str], Route] = {}
-        self._patterns: dict[str, list[tuple[re.Pattern[str], Route]]] = {}
+    def __init__(self, routes: Iterable[HttpRoute]) -> None:
+        self._literal: dict[tuple[str, str], HttpRoute] = {}
+        self._patterns: dict[str, list[tuple[re.Pattern[str], HttpRoute]]] = {}
         seen: set[tuple[str, str]] = set()
         for route in routes:
             if (route.method, route.path) in seen:
@@ -100,7 +100,7 @@ class Routes:
             else:
                 self._literal[route.method, route.path] = route
 
-    def find(self, method: str, path: str) -> tuple[Route, dict[str, str]] | None:
+    def find(self, method: str, path: str) -> tuple[HttpRoute, dict[str, str]] | None:
         """The route and what its placeholders captured. Literal paths come first."""
         route = self._literal.get((method, path))
         if route is not None:

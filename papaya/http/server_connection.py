@@ -18,25 +18,25 @@ from typing import cast
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange, Headers, as_refusal, has_body, log, render_head
 from papaya.http.head import END_OF_HEAD, RequestHead, check_partial, parse_request
-from papaya.http.listener_state import UNKNOWN_ROUTE, Service
+from papaya.http.listener_state import UNKNOWN_ROUTE, ListenerState
 from papaya.http.outgoing import Outgoing, address_of_peer
 from papaya.http.routes import Buffered, Receiver, end_receiver
-from papaya.http.timeouts import Patience, Phase, Seen
+from papaya.http.timeouts import ConnectionPhase, Seen, Timeouts
 from papaya.http.whole_body import WholeBody
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _LINGERING_STRANGERS = 64  # of those who are one too many; further ones are cut without a word
 
 
-class Endpoint(asyncio.BufferedProtocol):
+class ServerConnection(asyncio.BufferedProtocol):
     """One connection. What it waits for follows from what is set: see `_phase`."""
 
     _transport: asyncio.Transport
     _out: Outgoing
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ListenerState) -> None:
         self._service = service
-        self._patience = Patience(service.limits, service.loop.time())
+        self._patience = Timeouts(service.limits, service.loop.time())
         self._pending = b""  # received, and not yet understood or given to a receiver
         self._scanned = 0  # how much of it is known to hold no end of a head
         self._exchange: Exchange | None = None
@@ -111,14 +111,14 @@ class Endpoint(asyncio.BufferedProtocol):
         log.debug("%s is cut off: %s", self.peer, late)
         if unsent or self._is_closing:
             self.abort()
-        elif self._exchange is not None or (phase is Phase.HEAD and self._pending):
+        elif self._exchange is not None or (phase is ConnectionPhase.HEAD and self._pending):
             self._drop()
             self._turn_away(408, late)
         else:
             self._close()
 
     def close_if_idle(self) -> None:
-        if self._phase() in (Phase.IDLE, Phase.HEAD) and not self._pending:
+        if self._phase() in (ConnectionPhase.IDLE, ConnectionPhase.HEAD) and not self._pending:
             self._close()
 
     def abort(self) -> None:
@@ -165,14 +165,16 @@ class Endpoint(asyncio.BufferedProtocol):
 
     # --- Reading --------------------------------------------------------------------------------
 
-    def _phase(self) -> Phase:
+    def _phase(self) -> ConnectionPhase:
         if self._is_lingering:
-            return Phase.LINGER
+            return ConnectionPhase.LINGER
         if self._left:
-            return Phase.BODY
+            return ConnectionPhase.BODY
         if self._exchange is not None:
-            return Phase.ANSWER
-        return Phase.HEAD if self._pending or not self._exchanges else Phase.IDLE
+            return ConnectionPhase.ANSWER
+        return (
+            ConnectionPhase.HEAD if self._pending or not self._exchanges else ConnectionPhase.IDLE
+        )
 
     def _regulate(self) -> None:
         """Reads exactly while there is room for what may come."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
-from papaya.http.limits import Limits
+from papaya.http.limits import ListenerLimits
 
 
-class Phase(Enum):
+class ConnectionPhase(Enum):
     """What a connection waits for."""
 
     IDLE = auto()  # the next request, on a connection that had one
@@ -26,7 +26,7 @@ class Phase(Enum):
 class Seen(NamedTuple):
     """A connection at one moment."""
 
-    phase: Phase
+    phase: ConnectionPhase
     exchanges: int  # begun so far
     received: int  # bytes so far
     held: bool  # we do not read, on purpose
@@ -34,12 +34,12 @@ class Seen(NamedTuple):
     unsent: int  # bytes of answers that wait for the peer
 
 
-class Patience:
+class Timeouts:
     """Remembers since when the same thing is waited for."""
 
     __slots__ = ("_last", "_limits", "_moved", "_seen", "_since", "_start", "_wrote")
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: ListenerLimits, now: float) -> None:
         self._limits = limits
         self._seen: Seen | None = None
         self._last = self._since = self._moved = self._wrote = now
@@ -69,13 +69,13 @@ class Patience:
         limits = self._limits
         waited = now - self._since
         match seen.phase:
-            case Phase.IDLE if waited > limits.idle_timeout_s:
+            case ConnectionPhase.IDLE if waited > limits.idle_timeout_s:
                 return "no further request came"
-            case Phase.HEAD if waited > limits.head_timeout_s:
+            case ConnectionPhase.HEAD if waited > limits.head_timeout_s:
                 return f"the head was not there after {limits.head_timeout_s:g} s"
-            case Phase.LINGER if waited > limits.linger_s:
+            case ConnectionPhase.LINGER if waited > limits.linger_s:
                 return "the peer did not close"
-            case Phase.BODY:
+            case ConnectionPhase.BODY:
                 if now - self._moved > limits.body_timeout_s:
                     return f"nothing of the body came for {limits.body_timeout_s:g} s"
                 least = limits.min_body_bytes_per_s * (waited - limits.body_timeout_s)

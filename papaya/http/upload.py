@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from papaya.http.client_connection import Link, Response
+from papaya.http.client_connection import ClientConnection, Response
 from papaya.http.errors import PeerUnavailable
 from papaya.http.exchange import Headers
 from papaya.http.splice import Pipe
@@ -25,16 +25,16 @@ class Pool(Protocol):
 
     address: str
 
-    def kept(self) -> Link | None: ...
+    def kept(self) -> ClientConnection | None: ...
 
     def check_room(self) -> None: ...
 
-    async def lend(self) -> Link: ...
+    async def lend(self) -> ClientConnection: ...
 
-    def give_back(self, link: Link) -> None: ...
+    def give_back(self, link: ClientConnection) -> None: ...
 
 
-class Upload:
+class StreamedRequest:
     """One body on its way. Until there is a connection it is full.
 
     `answer` is the far side's, or PeerUnavailable; what is not sent by then never will be. Time
@@ -57,7 +57,7 @@ class Upload:
         self._head = (method, path, headers, length)
         self._on_room = on_room
         self._early = bytearray()  # written before there was a connection
-        self._link: Link | None = None
+        self._link: ClientConnection | None = None
         self._is_over = False
         self._loop = asyncio.get_running_loop()
         self._moved_at = self._loop.time()
@@ -117,7 +117,7 @@ class Upload:
             self._opening = None
             self._on_room()
 
-    def _use(self, link: Link) -> None:
+    def _use(self, link: ClientConnection) -> None:
         self._link = link
         link.on_room = self._on_room
         link.begin(*self._head).add_done_callback(self._answered)

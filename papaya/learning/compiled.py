@@ -1,4 +1,4 @@
-"""The fused loop of the numba kernel. Importing it needs `papaya[numba]` and compiles the loop.
+"""The fused loop of the numba kernel. Importing it needs `papaya-fl[numba]` and compiles the loop.
 
 Only papaya/learning/kernels.py imports it. The loop is compiled for one signature: read-only,
 contiguous, aligned float32 streams, whatever they are views of. No fast-math: LLVM must neither

@@ -5,7 +5,7 @@
 An update is given as it was received: as a sequence of pieces. The limit is memory bandwidth, so
 each coordinate of the total should be read and written once for many updates, and each update
 read once. `NUMPY` works in blocks that stay in the cache; `compiled()` is one fused loop and needs
-`papaya[numba]`. Both release the GIL while they add.
+`papaya-fl[numba]`. Both release the GIL while they add.
 
 Every kernel rounds each product to the dtype of the total and adds the products one after the
 other, so both give the same bits. A kernel refuses updates of another length or dtype

@@ -125,7 +125,7 @@ def load_task(path: Path) -> LoadedTask:
         from papaya.learning.torch.module import checked_manifest
     except ImportError as error:
         raise OperatorError(
-            f"{path} needs the torch engine: {error}", hint="pip install 'papaya[torch]'"
+            f"{path} needs the torch engine: {error}", hint="pip install 'papaya-fl[torch]'"
         ) from error
     try:
         loaded = LoadedTask(path, task, name, checked_manifest(task))

@@ -52,7 +52,7 @@ class Join(Message, frozen=True):
 class Joined(Message, frozen=True):
     """`evaluates`: do not train, upload what held-out data say of these parameters.
 
-    `secure`: the update will be masked, with an offer of the trusted party from the report.
+    `secure`: the update will be masked, with an offer of the TSA from the report.
     """
 
     ticket: SealedTicket
@@ -89,11 +89,11 @@ class Report(Message, frozen=True):
 
 
 class SecureOffer(Struct, frozen=True, gc=False):
-    """An offer of the trusted party and all that a device needs to believe it.
+    """An offer of the TSA and all that a device needs to believe it.
 
     `parameters` are public parameters in their one encoding, `offer` the signed initial message,
     `evidence` and `collateral` the platform's quote and what verifies it, `leaf` the record of the
-    trusted binary in the public log.
+    TSA binary in the public log.
     """
 
     parameters: Annotated[bytes, Meta(max_length=2048)]
@@ -141,7 +141,7 @@ class ChunkReceived(Message, frozen=True):
 
 
 class Complete(Message, frozen=True):
-    """`sealed` is the seed of the mask, readable by the trusted party alone."""
+    """`sealed` is the seed of the mask, readable by the TSA alone."""
 
     ticket: SealedTicket
     upload: ShortText

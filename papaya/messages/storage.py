@@ -66,7 +66,7 @@ class FenceRow(Row, frozen=True):
 class Member(Struct, frozen=True, gc=False, array_like=True):
     """One counted update. `keep_until`: no ticket of the session is valid after it.
 
-    `offer`: under secure aggregation, the index by which the trusted party knows its seed.
+    `offer`: under secure aggregation, the index by which the TSA knows its seed.
     """
 
     session: SessionId

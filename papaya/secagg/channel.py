@@ -1,4 +1,4 @@
-"""The private channel from a device to the trusted party: one message, one 16-byte seed.
+"""The private channel from a device to the TSA: one message, one 16-byte seed.
 
 Paper, appendices "Diffie–Hellman Key Exchange Protocol" and "Protocol Detail": the device answers
 an initial message with its own public key and the seed encrypted under the shared secret.
@@ -53,7 +53,7 @@ def seal(seed: bytes, private_key: bytes, offered_key: bytes, context: bytes) ->
 
 
 def unseal(sealed: bytes, private_key: bytes, context: bytes) -> bytes:
-    """The trusted party's side: the seed, or ChannelError."""
+    """The TSA's side: the seed, or ChannelError."""
     if len(sealed) != SEALED_BYTES:
         message = f"a sealed seed has {SEALED_BYTES} bytes, not {len(sealed)}"
         raise ChannelError("length", message)

@@ -1,10 +1,10 @@
-"""An offer: the initial message of one key exchange, signed by the trusted party.
+"""An offer: the initial message of one key exchange, signed by the TSA.
 
-Paper, "Protocol Detail", step 1: "obtains N DH key exchange initial messages. The trusted party
-then sends these initial messages with their indices and signatures to the server." The signature
-covers label, hash of the public parameters, index, X25519 key and expiry; the same bytes are the
-context of the seal. A server that holds offers of two tasks under one identity key can therefore
-not exchange them, nor stretch an expiry.
+Paper, "Protocol Detail", step 1: "obtains N DH key exchange initial messages. The trusted
+party then sends these initial messages with their indices and signatures to the server." The
+signature covers label, hash of the public parameters, index, X25519 key and expiry; the same bytes
+are the context of the seal. So a server that holds offers of two tasks under one identity key can
+neither swap them nor extend an expiry.
 
 Refused: bytes of another length; a signature by anyone else or over anything else; an offer that is
 over. Every field has a fixed size, so two different offers never have one context.
@@ -39,7 +39,7 @@ def context(parameters_hash: bytes, index: int, key: bytes, expires: int) -> byt
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """`key` is the trusted party's X25519 key of this index alone; `expires` in Unix seconds."""
+    """`key` is the TSA's X25519 key of this index alone; `expires` in Unix seconds."""
 
     index: int
     expires: int
@@ -55,7 +55,7 @@ class Offer:
         key: bytes,
         expires: int,
     ) -> Offer:
-        """The trusted party's side."""
+        """The TSA's side."""
         signature = identity.sign(context(parameters_hash, index, key, expires))
         return cls(index, expires, key, signature)
 
@@ -68,7 +68,7 @@ class Offer:
             identity = Ed25519PublicKey.from_public_bytes(identity_public_key)
             identity.verify(self.signature, self.context(parameters_hash))
         except (InvalidSignature, ValueError):
-            message = f"offer {self.index} is not signed by this trusted party for this task"
+            message = f"offer {self.index} is not signed by this TSA for this task"
             raise OfferRefused("signature", message) from None
         if not now < self.expires:
             raise OfferRefused(

@@ -40,7 +40,7 @@ DEFAULT_MAXIMUM_STALENESS: Final = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
+class ParticipantPolicy:
     """What this device agrees to: the values of its own task file, and limits of its owner."""
 
     task: str
@@ -72,7 +72,7 @@ class Terms:
 
     identity_public_key: bytes
     parameters: PublicParameters
-    policy: Policy
+    policy: ParticipantPolicy
 
     def __post_init__(self) -> None:
         self.policy.check(self.parameters)
@@ -163,7 +163,7 @@ def _check_counts(values: Reals, most: float) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SealedUpdate:
-    """All that leaves the device: it says nothing to anyone but the trusted party."""
+    """All that leaves the device: it says nothing to anyone but the TSA."""
 
     parameters_hash: bytes
     index: int

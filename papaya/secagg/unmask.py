@@ -9,7 +9,7 @@ than updates of the clip's norm can make it together, which noise in even a few 
 no step.
 
 Masks are taken off while they arrive, block by block, so that a sum of masks is never held as a
-whole, and the trusted party sends while the server computes.
+whole, and the TSA sends while the server computes.
 
 What passes may still be poisoned: see the limitations.
 """
@@ -29,7 +29,7 @@ from papaya.secagg.parameters import EXTRA_WORDS, PublicParameters
 from papaya.secagg.words import BLOCK, SIGNED, WORD, Words, blocks
 
 Signed: TypeAlias = npt.NDArray[np.int32]
-Floats: TypeAlias = npt.NDArray[np.float32]
+_Floats: TypeAlias = npt.NDArray[np.float32]
 TakeBlock: TypeAlias = Callable[[int, Words], None]
 """Hears a block of a sum of masks and the word that it starts at; the block is then overwritten."""
 
@@ -48,14 +48,14 @@ class UnmaskedSum:
     members: int
 
     @property
-    def vector(self) -> Floats:
+    def vector(self) -> _Floats:
         return self._times(self.step)
 
-    def mean(self) -> Floats:
+    def mean(self) -> _Floats:
         """The weighted updates by their weights; rounded once, to float32."""
         return self._times(self.step / self.weight)
 
-    def _times(self, factor: float) -> Floats:
+    def _times(self, factor: float) -> _Floats:
         found = np.empty(self.steps.size, _FLOAT32)
         wide = np.empty(min(found.size, BLOCK), _FLOAT64)
         for block in blocks(found.size):

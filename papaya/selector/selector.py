@@ -30,7 +30,7 @@ from papaya.selector.routing import AssignmentMap
 _MAX_REPORTED_CLASSES = 256
 
 
-class Waiting:
+class HeldCheckIn:
     """A held check-in."""
 
     __slots__ = ("deadline", "device_class", "handle")
@@ -43,7 +43,7 @@ class Waiting:
 
 # Oldest first, by the handle, of which each stands for one request. Not a dict: to find the first
 # that is left, a dict passes over all that were taken out before it.
-Queue: TypeAlias = OrderedDict[Handle, Waiting]
+Queue: TypeAlias = OrderedDict[Handle, HeldCheckIn]
 
 
 class Selector:
@@ -133,7 +133,7 @@ class Selector:
             return [self._reject(reply_to, "no task that fits wants clients now")]
         if self.held_count >= self._config.max_held:
             return [self._reject(reply_to, "too many devices are waiting")]
-        waiting = Waiting(now + self._config.hold_s, device_class, reply_to)
+        waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to)
         self._in_order[reply_to] = waiting
         self.held_count += 1
         queue = self._held.get(device_class)
@@ -177,7 +177,7 @@ class Selector:
             self._report_within(now, self._config.held_report_interval_s)
         return effects
 
-    def _let_go(self, waiting: Waiting) -> None:
+    def _let_go(self, waiting: HeldCheckIn) -> None:
         """It is answered, or gone: either way it is held no longer."""
         del self._in_order[waiting.handle]
         queue = self._held[waiting.device_class]
@@ -187,7 +187,7 @@ class Selector:
         self.held_count -= 1
 
     @staticmethod
-    def _oldest(queue: Queue) -> Waiting:
+    def _oldest(queue: Queue) -> HeldCheckIn:
         return next(iter(queue.values()))
 
     # -- orders and reports -----------------------------------------------------------------

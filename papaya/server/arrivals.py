@@ -19,7 +19,7 @@ class Body(Protocol):
         ...
 
 
-class Arrivals:
+class ArrivingBodies:
     """Invariant: at most `ARRIVING` bodies for each upload."""
 
     def __init__(self) -> None:

@@ -16,11 +16,19 @@ from typing import get_args
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.held_task import HeldTask
-from papaya.aggregator.phase import Phase
+from papaya.aggregator.phase import TaskPhase
 from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.participation import AbortReason, DiscardReason
 from papaya.selector.selector import Selector
-from papaya.server.metrics import Collector, Family, Kind, Labels, Registry, Sample, histogram_of
+from papaya.server.metrics import (
+    Collector,
+    Family,
+    LabelValues,
+    MetricKind,
+    MetricSample,
+    Registry,
+    histogram_of,
+)
 from papaya.server.workers import Workers
 
 STALENESS = (0, 1, 2, 5, 10, 20, 50, 100)
@@ -122,11 +130,11 @@ def _read_task(families: _Families, held: HeldTask, now: float) -> None:
     labels = (("task", held.task),)
     active = len(held.sessions.active)
     gauges: dict[str, float] = {
-        "serving": held.phase is Phase.SERVING,
+        "serving": held.phase is TaskPhase.SERVING,
         "active_clients": active,
         "demand": held.demand(now),
     }
-    if held.phase is Phase.SERVING:  # before its rows were read a task has no pipeline
+    if held.phase is TaskPhase.SERVING:  # before its rows were read a task has no pipeline
         config = held.pipeline.config
         gauges |= {
             "concurrency": config.concurrency,
@@ -174,7 +182,7 @@ def coordinator_collector(coordinator: Coordinator, now: Now) -> Collector:
         at, families = now(), _Families()
         leadership, fleet = coordinator.leadership, coordinator.fleet
 
-        def gauge(name: str, help_: str, value: float, labels: Labels = ()) -> None:
+        def gauge(name: str, help_: str, value: float, labels: LabelValues = ()) -> None:
             families.add(f"papaya_coordinator_{name}", "gauge", help_, labels, value)
 
         leads = leadership.leads(at)
@@ -198,12 +206,16 @@ class _Families:
     """Samples by name, in the order in which the names came."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[Kind, str, list[Sample]]] = {}
+        self._found: dict[str, tuple[MetricKind, str, list[MetricSample]]] = {}
 
-    def add(self, name: str, kind: Kind, help_: str, labels: Labels, value: float) -> None:
-        self.extend(name, kind, help_, iter((Sample(labels, value),)))
+    def add(
+        self, name: str, kind: MetricKind, help_: str, labels: LabelValues, value: float
+    ) -> None:
+        self.extend(name, kind, help_, iter((MetricSample(labels, value),)))
 
-    def extend(self, name: str, kind: Kind, help_: str, samples: Iterator[Sample]) -> None:
+    def extend(
+        self, name: str, kind: MetricKind, help_: str, samples: Iterator[MetricSample]
+    ) -> None:
         self._found.setdefault(name, (kind, help_, []))[2].extend(samples)
 
     def __iter__(self) -> Iterator[Family]:

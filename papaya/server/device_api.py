@@ -18,7 +18,7 @@ import msgspec
 
 from papaya.errors import MissingBlob, ProtocolError
 from papaya.http.exchange import Exchange, as_refusal
-from papaya.http.routes import Buffered, Route
+from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.participation import Refused, Retry
@@ -33,7 +33,7 @@ from papaya.server.replies import (
     NOT_FOUND,
     NOT_MODIFIED,
     UNAUTHORIZED,
-    Waiting,
+    WaitingDevice,
     answer,
     blame_peer,
 )
@@ -51,9 +51,9 @@ _FOREVER = "public, max-age=31536000, immutable"
 
 
 def participation_routes(
-    deliver: Callable[[Message, Waiting], None],
+    deliver: Callable[[Message, WaitingDevice], None],
     count: Callable[[Message], None] | None = None,
-) -> list[Route]:
+) -> list[HttpRoute]:
     """Requests that carry a ticket: at a selector's door and, passed on, at an aggregator's."""
     return [
         Buffered("POST", path, partial(_on_request, kind, deliver, count), MAX_REQUEST_BYTES)
@@ -64,14 +64,14 @@ def participation_routes(
 
 def _on_request(
     kind: type[Message],
-    deliver: Callable[[Message, Waiting], None],
+    deliver: Callable[[Message, WaitingDevice], None],
     count: Callable[[Message], None] | None,
     exchange: Exchange,
     body: bytes,
 ) -> None:
     message = parse(kind, exchange, body)
     if message is not None:
-        deliver(message, Waiting(exchange, count))
+        deliver(message, WaitingDevice(exchange, count))
 
 
 def parse(kind: type[Message], exchange: Exchange, body: bytes) -> Message | None:
@@ -103,11 +103,13 @@ class Door:
         self._auth = auth
         self._blobs = blobs
         self._metrics = metrics
-        self._held: dict[object, tuple[Exchange, Waiting]] = {}  # by identity, if there is one
+        self._held: dict[
+            object, tuple[Exchange, WaitingDevice]
+        ] = {}  # by identity, if there is one
         self._verifying: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[HttpRoute]:
         return [
             Buffered("POST", PATHS[CheckIn], self._on_check_in, MAX_REQUEST_BYTES),
             Buffered("GET", PARAMETERS_PATH, self._on_parameters),
@@ -167,7 +169,7 @@ class Door:
         """A device that checks in again has given up its earlier request."""
         if (earlier := self._held.get(key)) is not None:
             self._let_go(*earlier, Retry("you checked in again", 0.0))
-        waiting = Waiting(exchange, partial(self._on_answer, key))
+        waiting = WaitingDevice(exchange, partial(self._on_answer, key))
         self._held[key] = (exchange, waiting)
         exchange.on_gone(partial(self._on_gone, key, waiting))
         self._selector.deliver(message, waiting)
@@ -176,11 +178,11 @@ class Door:
         self._held.pop(key, None)
         self._count_answer(message)
 
-    def _on_gone(self, key: object, waiting: Waiting) -> None:
+    def _on_gone(self, key: object, waiting: WaitingDevice) -> None:
         self._held.pop(key, None)
         self._selector.deliver(Gone(), waiting)
 
-    def _let_go(self, exchange: Exchange, waiting: Waiting, why: Retry) -> None:
+    def _let_go(self, exchange: Exchange, waiting: WaitingDevice, why: Retry) -> None:
         self._selector.deliver(Gone(), waiting)
         if exchange.is_open:
             waiting.answer(why)

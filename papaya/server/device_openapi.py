@@ -29,20 +29,24 @@ from papaya.messages.participation import (
 )
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
 from papaya.messages.selection import Accepted, CheckIn, Rejected
-from papaya.server.openapi import Answer, Api, Json, Parameter, Raw, Route, document
+from papaya.server.openapi import Api, ApiAnswer, ApiParameter, ApiRoute, Json, Raw, document
 
 DEVICE_TOKEN = "deviceToken"
 MAX_TICKET_CHARS = 1368
 
-_RETRY_AFTER = Parameter("Retry-After", "header", {"type": "integer", "minimum": 0}, "In seconds.")
-_TAG = Parameter("ETag", "header", {"type": "string"}, "The hash in the key.")
-_CACHING = Parameter("Cache-Control", "header", {"type": "string"}, "For a year, immutable.")
+_RETRY_AFTER = ApiParameter(
+    "Retry-After", "header", {"type": "integer", "minimum": 0}, "In seconds."
+)
+_TAG = ApiParameter("ETag", "header", {"type": "string"}, "The hash in the key.")
+_CACHING = ApiParameter("Cache-Control", "header", {"type": "string"}, "For a year, immutable.")
 
-_MALFORMED = Answer(400, "Malformed: sending it again will not help.", (Refused,))
-_TOO_LARGE = Answer(413, "The body is too long; it was not read.", (Refused,))
-_REFUSED = Answer(403, "Forged, expired or against the protocol.", (Refused,))
-_BUSY = Answer(503, "Not now or not here: try again, maybe elsewhere.", (Retry,), (_RETRY_AFTER,))
-_OTHER = Answer(None, "HTTP itself went wrong; the message says what to do.", (Refused, Retry))
+_MALFORMED = ApiAnswer(400, "Malformed: sending it again will not help.", (Refused,))
+_TOO_LARGE = ApiAnswer(413, "The body is too long; it was not read.", (Refused,))
+_REFUSED = ApiAnswer(403, "Forged, expired or against the protocol.", (Refused,))
+_BUSY = ApiAnswer(
+    503, "Not now or not here: try again, maybe elsewhere.", (Retry,), (_RETRY_AFTER,)
+)
+_OTHER = ApiAnswer(None, "HTTP itself went wrong; the message says what to do.", (Refused, Retry))
 
 _ENDS = (Completed, Aborted)
 """Any request of a session may learn how the session ended."""
@@ -60,17 +64,17 @@ _ANSWERS: dict[type[Message], tuple[str, tuple[type[Message], ...]]] = {
 }  # fmt: skip
 
 
-def _message_route(request: type[Message], path: str) -> Route:
+def _message_route(request: type[Message], path: str) -> ApiRoute:
     summary, answers = _ANSWERS[request]
     shows_token = request is CheckIn
-    refusal = Answer(401, "The device token is missing or not valid.", (Refused,))
-    return Route(
+    refusal = ApiAnswer(401, "The device token is missing or not valid.", (Refused,))
+    return ApiRoute(
         "POST",
         path,
         path.rpartition("/")[2],
         summary,
         (
-            Answer(200, "The message tells how it went on.", answers),
+            ApiAnswer(200, "The message tells how it went on.", answers),
             _MALFORMED,
             *((refusal,) if shows_token else ()),
             _REFUSED,
@@ -87,13 +91,13 @@ def _text(pattern: str) -> Json:
     return {"type": "string", "pattern": f"^{pattern}$"}
 
 
-_CHUNK = Route(
+_CHUNK = ApiRoute(
     "PUT",
     CHUNK_PATH,
     "chunk",
     "Send one chunk: late, twice or out of order. All but the last have chunk_bytes.",
     (
-        Answer(200, "It is there, or the session is over.", (ChunkReceived, *_ENDS)),
+        ApiAnswer(200, "It is there, or the session is over.", (ChunkReceived, *_ENDS)),
         _MALFORMED,
         _REFUSED,
         _TOO_LARGE,
@@ -102,49 +106,49 @@ _CHUNK = Route(
     ),
     request=Raw("Little-endian float32 numbers.", MAX_CHUNK_BYTES),
     parameters=(
-        Parameter("upload", "path", _text("[A-Za-z0-9_-]{1,64}"), "Drawn anew for each update."),
-        Parameter(
+        ApiParameter("upload", "path", _text("[A-Za-z0-9_-]{1,64}"), "Drawn anew for each update."),
+        ApiParameter(
             "index",
             "path",
             {"type": "integer", "minimum": 0, "maximum": MAX_CHUNKS - 1},
             "Counted from 0.",
         ),
-        Parameter(
+        ApiParameter(
             TICKET_HEADER,
             "header",
             {**_text("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"),
              "minLength": 4, "maxLength": MAX_TICKET_CHARS},
             "The upload ticket, base64.",
         ),
-        Parameter(CRC32_HEADER, "header", _text("[0-9a-f]{8}"), "crc32 of the chunk."),
+        ApiParameter(CRC32_HEADER, "header", _text("[0-9a-f]{8}"), "crc32 of the chunk."),
     ),
 )  # fmt: skip
 
-_PARAMETERS = Route(
+_PARAMETERS = ApiRoute(
     "GET",
     "/v1/parameters/{task}/{sequence}/{version}",
     "parameters",
     "Download parameters under the key that `Joined` names. Any CDN may stand in front.",
     (
-        Answer(200, "The parameters.", Raw("A safetensors file."), (_TAG, _CACHING)),
-        Answer(304, "The copy with this ETag is good.", headers=(_TAG, _CACHING)),
-        Answer(404, "There are no parameters under this key, or no longer.", (Refused,)),
+        ApiAnswer(200, "The parameters.", Raw("A safetensors file."), (_TAG, _CACHING)),
+        ApiAnswer(304, "The copy with this ETag is good.", headers=(_TAG, _CACHING)),
+        ApiAnswer(404, "There are no parameters under this key, or no longer.", (Refused,)),
         _BUSY,
         _OTHER,
     ),
     parameters=(
-        Parameter("task", "path", _text("[a-z0-9][a-z0-9_-]{0,63}"), "First part of the key."),
-        Parameter("sequence", "path", _text("[0-9]{1,12}"), "Second part of the key."),
-        Parameter(
+        ApiParameter("task", "path", _text("[a-z0-9][a-z0-9_-]{0,63}"), "First part of the key."),
+        ApiParameter("sequence", "path", _text("[0-9]{1,12}"), "Second part of the key."),
+        ApiParameter(
             "version", "path", _text("version-[0-9]{1,12}-[0-9a-f]{32}"), "Last part of the key."
         ),
-        Parameter(
+        ApiParameter(
             "If-None-Match", "header", {"type": "string"}, "The ETag of a copy.", required=False
         ),
     ),
 )
 
-DEVICE_ROUTES: tuple[Route, ...] = (
+DEVICE_ROUTES: tuple[ApiRoute, ...] = (
     *(_message_route(request, path) for request, path in PATHS.items()),
     _CHUNK,
     _PARAMETERS,

@@ -6,7 +6,7 @@ while the state store fails: such a server answers everyone and gets nothing don
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
@@ -14,11 +14,12 @@ from papaya import __version__
 from papaya.aggregator.aggregator import Aggregator
 from papaya.coordinator.coordinator import Coordinator
 from papaya.http.exchange import Exchange
-from papaya.http.listener import Listening
-from papaya.http.routes import Buffered, Route
+from papaya.http.listener import Listener
+from papaya.http.routes import Buffered, HttpRoute
 from papaya.selector.selector import Selector
 from papaya.server.collectors import (
     DriverMetrics,
+    Now,
     aggregator_collector,
     coordinator_collector,
     selector_collector,
@@ -29,10 +30,8 @@ from papaya.server.metrics import CONTENT_TYPE, Registry
 from papaya.server.peers import Peers
 from papaya.server.state_thread import StateThread
 
-Now = Callable[[], float]
 
-
-class Operations:
+class Health:
     """The metrics of one process."""
 
     def __init__(self, now: Now, state: StateThread) -> None:
@@ -41,7 +40,7 @@ class Operations:
         self.driver = DriverMetrics(self.registry)
         self._now = now
         self._hosts: list[Host] = []
-        self._listeners: dict[str, Listening] = {}
+        self._listeners: dict[str, Listener] = {}
         self._peers: Peers | None = None
 
     def watch(self, hosts: Iterable[Host]) -> None:
@@ -60,14 +59,14 @@ class Operations:
     def watch_peers(self, peers: Peers) -> None:
         self._peers = peers
 
-    def watch_listener(self, name: str, listening: Listening) -> None:
+    def watch_listener(self, name: str, listening: Listener) -> None:
         self._listeners[name] = listening
 
     def observe(self, listener: str, route: str, status: int, seconds: float) -> None:
         self.driver.requests.add(1, listener, route, str(status))
         self.driver.request_seconds.observe(seconds, listener, route)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[HttpRoute]:
         return [
             Buffered("GET", "/health", self._on_health),
             Buffered("GET", "/metrics", self._on_metrics),

@@ -31,7 +31,7 @@ from papaya.machine import Effect, Effects, Forward, Handle, Machine, Read, Repl
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, ChunkOffer, Refused, Retry
 from papaya.messages.storage import Outcome, Row, Rows, Transacted, Transaction
-from papaya.server.arrivals import Arrivals
+from papaya.server.arrivals import ArrivingBodies
 from papaya.server.buffers import BufferPool
 from papaya.server.workers import Workers
 
@@ -41,7 +41,7 @@ logger = logging.getLogger("papaya.server")
 _UNKNOWN_DELAY_S = 1.0
 
 
-class State(Protocol):
+class StateAccess(Protocol):
     """The state store; callbacks come on the loop."""
 
     def transact(self, transaction: Transaction, done: Callable[[Outcome], None]) -> None: ...
@@ -60,7 +60,9 @@ class Messenger(Protocol):
 class Host:
     """One machine of this process. All calls are on the loop."""
 
-    def __init__(self, machine: Machine, clock: Clock, state: State, messenger: Messenger) -> None:
+    def __init__(
+        self, machine: Machine, clock: Clock, state: StateAccess, messenger: Messenger
+    ) -> None:
         self.machine = machine
         self._clock = clock
         self._state = state
@@ -170,7 +172,7 @@ class AggregatorHost(Host):
         self,
         machine: Aggregator,
         clock: Clock,
-        state: State,
+        state: StateAccess,
         messenger: Messenger,
         workers: Workers,
         pool: BufferPool,
@@ -180,7 +182,7 @@ class AggregatorHost(Host):
         super().__init__(machine, clock, state, messenger)
         self.tell_arriving_s = tell_arriving_s
         self.pool = pool
-        self.arrivals = Arrivals()
+        self.arrivals = ArrivingBodies()
         self.workers = workers
         self._kept: object = None
         heavy: tuple[type[Effect], ...] = (

@@ -9,13 +9,13 @@ import msgspec
 from papaya.credentials.token_files import Secret
 from papaya.errors import ProtocolError
 from papaya.http.exchange import Exchange
-from papaya.http.routes import Buffered, Route
+from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.server.auth import admits
 from papaya.server.peers import MESSAGES_PATH, TAKEN, TO_HEADER, Peers
 
 
-def message_route(peers: Peers) -> Route:
+def message_route(peers: Peers) -> HttpRoute:
     """One-way messages to a machine of this process; 204 says that it came, no more."""
 
     def on_message(exchange: Exchange, body: bytes) -> None:
@@ -28,7 +28,7 @@ def message_route(peers: Peers) -> Route:
     return Buffered("POST", MESSAGES_PATH, on_message, wire.MAX_MESSAGE_BYTES)
 
 
-def guarded(routes: Iterable[Route], secret: Secret, refusal: bytes) -> list[Route]:
+def guarded(routes: Iterable[HttpRoute], secret: Secret, refusal: bytes) -> list[HttpRoute]:
     """The same routes, for those who show the token; the others are answered 401 `refusal`, and
     nothing of what they send is kept.
     """
@@ -42,7 +42,7 @@ def guarded(routes: Iterable[Route], secret: Secret, refusal: bytes) -> list[Rou
     return [_guarded(route, checked) for route in routes]
 
 
-def _guarded(route: Route, is_admitted: Callable[[Exchange], bool]) -> Route:
+def _guarded(route: HttpRoute, is_admitted: Callable[[Exchange], bool]) -> HttpRoute:
     if isinstance(route, Buffered):
         return msgspec.structs.replace(route, admits=is_admitted)
     receive = route.receive

@@ -22,8 +22,8 @@ from papaya.errors import InvariantError
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
-Kind = Literal["counter", "gauge", "histogram"]
-Labels = tuple[tuple[str, str], ...]
+MetricKind = Literal["counter", "gauge", "histogram"]
+LabelValues = tuple[tuple[str, str], ...]
 
 _NAME = re.compile(r"papaya_[a-z0-9_]*[a-z0-9]")
 _LABEL = re.compile(r"[a-z][a-z0-9_]*")
@@ -31,10 +31,10 @@ _IN_LABEL = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 _IN_HELP = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One line. `suffix` is what a histogram appends to its name."""
 
-    labels: Labels
+    labels: LabelValues
     value: float
     suffix: str = ""
 
@@ -43,9 +43,9 @@ class Family(NamedTuple):
     """All series of one name."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     help: str
-    samples: Sequence[Sample]
+    samples: Sequence[MetricSample]
 
 
 Collector = Callable[[], Iterable[Family]]
@@ -54,7 +54,7 @@ Collector = Callable[[], Iterable[Family]]
 class Metric:
     """One name with its labels. What is counted may be counted on any thread."""
 
-    kind: Kind
+    kind: MetricKind
 
     def __init__(self, name: str, help_: str, labels: tuple[str, ...]) -> None:
         is_counter = name.endswith("_total")
@@ -72,10 +72,10 @@ class Metric:
             samples = tuple(self._samples())
         return Family(self.name, self.kind, self._help, samples)
 
-    def _samples(self) -> Iterator[Sample]:
+    def _samples(self) -> Iterator[MetricSample]:
         raise NotImplementedError
 
-    def _named(self, values: tuple[str, ...]) -> Labels:
+    def _named(self, values: tuple[str, ...]) -> LabelValues:
         return tuple(zip(self._labels, values, strict=True))
 
 
@@ -85,7 +85,7 @@ M = TypeVar("M", bound=Metric)
 class Counter(Metric):
     """Only grows."""
 
-    kind: Kind = "counter"
+    kind: MetricKind = "counter"
 
     def __init__(self, name: str, help_: str, labels: tuple[str, ...]) -> None:
         super().__init__(name, help_, labels)
@@ -96,15 +96,15 @@ class Counter(Metric):
         with self._lock:
             self._values[labels] = self._values.get(labels, 0) + amount
 
-    def _samples(self) -> Iterator[Sample]:
+    def _samples(self) -> Iterator[MetricSample]:
         for values, value in self._values.items():
-            yield Sample(self._named(values), value)
+            yield MetricSample(self._named(values), value)
 
 
 class Gauge(Counter):
     """Goes up and down, or is set."""
 
-    kind: Kind = "gauge"
+    kind: MetricKind = "gauge"
 
     def set(self, value: float, *labels: str) -> None:
         with self._lock:
@@ -114,7 +114,7 @@ class Gauge(Counter):
 class Histogram(Metric):
     """Counts values by upper bound."""
 
-    kind: Kind = "histogram"
+    kind: MetricKind = "histogram"
 
     def __init__(
         self, name: str, help_: str, labels: tuple[str, ...], bounds: Sequence[float]
@@ -133,26 +133,26 @@ class Histogram(Metric):
             counts[bisect_left(self._bounds, value)] += 1
             self._sums[labels] += value
 
-    def _samples(self) -> Iterator[Sample]:
+    def _samples(self) -> Iterator[MetricSample]:
         for values, counts in self._counts.items():
             yield from bucketed(self._named(values), self._bounds, counts, self._sums[values])
 
 
 def bucketed(
-    labels: Labels, bounds: Sequence[float], counts: Sequence[int], total: float
-) -> Iterator[Sample]:
+    labels: LabelValues, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> Iterator[MetricSample]:
     """The series of one histogram; `counts` has one more than `bounds`, for what is above all."""
     below = 0
     for bound, count in zip((*bounds, math.inf), counts, strict=True):
         below += count
-        yield Sample((*labels, ("le", number(bound))), below, "_bucket")
-    yield Sample(labels, total, "_sum")
-    yield Sample(labels, below, "_count")
+        yield MetricSample((*labels, ("le", number(bound))), below, "_bucket")
+    yield MetricSample(labels, total, "_sum")
+    yield MetricSample(labels, below, "_count")
 
 
 def histogram_of(
-    labels: Labels, bounds: Sequence[float], values: Mapping[int, int]
-) -> Iterator[Sample]:
+    labels: LabelValues, bounds: Sequence[float], values: Mapping[int, int]
+) -> Iterator[MetricSample]:
     """The same from how often each value came."""
     counts = [0] * (len(bounds) + 1)
     for value, times in values.items():
@@ -215,7 +215,7 @@ def exposition(families: Iterable[Family]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _written(labels: Labels) -> str:
+def _written(labels: LabelValues) -> str:
     if not labels:
         return ""
     pairs = (f'{name}="{value.translate(_IN_LABEL)}"' for name, value in labels)

@@ -19,7 +19,7 @@ _BASE64 = "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _JSON, _RAW = "application/json", "application/octet-stream"
 
 
-class Parameter(NamedTuple):
+class ApiParameter(NamedTuple):
     """Part of a path, or a header."""
 
     name: str
@@ -37,7 +37,7 @@ class Raw(NamedTuple):
     content_type: str = _RAW
 
 
-class Answer(NamedTuple):
+class ApiAnswer(NamedTuple):
     """What may come back under one status: one of several messages, raw bytes, or no body.
 
     Without a status it stands for every status that is not listed.
@@ -46,19 +46,19 @@ class Answer(NamedTuple):
     status: int | None
     description: str
     body: tuple[type, ...] | Raw = ()
-    headers: tuple[Parameter, ...] = ()
+    headers: tuple[ApiParameter, ...] = ()
 
 
-class Route(NamedTuple):
+class ApiRoute(NamedTuple):
     """One operation. `token` names the security scheme that it needs."""
 
     method: str
     path: str
     operation: str
     summary: str
-    answers: tuple[Answer, ...]
+    answers: tuple[ApiAnswer, ...]
     request: type | Raw | None = None
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[ApiParameter, ...] = ()
     token: str | None = None
 
 
@@ -71,7 +71,7 @@ class Api(NamedTuple):
     tokens: tuple[tuple[str, str], ...] = ()
 
 
-def document(api: Api, routes: Sequence[Route]) -> Json:
+def document(api: Api, routes: Sequence[ApiRoute]) -> Json:
     """The whole description, ready to be encoded as JSON."""
     types = list(dict.fromkeys(_types(routes)))
     references, schemas = msgspec.json.schema_components(types, ref_template=_REF)
@@ -91,7 +91,7 @@ def document(api: Api, routes: Sequence[Route]) -> Json:
     }
 
 
-def _types(routes: Iterable[Route]) -> Iterable[type]:
+def _types(routes: Iterable[ApiRoute]) -> Iterable[type]:
     for route in routes:
         if isinstance(route.request, type):
             yield route.request
@@ -100,7 +100,7 @@ def _types(routes: Iterable[Route]) -> Iterable[type]:
                 yield from answer.body
 
 
-def _operation(route: Route, schema_of: dict[type, Json]) -> Json:
+def _operation(route: ApiRoute, schema_of: dict[type, Json]) -> Json:
     operation: Json = {"operationId": route.operation, "summary": route.summary}
     if route.parameters:
         operation["parameters"] = [
@@ -116,7 +116,7 @@ def _operation(route: Route, schema_of: dict[type, Json]) -> Json:
     return operation
 
 
-def _response(answer: Answer, schema_of: dict[type, Json]) -> Json:
+def _response(answer: ApiAnswer, schema_of: dict[type, Json]) -> Json:
     response: Json = {"description": answer.description}
     if answer.headers:
         response["headers"] = {header.name: _described(header) for header in answer.headers}
@@ -126,7 +126,7 @@ def _response(answer: Answer, schema_of: dict[type, Json]) -> Json:
     return response
 
 
-def _described(parameter: Parameter) -> Json:
+def _described(parameter: ApiParameter) -> Json:
     return {
         "description": parameter.description,
         "required": parameter.required,

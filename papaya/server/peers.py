@@ -18,13 +18,13 @@ from typing import Any
 
 from papaya.errors import ProtocolError
 from papaya.http.errors import HttpError
-from papaya.http.pool import Connections
+from papaya.http.pool import ConnectionPool
 from papaya.messages import wire
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Retry
 from papaya.messages.paths import PATHS
 from papaya.server.host import Host
-from papaya.server.replies import Waiting
+from papaya.server.replies import WaitingDevice
 
 logger = logging.getLogger("papaya.server")
 
@@ -55,7 +55,7 @@ class Peers:
     """The messenger of every host in this process."""
 
     def __init__(
-        self, connections: Connections, relays: Connections, token: str, retry_s: float
+        self, connections: ConnectionPool, relays: ConnectionPool, token: str, retry_s: float
     ) -> None:
         """`relays` are for the bodies of chunks.
 
@@ -85,7 +85,7 @@ class Peers:
             self.lost += len(queue) == _MAX_QUEUED
             queue.append(message)
 
-    def forward(self, request: Waiting, to: NodeId, message: Message) -> None:
+    def forward(self, request: WaitingDevice, to: NodeId, message: Message) -> None:
         """Chunks take another way: `papaya/server/uploads.py`."""
         host = self.hosts.get(to)
         if host is not None:
@@ -126,7 +126,7 @@ class Peers:
             hint = _HINTS.get(status, "look at its log, and compare the versions of both servers")
             logger.warning("%s refuses messages with status %d (hint: %s)", to, status, hint)
 
-    async def _relay(self, request: Waiting, to: NodeId, message: Message) -> None:
+    async def _relay(self, request: WaitingDevice, to: NodeId, message: Message) -> None:
         try:
             response = await self._connections.request(
                 address_of(to),

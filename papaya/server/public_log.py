@@ -1,7 +1,7 @@
-"""The public log of trusted binaries, served as static files where devices and auditors read it.
+"""The public log of TSA binaries, served as static files where devices and auditors read it.
 
 DESIGN, "The log is read where auditors read it". A release is appended by `papaya log append`,
-wherever the log's key is kept. Only for a trusted party that this server starts itself, whose
+wherever the log's key is kept. Only for a TSA that this server starts itself, whose
 software evidence proves nothing anyway, a log is made here too, so that the same checks can be
 tried on one machine; it is named INSECURE.
 """
@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 
 from papaya.http.exchange import Exchange
-from papaya.http.routes import Buffered, Route
+from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages.participation import Refused
 from papaya.server.replies import NOT_FOUND, answer
 from papaya.verifiable_log.folder import LogFolder
@@ -27,7 +27,7 @@ _PUBLIC = re.compile(r"checkpoint|tile/[0-9a-z/.]{1,100}")
 _NAME = "INSECURE.papaya.invalid/one-machine"
 
 
-def route(folder: Path) -> Route:
+def route(folder: Path) -> HttpRoute:
     """Tiles never change; a checkpoint does."""
 
     def on_file(exchange: Exchange, body: bytes) -> None:

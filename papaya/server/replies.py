@@ -23,7 +23,7 @@ BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 400, 401, 403, 404, 503
 _PASSING = (408, 429, 500, 502, 503, 504)
 
 
-class Waiting:
+class WaitingDevice:
     """A device that waits for the answer to one request. The handle that machines pass around."""
 
     __slots__ = ("_exchange", "_observe")

@@ -18,7 +18,7 @@ from papaya.config import Deployment
 from papaya.credentials.tls import between_servers
 from papaya.credentials.token_files import Secret, read_or_make
 from papaya.errors import OperatorError
-from papaya.http.pool import Connections
+from papaya.http.pool import ConnectionPool
 from papaya.server.awaited_state import AwaitedState
 from papaya.server.peers import Peers
 from papaya.server.replies import retry_after_s
@@ -72,7 +72,7 @@ class Resources:
         self.keys = await load_or_create(self.awaited, self.clock.now(), os.urandom, publish_s)
         tls = between_servers(self.deployment)
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
-        self.peers = Peers(Connections(ssl=tls), Connections(ssl=tls), token, retry_s)
+        self.peers = Peers(ConnectionPool(ssl=tls), ConnectionPool(ssl=tls), token, retry_s)
         self._exits.push_async_callback(self.peers.close)
 
     async def close(self) -> None:

@@ -21,7 +21,7 @@ from random import SystemRandom
 from typing import Any
 
 from papaya.aggregator.aggregator import Aggregator
-from papaya.aggregator.masked_sum import TrustedParty
+from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
@@ -29,9 +29,9 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.credentials.tls import server_context
 from papaya.errors import OperatorError, PapayaError
 from papaya.http.errors import ListenError
-from papaya.http.limits import Limits
-from papaya.http.listener import Listening, serve
-from papaya.http.routes import Route
+from papaya.http.limits import ListenerLimits
+from papaya.http.listener import Listener, serve
+from papaya.http.routes import HttpRoute
 from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import TASKS, Changed, TaskRow
 from papaya.selector.selector import Selector
@@ -42,14 +42,14 @@ from papaya.server.admin.stores import ThreadedBlobs
 from papaya.server.auth import verifier_for
 from papaya.server.buffers import BufferPool
 from papaya.server.device_api import Door, participation_routes
-from papaya.server.health import Operations
+from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
 from papaya.server.internal_api import guarded, message_route
 from papaya.server.measured_state import MeasuredState
 from papaya.server.open_files import connections_within
-from papaya.server.replies import Waiting, blame_peer, problem, retry_after_s
+from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
-from papaya.server.tsa import TrustedLink
+from papaya.server.tsa import TsaConnection
 from papaya.server.uploads import Uploads
 from papaya.server.workers import Workers, threaded_shards
 
@@ -80,13 +80,13 @@ class Server:
         if open_files is not None:
             listeners = 1 + ("selector" in roles) + (not self._is_alone)
             most = connections_within(open_files, most, listeners)
-        self._limits = Limits(max_connections=most)
-        self._listeners: list[Listening] = []
+        self._limits = ListenerLimits(max_connections=most)
+        self._listeners: list[Listener] = []
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
-        self._operations: Operations
+        self._operations: Health
         self._door: Door | None = None
-        self._trusted: TrustedLink | None = None
+        self._tsa_connection: TsaConnection | None = None
 
     # -- up and down --------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ class Server:
         self._resources = await Resources.open(self.deployment, self._name())
         try:
             self._tls = server_context(self.deployment)
-            self._operations = Operations(self._resources.clock.now, self._resources.state)
+            self._operations = Health(self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
             for role in self.roles:
@@ -124,8 +124,8 @@ class Server:
             host.stop()
             if isinstance(host, AggregatorHost):
                 await host.workers.close()
-        if self._trusted is not None:
-            await asyncio.to_thread(self._trusted.close)
+        if self._tsa_connection is not None:
+            await asyncio.to_thread(self._tsa_connection.close)
         await self._resources.close()
 
     def _tell_if_capped(self) -> None:
@@ -223,7 +223,7 @@ class Server:
         shared, deployment = self._resources, self.deployment
         threads = deployment.fold_threads
         workers = Workers(
-            threaded_shards(threads, pool, self._trusted_party()),
+            threaded_shards(threads, pool, self._tsa()),
             shared.blobs,
             self._on_work_done,
             threads,
@@ -236,16 +236,16 @@ class Server:
     def _state(self) -> MeasuredState:
         return MeasuredState(self._resources.state, self._operations.driver)
 
-    def _trusted_party(self) -> TrustedParty:
-        self._trusted = TrustedLink(self.deployment, self._resources.clock.now)
-        return self._trusted.party
+    def _tsa(self) -> Tsa:
+        self._tsa_connection = TsaConnection(self.deployment, self._resources.clock.now)
+        return self._tsa_connection.adapter
 
     def _on_work_done(self, result: Message) -> None:
         self._hosts["aggregator"].deliver(result)
 
     # -- doors --------------------------------------------------------------------------------
 
-    async def _listen(self, name: str, where: str, routes: list[Route]) -> None:
+    async def _listen(self, name: str, where: str, routes: list[HttpRoute]) -> None:
         host, port = address(name, where)
         retry_s = retry_after_s(self.deployment.server.heartbeat_s)
         try:
@@ -271,7 +271,7 @@ class Server:
             await self._listen("devices", self.deployment.devices, self._devices_routes())
         await self._listen("admin", self.deployment.admin, self._admin_routes())
 
-    def _devices_routes(self) -> list[Route]:
+    def _devices_routes(self) -> list[HttpRoute]:
         shared, selector = self._resources, self._hosts["selector"]
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
@@ -281,7 +281,7 @@ class Server:
         log = Path(self.deployment.log or shared.data / "log")
         return [*self._door.routes(), uploads.route(), public_log.route(log)]
 
-    def _to_aggregator(self, message: Message, waiting: Waiting) -> None:
+    def _to_aggregator(self, message: Message, waiting: WaitingDevice) -> None:
         self._hosts["aggregator"].deliver(message, waiting)
 
     def _aggregators(self) -> dict[NodeId, AggregatorHost]:
@@ -291,7 +291,7 @@ class Server:
             if isinstance(host, AggregatorHost)
         }
 
-    def _admin_routes(self) -> list[Route]:
+    def _admin_routes(self) -> list[HttpRoute]:
         routes = self._operations.routes()
         if "coordinator" in self.roles:
             administration = self._administration()
@@ -313,7 +313,7 @@ class Server:
             server=self.deployment.server,
         )
 
-    def _servers_routes(self) -> list[Route]:
+    def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources
         routes = [message_route(shared.peers)]
         if "aggregator" in self.roles:

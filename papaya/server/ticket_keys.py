@@ -15,7 +15,6 @@ Which key seals is decided at each refresh. A key leaves this process for the st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Protocol
 
@@ -29,15 +28,14 @@ from papaya.messages.storage import (
     ticket_key_key,
 )
 from papaya.messages.tickets import Keyring
+from papaya.secagg.words import Entropy
 
 KEY_BYTES = 32
 _ATTEMPTS = 5
 _FIRST = 1
 
-Entropy = Callable[[int], bytes]
 
-
-class State(Protocol):
+class TicketKeyState(Protocol):
     """What is asked of the state store."""
 
     async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]: ...
@@ -49,7 +47,7 @@ class TicketKeys:
     """One server's view of the keys. `keyring` stays the same object; `refresh` changes it."""
 
     def __init__(
-        self, state: State, rows: dict[int, TicketKeyRow], now: float, publish_s: float
+        self, state: TicketKeyState, rows: dict[int, TicketKeyRow], now: float, publish_s: float
     ) -> None:
         self._state = state
         self._publish_s = publish_s
@@ -116,7 +114,7 @@ class TicketKeys:
 
 
 async def load_or_create(
-    state: State, now: float, entropy: Entropy, publish_s: float
+    state: TicketKeyState, now: float, entropy: Entropy, publish_s: float
 ) -> TicketKeys:
     """The keys in the store; the first one is made by whoever comes first."""
     for _ in range(_ATTEMPTS):
@@ -133,7 +131,7 @@ async def load_or_create(
     )
 
 
-async def _read(state: State) -> dict[int, TicketKeyRow]:
+async def _read(state: TicketKeyState) -> dict[int, TicketKeyRow]:
     rows = await state.read((TICKET_KEYS,))
     return {
         int(key.removeprefix(TICKET_KEYS)): row

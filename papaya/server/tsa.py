@@ -1,6 +1,6 @@
-"""The trusted party beside a server: its connection, its child process, its evidence.
+"""The TSA beside a server: its connection, its child process, its evidence.
 
-A connection that broke is made again, and the call repeated if it is still the same party; one
+A connection that broke is made again, and the call repeated if it is still the same TSA; one
 that was restarted in between has another identity and knows none of the old offers, which
 `papaya/aggregator/tsa.py` tells as lost. The child is started when a task first asks for it. It
 outlives a server that is killed, so that the next one finds its open groups; a server that stops
@@ -22,14 +22,14 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
-from papaya.aggregator.tsa import Evidence, TrustedPartyOverTsa
+from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.attestation.software import SoftwarePlatform
 from papaya.config import Deployment
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
 from papaya.server.public_log import own_record
-from papaya.tsa.client import TrustedAggregatorClient
+from papaya.tsa.client import TsaClient
 from papaya.tsa.errors import Unavailable
 from papaya.tsa.measurement import measure
 
@@ -41,7 +41,7 @@ _LONGEST_SOCKET_PATH = 100  # the kernel takes 107
 T = TypeVar("T")
 
 
-class TrustedLink:
+class TsaConnection:
     """Implements `Tsa` over a connection that is made when it is needed. Threads may share it."""
 
     def __init__(self, deployment: Deployment, now: Callable[[], float]) -> None:
@@ -49,10 +49,10 @@ class TrustedLink:
         self._data = Path(deployment.data)
         self._now = now
         self._guard = Lock()
-        self._client: TrustedAggregatorClient | None = None
+        self._client: TsaClient | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._collateral = (b"", float("-inf"))
-        self.party = TrustedPartyOverTsa(self, self._prove)
+        self.adapter = TsaAdapter(self, self._prove)
 
     @property
     def identity_public_key(self) -> bytes:
@@ -73,20 +73,20 @@ class TrustedLink:
         self._call(lambda client: client.release(parameters, group, members, take))
 
     def forget(self, parameters_hash: bytes) -> None:
-        """Said to the party that is there: none is started to be told this."""
+        """Said to the TSA that is there: none is started to be told this."""
         if self._client is not None:
             self._call(lambda client: client.forget(parameters_hash))
 
     def close(self) -> None:
         with self._guard:
             self._disconnect()
-            if not self._deployment.trusted_party:
+            if not self._deployment.tsa:
                 self._end_child()
 
     # -- the connection -----------------------------------------------------------------------
 
-    def _call(self, ask: Callable[[TrustedAggregatorClient], T]) -> T:
-        """Repeated once, on a new connection to the same party: it does nothing twice."""
+    def _call(self, ask: Callable[[TsaClient], T]) -> T:
+        """Repeated once, on a new connection to the same TSA: it does nothing twice."""
         client = self._connected()
         try:
             return ask(client)
@@ -99,22 +99,22 @@ class TrustedLink:
                 raise
             return ask(again)
 
-    def _connected(self) -> TrustedAggregatorClient:
+    def _connected(self) -> TsaClient:
         with self._guard:
             if self._client is None:
                 self._client = self._connect()
             return self._client
 
-    def _connect(self) -> TrustedAggregatorClient:
+    def _connect(self) -> TsaClient:
         """To the one that runs; on one machine it is started if none does."""
-        address = self._deployment.trusted_party or self._own_address
+        address = self._deployment.tsa or self._own_address
         try:
-            return TrustedAggregatorClient(address)
+            return TsaClient(address)
         except Unavailable:
-            if self._deployment.trusted_party:
+            if self._deployment.tsa:
                 raise
         self._start_child()
-        return TrustedAggregatorClient(address)
+        return TsaClient(address)
 
     def _disconnect(self) -> None:
         if self._client is not None:
@@ -132,7 +132,7 @@ class TrustedLink:
 
     def _start_child(self) -> None:
         logger.warning(
-            "INSECURE: the trusted party runs as a child of this server, with software evidence "
+            "INSECURE: the TSA runs as a child of this server, with software evidence "
             "that proves nothing; only devices that are told to will believe it"
         )
         command = [sys.executable, "-m", "papaya", "serve", "tsa"]
@@ -152,7 +152,7 @@ class TrustedLink:
             is_listening = child.stdout.readline() != b""  # it says where, once it does
         if not is_listening:
             child.wait()
-            raise Unavailable(f"the trusted party did not start; its own words are in {words}")
+            raise Unavailable(f"the TSA did not start; its own words are in {words}")
         self._child = child
         (self._data / _PID_FILE).write_text(f"{child.pid}\n")
 
@@ -171,14 +171,14 @@ class TrustedLink:
 
     # -- evidence ---------------------------------------------------------------------------
 
-    def _prove(self, parameters_hash: bytes) -> Evidence:
+    def _prove(self, parameters_hash: bytes) -> TsaEvidence:
         quote = self._call(lambda client: client.evidence(parameters_hash))
-        if self._deployment.trusted_platform == "software":
+        if self._deployment.tsa_platform == "software":
             leaf = own_record(self._data, measure())
-            return Evidence("software", quote, self._software_collateral(), leaf)
+            return TsaEvidence("software", quote, self._software_collateral(), leaf)
         collateral = self._read_collateral()
-        return Evidence(
-            self._deployment.trusted_platform, quote, collateral, self._deployment.trusted_leaf
+        return TsaEvidence(
+            self._deployment.tsa_platform, quote, collateral, self._deployment.tsa_leaf
         )
 
     def _software_collateral(self) -> bytes:
@@ -189,7 +189,7 @@ class TrustedLink:
         return made
 
     def _read_collateral(self) -> bytes:
-        path = Path(str(self._deployment.trusted_collateral))
+        path = Path(str(self._deployment.tsa_collateral))
         try:
             data = path.read_bytes()
             json.loads(data)
@@ -204,5 +204,5 @@ def _private_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
-        raise Unavailable(f"{folder} is not this user's alone: the trusted party has no place")
+        raise Unavailable(f"{folder} is not this user's alone: the TSA has no place")
     return folder

@@ -32,7 +32,7 @@ from papaya.selector.selector import Selector
 from papaya.server.collectors import DriverMetrics
 from papaya.server.host import AggregatorHost
 from papaya.server.peers import Peers, address_of
-from papaya.server.replies import Waiting, answer, pass_on
+from papaya.server.replies import WaitingDevice, answer, pass_on
 
 _UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -52,7 +52,7 @@ class ArrivingChunk:
         buffer: memoryview,
         offer: ChunkOffer,
         crc32: int,
-        waiting: Waiting,
+        waiting: WaitingDevice,
     ) -> None:
         self._host = host
         self._owner = owner
@@ -118,7 +118,7 @@ class Uploads:
         except ProtocolError as error:
             answer(exchange, Refused(str(error)[:128], error.hint[:128]), 400)
             return None
-        waiting = Waiting(exchange)
+        waiting = WaitingDevice(exchange)
         to = self._destination(offer, waiting)
         if to is None:
             return None
@@ -128,7 +128,7 @@ class Uploads:
             return self._pass_on(exchange, to)
         return self._take_in(host, offer, crc32, waiting)
 
-    def _destination(self, offer: ChunkOffer, waiting: Waiting) -> NodeId | None:
+    def _destination(self, offer: ChunkOffer, waiting: WaitingDevice) -> NodeId | None:
         """Where the chunk goes; None when the selector has answered instead."""
         if self._selector is None:
             return next(iter(self._aggregators()))
@@ -141,7 +141,7 @@ class Uploads:
         return None
 
     def _take_in(
-        self, host: AggregatorHost, offer: ChunkOffer, crc32: int, waiting: Waiting
+        self, host: AggregatorHost, offer: ChunkOffer, crc32: int, waiting: WaitingDevice
     ) -> Receiver | None:
         if not host.wants(offer, waiting):
             return None

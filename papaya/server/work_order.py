@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from papaya.aggregator.shards import Pieces, Upload
+from papaya.aggregator.shards import Pieces, UploadChunks
 from papaya.aggregator.work import DeleteBlobs, Drop, Fold, Restore, Snapshot, Step
 from papaya.messages.base import BlobKey, Message, TaskId
 
@@ -27,7 +27,7 @@ class FoldJob(NamedTuple):
     """Uploads for one buffer."""
 
     task: TaskId
-    given: list[tuple[Fold, Upload]]
+    given: list[tuple[Fold, UploadChunks]]
 
 
 class LoneJob:
@@ -55,7 +55,7 @@ class _Lane:
     __slots__ = ("folding", "is_open", "lone", "waiting")
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[Fold, Upload] | LoneJob] = deque()
+        self.waiting: deque[tuple[Fold, UploadChunks] | LoneJob] = deque()
         self.folding = 0
         self.lone: LoneJob | None = None
         self.is_open = True
@@ -80,7 +80,7 @@ class _Lane:
         self.is_open = first.lets_folds_pass
         return first
 
-    def _alike(self, first: Fold) -> Iterator[tuple[Fold, Upload]]:
+    def _alike(self, first: Fold) -> Iterator[tuple[Fold, UploadChunks]]:
         for _ in range(TOGETHER):
             head = self.waiting[0] if self.waiting else None
             if not isinstance(head, tuple) or _buffer_of(head[0]) != _buffer_of(first):
@@ -93,7 +93,7 @@ def _buffer_of(fold: Fold) -> tuple[int, int]:
     return fold.seq, fold.target
 
 
-class Lanes:
+class WorkOrder:
     """All work that was given and is not done. Tasks take turns."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Lanes:
         waiting = (given for lane in self._lanes.values() for given in lane.waiting)
         return sum(not isinstance(given, LoneJob) for given in waiting)
 
-    def put(self, task: TaskId, given: tuple[Fold, Upload] | LoneJob) -> None:
+    def put(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         self._lanes.setdefault(task, _Lane()).waiting.append(given)
 
     def next(self) -> FoldJob | LoneJob | None:

@@ -27,8 +27,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from papaya.aggregator.masked_sum import TrustedParty
-from papaya.aggregator.shards import Pieces, Shards, Upload
+from papaya.aggregator.masked_sum import Tsa
+from papaya.aggregator.shards import Pieces, Shards, UploadChunks
 from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
@@ -47,14 +47,14 @@ from papaya.errors import MissingBlob, OperatorError, PapayaError
 from papaya.learning.kernels import fastest
 from papaya.messages.base import BlobKey, Message, TaskId
 from papaya.server.buffers import BufferPool as BufferPool
-from papaya.server.work_order import FoldJob, Lanes, LoneJob
+from papaya.server.work_order import FoldJob, LoneJob, WorkOrder
 
 logger = logging.getLogger("papaya.workers")
 
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 
-Work = GetOffers | Forget | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
+HeavyWork = GetOffers | Forget | Keep | Fold | Snapshot | Restore | Step | Drop | DeleteBlobs
 
 
 class BlobStore(Protocol):
@@ -83,9 +83,9 @@ class Counters(Struct):
     lost: int = 0
 
 
-def threaded_shards(threads: int, pool: BufferPool, trusted: TrustedParty | None = None) -> Shards:
+def threaded_shards(threads: int, pool: BufferPool, tsa: Tsa | None = None) -> Shards:
     """What workers need: a shard for each thread, locks, and buffers that go back to their pool."""
-    return Shards(threads, kernel=fastest(), lock=Lock, release=pool.give_back, trusted=trusted)
+    return Shards(threads, kernel=fastest(), lock=Lock, release=pool.give_back, tsa=tsa)
 
 
 def _unobserved(seconds: float, work: str) -> None:
@@ -114,7 +114,7 @@ class Workers:
         self._first_retry_s = first_retry_s
         self._loop = asyncio.get_running_loop()
         self._changed = Condition()  # its lock guards everything below, and the counters
-        self._lanes = Lanes()
+        self._lanes = WorkOrder()
         self._again: list[LoneJob] = []
         self._lost: dict[TaskId, int] = {}
         self._is_closing = False
@@ -138,7 +138,7 @@ class Workers:
 
     # -- on the loop ------------------------------------------------------------------------
 
-    def perform(self, work: Work) -> None:
+    def perform(self, work: HeavyWork) -> None:
         """Uploads change at once; everything else happens on threads, in the order of its task."""
         match work:
             case GetOffers():
@@ -174,9 +174,9 @@ class Workers:
         try:
             self._shards.forget(work)
         except Exception:
-            logger.exception("the trusted party and %s, which is over", work.config.task)
+            logger.exception("the TSA and %s, which is over", work.config.task)
 
-    def _give(self, task: TaskId, given: tuple[Fold, Upload] | LoneJob) -> None:
+    def _give(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         with self._changed:
             self._idle.clear()
             self._lanes.put(task, given)

@@ -15,15 +15,15 @@ from msgspec.structs import replace
 from papaya.aggregator import masked_sum as masked
 from papaya.aggregator.held_task import HeldTask
 from papaya.aggregator.ledger import Ledger
-from papaya.aggregator.masked_sum import TrustedPartyError
+from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.participation import Participation
-from papaya.aggregator.phase import Phase
+from papaya.aggregator.phase import TaskPhase
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session
-from papaya.aggregator.shards import Blobs, Shards
-from papaya.aggregator.tsa import TrustedPartyOverTsa
-from papaya.aggregator.work import FAILED, Fold, Offer, Stepped
+from papaya.aggregator.shards import NewBlobs, Shards
+from papaya.aggregator.tsa import TsaAdapter
+from papaya.aggregator.work import FAILED, Fold, Stepped, StockedOffer
 from papaya.client.client import Client
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError
@@ -39,8 +39,8 @@ from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import Entropy, Reals
-from papaya.sim.hosts import AggregatorHost
-from papaya.tsa.trusted_aggregator import TrustedAggregator
+from papaya.sim.hosts import SimulatedAggregatorHost
+from papaya.tsa.tsa import TSA
 
 
 def _no_fence(self: Ledger) -> tuple[str, Row | None]:
@@ -75,7 +75,7 @@ def _forget_leases(self: Coordinator, task: TaskId) -> int:
 
 
 def _demand_at_once(self: HeldTask, now: float) -> int:
-    return self.config_demand if self.phase is Phase.SERVING else 0
+    return self.config_demand if self.phase is TaskPhase.SERVING else 0
 
 
 def _all_room(self: HeldTask) -> int:
@@ -90,22 +90,20 @@ def _staleness_from_next(self: Participation, held: HeldTask, session: Session) 
     return max(0, held.ledger.version - session.version - 1)
 
 
-def _write_without_sync(self: AggregatorHost, blobs: Blobs) -> None:
+def _write_without_sync(self: SimulatedAggregatorHost, blobs: NewBlobs) -> None:
     for key, data in blobs:
         self.cluster.blobs.put(key, data, sync=False)
 
 
-def _tell_before_writing(self: AggregatorHost, blobs: Blobs, result: Message) -> None:
+def _tell_before_writing(self: SimulatedAggregatorHost, blobs: NewBlobs, result: Message) -> None:
     self.deliver(result)
     self.local(self.cluster.config.storage.blob_s, self.write_blobs, blobs)
 
 
-_accept = TrustedAggregator.accept
+_accept = TSA.accept
 
 
-def _accept_again(
-    self: TrustedAggregator, index: int, group: int, sealed: bytes, now: float
-) -> None:
+def _accept_again(self: TSA, index: int, group: int, sealed: bytes, now: float) -> None:
     pending = {i: (t, t.pending[i]) for i, t in self._task_of_pending.items() if i == index}
     _accept(self, index, group, sealed, now)
     for task, kept in pending.values():
@@ -119,15 +117,15 @@ _member = Shards._member
 def _fold_before_accept(self: Shards, work: Fold, pieces: list[BytesLike]) -> Any:
     try:
         return _member(self, work, pieces)
-    except TrustedPartyError:
+    except TsaError:
         return pieces
 
 
-_release = TrustedPartyOverTsa.release
+_release = TsaAdapter.release
 
 
 def _release_fewer(
-    self: TrustedPartyOverTsa,
+    self: TsaAdapter,
     parameters: PublicParameters,
     group: int,
     members: Sequence[int],
@@ -138,7 +136,7 @@ def _release_fewer(
 
 
 def _take_away_for_lost(
-    self: TrustedPartyOverTsa,
+    self: TsaAdapter,
     parameters: PublicParameters,
     group: int,
     members: Sequence[int],
@@ -146,12 +144,12 @@ def _take_away_for_lost(
 ) -> None:
     try:
         _release(self, parameters, group, members, take)
-    except TrustedPartyError as error:
-        raise TrustedPartyError(masked.LOST, str(error)) from error
+    except TsaError as error:
+        raise TsaError(masked.LOST, str(error)) from error
 
 
 def _take_failure_for_refusal(
-    self: TrustedPartyOverTsa,
+    self: TsaAdapter,
     parameters: PublicParameters,
     group: int,
     members: Sequence[int],
@@ -159,9 +157,9 @@ def _take_failure_for_refusal(
 ) -> None:
     try:
         _release(self, parameters, group, members, take)
-    except TrustedPartyError as error:
+    except TsaError as error:
         reason = "refused_internal" if error.reason == FAILED else error.reason
-        raise TrustedPartyError(reason, str(error)) from error
+        raise TsaError(reason, str(error)) from error
 
 
 _mark_lost = Offers.mark_lost
@@ -172,7 +170,7 @@ def _give_all_up(self: Offers, now: float, pipeline: Pipeline) -> None:
     pipeline.lose(now, pipeline.newest_seeds())
 
 
-def _peek(self: Offers, now: float) -> tuple[Offer, SecureOffer] | None:
+def _peek(self: Offers, now: float) -> tuple[StockedOffer, SecureOffer] | None:
     if not self._stock or self._terms is None:
         return None
     return self._stock[0], replace(self._terms, offer=self._stock[0].message)
@@ -214,7 +212,7 @@ def _drop_in_silence(self: HeldTask, now: float, message: Stepped) -> Effects:
 
 def _give_up_after_a_crash(self: Shards, work: Any, total: Any) -> Any:
     if isinstance(total, masked.MaskedSum):
-        raise TrustedPartyError(masked.LOST, "dropped without asking")
+        raise TsaError(masked.LOST, "dropped without asking")
     return total.mean()
 
 
@@ -232,19 +230,19 @@ BUGS: dict[str, tuple[_Patch, ...]] = {
     ),
     "adoption-without-a-ticket-check": ((Keyring, "open", _open_unchecked),),
     "staleness-from-the-wrong-version": ((Participation, "_staleness", _staleness_from_next),),
-    "fsync-forgotten": ((AggregatorHost, "write_blobs", _write_without_sync),),
-    "row-before-blob": ((AggregatorHost, "_written", _tell_before_writing),),
-    "seed-accepted-twice": ((TrustedAggregator, "accept", _accept_again),),
+    "fsync-forgotten": ((SimulatedAggregatorHost, "write_blobs", _write_without_sync),),
+    "row-before-blob": ((SimulatedAggregatorHost, "_written", _tell_before_writing),),
+    "seed-accepted-twice": ((TSA, "accept", _accept_again),),
     "fold-before-accept": ((Shards, "_member", _fold_before_accept),),
-    "release-of-another-list": ((TrustedPartyOverTsa, "release", _release_fewer),),
+    "release-of-another-list": ((TsaAdapter, "release", _release_fewer),),
     "offer-used-for-two-sessions": ((Offers, "take", _peek),),
     "staleness-not-computed-by-the-client": ((UnsealedUpdate, "seal", _believe_to_be_fresh),),
     "update-sealed-twice": ((Client, "_ask", _seal_again),),
     "nan-under-the-mask": ((Encoder, "_clamp", _accept_nan),),
     "drop-not-counted": ((HeldTask, "on_stepped", _drop_in_silence),),
     "buffer-dropped-without-a-reason": ((Shards, "_mean", _give_up_after_a_crash),),
-    "unreachable-taken-for-lost": ((TrustedPartyOverTsa, "release", _take_away_for_lost),),
-    "failure-taken-for-a-refusal": ((TrustedPartyOverTsa, "release", _take_failure_for_refusal),),
+    "unreachable-taken-for-lost": ((TsaAdapter, "release", _take_away_for_lost),),
+    "failure-taken-for-a-refusal": ((TsaAdapter, "release", _take_failure_for_refusal),),
     "open-buffer-given-up-too-soon": ((Offers, "mark_lost", _give_all_up),),
 }
 

@@ -56,8 +56,8 @@ from papaya.messages.storage import (
 )
 from papaya.messages.tickets import UploadTicket, claim_of
 from papaya.sim.cluster import Cluster, ClusterConfig
-from papaya.sim.devices import Device
-from papaya.sim.hosts import Host
+from papaya.sim.devices import SimulatedDevice
+from papaya.sim.hosts import SimulatedHost
 from papaya.sim.protocol_updates import protocol_vector
 from papaya.sim.secure_checks import SecureAuditor, demand
 from papaya.sim.storage import Writer
@@ -126,7 +126,7 @@ class CheckedCluster(Cluster):
         self._trace = blake2b(digest_size=16)
         self._named: dict[BlobKey, int] = {}
         super().__init__(config, seed)
-        self._secure = SecureAuditor(config.tasks, self.state.rows, self.trusted)
+        self._secure = SecureAuditor(config.tasks, self.state.rows, self.tsa)
         for row in self.state.rows.values():
             self._name(row, +1)
         self.state.observers.append(self._on_transaction)
@@ -148,10 +148,10 @@ class CheckedCluster(Cluster):
             return wire.from_device.parse(encoded)
         return wire.to_device.parse(encoded)
 
-    def after_event(self, host: Host) -> None:
+    def after_event(self, host: SimulatedHost) -> None:
         host.machine.check()
 
-    def departed(self, device: Device, finish: Finish | None) -> None:
+    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         super().departed(device, finish)
         ending = "dropped" if finish is None else finish.ending
         self.endings[ending] = self.endings.get(ending, 0) + 1
@@ -159,7 +159,7 @@ class CheckedCluster(Cluster):
     def missed_download(self, blob: BlobKey) -> None:
         raise InvariantError(f"a live ticket names parameters {blob} that were deleted")
 
-    def observe_request(self, device: Device, message: Message) -> None:
+    def observe_request(self, device: SimulatedDevice, message: Message) -> None:
         joined = device.machine.joined
         if joined is None:
             return
@@ -168,18 +168,18 @@ class CheckedCluster(Cluster):
         if self._secure.audits(joined.task):
             self._secure.on_request(joined.session, message, self.config.server.chunk_bytes)
 
-    def seal(self, device: Device, work: Seal) -> Sealed:
+    def seal(self, device: SimulatedDevice, work: Seal) -> Sealed:
         done, is_lie = self.seal_or_lie(device, work)
         joined = device.machine.joined
         assert joined is not None
         self._secure.on_sealed(joined, device.visit.examples, work, done, is_lie)
         return done
 
-    def seal_or_lie(self, device: Device, work: Seal) -> tuple[Sealed, bool]:
+    def seal_or_lie(self, device: SimulatedDevice, work: Seal) -> tuple[Sealed, bool]:
         """What a device sends, and whether its seed is not that of its mask."""
         return super().seal(device, work), False
 
-    def observe_reply(self, host: Host, reply: Reply) -> None:
+    def observe_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
             case Accepted(task=task, session=session):
                 self.books[task].assigned[session] = None
@@ -384,7 +384,7 @@ class CheckedCluster(Cluster):
 
     # -- answers ----------------------------------------------------------------------------
 
-    def _on_granted(self, host: Host, granted: UploadGranted) -> None:
+    def _on_granted(self, host: SimulatedHost, granted: UploadGranted) -> None:
         ticket = claim_of(granted.ticket)
         books = self.books[ticket.task]
         assert isinstance(host.machine, Aggregator)

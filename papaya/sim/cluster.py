@@ -33,14 +33,14 @@ from papaya.messages.selection import Capabilities
 from papaya.messages.storage import submission
 from papaya.messages.tickets import Keyring
 from papaya.selector.selector import Selector
-from papaya.sim.devices import Device
+from papaya.sim.devices import SimulatedDevice
 from papaya.sim.engine import Engine, TimerWheel
-from papaya.sim.hosts import AggregatorHost, Host
+from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost
 from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
 from papaya.sim.protocol_updates import protocol_update
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
-from papaya.sim.tsa_twin import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TsaTwin, sealed
 
 # When nearly the whole fleet is here already, an arrival may find nobody.
 _MAX_DRAWS = 64
@@ -116,9 +116,9 @@ class Cluster:
         self.network = Network(self.engine, self._rng("network"), config.network)
         self.state = StateTwin(self.engine, self._rng("state"), config.storage)
         self.blobs = BlobTwin(self._rng("blobs"))
-        self.trusted = TrustedTwin(self.engine, self._rng("trusted"))
-        self.hosts: dict[NodeId, Host] = {}
-        self.devices: dict[int, Device] = {}
+        self.tsa = TsaTwin(self.engine, self._rng("trusted"))
+        self.hosts: dict[NodeId, SimulatedHost] = {}
+        self.devices: dict[int, SimulatedDevice] = {}
         self.keyring = Keyring({1: self._rng("keys").randbytes(32)})
         self._histories: dict[int, History] = {}
         self._keeps_history = any(
@@ -169,10 +169,14 @@ class Cluster:
         def aggregator(node: NodeId, now: float) -> Aggregator:
             return Aggregator(node, now, server, self.keyring, coordinators)
 
-        self.hosts = {node: Host(self, node, partial(coordinator, node)) for node in coordinators}
-        self.hosts |= {node: Host(self, node, partial(selector, node)) for node in self.selectors}
+        self.hosts = {
+            node: SimulatedHost(self, node, partial(coordinator, node)) for node in coordinators
+        }
+        self.hosts |= {
+            node: SimulatedHost(self, node, partial(selector, node)) for node in self.selectors
+        }
         for node in (f"aggregator-{i}" for i in range(config.aggregators)):
-            self.hosts[node] = AggregatorHost(self, node, partial(aggregator, node))
+            self.hosts[node] = SimulatedAggregatorHost(self, node, partial(aggregator, node))
         for host in self.hosts.values():
             host.start()
 
@@ -210,7 +214,7 @@ class Cluster:
             self.config.device,
             self._device_rng,
         )
-        device = self.devices[visit.device] = Device(self, visit, machine)
+        device = self.devices[visit.device] = SimulatedDevice(self, visit, machine)
         device.start()
 
     def _kind_of(self, device: int) -> Capabilities:
@@ -233,23 +237,23 @@ class Cluster:
         if self._keeps_history:
             self._histories[device] = history
 
-    def departed(self, device: Device, finish: Finish | None) -> None:
+    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         """The device is gone; `finish` is None when it dropped out without a word."""
         del self.devices[device.visit.device]
         if finish is not None and finish.ending == "rejected":
             told_s = (finish.retry_from_s + finish.retry_until_s) / 2
             self._mean_return_s += (told_s - self._mean_return_s) / self.config.population.size
 
-    def assigned(self, device: Device) -> None:
+    def assigned(self, device: SimulatedDevice) -> None:
         """A device has joined and begins to download: here its participation starts."""
 
-    def train(self, device: Device, work: Train) -> bytes:
+    def train(self, device: SimulatedDevice, work: Train) -> bytes:
         """What a device's training gives."""
         joined = device.machine.joined
         assert joined is not None
         return protocol_update(work.session, joined.update_length)
 
-    def seal(self, device: Device, work: Seal) -> Sealed:
+    def seal(self, device: SimulatedDevice, work: Seal) -> Sealed:
         """What a device makes of its update for an offer; SecureAggregationError if it refuses."""
         return sealed(work, self.engine.now, self._sealing_rng)
 
@@ -259,13 +263,13 @@ class Cluster:
         """What the receiver gets of a message."""
         return message
 
-    def after_event(self, host: Host) -> None:
+    def after_event(self, host: SimulatedHost) -> None:
         """Called after every event at a server."""
 
-    def observe_request(self, device: Device, message: Message) -> None:
+    def observe_request(self, device: SimulatedDevice, message: Message) -> None:
         """Called for every request of a device."""
 
-    def observe_reply(self, host: Host, reply: Reply) -> None:
+    def observe_reply(self, host: SimulatedHost, reply: Reply) -> None:
         """Called for every answer to a device."""
 
     def missed_download(self, parameters: BlobKey) -> None:

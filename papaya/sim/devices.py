@@ -16,8 +16,8 @@ from papaya.client.work import (
     Downloaded,
     Finish,
     Remember,
-    Request,
     Seal,
+    SendRequest,
     Train,
     Trained,
     WorkFailed,
@@ -26,7 +26,7 @@ from papaya.machine import Effects
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Join
 from papaya.secagg.errors import SecureAggregationError
-from papaya.sim.hosts import Host
+from papaya.sim.hosts import SimulatedHost
 from papaya.sim.population import Visit
 
 if TYPE_CHECKING:
@@ -44,7 +44,11 @@ class Path:
     __slots__ = ("_attempt", "_boot", "_device", "_selector", "request")
 
     def __init__(
-        self, device: Device | None, attempt: int, selector: Host, request: Message
+        self,
+        device: SimulatedDevice | None,
+        attempt: int,
+        selector: SimulatedHost,
+        request: Message,
     ) -> None:
         self.request = request
         self._device = device
@@ -56,7 +60,7 @@ class Path:
     def device_name(self) -> NodeId:
         return "nobody" if self._device is None else self._device.name
 
-    def answer(self, host: Host, message: Message) -> None:
+    def answer(self, host: SimulatedHost, message: Message) -> None:
         hops = 1 if host is self._selector else 2
         host.cluster.network.carry(
             host.node, self._selector.node, hops, self._arrive, Answered(self._attempt, message)
@@ -68,7 +72,7 @@ class Path:
             self._device.deliver(answered)
 
 
-class Device:
+class SimulatedDevice:
     """One visit of one device."""
 
     __slots__ = (
@@ -129,7 +133,7 @@ class Device:
 
     # -- effects ----------------------------------------------------------------------------
 
-    def _request(self, effect: Request) -> None:
+    def _request(self, effect: SendRequest) -> None:
         cluster = self.cluster
         selector = cluster.hosts[effect.selector]
         message = cluster.wire(self.name, effect.selector, effect.message)
@@ -179,11 +183,11 @@ class Device:
         self.cluster.departed(self, effect)
 
 
-_CARRY_OUT: dict[type, Callable[[Device, Any], None]] = {
-    Request: Device._request,
-    Download: Device._download,
-    Train: Device._train,
-    Seal: Device._seal,
-    Remember: Device._remember,
-    Finish: Device._finish,
+_CARRY_OUT: dict[type, Callable[[SimulatedDevice, Any], None]] = {
+    SendRequest: SimulatedDevice._request,
+    Download: SimulatedDevice._download,
+    Train: SimulatedDevice._train,
+    Seal: SimulatedDevice._seal,
+    Remember: SimulatedDevice._remember,
+    Finish: SimulatedDevice._finish,
 }

@@ -15,8 +15,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Words: TypeAlias = npt.NDArray[np.uint64]
+HashWords: TypeAlias = npt.NDArray[np.uint64]
 Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 Indices: TypeAlias = npt.NDArray[np.integer[Any]]
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -33,7 +34,7 @@ def splitmix64(state: int, counter: int) -> int:
     return word ^ (word >> 31)
 
 
-def splitmix64_words(state: Words | np.uint64, counter: Words) -> Words:
+def splitmix64_words(state: HashWords | np.uint64, counter: HashWords) -> HashWords:
     """The same for arrays, whose arithmetic is modulo 2^64 already."""
     words = (counter + np.uint64(1)) * np.uint64(_GOLDEN) + state
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_MIX_1)
@@ -41,7 +42,7 @@ def splitmix64_words(state: Words | np.uint64, counter: Words) -> Words:
     return words ^ (words >> np.uint64(31))
 
 
-def counters(values: Indices) -> Words:
+def counters(values: Indices) -> HashWords:
     """Indices or counters as words. -1 must not become device 2^64 - 1."""
     if values.dtype.kind not in "iu" or values.ndim == 0:
         raise TypeError(f"expected an array of integers, not {values!r}")
@@ -50,7 +51,7 @@ def counters(values: Indices) -> Words:
     return values.astype(np.uint64)
 
 
-def uniforms(words: Words) -> Floats:
+def uniforms(words: HashWords) -> Floats:
     """The middles of 2^52 equal cells of (0, 1): never 0, never 1."""
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
@@ -77,7 +78,7 @@ _EXP: Final = tuple(1 / math.factorial(k) for k in range(14, -1, -1))
 _ATANH: Final = tuple(1 / (2 * k + 1) for k in range(11, -1, -1))
 
 
-def normals(words: Words) -> Floats:
+def normals(words: HashWords) -> Floats:
     """Standard normals by the inverse of the distribution function at 2^32 points."""
     q = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32 - 0.5
     z = q * _quotient(_CENTRE, 0.180625 - q * q)

@@ -18,7 +18,7 @@ from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
 from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
 from papaya.sim.cluster import Cluster
 from papaya.sim.devices import Path
-from papaya.sim.hosts import AggregatorHost
+from papaya.sim.hosts import SimulatedAggregatorHost
 from papaya.sim.network import NetworkConfig
 from papaya.sim.protocol_updates import protocol_update
 from papaya.sim.storage import StorageConfig
@@ -50,8 +50,8 @@ class Faults:
             self._power_loss,
         ]
         if any(task.secure_aggregation is not None for task in cluster.config.tasks):
-            kinds += [self._crash_trusted, self._crash_trusted, self._cut_off_trusted]
-            kinds += [self._fail_trusted]
+            kinds += [self._crash_tsa, self._crash_tsa, self._cut_off_tsa]
+            kinds += [self._fail_tsa]
         # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
         self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
         cluster.engine.after(0.0, self._next)
@@ -105,7 +105,7 @@ class Faults:
     def _freeze_holder(self) -> None:
         """In the middle of a commit, for long enough to be given up: a zombie when it wakes."""
         host = self._cluster.hosts[self._aggregator()]
-        assert isinstance(host, AggregatorHost)
+        assert isinstance(host, SimulatedAggregatorHost)
         host.freezes_at_work_s = self._heartbeat_s * self._rng.choice((4.0, 5.0, 8.0))
 
     def _partition(self) -> None:
@@ -143,30 +143,30 @@ class Faults:
     def _power_loss(self) -> None:
         for host in self._cluster.hosts.values():
             host.crash()
-        self._cluster.trusted.crash(self._a_while())
+        self._cluster.tsa.crash(self._a_while())
         self._cluster.blobs.lose_power()
         for node in self._cluster.hosts:
             self._cluster.engine.after(self._a_while(), self._restart, node)
 
-    def _crash_trusted(self) -> None:
+    def _crash_tsa(self) -> None:
         """Seeds, groups and offers are lost; it is back at once, or after a while."""
-        self._cluster.trusted.crash(self._rng.choice((0.0, self._a_while())))
+        self._cluster.tsa.crash(self._rng.choice((0.0, self._a_while())))
 
-    def _cut_off_trusted(self) -> None:
+    def _cut_off_tsa(self) -> None:
         """Nothing is lost, so nothing may be given up."""
-        self._cluster.trusted.cut_off(self._a_while())
+        self._cluster.tsa.cut_off(self._a_while())
 
-    def _fail_trusted(self) -> None:
+    def _fail_tsa(self) -> None:
         """It answers, and cannot do what it should: nothing may be given up for that either."""
-        self._cluster.trusted.fail(self._rng.randint(1, 4))
+        self._cluster.tsa.fail(self._rng.randint(1, 4))
 
     def _heal(self) -> None:
-        self._cluster.trusted.come_back()
+        self._cluster.tsa.come_back()
         self._cluster.network.heal()
         self._cluster.network.use(self._cluster.config.network)
         self._use_storage(self._cluster.config.storage)
         for node, host in self._cluster.hosts.items():
-            if isinstance(host, AggregatorHost):
+            if isinstance(host, SimulatedAggregatorHost):
                 host.freezes_at_work_s = 0.0
             host.resume()
             self._restart(node)

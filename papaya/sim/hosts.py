@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from papaya.aggregator.shards import Blobs, Shards
+from papaya.aggregator.shards import NewBlobs, Shards
 from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MakeMachine = Callable[[float], Machine]
 
 
-class Host:
+class SimulatedHost:
     """One server process. `boot` changes with every restart."""
 
     def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
@@ -176,13 +176,13 @@ class Host:
         self._run_local(boot, self.deliver, (Rows(token, tuple(rows.items())),))
 
 
-class AggregatorHost(Host):
+class SimulatedAggregatorHost(SimulatedHost):
     """Adds heavy work: done at once by the shared arithmetic, finished after virtual time."""
 
     def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
         super().__init__(cluster, node, make)
         self.freezes_at_work_s = 0.0
-        self._shards = Shards(trusted=cluster.trusted.party)
+        self._shards = Shards(tsa=cluster.tsa.adapter)
         self._carry_out |= {
             GetOffers: self._get_offers,
             Forget: self._forget,
@@ -196,10 +196,10 @@ class AggregatorHost(Host):
         }
 
     def start(self) -> None:
-        self._shards = Shards(trusted=self.cluster.trusted.party)
+        self._shards = Shards(tsa=self.cluster.tsa.adapter)
         super().start()
 
-    def write_blobs(self, blobs: Blobs) -> None:
+    def write_blobs(self, blobs: NewBlobs) -> None:
         """Write and sync, before any row may name them."""
         for key, data in blobs:
             self.cluster.blobs.put(key, data)
@@ -246,7 +246,7 @@ class AggregatorHost(Host):
         else:
             self._finish([], Restored(work.config.task, work.seq))
 
-    def _finish(self, blobs: Blobs, result: Message) -> None:
+    def _finish(self, blobs: NewBlobs, result: Message) -> None:
         """The process may die, or freeze, between any two of: write, sync, tell."""
         self.local(self.cluster.config.storage.blob_s, self._written, blobs, result)
         if self.freezes_at_work_s > 0:
@@ -254,7 +254,7 @@ class AggregatorHost(Host):
             self._engine.after(self.freezes_at_work_s, self.resume)
             self.freezes_at_work_s = 0.0
 
-    def _written(self, blobs: Blobs, result: Message) -> None:
+    def _written(self, blobs: NewBlobs, result: Message) -> None:
         self.write_blobs(blobs)
         self.deliver(result)
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from papaya.config import TaskConfig
 from papaya.errors import ConfigError, OperatorError
-from papaya.sim.report import Report, TaskResult, percent
+from papaya.sim.report import RunReport, TaskResult, percent
 
 try:
     import matplotlib as mpl
@@ -62,7 +62,7 @@ class _Line(NamedTuple):
     result: TaskResult
 
 
-def draw(reports: Mapping[str, Report], path: Path, title: str = "") -> Path:
+def draw(reports: Mapping[str, RunReport], path: Path, title: str = "") -> Path:
     """Write one figure of all reports; the keys become the legend."""
     return save(lambda: _figure(_lines(reports), title), path)
 
@@ -80,7 +80,7 @@ def save(make: Callable[[], Figure], path: Path) -> Path:
     return path
 
 
-def _lines(reports: Mapping[str, Report]) -> list[_Line]:
+def _lines(reports: Mapping[str, RunReport]) -> list[_Line]:
     found: list[_Line] = []
     for name, report in reports.items():
         for result in report.tasks:

@@ -27,8 +27,9 @@ from msgspec import Struct, structs
 from papaya.errors import ConfigError
 from papaya.sim.draws import (
     Floats,
+    HashWords,
     Indices,
-    Words,
+    Ints,
     counters,
     exp,
     normals,
@@ -37,9 +38,8 @@ from papaya.sim.draws import (
     uniforms,
 )
 
-Ints: TypeAlias = npt.NDArray[np.int64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
-_Device = TypeVar("_Device", int, Words)
+_Device = TypeVar("_Device", int, HashWords)
 
 SLOT_S: Final = 3600.0
 SLOTS_PER_DAY: Final = 24
@@ -277,7 +277,7 @@ class Population:
         z = normals(self._words(_VOLUME, indices))
         return z, _volumes(self.config, z)
 
-    def _words(self, quantity: int, indices: Indices, times: Indices | None = None) -> Words:
+    def _words(self, quantity: int, indices: Indices, times: Indices | None = None) -> HashWords:
         devices = counters(indices)
         if devices.size:
             self._refuse_stranger(int(devices.max()))
@@ -318,7 +318,7 @@ class _Given:
         middles = (ranks[0] + ranks[1]) * (2.0**63 / len(volumes))
         self._z = normals(middles.astype(np.uint64))
 
-    def of(self, devices: Words) -> tuple[Floats, Floats]:
+    def of(self, devices: HashWords) -> tuple[Floats, Floats]:
         clients = client_of(devices, len(self._examples))
         return self._z[clients], self._examples[clients]
 

@@ -31,10 +31,9 @@ from papaya.messages.storage import (
     fence_key,
 )
 from papaya.sim.cluster import Cluster, ClusterConfig
-from papaya.sim.devices import Device
+from papaya.sim.devices import SimulatedDevice
+from papaya.sim.draws import Floats
 from papaya.sim.population import Population, Visit
-
-Floats = npt.NDArray[np.float64]
 
 _REFERENCE_VISITS = 1 << 16
 _MIN_TRIPS_FOR_KS = 30
@@ -92,7 +91,7 @@ class TaskResult(Struct, frozen=True, kw_only=True):
     series: Series
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class RunReport(Struct, frozen=True, kw_only=True):
     """A function of (configuration, seed, window): the same in any process."""
 
     configuration: ClusterConfig
@@ -204,12 +203,12 @@ class Watched(Cluster):
         held = host.machine.tasks.get(task)
         return 0 if held is None else len(held.sessions.active)
 
-    def assigned(self, device: Device) -> None:
+    def assigned(self, device: SimulatedDevice) -> None:
         assert device.machine.joined is not None
         self.watches[device.machine.joined.task].working += 1
         self._assigned_s[device.visit.device] = self.engine.now
 
-    def departed(self, device: Device, finish: Finish | None) -> None:
+    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         super().departed(device, finish)
         joined = device.machine.joined
         if joined is None:
@@ -220,8 +219,8 @@ class Watched(Cluster):
         if self.engine.now >= self.warm_up_s:
             watch.departed(device.visit, finish)
 
-    def report(self) -> Report:
-        return Report(
+    def report(self) -> RunReport:
+        return RunReport(
             configuration=self.config,
             seed=self.seed,
             from_s=min(self.warm_up_s, self.engine.now),

@@ -1,14 +1,14 @@
 """What must hold under secure aggregation, checked by watching from outside (DESIGN 7).
 
 The auditor knows what nobody in the system does: what each device trained on, what it masked, which
-seed the trusted party took where, which sums it gave away. From that it recomputes every masked sum
+seed the TSA took where, which sums it gave away. From that it recomputes every masked sum
 and every step, in whole numbers, and demands:
 
 - a device seals one update once, for an offer that nobody else got, and sends those bytes only;
 - a seed is taken into one group, and a record names only members whose seeds are in its group;
 - masks are released for exactly the members of a full and durable record;
 - a version is one step with its members' fixed-point sum, or its predecessor again: only if a seed
-  is lost with an earlier trusted party, or a member lied about its seed.
+  is lost with an earlier TSA, or a member lied about its seed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import WORD, Words
 from papaya.sim.protocol_updates import protocol_vector
-from papaya.sim.tsa_twin import TrustedTwin
+from papaya.sim.tsa_twin import TsaTwin
 
 Seed = tuple[bytes, int]
-"""An identity of the trusted party, and an index of its offers."""
+"""An identity of the TSA, and an index of its offers."""
 
 
 class Granted(NamedTuple):
@@ -71,11 +71,9 @@ def demand(holds: bool, promise: str) -> None:
 class SecureAuditor:
     """Books over all secure tasks of a cluster. `rows` are those of the state store."""
 
-    def __init__(
-        self, tasks: Sequence[TaskConfig], rows: dict[str, Row], trusted: TrustedTwin
-    ) -> None:
+    def __init__(self, tasks: Sequence[TaskConfig], rows: dict[str, Row], tsa: TsaTwin) -> None:
         self._rows = rows
-        self._trusted = trusted
+        self._tsa = tsa
         self._parameters: dict[TaskId, PublicParameters] = {}
         self._task_of: dict[bytes, TaskId] = {}
         for task in tasks:
@@ -84,8 +82,8 @@ class SecureAuditor:
         self._sealed: dict[SessionId, SealedOnce] = {}
         self._group_of: dict[Seed, int] = {}
         self._released: dict[tuple[bytes, TaskId, int], tuple[int, ...]] = {}
-        trusted.on_accepted = self._on_accepted
-        trusted.on_released = self._on_released
+        tsa.on_accepted = self._on_accepted
+        tsa.on_released = self._on_released
 
     def watch(self, config: TaskConfig) -> None:
         """A task that was submitted, at the start or later; only secure ones are audited."""
@@ -144,17 +142,17 @@ class SecureAuditor:
             same = message.data == sealed.update[start : start + chunk_bytes]
             demand(same, f"{session} sends another masked update")
 
-    # -- the trusted party ------------------------------------------------------------------
+    # -- the TSA ------------------------------------------------------------------
 
     def _on_accepted(self, index: int, group: int) -> None:
-        seed = self._trusted.identity_public_key, index
+        seed = self._tsa.identity_public_key, index
         demand(seed in self._granted, f"seed {index} was taken, but its offer was given to nobody")
         known = self._group_of.setdefault(seed, group)
         demand(known == group, f"seed {index} was taken into group {known} and into {group}")
 
     def _on_released(self, digest: bytes, group: int, members: tuple[int, ...]) -> None:
         task = self._task_of[digest]
-        key = self._trusted.identity_public_key, task, group
+        key = self._tsa.identity_public_key, task, group
         if key not in self._released:
             record = self._rows.get(record_key(task, group))
             goal = self._parameters[task].aggregation_goal
@@ -190,7 +188,7 @@ class SecureAuditor:
         group = self._group_of.get(sealed.seed)
         demand(
             group == target,
-            f"{session} is in record {target}, its seed in group {group} of the trusted party",
+            f"{session} is in record {target}, its seed in group {group} of the TSA",
         )
         return np.frombuffer(sealed.update, WORD)
 
@@ -211,7 +209,7 @@ class SecureAuditor:
             self._rows[optimizer_key(task)] == OptimizerRow(record.target, before.state),
             f"version {record.target} of {task} dropped its buffer and changed the optimizer",
         )
-        now = self._trusted.identity_public_key
+        now = self._tsa.identity_public_key
         sealed = [self._sealed[member.session] for member in record.members]
         is_lost = any(member.seed[0] != now for member in sealed)
         is_full = len(sealed) == self._parameters[task].aggregation_goal

@@ -17,7 +17,7 @@ from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.config.checks import require
 from papaya.errors import ConfigError
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.report import Report, Watched, regime_name
+from papaya.sim.report import RunReport, Watched, regime_name
 
 _MAX_HOURS = 10_000
 _MAX_SAMPLES = 3600
@@ -41,7 +41,7 @@ def simulate(
     *,
     warm_up_s: float | None = None,
     progress: Callable[[Moment], None] | None = None,
-) -> Report:
+) -> RunReport:
     """Run `hours` of virtual time; report on what comes after the warm-up (a quarter, at most
     ten minutes).
     """
@@ -71,12 +71,12 @@ def compare(
     over_selection: float = 0.3,
     warm_up_s: float | None = None,
     progress: Callable[[str, Moment], None] | None = None,
-) -> dict[str, Report]:
+) -> dict[str, RunReport]:
     """The same tasks, population and seed in three regimes, by the regime's name.
 
     A task that is SyncFL in `config` gets the default aggregation goal when it becomes AsyncFL.
     """
-    reports: dict[str, Report] = {}
+    reports: dict[str, RunReport] = {}
     for regime in (AsyncFL(), SyncFL(over_selection), SyncFL(0.0)):
         tasks = tuple(_switched(task, regime) for task in config.tasks)
         name = regime_name(tasks[0])

@@ -33,7 +33,7 @@ from papaya.messages.selection import Capabilities
 from papaya.sim.bugs import planted
 from papaya.sim.checkers import CheckedCluster
 from papaya.sim.cluster import ClusterConfig, DeviceKind
-from papaya.sim.devices import Device
+from papaya.sim.devices import SimulatedDevice
 from papaya.sim.faults import Faults, Hostile
 from papaya.sim.network import NetworkConfig
 from papaya.sim.population import PopulationConfig
@@ -64,13 +64,13 @@ class SwarmCluster(CheckedCluster):
 
     hostile: Hostile | None = None
 
-    def train(self, device: Device, work: Train) -> bytes:
+    def train(self, device: SimulatedDevice, work: Train) -> bytes:
         """One device in sixteen has diverged: its update must be refused, or not leave it."""
         update = super().train(device, work)
         is_diverged = work.session[0] == "0"
         return array("f", [nan] * (len(update) // 4)).tobytes() if is_diverged else update
 
-    def seal_or_lie(self, device: Device, work: Seal) -> tuple[Sealed, bool]:
+    def seal_or_lie(self, device: SimulatedDevice, work: Seal) -> tuple[Sealed, bool]:
         """One device in 256 sends a vector that its seed does not unmask."""
         done, _ = super().seal_or_lie(device, work)
         assert device.machine.joined is not None
@@ -78,7 +78,7 @@ class SwarmCluster(CheckedCluster):
             return Sealed(done.update[::-1], done.sealed), True
         return done, False
 
-    def observe_request(self, device: Device, message: Message) -> None:
+    def observe_request(self, device: SimulatedDevice, message: Message) -> None:
         super().observe_request(device, message)
         if self.hostile is not None:
             self.hostile.record(message)
@@ -150,7 +150,7 @@ def _check_liveness(cluster: SwarmCluster) -> None:
 def liveness_bound_s(config: ClusterConfig) -> float:
     """Election, recovery and failure detection, then the slowest way to fill the buffers.
 
-    Buffers that were open when the trusted party crashed are dropped, some when they are full.
+    Buffers that were open when the TSA crashed are dropped, some when they are full.
     """
     server = config.server
     settle_s = 3 * server.leader_lease_s + server.recovery_s + 4 * server.dead_after_s

@@ -1,4 +1,4 @@
-"""Twin of the trusted party: the very object of papaya/tsa, under virtual time, that may crash.
+"""Twin of the TSA: the very object of papaya/tsa, under virtual time, that may crash.
 
 It keeps nothing across a crash, as the real one: a new identity, no groups, no offers. While it is
 away nobody reaches it. Its evidence is empty, and simulated devices believe it: attestation has
@@ -13,26 +13,28 @@ from typing import Protocol
 
 import numpy as np
 
-from papaya.aggregator.tsa import Evidence, TrustedPartyOverTsa
+from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.client.work import Seal, Sealed
 from papaya.learning.parameters import FLOAT32
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.participant import Policy, Terms, UnsealedUpdate
+from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.secagg.unmask import TakeBlock, give_in_blocks
-from papaya.tsa.errors import Reason, Refused, Unavailable
-from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
+from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
+from papaya.tsa.tsa import DEFAULT_LIMITS, TSA, TsaLimits
 
 
-class Clock(Protocol):
+class VirtualClock(Protocol):
     @property
     def now(self) -> float: ...
 
 
-class TrustedTwin:
+class TsaTwin:
     """`on_accepted` hears of every seed that was taken, `on_released` of every sum given away."""
 
-    def __init__(self, clock: Clock, rng: Random, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(
+        self, clock: VirtualClock, rng: Random, limits: TsaLimits = DEFAULT_LIMITS
+    ) -> None:
         self.on_accepted: Callable[[int, int], None] = lambda index, group: None
         self.on_released: Callable[[bytes, int, tuple[int, ...]], None] = lambda *released: None
         self._clock = clock
@@ -40,11 +42,11 @@ class TrustedTwin:
         self._limits = limits
         self._failures = 0
         self.crash()
-        self.party = TrustedPartyOverTsa(self, lambda digest: Evidence("software", b"", b"", -1))
+        self.adapter = TsaAdapter(self, lambda digest: TsaEvidence("software", b"", b"", -1))
 
     def crash(self, away_s: float = 0.0) -> None:
         """It comes back after so long, with nothing."""
-        self._tsa = TrustedAggregator(self._rng.randbytes, self._limits)
+        self._tsa = TSA(self._rng.randbytes, self._limits)
         self.identity_public_key = self._tsa.identity_public_key
         self._back_at = self._clock.now + away_s
 
@@ -73,27 +75,27 @@ class TrustedTwin:
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        trusted = self._reached()
+        tsa = self._reached()
         if self._failures > 0:
             self._failures -= 1
-            raise Refused(Reason.INTERNAL, "the trusted party failed on this")
-        masks = trusted.release(parameters.digest(), group, members)
+            raise TsaRefused(RefusalReason.INTERNAL, "the TSA failed on this")
+        masks = tsa.release(parameters.digest(), group, members)
         self.on_released(parameters.digest(), group, tuple(members))
         give_in_blocks(masks, take)
 
     def forget(self, parameters_hash: bytes) -> int:
         return self._reached().forget(parameters_hash)
 
-    def _reached(self) -> TrustedAggregator:
+    def _reached(self) -> TSA:
         if self._clock.now < self._back_at:
-            raise Unavailable("the trusted party is away")
+            raise Unavailable("the TSA is away")
         return self._tsa
 
 
 def sealed(work: Seal, now: float, rng: Random) -> Sealed:
     """What an honest device makes of an offer, and of an update that is clipped already."""
     parameters = PublicParameters.decode(work.offer.parameters)
-    policy = Policy(
+    policy = ParticipantPolicy(
         task=work.task,
         length=parameters.length,
         clip=parameters.clip,

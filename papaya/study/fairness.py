@@ -20,14 +20,12 @@ import math
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
+from papaya.sim.draws import Floats
 from papaya.sim.population import Population
 from papaya.sim.report import everyone, ks_statistic
 from papaya.study.trace import Trace
-
-Floats = npt.NDArray[np.float64]
 
 _APART: Final = 1 << 40  # arrivals that no run gets to: the reference is another sample
 _LEAST_CLIENTS: Final = 30  # of fewer, D is mostly chance

@@ -7,8 +7,8 @@ What is asked for is read if it is there, and made if not. Every recording and e
 kept under the digest of all that decides it (identity.py), whole or not at all. So work that was
 interrupted goes on where it was, and whoever asks for the same gets the same file:
 
-    traces/DIGEST.npz, .msgpack   a `Course`: its trace, and the report on it
-    runs/DIGEST.json              a `Run`: its `Learnt`
+    traces/DIGEST.npz, .msgpack   a `RecordingPlan`: its trace, and the report on it
+    runs/DIGEST.json              a `Run`: its `RunResult`
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import msgspec
 
 from papaya.errors import OperatorError
 from papaya.sim.jobs import Map, Tell, take_away_parts, write_whole
-from papaya.sim.report import Report
+from papaya.sim.report import RunReport
 from papaya.study.identity import code_digest
 from papaya.study.run import (
-    Course,
-    Learnt,
+    RecordingPlan,
     Run,
+    RunResult,
     clients_to_train,
     fleet_of,
     learn_run,
@@ -40,30 +40,30 @@ from papaya.study.workloads.base import Workload
 
 _NEARLY = 0.99  # all is done when all have ended, not before
 
-Kind = Literal["traces", "runs"]
+_Kind = Literal["traces", "runs"]
 Make: TypeAlias = Callable[[Run], Workload]
 """The workload that a run names. It is called in other processes, so it has a name itself."""
 
 
-class Step(NamedTuple):
+class LabStep(NamedTuple):
     """How far it is with what was asked for, of which `kept` were there before.
 
     `share` is of the work that was left to do: long runs count for more than short ones.
     `outcome` is the run that ended last.
     """
 
-    kind: Kind
+    kind: _Kind
     done: int
     total: int
     kept: int
     share: float
-    outcome: Learnt | None = None
+    outcome: RunResult | None = None
 
 
 class Recording:
     """What was recorded, read when it is asked for."""
 
-    def __init__(self, folder: Path, course: Course) -> None:
+    def __init__(self, folder: Path, course: RecordingPlan) -> None:
         self.course = course
         self._trace = folder / "traces" / f"{course.digest}.npz"
         self._report = self._trace.with_suffix(".msgpack")  # JSON has no NaN
@@ -77,14 +77,14 @@ class Recording:
         return Trace.load(self._trace)
 
     @cached_property
-    def report(self) -> Report:
+    def report(self) -> RunReport:
         try:
-            return msgspec.msgpack.decode(self._report.read_bytes(), type=Report)
+            return msgspec.msgpack.decode(self._report.read_bytes(), type=RunReport)
         except msgspec.MsgspecError as error:
             problem = f"cannot read report {self._report}: {error}"
             raise OperatorError(problem, hint="delete it") from error
 
-    def write(self, trace: Trace, report: Report) -> None:
+    def write(self, trace: Trace, report: RunReport) -> None:
         encoded = msgspec.msgpack.encode(report)
         write_whole(self._report, lambda path: path.write_bytes(encoded))
         write_whole(self._trace, trace.save)
@@ -98,7 +98,7 @@ class Lab:
         folder: Path,
         mapped: Map,
         make: Make,
-        tell: Callable[[Step], None] = lambda step: None,
+        tell: Callable[[LabStep], None] = lambda step: None,
     ) -> None:
         self.folder = folder
         self._mapped = mapped
@@ -108,7 +108,7 @@ class Lab:
             part.mkdir(parents=True, exist_ok=True)
             take_away_parts(part)
 
-    def record(self, courses: Iterable[Course]) -> list[Recording]:
+    def record(self, courses: Iterable[RecordingPlan]) -> list[Recording]:
         """In the order in which they are asked for."""
         wanted = [Recording(self.folder, course) for course in courses]
         distinct = {recording.course.digest: recording for recording in wanted}.values()
@@ -118,7 +118,7 @@ class Lab:
         self._do("traces", work, missing, len(distinct))
         return wanted
 
-    def learn(self, runs: Iterable[Run]) -> list[Learnt]:
+    def learn(self, runs: Iterable[Run]) -> list[RunResult]:
         """In the order in which they are asked for."""
         wanted = list(runs)
         found = {run: _read(self.folder, run) for run in dict.fromkeys(wanted)}
@@ -131,7 +131,7 @@ class Lab:
         return [found[run] or made[run] for run in wanted]
 
     def _do(
-        self, kind: Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int
+        self, kind: _Kind, work: Callable[[Any], Any], missing: Sequence[Any], total: int
     ) -> list[Any]:
         kept, outcomes = total - len(missing), list[Any]()
         effort, spent = sum(each.effort for each in missing), 0.0
@@ -140,7 +140,7 @@ class Lab:
             is_over = len(outcomes) == len(missing)
             share = 1.0 if is_over else min(spent / effort, _NEARLY)
             last = outcomes[-1] if outcomes else None
-            self._tell(Step(kind, kept + len(outcomes), total, kept, share, last))
+            self._tell(LabStep(kind, kept + len(outcomes), total, kept, share, last))
 
         def hear(amount: float) -> None:
             nonlocal spent
@@ -157,7 +157,7 @@ class Lab:
 # -- in any process -----------------------------------------------------------------------------
 
 
-def _record(code: str, folder: Path, course: Course, *, tell: Tell) -> None:
+def _record(code: str, folder: Path, course: RecordingPlan, *, tell: Tell) -> None:
     _refuse_other_code(code)
     with _shares(course.effort, tell) as told:
         recorded = record_course(course, lambda cluster: told(course.share_of(cluster)))
@@ -165,7 +165,7 @@ def _record(code: str, folder: Path, course: Course, *, tell: Tell) -> None:
     gc.collect()  # a cluster is full of cycles, and the next run would look for them rarely
 
 
-def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> Learnt:
+def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> RunResult:
     _refuse_other_code(code)
     recording = _recording(folder, run.course)
     total = max(1, clients_to_train(run, recording.trace))
@@ -202,10 +202,10 @@ def _refuse_other_code(code: str) -> None:
         raise OperatorError("Papaya was changed while it ran", hint="run the same command again")
 
 
-def _read(folder: Path, run: Run) -> Learnt | None:
+def _read(folder: Path, run: Run) -> RunResult | None:
     """None as well for a file that is damaged: it is made again."""
     try:
-        return msgspec.json.decode(_path(folder, run).read_bytes(), type=Learnt)
+        return msgspec.json.decode(_path(folder, run).read_bytes(), type=RunResult)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
 
@@ -215,5 +215,5 @@ def _path(folder: Path, run: Run) -> Path:
 
 
 @lru_cache(maxsize=2)
-def _recording(folder: Path, course: Course) -> Recording:
+def _recording(folder: Path, course: RecordingPlan) -> Recording:
     return Recording(folder, course)

@@ -1,6 +1,6 @@
 """Learning inside the loop: the same machines, with real models and real bytes through them.
 
-A replay (replay.py) trusts that the protocol never looks into an update; here nothing is trusted:
+A replay (replay.py) trusts that the protocol never looks into an update; here nothing is tsa:
 devices download the versions that servers wrote, upload what they trained, sealed if the task is
 secure, and the aggregator sums and steps. It is slower, and gives the same model.
 
@@ -33,7 +33,7 @@ from papaya.learning.weighting import admit, clipped, norm
 from papaya.messages.base import BlobKey, SessionId
 from papaya.messages.storage import ConsumedRow, VersionRow, version_key
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.devices import Device
+from papaya.sim.devices import SimulatedDevice
 from papaya.sim.population import Visit
 from papaya.study.replay import EVALUATIONS, Curve, Judging, Rates
 from papaya.study.trace import MOST_HOURS, Recorded
@@ -104,7 +104,7 @@ class Learning(Recorded):
         held = (m.tasks.get(self.task.task) for m in machines if isinstance(m, Aggregator))
         return next((task.halted_because for task in held if task and task.halted_because), "")
 
-    def assigned(self, device: Device) -> None:
+    def assigned(self, device: SimulatedDevice) -> None:
         super().assigned(device)
         joined, visit, now = device.machine.joined, device.visit, self.engine.now
         assert joined is not None
@@ -118,7 +118,7 @@ class Learning(Recorded):
             visit, joined.version, joined.parameters, blob.data, ready_s, due_s, is_hopeless
         )
 
-    def train(self, device: Device, work: Train) -> bytes:
+    def train(self, device: SimulatedDevice, work: Train) -> bytes:
         self.note(device, work)
         if work.session not in self._updates:
             self._train_with(work.session)
@@ -130,7 +130,7 @@ class Learning(Recorded):
         admit([update.data], update.size, self.rates.clip)
         return encoded if self.rates.clip is None else update.tobytes()
 
-    def departed(self, device: Device, finish: Finish | None) -> None:
+    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         super().departed(device, finish)
         joined = device.machine.joined
         if joined is not None:

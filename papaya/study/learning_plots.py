@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from papaya.sim.plots import COLORS, prepare, save  # says so if matplotlib is missing
-from papaya.study.results import Row
-from papaya.study.run import Learnt
+from papaya.study.results import ResultRow
+from papaya.study.run import RunResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ _MAX_TICKS = 8
 _FEW = 3  # points, which a line alone would not show
 
 
-def draw_curve(learnt: Learnt, path: Path, title: str) -> Path:
+def draw_curve(learnt: RunResult, path: Path, title: str) -> Path:
     """Loss over virtual hours, for all clients and for those with much data."""
 
     def make() -> Figure:
@@ -58,7 +58,7 @@ def draw_curve(learnt: Learnt, path: Path, title: str) -> Path:
     return save(make, path)
 
 
-def draw_sweep(rows: Sequence[Row], varied: Sequence[str], path: Path, title: str) -> Path:
+def draw_sweep(rows: Sequence[ResultRow], varied: Sequence[str], path: Path, title: str) -> Path:
     """Rows are sorted, the best first. The curves of the best, then a panel for what was varied."""
     names = [name for name in varied if name != "regime"]
     lines = 1 + -(-len(names) // _PANELS_PER_ROW)
@@ -75,7 +75,7 @@ def draw_sweep(rows: Sequence[Row], varied: Sequence[str], path: Path, title: st
     return save(make, path)
 
 
-def _draw_best(axes: Axes, rows: Sequence[Row], title: str) -> None:
+def _draw_best(axes: Axes, rows: Sequence[ResultRow], title: str) -> None:
     prepare(axes, title, "virtual time (hours)", "loss on held-out data")
     # Curves often lie on each other: the later ones, dashed, let those below be seen.
     for row, color, dashes in zip(rows[:_BEST], COLORS, _DASHES, strict=False):
@@ -93,7 +93,7 @@ def _draw_best(axes: Axes, rows: Sequence[Row], title: str) -> None:
     axes.legend(frameon=False, fontsize=8, handlelength=4)
 
 
-def _draw_variable(axes: Axes, rows: Sequence[Row], name: str) -> None:
+def _draw_variable(axes: Axes, rows: Sequence[ResultRow], name: str) -> None:
     """Each setting is a dot; the line joins the best at each value."""
     is_timed = any(row.target_hours is not None for row in rows)
     wanted = "hours to the target" if is_timed else "final loss"

@@ -19,7 +19,7 @@ from papaya.config.checks import require
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.replay import Rates
-from papaya.study.run import Course, Run, recordable, require_target
+from papaya.study.run import RecordingPlan, Run, recordable, require_target
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import Prepared, WorkloadSpec
 
@@ -157,7 +157,7 @@ def _run(
     plan: Plan, prepared: Prepared, regime: Regime, setting: dict[str, float], seed: int
 ) -> Run:
     task = with_setting(prepared.task, regime, setting)
-    course = Course(
+    course = RecordingPlan(
         cluster=recordable(task, prepared.population),
         seed=seed,
         updates=plan.updates,

@@ -15,12 +15,12 @@ from statistics import fmean, pstdev
 from msgspec import Struct
 
 from papaya.study.plan import setting_of
-from papaya.study.run import Learnt
+from papaya.study.run import RunResult
 
 _RATES = ("client_rate", "server_rate")
 
 
-class Row(Struct, frozen=True, kw_only=True):
+class ResultRow(Struct, frozen=True, kw_only=True):
     """Means over the seeds of one setting; `*_spread` are standard deviations.
 
     `target_hours` and `target_trips` are None unless every seed reached the target.
@@ -28,7 +28,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
     label: str
     setting: dict[str, float | str]
-    outcomes: tuple[Learnt, ...]
+    outcomes: tuple[RunResult, ...]
     diverged: int
     loss: float
     loss_spread: float
@@ -43,27 +43,27 @@ class Row(Struct, frozen=True, kw_only=True):
     ks: float | None
 
 
-def rows_of(outcomes: Sequence[Learnt], varied: Sequence[str]) -> list[Row]:
+def rows_of(outcomes: Sequence[RunResult], varied: Sequence[str]) -> list[ResultRow]:
     """One for each setting, the best first."""
-    groups: dict[tuple[tuple[str, float | str], ...], list[Learnt]] = {}
+    groups: dict[tuple[tuple[str, float | str], ...], list[RunResult]] = {}
     for outcome in outcomes:
         groups.setdefault(tuple(setting_of(outcome.run).items()), []).append(outcome)
     rows = [_row(dict(setting), found, varied) for setting, found in groups.items()]
     is_timed = any(outcome.run.target is not None for outcome in outcomes)
 
-    def order(row: Row) -> tuple[bool, float, float]:
+    def order(row: ResultRow) -> tuple[bool, float, float]:
         hours = row.target_hours if row.target_hours is not None else math.inf
         return row.diverged > 0, hours if is_timed else 0.0, row.loss
 
     return sorted(rows, key=order)
 
 
-def varied_in(rows: Sequence[Row], wanted: Sequence[str]) -> list[str]:
+def varied_in(rows: Sequence[ResultRow], wanted: Sequence[str]) -> list[str]:
     """Those of the wanted names whose values differ between rows."""
     return [name for name in wanted if len({row.setting[name] for row in rows}) > 1]
 
 
-def edges(rows: Sequence[Row]) -> list[str]:
+def edges(rows: Sequence[ResultRow]) -> list[str]:
     """Rates whose best value, among the rows of the best regime, is the smallest or the largest."""
     if not rows or rows[0].diverged:
         return []
@@ -78,14 +78,16 @@ def edges(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def _row(setting: dict[str, float | str], found: list[Learnt], varied: Sequence[str]) -> Row:
+def _row(
+    setting: dict[str, float | str], found: list[RunResult], varied: Sequence[str]
+) -> ResultRow:
     losses = [outcome.end.all for outcome in found]
     hours = [o.target_hours for o in found if o.target_hours is not None]
     trips = [o.target_trips for o in found if o.target_trips is not None]
     used = [o.fleet.utilization for o in found if o.fleet.utilization is not None]
     bias = [o.fairness.execution_s.ks for o in found if o.fairness is not None]
     have_all = len(hours) == len(found)
-    return Row(
+    return ResultRow(
         label=", ".join(_words(name, setting[name]) for name in varied) or "one setting",
         setting=setting,
         outcomes=tuple(found),

@@ -26,14 +26,15 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.messages.selection import Capabilities
 from papaya.sim.cluster import ClusterConfig, DeviceKind
+from papaya.sim.draws import Ints
 from papaya.sim.population import PopulationConfig
-from papaya.sim.report import Report
+from papaya.sim.report import RunReport
 from papaya.study.fairness import Fairness, fairness
 from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import MOST_HOURS, Recorded, Trace, least_s, record
-from papaya.study.workloads.base import Clients, Ints, Matrix, Quality, Workload
+from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
 from papaya.study.workloads.held_out import at_or_above
 
 _TRACED_LENGTH: Final = 4
@@ -42,7 +43,7 @@ _UPDATES_PER_PLACE: Final = 50  # in an hour, about
 UNBOUNDED: Final = 10**12  # updates: more than any run has
 
 
-class Course(Struct, frozen=True, kw_only=True):
+class RecordingPlan(Struct, frozen=True, kw_only=True):
     """What is recorded: until so many counted updates, or for so many hours; then `drain_s` longer,
     for those who were assigned before.
     """
@@ -86,7 +87,7 @@ class Run(Struct, frozen=True, kw_only=True):
     end of a minute. `data` names the model and its data by their content.
     """
 
-    course: Course
+    course: RecordingPlan
     workload: str
     data: str
     rates: Rates
@@ -107,7 +108,7 @@ class Run(Struct, frozen=True, kw_only=True):
         return digest(self)
 
 
-class Fleet(Struct, frozen=True):
+class FleetSummary(Struct, frozen=True):
     """What the recorded system was like, after its warm-up.
 
     None: the run was over before; of staleness also: no server update came after it.
@@ -136,7 +137,7 @@ class SupportsJudges(Protocol):
     held_out: Clients
 
 
-class Learnt(Struct, frozen=True, kw_only=True):
+class RunResult(Struct, frozen=True, kw_only=True):
     """What came of a run. `target_*` are None when the target was not reached, or not given.
 
     `judges` are None where no clients judge: the built-in workloads know their language.
@@ -151,7 +152,7 @@ class Learnt(Struct, frozen=True, kw_only=True):
     trips: int
     target_hours: float | None
     target_trips: int | None
-    fleet: Fleet
+    fleet: FleetSummary
     fairness: Fairness | None
     norms: Norms | None
     precision: Precision | None
@@ -189,8 +190,8 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
 
 
 def record_course(
-    course: Course, progress: Callable[[Recorded], None] | None = None
-) -> tuple[Trace, Report]:
+    course: RecordingPlan, progress: Callable[[Recorded], None] | None = None
+) -> tuple[Trace, RunReport]:
     return record(
         course.cluster,
         course.seed,
@@ -202,15 +203,15 @@ def record_course(
     )
 
 
-def _warm_up_s(course: Course) -> float:
+def _warm_up_s(course: RecordingPlan) -> float:
     """Half of what the run takes at least, or a quarter of its hours."""
     return min(_MAX_WARM_UP_S, least_s(course.cluster, course.updates) / 2, 900 * course.hours)
 
 
-def fleet_of(report: Report) -> Fleet:
+def fleet_of(report: RunReport) -> FleetSummary:
     result = report.tasks[0]
     is_over = math.isnan(result.utilization)
-    return Fleet(
+    return FleetSummary(
         utilization=None if is_over else result.utilization,
         versions_per_hour=None if is_over else result.versions_per_hour,
         mean_staleness=result.mean_staleness if result.counted else None,
@@ -233,10 +234,10 @@ def _last_version(run: Run, trace: Trace) -> int:
 def learn_run(
     run: Run,
     trace: Trace,
-    fleet: Fleet,
+    fleet: FleetSummary,
     workload: Workload,
     progress: Callable[[int, int], None] | None = None,
-) -> Learnt:
+) -> RunResult:
     """`progress` is told how many clients have trained and how many versions were judged so far."""
     watched = workload if progress is None else _Watched(workload, progress)
     curve = learn(
@@ -253,7 +254,7 @@ def learn_run(
     last = curve.points[-1]
     examples = np.minimum(trace.clients.examples, trace.task.max_examples)
     mean_examples = float(examples.mean()) if len(examples) else 0.0
-    return Learnt(
+    return RunResult(
         run=run,
         length=workload.length,
         curve=structs.replace(curve, norms=()),

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from papaya.sim.jobs import mapping
 from papaya.sim.population import PopulationConfig
-from papaya.study.lab import Lab, Step
+from papaya.study.lab import Lab, LabStep
 from papaya.study.plan import Plan, runs_of
-from papaya.study.run import Learnt, Run
+from papaya.study.run import Run, RunResult
 from papaya.study.workloads.base import Workload
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
@@ -29,9 +29,9 @@ def sweep(
     plan: Plan,
     folder: Path,
     jobs: int = 2,
-    progress: Callable[[Step], None] = lambda step: None,
+    progress: Callable[[LabStep], None] = lambda step: None,
     prepared: Prepared | None = None,
-) -> list[Learnt]:
+) -> list[RunResult]:
     """All outcomes, in the order of the plan. What `folder` has already is not run again.
 
     `jobs` above 1 are processes that import the program anew: a script that calls this keeps its

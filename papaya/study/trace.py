@@ -29,13 +29,12 @@ from papaya.errors import InvariantError, OperatorError
 from papaya.messages.base import SessionId
 from papaya.messages.storage import ConsumedRow, Row, Transaction
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.devices import Device
+from papaya.sim.devices import SimulatedDevice
+from papaya.sim.draws import Floats, Ints
 from papaya.sim.engine import rare_garbage_collection
 from papaya.sim.population import Population, Visit
-from papaya.sim.report import Report, Watched
-from papaya.study.workloads.base import Clients, Ints
-
-Floats = npt.NDArray[np.float64]
+from papaya.sim.report import RunReport, Watched
+from papaya.study.workloads.base import Clients
 
 _STEP_S = 60.0
 _FORMAT = 1
@@ -152,15 +151,15 @@ class Recorded(Watched):
         """Has it trained, and may it still be counted?"""
         return session in self._trained
 
-    def train(self, device: Device, work: Train) -> bytes:
+    def train(self, device: SimulatedDevice, work: Train) -> bytes:
         self.note(device, work)
         return super().train(device, work)
 
-    def note(self, device: Device, work: Train) -> None:
+    def note(self, device: SimulatedDevice, work: Train) -> None:
         """Who it is that has trained, in case that it is counted."""
         self._trained[work.session] = (device.visit, self._assigned_s[device.visit.device])
 
-    def departed(self, device: Device, finish: Finish | None) -> None:
+    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         super().departed(device, finish)
         joined, ending = device.machine.joined, None if finish is None else finish.ending
         if joined is None:
@@ -245,7 +244,7 @@ def record(
     warm_up_s: float = 600.0,
     sample_s: float | None = None,
     progress: Callable[[Recorded], None] | None = None,
-) -> tuple[Trace, Report]:
+) -> tuple[Trace, RunReport]:
     """Run the machines until so many counted updates, or for so many hours.
 
     `drain_s`: then so much longer, for those who were assigned before the end. `sample_s`: how far

@@ -32,7 +32,7 @@ def _figure(transfers: Sequence[Transfer]) -> Figure:
     figure = Figure(figsize=(10, 4.2), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2)
     out = max(found.bytes_out for found in transfers) / 1e6
-    prepare(left, f"Into the trusted party, for a {out:.0f} MB model", _X_LABEL, "MB")
+    prepare(left, f"Into the TSA, for a {out:.0f} MB model", _X_LABEL, "MB")
     prepare(right, "Time to transfer, in and out", _X_LABEL, "milliseconds")
     for design, color in zip(DESIGNS, COLORS, strict=False):
         found = [transfer for transfer in transfers if transfer.design == design]

@@ -1,4 +1,4 @@
-"""The trusted party (paper, "Secure Aggregation"), and what talks to it.
+"""The TSA (paper, "Secure Aggregation"), and what talks to it.
 
 `enclave.toml` lists what runs inside the enclave.
 """

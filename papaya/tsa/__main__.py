@@ -1,9 +1,8 @@
-"""What an enclave starts: `python -m papaya.tsa sgx tcp:127.0.0.1:8760`.
+"""The entry point of an enclave: `python -m papaya.tsa sgx tcp:127.0.0.1:8760`.
 
-The trusted party on hardware, with its platform's evidence and nothing of Papaya outside
-`papaya/secagg` and `papaya/tsa`. All that it imports is in `papaya/tsa/enclave.toml`. There is no
-software platform here: that one proves nothing and lives outside, in
-`papaya/attestation/software.py`.
+Runs the TSA on hardware, with the evidence of its platform. It imports nothing of Papaya except
+`papaya/secagg` and `papaya/tsa`; every file is listed in `papaya/tsa/enclave.toml`. The software
+platform, which proves nothing, is outside: `papaya/attestation/software.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The aggregator's side of the wire: blocking calls, for a worker thread.
 
 One connection, one call at a time (a lock sees to it). A connection that broke stays broken:
-whoever connects again compares `identity_public_key`, because a trusted party that was restarted
-has another one, and has lost its open groups and outstanding offers. Raises `Refused` as the
-trusted party said it, `Unavailable` for everything else, and believes no length that it did not
+whoever connects again compares `identity_public_key`, because a TSA that was restarted
+has another one, and has lost its open groups and outstanding offers. Raises `TsaRefused` as the
+TSA said it, `Unavailable` for everything else, and believes no length that it did not
 expect.
 """
 
@@ -23,15 +23,15 @@ from papaya.secagg.parameters import HASH_BYTES, PublicParameters
 from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import BLOCK, WORD, WORD_BYTES, blocks
 from papaya.tsa import endpoint, wire
-from papaya.tsa.errors import Refused, Unavailable
-from papaya.tsa.trusted_aggregator import Status
+from papaya.tsa.errors import TsaRefused, Unavailable
+from papaya.tsa.tsa import TsaStatus
 from papaya.tsa.wire import Operation
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
 DEFAULT_TIMEOUT_S: Final = 60.0
 
 
-class TrustedAggregatorClient:
+class TsaClient:
     """Connects when made. Use as a context manager, or `close` it."""
 
     def __init__(self, address: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -39,14 +39,14 @@ class TrustedAggregatorClient:
         try:
             self._stream = endpoint.connect(address, timeout_s)
         except OSError as error:
-            raise Unavailable(f"no trusted party at {address}: {error}") from error
+            raise Unavailable(f"no TSA at {address}: {error}") from error
         try:
             self.identity_public_key = self._identity()
         except BaseException:
             self.close()
             raise
 
-    def __enter__(self) -> TrustedAggregatorClient:
+    def __enter__(self) -> TsaClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,7 +56,7 @@ class TrustedAggregatorClient:
         self._stream.close()
 
     def register(self, parameters: PublicParameters) -> bytes:
-        """Returns the hash by which the trusted party knows these parameters."""
+        """Returns the hash by which the TSA knows these parameters."""
         return self._call(wire.register_request(parameters.encode()), HASH_BYTES)
 
     def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
@@ -66,7 +66,7 @@ class TrustedAggregatorClient:
         try:
             return wire.decode_offers(body)
         except ChannelError as error:
-            raise Unavailable(f"the trusted party answered nonsense: {error}") from error
+            raise Unavailable(f"the TSA answered nonsense: {error}") from error
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
         """Refused with REPLAYED means: it has this seed in this group already."""
@@ -94,12 +94,12 @@ class TrustedAggregatorClient:
         """Returns how many seeds are lost."""
         return self._count(wire.task_request(Operation.FORGET, parameters_hash))
 
-    def status(self, parameters_hash: bytes) -> Status:
+    def status(self, parameters_hash: bytes) -> TsaStatus:
         body = self._call(wire.task_request(Operation.STATUS, parameters_hash), None)
         try:
             return wire.decode_status(body)
         except struct.error as error:
-            raise Unavailable(f"the trusted party answered nonsense: {error}") from error
+            raise Unavailable(f"the TSA answered nonsense: {error}") from error
 
     def evidence(self, parameters_hash: bytes) -> bytes:
         return self._call(wire.task_request(Operation.EVIDENCE, parameters_hash), None)
@@ -107,7 +107,7 @@ class TrustedAggregatorClient:
     def _identity(self) -> bytes:
         answer = self._call(wire.identity_request(), 1 + KEY_BYTES)
         if answer[0] != wire.VERSION:
-            raise Unavailable(f"the trusted party speaks version {answer[0]}, not {wire.VERSION}")
+            raise Unavailable(f"the TSA speaks version {answer[0]}, not {wire.VERSION}")
         return answer[1:]
 
     def _count(self, request: bytes) -> int:
@@ -158,8 +158,8 @@ class _Broken:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, Refused):
+        if error is None or isinstance(error, TsaRefused):
             return
         self._stream.close()
         if isinstance(error, OSError):
-            raise Unavailable(f"lost the trusted party: {error}") from error
+            raise Unavailable(f"lost the TSA: {error}") from error

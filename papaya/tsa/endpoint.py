@@ -1,4 +1,4 @@
-"""Where the trusted party listens: `unix:/path/to/socket` or `tcp:127.0.0.1:8760`.
+"""Where the TSA listens: `unix:/path/to/socket` or `tcp:127.0.0.1:8760`.
 
 Only this machine can connect: a file that its owner alone may open, or a loopback address (which
 is what an enclave runtime can offer). Refused: any other address.
@@ -76,7 +76,7 @@ def _parsed(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
     if kind != "tcp" or not 0 <= number < 1 << 16:
         raise ValueError(f"{address!r} is neither unix:/path nor tcp:address:port")
     if not found.is_loopback:
-        raise ValueError(f"{address!r}: the trusted party listens on this machine only")
+        raise ValueError(f"{address!r}: the TSA listens on this machine only")
     family = socket.AF_INET if found.version == 4 else socket.AF_INET6
     return family, (str(found), number)
 

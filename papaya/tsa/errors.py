@@ -1,11 +1,11 @@
-"""What the trusted party refuses. The code crosses the wire; the message has values, no secret."""
+"""What the TSA refuses. The code crosses the wire; the message has values, no secret."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 
-class Reason(IntEnum):
+class RefusalReason(IntEnum):
     """Why. Numbers are part of the wire format: never reused, never renumbered."""
 
     MALFORMED = 1
@@ -32,17 +32,17 @@ class Reason(IntEnum):
     NO_EVIDENCE = 40
 
 
-class Refused(Exception):
-    """A request that the trusted party does not fulfil. Its state is as before.
+class TsaRefused(Exception):
+    """A request that the TSA does not fulfil. Its state is as before.
 
     OTHER_GROUP, and nothing else, names the open `group` that has exactly this seed.
     """
 
-    def __init__(self, reason: Reason, message: str, group: int | None = None) -> None:
+    def __init__(self, reason: RefusalReason, message: str, group: int | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         self.group = group
 
 
 class Unavailable(Exception):
-    """The trusted party cannot be reached, or went away: what it held may be lost."""
+    """The TSA cannot be reached, or went away: what it held may be lost."""

@@ -1,10 +1,10 @@
-"""Evidence of the platform that the trusted party runs on: a quote over 64 bytes of report data.
+"""Evidence of the platform that the TSA runs on: a quote over 64 bytes of report data.
 
-    "the Intel SGX enclave, playing the role of the trusted party, generates an attestation quote
-    [...] It consists of the DH key exchange request, the hash of running trusted binary, and the
+    "the Intel SGX enclave, playing the role of the TSA, generates an attestation quote
+    [...] It consists of the DH key exchange request, the hash of running TSA binary, and the
     hash of public parameters" (paper, "Deployment with Intel SGX")
 
-The report data is the trusted party's identity key, then the hash of the public parameters.
+The report data is the TSA's identity key, then the hash of the public parameters.
 `Gramine` asks the library OS of an SGX enclave, `Tdx` the kernel of a TDX guest (configfs-tsm,
 Linux 6.7 or newer). Collateral is the server's business: it is the vendor's, public and signed.
 Refused: a quote that does not carry the report data that was asked for, and a platform other than
@@ -28,7 +28,7 @@ class EvidenceError(Exception):
 
 
 class Platform(Protocol):
-    """What vouches for the trusted party; `name` tells a device how to verify its quotes."""
+    """What vouches for the TSA; `name` tells a device how to verify its quotes."""
 
     @property
     def name(self) -> str: ...

@@ -1,10 +1,10 @@
 """One group: the seeds that one sum may be made of, and the sum of their masks so far.
 
-Paper, "Protocol Detail", step 6: "the trusted party re-generates m_i with s_i and aggregates it to
-a running sum". Seeds wait until eight are there, or until nothing else is to do, because eight
-masks cost little more memory traffic than one. Seeds are kept until the release: what the server
-leaves out (step 3 of the ideal functionality) is taken off again. And whatever fails on the way,
-for want of memory say, the sum is made again from them: it is never half of one.
+Paper, "Protocol Detail", step 6: "the trusted party re-generates m_i with s_i and aggregates
+it to a running sum". Seeds are summed eight at a time, or when there is nothing else to do, because
+eight masks cost little more memory traffic than one. Seeds are kept until the release: the masks of
+clients that the server leaves out (step 3 of the ideal functionality) are subtracted again. If
+summing fails, for example out of memory, the sum is rebuilt from the seeds; it is never partial.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Group:
         self._seeds[index] = seed
         self._waiting.append(index)
         if self.waiting >= BATCH:
-            with suppress(MemoryError):  # the seed is taken: it waits on
+            with suppress(MemoryError):  # the seed is kept and summed later
                 self.sum_waiting()
 
     def sum_waiting(self) -> None:

@@ -1,8 +1,8 @@
-"""What the trusted binary is: its manifest, and the one hash that stands for it.
+"""What the TSA binary is: its manifest, and the one hash that stands for it.
 
-    "the code of the trusted party running inside the Intel SGX enclave is open sourced in advance
-    along with the hash of the trusted binary, such that the community can exam the code and rebuild
-    the trusted binary" (paper, "Deployment with Intel SGX")
+    "the code of the TSA running inside the Intel SGX enclave is open sourced in advance
+    along with the hash of the TSA binary, such that the community can exam the code and rebuild
+    the TSA binary" (paper, "Deployment with Intel SGX")
 
 `papaya/tsa/enclave.toml` lists the enclave's own sources, and its dependencies as wheels by hash.
 The manifest gives each file's SHA-256, as `sha256sum` prints it, sorted by path; its own SHA-256 is
@@ -25,7 +25,7 @@ LOCK = "papaya/tsa/enclave.toml"
 MANIFEST = "MANIFEST.sha256"
 WHEELS = "wheels"
 
-Read: TypeAlias = Callable[[str], bytes]
+ReadSource: TypeAlias = Callable[[str], bytes]
 
 _SOURCE = re.compile(r"papaya(/[a-z_]+)*/[a-z_]+\.(py|toml)")
 _WHEEL_FILE = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.-]+\.whl")
@@ -48,7 +48,7 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class Lock:
+class EnclaveLock:
     """What goes into the artifact, and for which Python and platforms the wheels are."""
 
     python: str
@@ -57,7 +57,7 @@ class Lock:
     wheels: tuple[Wheel, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Lock:
+    def parse(cls, text: str) -> EnclaveLock:
         try:
             fields: dict[str, Any] = tomllib.loads(text)
             lock = cls(
@@ -87,15 +87,15 @@ class Lock:
 
 
 def installed(path: str) -> bytes:
-    """`Read` for the code that is running."""
+    """`ReadSource` for the code that is running."""
     return (Path(__file__).resolve().parents[2] / path).read_bytes()
 
 
-def read_lock(read: Read) -> Lock:
-    return Lock.parse(read(LOCK).decode())
+def read_lock(read: ReadSource) -> EnclaveLock:
+    return EnclaveLock.parse(read(LOCK).decode())
 
 
-def manifest(read: Read) -> bytes:
+def manifest(read: ReadSource) -> bytes:
     """One line per file of the artifact: its SHA-256, two spaces, its path."""
     lock = read_lock(read)
     hashes = {path: hashlib.sha256(read(path)).hexdigest() for path in (LOCK, *lock.sources)}
@@ -103,7 +103,7 @@ def manifest(read: Read) -> bytes:
     return "".join(f"{hashes[path]}  {path}\n" for path in sorted(hashes)).encode()
 
 
-def measure(read: Read = installed) -> bytes:
+def measure(read: ReadSource = installed) -> bytes:
     """The artifact's hash: SHA-256 of its manifest."""
     return hashlib.sha256(manifest(read)).digest()
 

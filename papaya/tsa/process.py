@@ -1,4 +1,4 @@
-"""The trusted party as its own process: one thread, many connections, one request at a time each.
+"""The TSA as its own process: one thread, many connections, one request at a time each.
 
 The loop behind `papaya serve tsa`. When nobody has asked anything for a moment it sums waiting
 seeds, so that a release finds its sum ready. A connection is not read while its answer is being
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from typing import Final
 
 from papaya.tsa import endpoint, wire
-from papaya.tsa.service import Answer, Evidence, Service
-from papaya.tsa.trusted_aggregator import Limits, TrustedAggregator
+from papaya.tsa.service import MakeEvidence, ReplyParts, TsaService
+from papaya.tsa.tsa import TSA, TsaLimits
 
 MAX_CONNECTIONS: Final = 64
 _READ_BYTES: Final = 1 << 16
@@ -44,10 +44,10 @@ def wall_clock(read: Callable[[], float] = time.time) -> Callable[[], float]:
     return now
 
 
-def platform_limits() -> Limits:
+def platform_limits() -> TsaLimits:
     """Sums may take half of the memory that the machine, the guest or the enclave has."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Limits(memory_bytes=memory_bytes // 2)
+    return TsaLimits(memory_bytes=memory_bytes // 2)
 
 
 class _Connection:
@@ -83,7 +83,7 @@ class _Connection:
         del self._received[:end]
         return request
 
-    def send(self, answer: Answer) -> None:
+    def send(self, answer: ReplyParts) -> None:
         self._sending = [memoryview(part) for part in answer if len(part)]
         self.flush()
 
@@ -98,10 +98,10 @@ class _Connection:
 
 
 class Process:
-    """Serves one `Service` on one listening socket until `stop` becomes readable."""
+    """Serves one `TsaService` on one listening socket until `stop` becomes readable."""
 
     def __init__(
-        self, service: Service, listener: socket.socket, clock: Callable[[], float]
+        self, service: TsaService, listener: socket.socket, clock: Callable[[], float]
     ) -> None:
         self._service = service
         self._listener = listener
@@ -141,7 +141,7 @@ class Process:
     def _sum_waiting(self) -> bool:
         """False if there was nothing to do, or no memory to do it: then a release has to."""
         try:
-            return self._service.aggregator.sum_waiting()
+            return self._service.tsa.sum_waiting()
         except MemoryError:
             return False
 
@@ -188,16 +188,16 @@ class Process:
 def serve(
     listener: socket.socket,
     stop: socket.socket,
-    evidence: Evidence | None = None,
-    limits: Limits | None = None,
+    evidence: MakeEvidence | None = None,
+    limits: TsaLimits | None = None,
 ) -> None:
-    """A new trusted party with the system's entropy and clock, until `stop` becomes readable."""
-    aggregator = TrustedAggregator(os.urandom, limits or platform_limits())
-    Process(Service(aggregator, evidence), listener, wall_clock()).run(stop)
+    """A new TSA with the system's entropy and clock, until `stop` becomes readable."""
+    aggregator = TSA(os.urandom, limits or platform_limits())
+    Process(TsaService(aggregator, evidence), listener, wall_clock()).run(stop)
 
 
 def serve_until_signal(
-    address: str, ready: Callable[[str], None], evidence: Evidence | None = None
+    address: str, ready: Callable[[str], None], evidence: MakeEvidence | None = None
 ) -> None:
     """All of `papaya serve tsa` but its command line: ends by SIGTERM or SIGINT.
 

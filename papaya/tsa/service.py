@@ -1,4 +1,4 @@
-"""One request in, one answer out: the trusted aggregator behind its wire format.
+"""One request in, one answer out: the TSA behind its wire format.
 
 Refused with a reason: everything that is not exactly a request. A bug must not cost the open
 groups, so an unexpected exception is answered INTERNAL; it is not described, because what it says
@@ -11,25 +11,25 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from papaya.tsa import wire
-from papaya.tsa.errors import Reason, Refused
+from papaya.tsa.errors import RefusalReason, TsaRefused
 from papaya.tsa.evidence import EvidenceError
-from papaya.tsa.trusted_aggregator import TrustedAggregator
+from papaya.tsa.tsa import TSA
 from papaya.tsa.wire import Operation
 
-Evidence: TypeAlias = Callable[[bytes], bytes]
+MakeEvidence: TypeAlias = Callable[[bytes], bytes]
 """64 bytes of report data → the quote over them, as `evidence.Platform.quote` gives it."""
 
-Answer: TypeAlias = list[bytes | memoryview]
+ReplyParts: TypeAlias = list[bytes | memoryview]
 
 
-class Service:
-    """Holds the aggregator, and what makes evidence if the platform has any."""
+class TsaService:
+    """Holds the TSA, and what makes evidence if the platform has any."""
 
-    def __init__(self, aggregator: TrustedAggregator, evidence: Evidence | None = None) -> None:
-        self.aggregator = aggregator
+    def __init__(self, tsa: TSA, evidence: MakeEvidence | None = None) -> None:
+        self.tsa = tsa
         self._evidence = evidence
 
-    def answer(self, request: bytes, now: float) -> Answer:
+    def answer(self, request: bytes, now: float) -> ReplyParts:
         """The parts of the whole answer, to be sent one after the other. Raises nothing."""
         try:
             operation = wire.read_operation(request)
@@ -37,47 +37,47 @@ class Service:
             if operation is Operation.RELEASE:
                 return self._release(body)
             return [wire.frame(wire.DONE, self._small(operation, body, now))]
-        except Refused as refused:
+        except TsaRefused as refused:
             return [wire.encode_refusal(refused)]
         except Exception:
-            failed = Refused(Reason.INTERNAL, "the trusted party failed on this")
+            failed = TsaRefused(RefusalReason.INTERNAL, "the TSA failed on this")
             return [wire.encode_refusal(failed)]
 
-    def _release(self, body: bytes) -> Answer:
-        masks = self.aggregator.release(*wire.read_release(body))
+    def _release(self, body: bytes) -> ReplyParts:
+        masks = self.tsa.release(*wire.read_release(body))
         return [wire.frame_head(wire.DONE, masks.nbytes), masks.data.cast("B")]
 
     def _small(self, operation: Operation, body: bytes, now: float) -> bytes:
-        trusted = self.aggregator
+        tsa = self.tsa
         match operation:
             case Operation.IDENTITY:
                 if body:
-                    raise Refused(Reason.MALFORMED, "this operation has no fields")
-                return bytes((wire.VERSION,)) + trusted.identity_public_key
+                    raise TsaRefused(RefusalReason.MALFORMED, "this operation has no fields")
+                return bytes((wire.VERSION,)) + tsa.identity_public_key
             case Operation.REGISTER:
-                return trusted.register(body)
+                return tsa.register(body)
             case Operation.OFFERS:
                 parameters_hash, count = wire.read_offers(body)
-                return wire.encode_offers(trusted.offers(parameters_hash, count, now))
+                return wire.encode_offers(tsa.offers(parameters_hash, count, now))
             case Operation.ACCEPT:
-                trusted.accept(*wire.read_accept(body), now)
+                tsa.accept(*wire.read_accept(body), now)
                 return b""
             case Operation.DROP:
-                return wire.encode_count(trusted.drop(*wire.read_group(body)))
+                return wire.encode_count(tsa.drop(*wire.read_group(body)))
             case Operation.FORGET:
-                return wire.encode_count(trusted.forget(wire.read_task(body)))
+                return wire.encode_count(tsa.forget(wire.read_task(body)))
             case Operation.STATUS:
-                return wire.encode_status(trusted.status(wire.read_task(body)))
+                return wire.encode_status(tsa.status(wire.read_task(body)))
             case Operation.EVIDENCE:
-                bound = trusted.report_data(wire.read_task(body))
+                bound = tsa.report_data(wire.read_task(body))
                 if self._evidence is None:
-                    raise Refused(Reason.NO_EVIDENCE, "this platform makes no evidence")
+                    raise TsaRefused(RefusalReason.NO_EVIDENCE, "this platform makes no evidence")
                 return self._quote(self._evidence, bound)
             case _:
-                raise Refused(Reason.MALFORMED, "no such operation")
+                raise TsaRefused(RefusalReason.MALFORMED, "no such operation")
 
-    def _quote(self, evidence: Evidence, bound: bytes) -> bytes:
+    def _quote(self, evidence: MakeEvidence, bound: bytes) -> bytes:
         try:
             return evidence(bound)
         except EvidenceError as error:
-            raise Refused(Reason.NO_EVIDENCE, str(error)) from None
+            raise TsaRefused(RefusalReason.NO_EVIDENCE, str(error)) from None

@@ -1,4 +1,4 @@
-"""The trusted party's messages: length, one byte, fixed fields. Nothing else is ever parsed.
+"""The TSA's messages: length, one byte, fixed fields. Nothing else is ever parsed.
 
     request    length: u32 | operation: u8 | fields
     answer     length: u32 | 0            | fields            done
@@ -29,8 +29,8 @@ from typing import Any, Final
 from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.offer import OFFER_BYTES, Offer
 from papaya.secagg.parameters import HASH_BYTES
-from papaya.tsa.errors import Reason, Refused
-from papaya.tsa.trusted_aggregator import Status
+from papaya.tsa.errors import RefusalReason, TsaRefused
+from papaya.tsa.tsa import TsaStatus
 
 VERSION: Final = 1
 DONE: Final = 0
@@ -83,9 +83,9 @@ def _packed(fields: struct.Struct, *values: bytes | int) -> bytes:
     try:
         packed = fields.pack(*values)
     except struct.error as error:
-        raise Refused(Reason.MALFORMED, f"not to be sent: {error}") from None
+        raise TsaRefused(RefusalReason.MALFORMED, f"not to be sent: {error}") from None
     if fields.unpack(packed) != values:
-        raise Refused(Reason.MALFORMED, "not to be sent: a field of another length")
+        raise TsaRefused(RefusalReason.MALFORMED, "not to be sent: a field of another length")
     return packed
 
 
@@ -118,14 +118,14 @@ def task_request(operation: Operation, parameters_hash: bytes) -> bytes:
     return frame(operation, _packed(_HASH, parameters_hash))
 
 
-# --- What the trusted party parses ---------------------------------------------------------------
+# --- What the TSA parses ---------------------------------------------------------------
 
 
 def read_operation(request: bytes) -> Operation:
     try:
         return Operation(request[0])
     except (IndexError, ValueError):
-        raise Refused(Reason.MALFORMED, "no such operation") from None
+        raise TsaRefused(RefusalReason.MALFORMED, "no such operation") from None
 
 
 def read_task(body: bytes) -> bytes:
@@ -136,7 +136,9 @@ def read_task(body: bytes) -> bytes:
 def read_offers(body: bytes) -> tuple[bytes, int]:
     parameters_hash, count = _exactly(_OFFERS, body)
     if count > MAX_OFFERS:
-        raise Refused(Reason.TOO_MANY_OFFERS, f"{count} offers asked for, at most {MAX_OFFERS}")
+        raise TsaRefused(
+            RefusalReason.TOO_MANY_OFFERS, f"{count} offers asked for, at most {MAX_OFFERS}"
+        )
     return parameters_hash, count
 
 
@@ -153,14 +155,16 @@ def read_group(body: bytes) -> tuple[bytes, int]:
 def read_release(body: bytes) -> tuple[bytes, int, tuple[int, ...]]:
     listed = body[_GROUP.size :]
     if len(listed) % _NUMBER_BYTES:
-        raise Refused(Reason.MALFORMED, f"{len(listed)} bytes are no list of members")
+        raise TsaRefused(RefusalReason.MALFORMED, f"{len(listed)} bytes are no list of members")
     parameters_hash, group = read_group(body[: _GROUP.size])
     return parameters_hash, group, struct.unpack(f">{len(listed) // _NUMBER_BYTES}Q", listed)
 
 
 def _exactly(fields: struct.Struct, body: bytes) -> tuple[Any, ...]:
     if len(body) != fields.size:
-        raise Refused(Reason.MALFORMED, f"{len(body)} bytes of fields, expected {fields.size}")
+        raise TsaRefused(
+            RefusalReason.MALFORMED, f"{len(body)} bytes of fields, expected {fields.size}"
+        )
     return fields.unpack(body)
 
 
@@ -184,7 +188,7 @@ def decode_count(body: bytes) -> int:
     return int(count)
 
 
-def encode_status(status: Status) -> bytes:
+def encode_status(status: TsaStatus) -> bytes:
     """Offers: u32, waiting seeds: u32, released group or -1: i64, n: u16, n × (u64, u32)."""
     released = -1 if status.released_group is None else status.released_group
     numbers = (status.outstanding_offers, status.waiting_seeds, released, len(status.groups))
@@ -192,26 +196,26 @@ def encode_status(status: Status) -> bytes:
     return b"".join((_STATUS.pack(*numbers), *groups))
 
 
-def decode_status(body: bytes) -> Status:
+def decode_status(body: bytes) -> TsaStatus:
     offers, waiting, released, groups = _STATUS.unpack_from(body)
     found = tuple(_STATUS_GROUP.iter_unpack(body[_STATUS.size :]))
     if len(found) != groups:
         raise struct.error(f"{len(found)} groups, not {groups}")
-    return Status(offers, waiting, None if released < 0 else released, found)
+    return TsaStatus(offers, waiting, None if released < 0 else released, found)
 
 
-def encode_refusal(refused: Refused) -> bytes:
+def encode_refusal(refused: TsaRefused) -> bytes:
     group = b"" if refused.group is None else _NUMBER.pack(refused.group)
     return frame(refused.reason, (group + str(refused).encode())[:MAX_TEXT_BYTES])
 
 
-def decode_refusal(code: int, body: bytes) -> Refused:
+def decode_refusal(code: int, body: bytes) -> TsaRefused:
     group = None
-    if code == Reason.OTHER_GROUP and len(body) >= _NUMBER_BYTES:
+    if code == RefusalReason.OTHER_GROUP and len(body) >= _NUMBER_BYTES:
         (group,) = _NUMBER.unpack_from(body)
         body = body[_NUMBER_BYTES:]
     text = body[:MAX_TEXT_BYTES].decode(errors="replace")
     try:
-        return Refused(Reason(code), text, group)
+        return TsaRefused(RefusalReason(code), text, group)
     except ValueError:
-        return Refused(Reason.INTERNAL, f"reason {code}: {text}")
+        return TsaRefused(RefusalReason.INTERNAL, f"reason {code}: {text}")

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from papaya.verifiable_log.checkpoint import LogPolicy
-from papaya.verifiable_log.errors import LogError, Unreachable
+from papaya.verifiable_log.errors import LogError, LogSourceUnreachable
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
 
-Outcome: TypeAlias = Literal["passed", "failed", "not done"]
+StepOutcome: TypeAlias = Literal["passed", "failed", "not done"]
 Rebuild: TypeAlias = Callable[[Record], "Built"]
 
 
@@ -42,81 +42,83 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Step:
+class AuditStep:
     """One step of an audit; `index` is the record's, for steps about one record."""
 
     name: str
-    outcome: Outcome
+    outcome: StepOutcome
     detail: str
     index: int | None = None
 
 
-def audit(reader: LogReader, policy: LogPolicy, rebuild: Rebuild, now: float) -> Iterator[Step]:
+def audit(
+    reader: LogReader, policy: LogPolicy, rebuild: Rebuild, now: float
+) -> Iterator[AuditStep]:
     """Every step as it is done. After a failure of the log itself nothing more is believed."""
     known = reader.remembered is not None
     old_size = reader.checkpoint.size if known else 0
     try:
         checkpoint = reader.refresh(now)
-    except Unreachable as error:
-        yield Step("checkpoint", "not done", str(error))
+    except LogSourceUnreachable as error:
+        yield AuditStep("checkpoint", "not done", str(error))
         return
     except LogError as error:
-        yield Step("checkpoint", "failed", str(error))
+        yield AuditStep("checkpoint", "failed", str(error))
         return
-    yield Step("checkpoint", "passed", f"size {checkpoint.size}, signed by {policy.key.name}")
+    yield AuditStep("checkpoint", "passed", f"size {checkpoint.size}, signed by {policy.key.name}")
     yield _witnessed(policy)
     if known:
-        yield Step("consistency", "passed", f"continues the remembered log of size {old_size}")
+        yield AuditStep("consistency", "passed", f"continues the remembered log of size {old_size}")
     else:
-        yield Step("consistency", "not done", "no earlier checkpoint is remembered here")
+        yield AuditStep("consistency", "not done", "no earlier checkpoint is remembered here")
     try:
         entries = reader.entries()
-    except Unreachable as error:
-        yield Step("entries", "not done", str(error))
+    except LogSourceUnreachable as error:
+        yield AuditStep("entries", "not done", str(error))
         return
     except LogError as error:
-        yield Step("entries", "failed", str(error))
+        yield AuditStep("entries", "failed", str(error))
         return
-    yield Step("entries", "passed", f"all {len(entries)} hash to the checkpoint's root")
+    yield AuditStep("entries", "passed", f"all {len(entries)} hash to the checkpoint's root")
     for index, entry in enumerate(entries):
         yield from _audit_record(index, entry, rebuild)
 
 
-def _witnessed(policy: LogPolicy) -> Step:
+def _witnessed(policy: LogPolicy) -> AuditStep:
     if not policy.quorum:
-        return Step("witnesses", "not done", "no witnesses were named: a fork could be hidden")
+        return AuditStep("witnesses", "not done", "no witnesses were named: a fork could be hidden")
     detail = f"at least {policy.quorum} of {len(policy.witnesses)} have cosigned"
-    return Step("witnesses", "passed", detail)
+    return AuditStep("witnesses", "passed", detail)
 
 
-def _audit_record(index: int, entry: bytes, rebuild: Rebuild) -> Iterator[Step]:
+def _audit_record(index: int, entry: bytes, rebuild: Rebuild) -> Iterator[AuditStep]:
     try:
         record = Record.decode(entry)
     except LogError as error:
-        yield Step("record", "failed", str(error), index)
+        yield AuditStep("record", "failed", str(error), index)
         return
     platforms = ", ".join(sorted(record.measurements))
-    yield Step("record", "passed", f"revision {record.revision}, for {platforms}", index)
+    yield AuditStep("record", "passed", f"revision {record.revision}, for {platforms}", index)
     try:
         built = rebuild(record)
     except CannotBuild as error:
-        yield Step("rebuild", "not done", str(error), index)
+        yield AuditStep("rebuild", "not done", str(error), index)
     except NoSource as error:
-        yield Step("rebuild", "failed", str(error), index)
+        yield AuditStep("rebuild", "failed", str(error), index)
     else:
         yield from _compared(record, built, index)
     for platform in sorted(record.measurements.keys() - {"software"}):
         detail = f"the measurement for {platform} comes from its own tools: see docs/deploy-tsa.md"
-        yield Step("measurement", "not done", detail, index)
+        yield AuditStep("measurement", "not done", detail, index)
 
 
-def _compared(record: Record, built: Built, index: int) -> Iterator[Step]:
+def _compared(record: Record, built: Built, index: int) -> Iterator[AuditStep]:
     if built.artifact == record.artifact:
-        yield Step("rebuild", "passed", f"the source gives {built.artifact}", index)
+        yield AuditStep("rebuild", "passed", f"the source gives {built.artifact}", index)
     else:
         detail = f"the source gives {built.artifact}, the record says {record.artifact}"
-        yield Step("rebuild", "failed", detail, index)
+        yield AuditStep("rebuild", "failed", detail, index)
     if built.without_dependencies:
-        yield Step("dependencies", "not done", built.without_dependencies, index)
+        yield AuditStep("dependencies", "not done", built.without_dependencies, index)
     else:
-        yield Step("dependencies", "passed", "all have the hashes of the lock", index)
+        yield AuditStep("dependencies", "passed", "all have the hashes of the lock", index)

@@ -26,7 +26,7 @@ class SignatureError(LogError):
     """A note lacks a signature that was asked for, or carries a wrong one."""
 
 
-class Unreachable(LogError):
+class LogSourceUnreachable(LogError):
     """The log could not be read at all: an address, a network, a server that is down."""
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from threading import Lock, Timer
 from typing import Any
 
-from papaya.verifiable_log.errors import LogError, MissingFile, Unreachable
+from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
 from papaya.verifiable_log.tiles import MAX_FILE_BYTES, Fetch
 
 _NOT_THERE = (404, 410)
@@ -34,7 +34,9 @@ def over_http(url: str, *, file_s: float = 30.0, all_s: float = math.inf) -> Fet
         address = f"{url.rstrip('/')}/{path}"
         allowed_s = min(file_s, ends_at - time.monotonic())
         if allowed_s <= 0:
-            raise Unreachable(f"{address} was not tried: the log has taken {all_s:g} s already")
+            raise LogSourceUnreachable(
+                f"{address} was not tried: the log has taken {all_s:g} s already"
+            )
         body = _read(address, allowed_s)
         if len(body) > MAX_FILE_BYTES:
             raise LogError(f"{address} is longer than {MAX_FILE_BYTES} bytes")
@@ -55,15 +57,15 @@ def _read(address: str, allowed_s: float) -> bytes:
         error.close()
         if error.code in _NOT_THERE:
             raise MissingFile(f"{address} is not there") from error
-        raise Unreachable(f"{address} answers {error.code}") from error
+        raise LogSourceUnreachable(f"{address} answers {error.code}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         problem = f"not within {allowed_s:.3g} s" if watch.is_over else str(error)
-        raise Unreachable(f"{address} cannot be read: {problem}") from error
+        raise LogSourceUnreachable(f"{address} cannot be read: {problem}") from error
     finally:
         timer.cancel()
         watch.close()
     if watch.is_over:  # a body without a length ends where it was cut off
-        raise Unreachable(f"{address} cannot be read: not within {allowed_s:.3g} s")
+        raise LogSourceUnreachable(f"{address} cannot be read: not within {allowed_s:.3g} s")
     return body
 
 

@@ -1,6 +1,6 @@
-"""One record of the log: a released trusted binary, what each platform measures of it, its source.
+"""One record of the log: a released TSA binary, what each platform measures of it, its source.
 
-    "append the identity and manifest of the trusted binary to the verifiable log" (paper)
+    "append the identity and manifest of the TSA binary to the verifiable log" (paper)
 
 A record is canonical JSON: parsed, encoded again and compared, so that one release has one leaf
 hash. `REGISTERS` says which measurements a platform must name, all of them: a TDX record that left

@@ -21,8 +21,9 @@ from papaya.errors import ConfigError, InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
+from papaya.sim.draws import Ints
 from papaya.study import workloads
-from papaya.study.workloads.base import Clients, Ints, Matrix
+from papaya.study.workloads.base import Clients, Matrix
 from papaya.study.workloads.lstm import Lstm
 from papaya.study.workloads.lstm_trainers import (
     CompiledLstm,
@@ -35,7 +36,7 @@ from papaya.study.workloads.lstm_trainers import fastest as fastest_lstm
 from papaya.study.workloads.perceptron import Perceptron, Prototypes
 from papaya.study.workloads.perceptron_trainers import (
     CompiledPerceptron,
-    Examples,
+    PerceptronExamples,
     PerceptronSizes,
     PerceptronTrainer,
     StackedPerceptron,
@@ -98,15 +99,17 @@ def perceptron_kind(request: pytest.FixtureRequest) -> Any:
     return PERCEPTRONS[request.param]
 
 
-def random_examples(sizes: PerceptronSizes) -> Examples:
+def random_examples(sizes: PerceptronSizes) -> PerceptronExamples:
     draw = np.random.default_rng(2)
     count = int(OFFSETS[-1])
     features = draw.normal(size=(count, sizes.layers[0])).astype(FLOAT32)
-    return Examples(features, draw.integers(0, sizes.layers[-1], count).astype(np.int32), OFFSETS)
+    return PerceptronExamples(
+        features, draw.integers(0, sizes.layers[-1], count).astype(np.int32), OFFSETS
+    )
 
 
-def alone(examples: Examples, client: int) -> Examples:
-    return Examples(examples.features, examples.labels, OFFSETS[client : client + 2])
+def alone(examples: PerceptronExamples, client: int) -> PerceptronExamples:
+    return PerceptronExamples(examples.features, examples.labels, OFFSETS[client : client + 2])
 
 
 @pytest.mark.parametrize("sgd", [ONCE, OFTEN])
@@ -184,13 +187,15 @@ def test_a_perceptron_refuses_what_it_cannot_train(perceptron_kind: Any) -> None
     models = random_models(sizes.manifest.length)
     features, one = np.zeros((1, 3), FLOAT32), np.array([0, 1])
     start = np.zeros(1, np.int64)
-    good = Examples(features, np.zeros(1, np.int32), one)
+    good = PerceptronExamples(features, np.zeros(1, np.int32), one)
     with pytest.raises(ConfigError, match="momentum"):
         trainer.train(models, start, good, ClientSGD(rate=1, momentum=0.9))
     with pytest.raises(InvariantError, match="labels"):
-        trainer.train(models, start, Examples(features, np.array([2], np.int32), one), ONCE)
+        trainer.train(
+            models, start, PerceptronExamples(features, np.array([2], np.int32), one), ONCE
+        )
     with pytest.raises(InvariantError, match="features"):
-        trainer.train(models, start, Examples(features[:, :2], good.labels, one), ONCE)
+        trainer.train(models, start, PerceptronExamples(features[:, :2], good.labels, one), ONCE)
 
 
 # --- LSTM ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A device that seals by its owner's policy, a real trusted party, and a log on a disk over HTTP.
+"""A device that seals by its owner's policy, a real TSA, and a log on a disk over HTTP.
 
 The server between them is the attacker: it shows which log, which evidence and which offer it
 likes. Evidence is of software, which anyone can make; every check of it is the real one.
@@ -23,7 +23,7 @@ from papaya.messages.participation import SecureOffer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import UnmaskedSum, unmask
 from papaya.secagg.words import WORD
-from papaya.tsa.trusted_aggregator import TrustedAggregator
+from papaya.tsa.tsa import TSA
 from papaya.verifiable_log.folder import LogFolder
 from tests.unit.attestation.builders import MEASUREMENT, a_policy, software_evidence
 from tests.unit.secagg.builders import entropy
@@ -59,7 +59,7 @@ class World:
         self.folder = folder
         self.address = address
         self.now: float = NOW
-        self.tsa = TrustedAggregator(entropy("trusted party"))
+        self.tsa = TSA(entropy("TSA"))
         self.checkpoint = folder / "device.db.log-checkpoint"
         self._logs = 0
         self.show(OLD, GOOD)

@@ -1,4 +1,4 @@
-"""A server lies about its trusted party; each attack is refused with its reason."""
+"""A server lies about its TSA; each attack is refused with its reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from papaya.attestation.software import make_collateral, make_quote
 from papaya.attestation.verify import Evidence, report_data
 from papaya.secagg.errors import OfferRefused
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.participant import Policy, Terms
+from papaya.secagg.participant import ParticipantPolicy, Terms
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.reader import LogReader
 from tests.unit.attestation.builders import (
@@ -128,7 +128,7 @@ def test_collateral_with_a_changed_statement(tmp_path: Path) -> None:
     assert refused(a_device(tmp_path), Evidence("software", quote, lying)).reason == "quote"
 
 
-def test_the_quote_of_another_trusted_party(tmp_path: Path) -> None:
+def test_the_quote_of_another_tsa(tmp_path: Path) -> None:
     """A true quote, but the server holds the private key that signs the offers."""
     device = a_device(tmp_path, identity_key=b"mine" * 8)
     error = refused(device, software_evidence())
@@ -162,7 +162,7 @@ def test_an_attested_threshold_below_the_devices_minimum(tmp_path: Path) -> None
     device = a_device(tmp_path, parameters_hash=weak.digest())
     bound = report_data(IDENTITY_KEY, weak.digest())
     verified = device.verify(software_evidence(bound=bound))
-    own = Policy(
+    own = ParticipantPolicy(
         task="words",
         length=10,
         clip=1.0,

@@ -22,7 +22,7 @@ from msgspec import structs
 from papaya.attestation.errors import AttestationError
 from papaya.client.client import Stage
 from papaya.client.work import Downloaded, Finish, Seal, Sealed, Trained
-from papaya.device.events import Ended, Event
+from papaya.device.events import Event, VisitEnded
 from papaya.device.executor import TaskTerms
 from papaya.device.training import ProtocolTrainer
 from papaya.device.trust import Trust
@@ -148,7 +148,7 @@ def test_a_damaged_file_stops_a_device_and_nobody_is_told_to_delete_it(
 
 
 def test_an_offer_that_is_over_by_the_devices_clock(world: World) -> None:
-    """The server keeps an offer back until the trusted party's memory of it may be gone."""
+    """The server keeps an offer back until the TSA's memory of it may be gone."""
     offer = world.offer()
     device, expires = world.device(), Offer.decode(offer.offer).expires
     world.now = expires - 0.5
@@ -260,7 +260,7 @@ def test_a_server_sends_a_weight(world: World) -> None:
 def test_attested_parameters_that_are_not_those_of_the_task_file(
     world: World, name: str, value: Any
 ) -> None:
-    """A smaller max_examples is another weight; the trusted party would vouch for it."""
+    """A smaller max_examples is another weight; the TSA would vouch for it."""
     fields = msgspec.json.decode(TASK.encode()) | {name: value}
     weak = type(TASK)(**fields)
     said = refused(world, world.device(), name, world.offer(weak))
@@ -305,7 +305,7 @@ async def visited(
         trainer = WithTerms(structs.replace(TERMS, secure=secure_file))
         with fake_selector.device(host, fake.url, trainer=trainer, notify=told.append) as device:
             finish = await device.visit()
-    [ended] = [event for event in told if isinstance(event, Ended)]
+    [ended] = [event for event in told if isinstance(event, VisitEnded)]
     return finish, ended.detail, fake
 
 
@@ -324,7 +324,7 @@ LOSSES: dict[str, list[Message | None]] = {
     "another grant": [None],
     "another grant after the chunks": [*[ChunkReceived("u", 0)] * 5, None],
     "all chunks, then another grant": [*[ChunkReceived("u", 0)] * 5, Incomplete((0, 1)), None],
-    "a retry, then another grant": [Retry("the trusted party was lost", 0.0), None],
+    "a retry, then another grant": [Retry("the TSA was lost", 0.0), None],
     "joined again": [joined(secure=True), None],
 }
 

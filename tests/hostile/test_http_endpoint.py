@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.http.exchange import Exchange
-from papaya.http.limits import Limits
-from papaya.http.listener import Listening
+from papaya.http.limits import ListenerLimits
+from papaya.http.listener import Listener
 from papaya.http.routes import Buffered
 from tests.unit.http.loopback import (
     IMPATIENT,
@@ -37,7 +37,7 @@ both_loops = pytest.mark.parametrize("loop", LOOPS)
 
 
 @asynccontextmanager
-async def under_attack(shop: Shop, limits: Limits = IMPATIENT) -> AsyncIterator[Listening]:
+async def under_attack(shop: Shop, limits: ListenerLimits = IMPATIENT) -> AsyncIterator[Listener]:
     """A server that must be as good as new when the attack is over."""
     async with a_server(shop.routes, limits) as server:
         yield server

@@ -2,7 +2,7 @@
 
 First what is refused, then what is found out after unmasking, then what no code here can refuse:
 those tests show how far an attacker gets, and docs/limitations.md lists them. Attacks on the
-trusted party itself are in test_tsa.py.
+TSA itself are in test_tsa.py.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from papaya.messages.storage import RecordRow
 from papaya.secagg.errors import UpdateError
 from papaya.secagg.mask import sum_masks
 from papaya.secagg.words import WORD
-from papaya.sim.tsa_twin import TrustedTwin
-from papaya.tsa.trusted_aggregator import Limits
+from papaya.sim.tsa_twin import TsaTwin
+from papaya.tsa.tsa import TsaLimits
 from tests.unit.aggregator.builders import MODEL_LENGTH, SERVER
 from tests.unit.aggregator.secure_builders import (
     CLIP,
@@ -187,9 +187,9 @@ def test_nan_and_infinity_do_not_leave_an_honest_device(value: float) -> None:
 
 
 def test_a_crowd_that_takes_offers_and_leaves_starves_nobody() -> None:
-    """They take more offers than the trusted party keeps, in less time than one lives."""
+    """They take more offers than the TSA keeps, in less time than one lives."""
     world = SecureWorld(a_secure_task(goal=1, concurrency=4))
-    world.trusted = TrustedTwin(world, Random(1), Limits(outstanding_offers=16))
+    world.tsa = TsaTwin(world, Random(1), TsaLimits(outstanding_offers=16))
     node = world.start()
     world.place(node)
     world.pass_s(world.server.heartbeat_s)
@@ -318,7 +318,7 @@ def test_one_liar_can_cost_each_buffer_that_it_gets_into() -> None:
 
 def test_fake_clients_around_one_honest_one_uncover_it() -> None:
     """A server that invents K - 1 clients knows what they sent: the rest is the victim's update.
-    The threshold counts offers, and a trusted party cannot tell a device from a program.
+    The threshold counts offers, and a TSA cannot tell a device from a program.
     """
     world, node = a_secure_world(a_secure_task(goal=4, threshold=4))
     victim, *fakes = world.secure_phones(node, 4)

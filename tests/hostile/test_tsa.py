@@ -23,8 +23,8 @@ from papaya.secagg.mask import sum_masks
 from papaya.secagg.participant import Terms, UnsealedUpdate, weight_and_damping
 from papaya.secagg.words import WORD, Reals
 from papaya.tsa import wire
-from papaya.tsa.errors import Reason, Refused
-from papaya.tsa.trusted_aggregator import TrustedAggregator
+from papaya.tsa.errors import RefusalReason, TsaRefused
+from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import (
     NOW,
     Deployment,
@@ -39,8 +39,8 @@ SECRET = np.array([0.5, -0.25, 0.125, 0.0, 1.0], np.float32)
 
 
 @contextmanager
-def refused(reason: Reason) -> Iterator[None]:
-    with pytest.raises(Refused) as caught:
+def refused(reason: RefusalReason) -> Iterator[None]:
+    with pytest.raises(TsaRefused) as caught:
         yield
     assert caught.value.reason is reason
 
@@ -52,23 +52,23 @@ def test_a_completing_message_is_replayed() -> None:
     """To count one client twice, and to fill a group up to its threshold with it."""
     deployment = Deployment()
     update = deployment.accept(deployment.any_sealed())
-    with refused(Reason.REPLAYED):
+    with refused(RefusalReason.REPLAYED):
         deployment.accept(update)
-    with refused(Reason.BELOW_THRESHOLD):
-        deployment.trusted.release(deployment.hash, 0, [update.index])
-    with refused(Reason.MALFORMED):
-        deployment.trusted.release(deployment.hash, 0, [update.index, update.index])
+    with refused(RefusalReason.BELOW_THRESHOLD):
+        deployment.tsa.release(deployment.hash, 0, [update.index])
+    with refused(RefusalReason.MALFORMED):
+        deployment.tsa.release(deployment.hash, 0, [update.index, update.index])
 
 
 def test_a_completing_message_is_replayed_into_another_group() -> None:
     """Two sums with one client in both would differ by that client."""
     deployment = Deployment()
     update = deployment.accept(deployment.any_sealed(), group=0)
-    with refused(Reason.OTHER_GROUP):
+    with refused(RefusalReason.OTHER_GROUP):
         deployment.accept(update, group=1)
     others = [u.index for u in deployment.accepted(2, group=0)]
-    deployment.trusted.release(deployment.hash, 0, sorted([update.index, *others]))
-    with refused(Reason.INDEX_USED):
+    deployment.tsa.release(deployment.hash, 0, sorted([update.index, *others]))
+    with refused(RefusalReason.INDEX_USED):
         deployment.accept(update, group=1)
 
 
@@ -81,7 +81,7 @@ def test_a_seed_for_a_used_index() -> None:
         for _ in range(2)
     )
     deployment.accept(first)
-    with refused(Reason.INDEX_USED):
+    with refused(RefusalReason.INDEX_USED):
         deployment.accept(second)
 
 
@@ -89,72 +89,72 @@ def test_a_seed_for_a_used_index() -> None:
 def test_a_seed_for_an_index_that_was_never_offered(index: int) -> None:
     deployment = Deployment()
     update = deployment.any_sealed()
-    with refused(Reason.UNKNOWN_INDEX):
-        deployment.trusted.accept(index, 0, update.sealed, NOW)
+    with refused(RefusalReason.UNKNOWN_INDEX):
+        deployment.tsa.accept(index, 0, update.sealed, NOW)
 
 
 def test_a_release_below_the_threshold() -> None:
     deployment = Deployment(a_task(threshold=3))
     members = [update.index for update in deployment.accepted(4)]
     for few in ([], members[:1], members[:2]):
-        with refused(Reason.BELOW_THRESHOLD):
-            deployment.trusted.release(deployment.hash, 0, few)
-    deployment.trusted.release(deployment.hash, 0, members[:3])
+        with refused(RefusalReason.BELOW_THRESHOLD):
+            deployment.tsa.release(deployment.hash, 0, few)
+    deployment.tsa.release(deployment.hash, 0, members[:3])
 
 
 def test_a_second_release_with_another_list() -> None:
     """The difference of the two sums would be one client's mask."""
     deployment = Deployment()
     members = [update.index for update in deployment.accepted(4)]
-    deployment.trusted.release(deployment.hash, 0, members)
+    deployment.tsa.release(deployment.hash, 0, members)
     for other in (members[1:], members[:-1], [*members, 99], []):
-        with refused(Reason.OTHER_LIST):
-            deployment.trusted.release(deployment.hash, 0, other)
+        with refused(RefusalReason.OTHER_LIST):
+            deployment.tsa.release(deployment.hash, 0, other)
 
 
 def test_a_seed_left_out_of_a_release_gets_no_second_group() -> None:
     deployment = Deployment()
     left_out, *members = deployment.accepted(3)
-    deployment.trusted.release(deployment.hash, 0, [update.index for update in members])
-    with refused(Reason.INDEX_USED):
+    deployment.tsa.release(deployment.hash, 0, [update.index for update in members])
+    with refused(RefusalReason.INDEX_USED):
         deployment.accept(left_out, group=1)
     newer = [update.index for update in deployment.accepted(2, group=1)]
-    with refused(Reason.NOT_A_MEMBER):
-        deployment.trusted.release(deployment.hash, 1, sorted([left_out.index, *newer]))
+    with refused(RefusalReason.NOT_A_MEMBER):
+        deployment.tsa.release(deployment.hash, 1, sorted([left_out.index, *newer]))
 
 
 def test_members_of_another_group() -> None:
     deployment = Deployment()
     here = [update.index for update in deployment.accepted(2, group=0)]
     there = [update.index for update in deployment.accepted(1, group=1)]
-    with refused(Reason.NOT_A_MEMBER):
-        deployment.trusted.release(deployment.hash, 0, here + there)
+    with refused(RefusalReason.NOT_A_MEMBER):
+        deployment.tsa.release(deployment.hash, 0, here + there)
 
 
 def test_parameters_are_swapped_between_tasks_under_one_key() -> None:
     """The server registers a second task with t = 1 and shows its offers to the first one's."""
     deployment = Deployment()
-    weak = deployment.trusted.register(a_task(threshold=1).encode())
-    [weak_offer] = deployment.trusted.offers(weak, 1, NOW)
+    weak = deployment.tsa.register(a_task(threshold=1).encode())
+    [weak_offer] = deployment.tsa.offers(weak, 1, NOW)
     with pytest.raises(OfferRefused) as caught:
         UnsealedUpdate(SECRET, 1, 0).seal(deployment.terms(), weak_offer, 0, NOW, deployment.draw)
     assert caught.value.reason == "signature"
     update = deployment.accept(deployment.any_sealed())
     for parameters_hash, reason in (
-        (weak, Reason.UNKNOWN_GROUP),
-        (deployment.hash, Reason.BELOW_THRESHOLD),
+        (weak, RefusalReason.UNKNOWN_GROUP),
+        (deployment.hash, RefusalReason.BELOW_THRESHOLD),
     ):
         with refused(reason):
-            deployment.trusted.release(parameters_hash, 0, [update.index])
+            deployment.tsa.release(parameters_hash, 0, [update.index])
 
 
 def test_a_seed_is_carried_over_to_a_weaker_tasks_offer() -> None:
     deployment = Deployment()
-    weak = deployment.trusted.register(a_task(threshold=1).encode())
-    [weak_offer] = deployment.trusted.offers(weak, 1, NOW)
+    weak = deployment.tsa.register(a_task(threshold=1).encode())
+    [weak_offer] = deployment.tsa.offers(weak, 1, NOW)
     update = deployment.any_sealed()
-    with refused(Reason.SEAL):
-        deployment.trusted.accept(weak_offer.index, 0, update.sealed, NOW)
+    with refused(RefusalReason.SEAL):
+        deployment.tsa.accept(weak_offer.index, 0, update.sealed, NOW)
 
 
 def test_an_attested_threshold_below_the_devices_minimum() -> None:
@@ -164,9 +164,9 @@ def test_an_attested_threshold_below_the_devices_minimum() -> None:
     assert caught.value.reason == "threshold"
 
 
-def test_a_trusted_party_that_the_device_has_not_verified() -> None:
+def test_a_tsa_that_the_device_has_not_verified() -> None:
     deployment = Deployment()
-    impostor = TrustedAggregator(entropy("impostor"))
+    impostor = TSA(entropy("impostor"))
     [offer] = impostor.offers(impostor.register(deployment.parameters.encode()), 1, NOW)
     with pytest.raises(OfferRefused) as caught:
         UnsealedUpdate(SECRET, 1, 0).seal(deployment.terms(), offer, 0, NOW, deployment.draw)
@@ -178,18 +178,18 @@ def test_a_tampered_sealed_seed() -> None:
     deployment = Deployment()
     update = deployment.any_sealed()
     for position in range(SEALED_BYTES):
-        with refused(Reason.SEAL):
+        with refused(RefusalReason.SEAL):
             deployment.accept(tampered(update, position))
     deployment.accept(update)
 
 
 def test_a_seed_from_before_a_restart() -> None:
-    """Sealed for the last life's key; the new trusted party has the same index open."""
+    """Sealed for the last life's key; the new TSA has the same index open."""
     deployment = Deployment()
     update = deployment.any_sealed()
-    reborn = TrustedAggregator(entropy("after the restart"))
+    reborn = TSA(entropy("after the restart"))
     reborn.offers(reborn.register(deployment.parameters.encode()), 1, NOW)
-    with refused(Reason.SEAL):
+    with refused(RefusalReason.SEAL):
         reborn.accept(update.index, 0, update.sealed, NOW)
 
 
@@ -204,7 +204,7 @@ def test_no_claim_about_versions_lifts_a_weight() -> None:
 
 
 def sealed_under(point: bytes, secret: bytes, context: bytes) -> bytes:
-    """As a client of its own seals: the tag holds if the trusted party derives this secret."""
+    """As a client of its own seals: the tag holds if the TSA derives this secret."""
     info = b"papaya secagg 1 seal\0" + context + point
     derived = HKDF(algorithm=SHA256(), length=44, salt=None, info=info).derive(secret)
     return point + AESGCM(derived[:32]).encrypt(derived[32:], bytes(16), context)
@@ -215,12 +215,12 @@ LOW_ORDER = [bytes(32), b"\1" + bytes(31), (2**255 - 20).to_bytes(32, "little")]
 
 @pytest.mark.parametrize("point", LOW_ORDER)
 def test_a_point_of_low_order(point: bytes) -> None:
-    """The secret would be zeros, whatever the trusted party's key is: anyone could open it."""
+    """The secret would be zeros, whatever the TSA's key is: anyone could open it."""
     deployment = Deployment()
     offer = deployment.offer()
     sealed = sealed_under(point, bytes(32), offer.context(deployment.hash))
-    with refused(Reason.SEAL):
-        deployment.trusted.accept(offer.index, 0, sealed, NOW)
+    with refused(RefusalReason.SEAL):
+        deployment.tsa.accept(offer.index, 0, sealed, NOW)
 
 
 def test_a_point_that_is_not_written_as_it_should_be() -> None:
@@ -232,18 +232,18 @@ def test_a_point_that_is_not_written_as_it_should_be() -> None:
     honest = own.public_key().public_bytes_raw()
     other_name = honest[:31] + bytes([honest[31] | 0x80])
     context = offer.context(deployment.hash)
-    with refused(Reason.SEAL):
-        deployment.trusted.accept(offer.index, 0, sealed_under(other_name, secret, context), NOW)
-    deployment.trusted.accept(offer.index, 0, sealed_under(honest, secret, context), NOW)
+    with refused(RefusalReason.SEAL):
+        deployment.tsa.accept(offer.index, 0, sealed_under(other_name, secret, context), NOW)
+    deployment.tsa.accept(offer.index, 0, sealed_under(honest, secret, context), NOW)
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 65, 10_000])
 def test_wrong_lengths(size: int) -> None:
     deployment = Deployment()
     update = deployment.any_sealed()
-    with refused(Reason.SEAL):
-        deployment.trusted.accept(update.index, 0, (update.sealed * 200)[:size], NOW)
-    with refused(Reason.MALFORMED):
+    with refused(RefusalReason.SEAL):
+        deployment.tsa.accept(update.index, 0, (update.sealed * 200)[:size], NOW)
+    with refused(RefusalReason.MALFORMED):
         wire.accept_request(update.index, 0, (update.sealed * 200)[:size])
 
 
@@ -259,7 +259,7 @@ def test_a_seed_that_does_not_match_its_vector() -> None:
     total += sum_masks([b"another seed 123"], 7)
     members = [u.index for u in [*updates, liar]]
     with pytest.raises(Implausible):
-        decoded(total - deployment.trusted.release(deployment.hash, 0, members), 4, a_task())
+        decoded(total - deployment.tsa.release(deployment.hash, 0, members), 4, a_task())
 
 
 @pytest.mark.parametrize("attempt", range(20))
@@ -356,7 +356,7 @@ def test_errors_carry_no_secret() -> None:
     update = deployment.any_sealed()
     said = []
     for attempt in (tampered(update, 40), tampered(update, 0)):
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(TsaRefused) as caught:
             deployment.accept(attempt)
         said.append(str(caught.value))
     with pytest.raises(SecureAggregationError) as failed:

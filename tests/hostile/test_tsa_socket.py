@@ -1,4 +1,4 @@
-"""Strangers at the trusted party's socket: nothing they send ends it, holds it up or tells them."""
+"""Strangers at the TSA's socket: nothing they send ends it, holds it up or tells them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.tsa import endpoint, wire
-from papaya.tsa.client import TrustedAggregatorClient
-from papaya.tsa.errors import Reason
+from papaya.tsa.client import TsaClient
+from papaya.tsa.errors import RefusalReason
 from papaya.tsa.process import MAX_CONNECTIONS
-from papaya.tsa.service import Service
+from papaya.tsa.service import TsaService
 from tests.unit.secagg.builders import NOW, Deployment, a_task, with_byte_changed
 from tests.unit.tsa.running import received, running
 
@@ -21,18 +21,18 @@ from tests.unit.tsa.running import received, running
 @given(st.binary(max_size=300))
 def test_any_bytes_get_a_refusal(body: bytes) -> None:
     deployment = Deployment()
-    service = Service(deployment.trusted)
+    service = TsaService(deployment.tsa)
     for operation in (*wire.Operation, 0, 77, 255):
         [answer, *_] = service.answer(bytes((operation,)) + body, NOW)
         expected = operation == wire.Operation.IDENTITY and not body
         assert (answer[4] == wire.DONE) == expected
-        assert answer[4] != Reason.INTERNAL
-    deployment.trusted.check()
+        assert answer[4] != RefusalReason.INTERNAL
+    deployment.tsa.check()
 
 
 def test_a_changed_byte_in_any_request_breaks_nothing() -> None:
     deployment = Deployment()
-    service = Service(deployment.trusted)
+    service = TsaService(deployment.tsa)
     update = deployment.any_sealed()
     requests = [
         wire.register_request(deployment.parameters.encode()),
@@ -45,8 +45,8 @@ def test_a_changed_byte_in_any_request_breaks_nothing() -> None:
     for request in requests:
         for position in range(4, len(request)):
             [answer, *_] = service.answer(with_byte_changed(request, position)[4:], NOW)
-            assert answer[4] != Reason.INTERNAL
-            deployment.trusted.check()
+            assert answer[4] != RefusalReason.INTERNAL
+            deployment.tsa.check()
 
 
 def test_a_bug_is_answered_and_tells_nothing() -> None:
@@ -54,10 +54,10 @@ def test_a_bug_is_answered_and_tells_nothing() -> None:
         raise RuntimeError("the seed is 0123456789abcdef")
 
     deployment = Deployment()
-    service = Service(deployment.trusted, broken)
+    service = TsaService(deployment.tsa, broken)
     request = wire.task_request(wire.Operation.EVIDENCE, deployment.hash)
     [answer] = service.answer(request[4:], NOW)
-    assert answer[4] == Reason.INTERNAL
+    assert answer[4] == RefusalReason.INTERNAL
     assert b"0123456789abcdef" not in bytes(answer)
 
 
@@ -71,7 +71,7 @@ def test_a_bug_is_answered_and_tells_nothing() -> None:
     ],
 )
 def test_a_length_that_no_request_has_ends_the_connection(sent: bytes) -> None:
-    with running() as where, TrustedAggregatorClient(where) as client:
+    with running() as where, TsaClient(where) as client:
         with endpoint.connect(where, 30) as stranger:
             stranger.sendall(sent)
             assert stranger.recv(1) == b""
@@ -81,7 +81,7 @@ def test_a_length_that_no_request_has_ends_the_connection(sent: bytes) -> None:
 def test_a_stranger_who_stops_in_the_middle_holds_up_nobody() -> None:
     with running() as where, endpoint.connect(where, 30) as stranger:
         stranger.sendall(wire.register_request(a_task().encode())[:-1])
-        with TrustedAggregatorClient(where) as client:
+        with TsaClient(where) as client:
             assert client.register(a_task())
         stranger.sendall(b"}")
         assert received(stranger, 37) == wire.frame(wire.DONE, a_task().digest())
@@ -97,7 +97,7 @@ def test_a_stranger_who_never_reads_holds_up_nobody() -> None:
             while sent < 100 * len(flood):
                 sent += stranger.send(flood)
         assert sent < 100 * len(flood)
-        with TrustedAggregatorClient(where) as client:
+        with TsaClient(where) as client:
             assert client.register(a_task())
 
 
@@ -116,7 +116,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:
         crowd: list[socket.socket] = []
         try:
             crowd.extend(endpoint.connect(where, 30) for _ in range(MAX_CONNECTIONS))
-            with TrustedAggregatorClient(where) as client:
+            with TsaClient(where) as client:
                 assert client.register(a_task())
             assert crowd[0].recv(1) == b""
         finally:

@@ -12,7 +12,7 @@ from papaya.client.work import (
     Download,
     Downloaded,
     Finish,
-    Request,
+    SendRequest,
     Train,
     WorkFailed,
 )
@@ -44,7 +44,7 @@ from tests.unit.client.builders import (
 
 
 def kind(effect: Effect) -> type:
-    return type(effect.message) if isinstance(effect, Request) else type(effect)
+    return type(effect.message) if isinstance(effect, SendRequest) else type(effect)
 
 
 def test_a_client_checks_in_then_executes_the_protocol() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from papaya.aggregator.masked_sum import MaskedSum, TrustedPartyError
+from papaya.aggregator.masked_sum import MaskedSum, TsaError
 from papaya.aggregator.work import Keep, Snapshot, Step
 from papaya.config import SyncFL
 from papaya.learning.parameters import FLOAT32
@@ -29,9 +29,9 @@ Released = list[tuple[int, tuple[int, ...]]]
 
 
 def releases_of(world: SecureWorld) -> Released:
-    """Every unmasking vector that the trusted party gives away from here on."""
+    """Every unmasking vector that the TSA gives away from here on."""
     found: Released = []
-    world.trusted.on_released = lambda digest, group, members: found.append((group, members))
+    world.tsa.on_released = lambda digest, group, members: found.append((group, members))
     return found
 
 
@@ -98,7 +98,7 @@ def test_the_unmasked_sum_makes_a_new_server_model() -> None:
     assert world.parameters(1) == pytest.approx([2.5, -2.5, 0, 0], abs=1e-5)
 
 
-def test_what_a_client_tells_the_trusted_party_does_not_grow_with_the_model() -> None:
+def test_what_a_client_tells_the_tsa_does_not_grow_with_the_model() -> None:
     """ "The random seed, usually 16 bytes shared between each client and the TSA, allows the two
     parties to share an as-large-as-the-model mask at a constant cost."
     """
@@ -114,7 +114,8 @@ def test_what_a_client_tells_the_trusted_party_does_not_grow_with_the_model() ->
 
 def test_each_client_gets_an_initial_message_of_its_own_with_its_signature() -> None:
     """2: "When the i'th client checks in with the server, the server sends the i'th initial message
-    and the corresponding signature received from the trusted party to this client."
+    and the corresponding signature received from the trusted party to this
+    client."
     """
     world, node = a_secure_world()
     indices = []
@@ -125,7 +126,7 @@ def test_each_client_gets_an_initial_message_of_its_own_with_its_signature() -> 
         parameters = PublicParameters.decode(granted.secure.parameters)
         assert parameters == world.config.public_parameters
         offer = Offer.decode(granted.secure.offer)
-        offer.verify(world.trusted.identity_public_key, parameters.digest(), world.now)
+        offer.verify(world.tsa.identity_public_key, parameters.digest(), world.now)
         indices.append(offer.index)
     assert len(set(indices)) == 4
 
@@ -160,8 +161,8 @@ def why_not_released(world: SecureWorld, step: Step, count: int) -> str:
     assert parameters is not None
     some = [member.offer for member in step.record.members[:count]]
     heard: list[int] = []
-    with pytest.raises(TrustedPartyError) as caught:
-        world.trusted.party.release(
+    with pytest.raises(TsaError) as caught:
+        world.tsa.adapter.release(
             parameters, step.record.target, some, lambda start, masks: heard.append(start)
         )
     assert heard == []

@@ -24,7 +24,7 @@ from papaya.messages.storage import (
 )
 from papaya.sim.checkers import CheckedCluster, TaskBooks
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.devices import Device
+from papaya.sim.devices import SimulatedDevice
 from papaya.sim.storage import Writer
 
 OWNER: Writer = ("owner", 0.0)
@@ -44,7 +44,7 @@ class OwnedCluster(CheckedCluster):
         self.given_up = 0
         super().__init__(config, seed)
 
-    def train(self, device: Device, work: Train) -> bytes:
+    def train(self, device: SimulatedDevice, work: Train) -> bytes:
         """What is masked, no aggregator can judge: there, devices upload their names as ever."""
         [books] = [books for books in self.books.values() if work.session in books.assigned]
         if books.config.evaluates is not None and books.config.secure_aggregation is None:

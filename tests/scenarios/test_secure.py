@@ -69,7 +69,7 @@ def test_versions_are_made_and_nothing_is_dropped(regime: AsyncFL | SyncFL) -> N
 
 @pytest.mark.parametrize("regime", [ASYNC, SYNC])
 @pytest.mark.parametrize("away_s", [0.0, 5 * H])
-def test_a_crash_of_the_trusted_party_costs_the_open_buffers_at_most(
+def test_a_crash_of_the_tsa_costs_the_open_buffers_at_most(
     regime: AsyncFL | SyncFL, away_s: float
 ) -> None:
     cluster = a_cluster(regime)
@@ -77,13 +77,13 @@ def test_a_crash_of_the_trusted_party_costs_the_open_buffers_at_most(
     for crash in (1, 2, 3):
         grow(cluster, 3)
         cluster.run(cluster.engine.now + 0.7 * crash)
-        cluster.trusted.crash(away_s)
+        cluster.tsa.crash(away_s)
         grow(cluster, 3)
         assert books.dropped <= 2 * crash
     cluster.check_acknowledged()
 
 
-def test_a_crash_of_the_holder_drops_nothing_while_the_trusted_party_lives() -> None:
+def test_a_crash_of_the_holder_drops_nothing_while_the_tsa_lives() -> None:
     cluster = a_cluster(ASYNC, aggregators=2)
     for _ in range(3):
         grow(cluster, 3)
@@ -100,7 +100,7 @@ def test_both_may_crash_and_training_goes_on() -> None:
     for _ in range(3):
         grow(cluster, 2)
         node = holder(cluster)
-        cluster.trusted.crash(H)
+        cluster.tsa.crash(H)
         cluster.hosts[node].crash()
         grow(cluster, 2)
         cluster.hosts[node].start()
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     for seed in (1, 1, 2):
         cluster = a_cluster(ASYNC, seed=seed)
         grow(cluster, 3)
-        cluster.trusted.crash()
+        cluster.tsa.crash()
         grow(cluster, 3)
         traces.append(cluster.trace_hash)
     assert traces[0] == traces[1] != traces[2]

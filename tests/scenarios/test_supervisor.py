@@ -27,10 +27,10 @@ from papaya.messages.storage import (
     Transaction,
     VersionRow,
 )
-from papaya.server.admin.history import History
+from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.supervisor import REMEMBER_S, Supervisor
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.devices import Device
+from papaya.sim.devices import SimulatedDevice
 from papaya.sim.population import PopulationConfig
 from papaya.store.blobs import Piece
 from tests.scenarios.owned import OWNER, OwnedCluster
@@ -42,7 +42,7 @@ EXAMPLES = 10
 class EvaluatedCluster(OwnedCluster):
     """Devices evaluate truly: loss 8 at version 0, falling with the versions."""
 
-    def train(self, device: Device, work: Train) -> bytes:
+    def train(self, device: SimulatedDevice, work: Train) -> bytes:
         if not work.evaluates:
             return super().train(device, work)
         loss = self.loss(work.session)
@@ -118,7 +118,7 @@ def supervised(cluster: EvaluatedCluster, supervisors: int = 1) -> None:
         found = Supervisor(
             twins,
             twins,
-            History(twins),
+            TaskHistory(twins),
             cluster.config.server,
             lambda: cluster.engine.now,
             changed,

@@ -21,10 +21,10 @@ from papaya.device.device import Device
 from papaya.device.eligibility import Eligibility
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import TaskTerms
-from papaya.device.limits import Pacing
+from papaya.device.limits import CheckInPacing
 from papaya.device.process import DeviceProcess
 from papaya.device.selectors import Selectors
-from papaya.device.training import Assignment, ProtocolTrainer
+from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.trust import Trust
 from papaya.messages.base import Message, SessionId
 from papaya.messages.participation import (
@@ -184,7 +184,7 @@ class WatchedProcess(DeviceProcess):
     def __init__(self, book: Book, certificates: Path | None, trust: Trust | None) -> None:
         super().__init__(
             now=time.time,
-            pacing=Pacing(pause_s=0, backoff_s=0.05, max_backoff_s=0.2),
+            pacing=CheckInPacing(pause_s=0, backoff_s=0.05, max_backoff_s=0.2),
             eligibility=Eligibility((), ()),
             max_parallel=1000,
             certificates=certificates,
@@ -200,8 +200,8 @@ class WatchedProcess(DeviceProcess):
         return self
 
 
-Work = Callable[[Assignment], Awaitable[None]]
-Evaluation = Callable[[Assignment], bytes]
+Work = Callable[[TrainingRequest], Awaitable[None]]
+Evaluation = Callable[[TrainingRequest], bytes]
 
 
 class NoTraining(ProtocolTrainer):
@@ -218,7 +218,7 @@ class NoTraining(ProtocolTrainer):
     def terms(self, program: str) -> TaskTerms | None:
         return self._terms
 
-    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         await self._work(assignment)
         if assignment.evaluates:
             assert self._evaluation is not None
@@ -308,7 +308,7 @@ async def fleet(
 def briefly(book: Book, index: int) -> Work:
     """Training takes a moment that differs from device to device."""
 
-    async def work(assignment: Assignment) -> None:
+    async def work(assignment: TrainingRequest) -> None:
         await asyncio.sleep(0.01 * (index % 7))
 
     return work
@@ -317,7 +317,7 @@ def briefly(book: Book, index: int) -> Work:
 def some_across_failures(book: Book, index: int) -> Work:
     """Every third device trains until the next failure is over with; the others are brief."""
 
-    async def work(assignment: Assignment) -> None:
+    async def work(assignment: TrainingRequest) -> None:
         if index % 3 == 0:
             era = book.era
             await book.until(lambda: book.is_over or book.era > era, 60.0, "the next failure")

@@ -73,7 +73,7 @@ def test_a_short_demo_learns_and_leaves_only_its_results(tmp_path: Path) -> None
     assert summary["trips"] >= summary["counted"] == 2 * summary["version"]
     assert 0 < summary["utilization"] <= 1
     assert summary["threshold"] == 2
-    assert "INSECURE: the trusted party runs in software" in done.stderr
+    assert "INSECURE: the TSA runs in software" in done.stderr
     # The demo looks ten times a second: on a busy machine it may see none of so few.
     seen = summary["masked_sample"]
     assert seen is None or seen["bits_per_byte"] > 7.99

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from papaya.config import AsyncFL, OptimizerConfig, StopRule, TaskConfig
-from papaya.device.training import Assignment
+from papaya.device.training import TrainingRequest
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
 from tests.system.admin import Admin
@@ -172,7 +172,7 @@ class Gate:
         self._training: set[SessionId] = set()
 
     def work(self, book: Book, index: int) -> Work:
-        async def work(assignment: Assignment) -> None:
+        async def work(assignment: TrainingRequest) -> None:
             self._training.add(assignment.session)
             try:
                 await self._is_open.wait()

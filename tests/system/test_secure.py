@@ -1,8 +1,8 @@
-"""Secure aggregation with real processes: a trusted party that is started, killed and left alone.
+"""Secure aggregation with real processes: a TSA that is started, killed and left alone.
 
 Devices seal for real and upload integers that name their session, so a version still tells whose
 updates it is made of, by far more than fixed point rounds away. What may be lost is what the
-trusted party alone knew; it is counted, and versions only grow.
+TSA alone knew; it is counted, and versions only grow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
 from papaya.messages.storage import RecordRow
 from papaya.secagg.parameters import EXTRA_WORDS
-from papaya.tsa.client import TrustedAggregatorClient
+from papaya.tsa.client import TsaClient
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Work, briefly, fleet
 from tests.system.oracle import Books
@@ -65,7 +65,7 @@ TERMS = TaskTerms.of(CONFIG)
 _LOST = "papaya_task_buffers_dropped_trusted_party_lost_total"
 
 
-# -- a server, devices that believe its trusted party, and books --------------------------------
+# -- a server, devices that believe its TSA, and books --------------------------------
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
@@ -87,7 +87,7 @@ def url(selector: ServerProcess) -> str:
 def trust(installation: Installation, selector: ServerProcess, **changes: Any) -> Trust:
     """What the owner of a device writes down, once the log of the installation is there."""
     key = installation.data / "log.key.pub"
-    until(key.exists, "a trusted party is started, and logged")
+    until(key.exists, "a TSA is started, and logged")
     policy = DevicePolicy(
         log_key=key.read_text().strip(),
         log_url=f"{url(selector)}/v1/log",
@@ -210,7 +210,7 @@ async def _until_evaluated(installation: Installation, server: ServerProcess, ad
     return flying.book
 
 
-def test_a_killed_server_finds_its_trusted_party_again(tmp_path: Path) -> None:
+def test_a_killed_server_finds_its_tsa_again(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
         server = installation.add(server=SERVER).start()
         admin = admin_of(installation, server)
@@ -229,7 +229,7 @@ def test_a_killed_server_finds_its_trusted_party_again(tmp_path: Path) -> None:
         assert books.dropped == []
 
 
-def test_a_server_killed_with_its_trusted_party_loses_one_buffer(tmp_path: Path) -> None:
+def test_a_server_killed_with_its_tsa_loses_one_buffer(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
         server = installation.add(server=SERVER).start()
         admin = admin_of(installation, server)
@@ -246,7 +246,7 @@ def test_a_server_killed_with_its_trusted_party_loses_one_buffer(tmp_path: Path)
             check_one_buffer_was_dropped(installation, server, admin, book)
 
 
-def test_a_killed_trusted_party_is_started_again(tmp_path: Path) -> None:
+def test_a_killed_tsa_is_started_again(tmp_path: Path) -> None:
     with Installation(tmp_path) as installation:
         server = installation.add(server=SERVER).start()
         admin = admin_of(installation, server)
@@ -279,7 +279,7 @@ def check_one_buffer_was_dropped(
 
 
 def children(server: ServerProcess) -> list[int]:
-    """Process ids of the trusted parties that a server has started."""
+    """Process ids of TSAs that a server has started."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -294,7 +294,7 @@ def children(server: ServerProcess) -> list[int]:
 
 @contextmanager
 def ended_at_last(installation: Installation) -> Iterator[None]:
-    """A trusted party outlives a server that is killed, so a test that fails has to end it."""
+    """A TSA outlives a server that is killed, so a test that fails has to end it."""
     try:
         yield
     finally:
@@ -320,10 +320,10 @@ def trusted_process(folder: Path) -> Iterator[str]:
             assert process.wait(STEP_S) == 0
 
 
-def test_a_killed_aggregator_loses_nothing_while_the_trusted_party_lives(tmp_path: Path) -> None:
-    with trusted_process(tmp_path) as party, Installation(tmp_path) as installation:
+def test_a_killed_aggregator_loses_nothing_while_the_tsa_lives(tmp_path: Path) -> None:
+    with trusted_process(tmp_path) as tsa, Installation(tmp_path) as installation:
         leader = installation.reserve()
-        shared: dict[str, Toml] = {"coordinators": [leader], "trusted_party": party}
+        shared: dict[str, Toml] = {"coordinators": [leader], "tsa": tsa}
 
         def add(role: str, number: int = 0, **own: str) -> ServerProcess:
             deployment = {**shared, **own}
@@ -346,7 +346,7 @@ def test_a_killed_aggregator_loses_nothing_while_the_trusted_party_lives(tmp_pat
         books.check(book.acknowledged)
         assert books.newest >= 4
         assert books.dropped == []
-        check_releases_are_repeated(party, books)
+        check_releases_are_repeated(tsa, books)
 
 
 def holder(admin: Admin, aggregators: list[ServerProcess]) -> ServerProcess:
@@ -355,12 +355,12 @@ def holder(admin: Admin, aggregators: list[ServerProcess]) -> ServerProcess:
     return found
 
 
-def check_releases_are_repeated(party: str, books: SecureBooks) -> None:
+def check_releases_are_repeated(tsa: str, books: SecureBooks) -> None:
     """A successor that finds a full buffer asks for what its predecessor may have got already."""
     parameters = CONFIG.public_parameters
     assert parameters is not None
     members = [member.offer for member in books.consumed[books.newest].members]
-    with TrustedAggregatorClient(party) as client:
+    with TsaClient(tsa) as client:
         heard: list[tuple[int, bytes]] = []
         for _ in range(2):
             client.release(

@@ -10,7 +10,7 @@ from msgspec import structs
 from papaya.cli.demo.progress import reading
 from papaya.config import Requirements
 from papaya.device.device import Device
-from papaya.device.events import Ended, Event
+from papaya.device.events import Event, VisitEnded
 from papaya.device.executor import TaskTerms
 from papaya.device.trust import Trust
 from tests.system.fleet import Book, NoTraining, WatchedProcess, briefly
@@ -38,7 +38,7 @@ def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> Non
         crowded = structs.replace(TERMS, threshold=GOAL + 1)
         for number, (believed, label, terms, reason) in enumerate(
             (
-                (None, "masked", TERMS, "believes no trusted party"),
+                (None, "masked", TERMS, "believes no TSA"),
                 (unbelieving, "masked", TERMS, "software"),
                 (careful, "masked", TERMS, f"at least {GOAL + 1}"),
                 (known, "masked", strict, "its task file says 2"),
@@ -86,5 +86,5 @@ async def _one_visit(
                 while not book.joined:
                     finish = await device.visit()
     assert finish.ending == "failed"
-    [*_, ended] = [event for event in told if isinstance(event, Ended)]
+    [*_, ended] = [event for event in told if isinstance(event, VisitEnded)]
     return ended.detail, book

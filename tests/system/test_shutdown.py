@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from papaya.config import OptimizerConfig, SyncFL, TaskConfig
-from papaya.device.training import Assignment
+from papaya.device.training import TrainingRequest
 from papaya.messages.base import SessionId
 from tests.system.admin import Admin
 from tests.system.fleet import Book, Fleet, Work, fleet
@@ -91,7 +91,7 @@ class Turns:
         self._granted: set[SessionId] = set()
 
     def work(self, book: Book, index: int) -> Work:
-        async def work(assignment: Assignment) -> None:
+        async def work(assignment: TrainingRequest) -> None:
             await book.until(
                 lambda: self._is_granted(book, assignment.session), _STEP_S, "the restart"
             )

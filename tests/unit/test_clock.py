@@ -8,7 +8,7 @@ import pytest
 
 from papaya.clock import Clock, device_clock
 from papaya.device.example_store import ExampleStore
-from papaya.device.use_policy import Policy
+from papaya.device.use_policy import UsePolicy
 
 
 class Times:
@@ -55,7 +55,7 @@ def test_a_device_grows_older_in_its_sleep(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(time, "clock_gettime", clock_gettime)
     clock = device_clock()
-    policy = Policy(tasks=("words",), max_age_s=86400.0, validation=0.0, test=0.0)
+    policy = UsePolicy(tasks=("words",), max_age_s=86400.0, validation=0.0, test=0.0)
     with ExampleStore(":memory:", {"typed": policy}) as store:
         store.add("typed", [b"secret"], clock.now())
         since_boot += 3 * 86400.0

@@ -1,4 +1,4 @@
-"""Configuration of secure aggregation: what devices or the trusted party would never take."""
+"""Configuration of secure aggregation: what devices or the TSA would never take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_config(**changes: Any) -> TaskConfig:
     return TaskConfig(**(settings | changes))
 
 
-def test_a_goal_that_the_trusted_party_could_never_release_is_refused() -> None:
+def test_a_goal_that_the_tsa_could_never_release_is_refused() -> None:
     assert a_config(regime=AsyncFL(MAX_GOAL)).aggregation_goal == MAX_GOAL
     with pytest.raises(ConfigError, match=f"sums of at most {MAX_GOAL} clients") as caught:
         a_config(regime=AsyncFL(MAX_GOAL + 1))

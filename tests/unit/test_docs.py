@@ -29,7 +29,7 @@ from papaya.messages.participation import AbortReason, Chunk, DiscardReason
 from papaya.messages.selection import Capabilities
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.views import Evaluate, Mark, NewTask, Reason, RollBack
+from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, RollBack
 from papaya.server.device_openapi import device_document
 from tools import configuration_reference
 
@@ -354,7 +354,12 @@ def test_the_admin_page_has_every_route() -> None:
 
 
 def test_every_body_in_the_admin_page_is_accepted() -> None:
-    kinds = {"pause": Reason, "resume": Reason, "cancel": Reason, "rollback": RollBack}
+    kinds = {
+        "pause": ChangeReason,
+        "resume": ChangeReason,
+        "cancel": ChangeReason,
+        "rollback": RollBack,
+    }
     kinds |= {"mark": Mark, "evaluate": Evaluate, "tasks": NewTask}
     scripts = "".join(block.text for block in blocks("sh") if block.page == ADMIN_API)
     found = re.findall(r"/(\w+) -d '(.*?)'$", scripts, re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ from papaya.messages.participation import SecureOffer
 from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.offer import OFFER_BYTES
 from papaya.secagg.parameters import SCHEME, PublicParameters
-from papaya.tsa.errors import Reason as TsaReason
+from papaya.tsa.errors import RefusalReason as TsaReason
 from papaya.tsa.wire import Operation
 from tests.unit.test_docs import PROTOCOL, ROOT, text_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from papaya.attestation.errors import AttestationError
-from papaya.attestation.policy import Platform
+from papaya.attestation.policy import PlatformName
 from papaya.attestation.verify import Evidence, verify_quote
 from tests.unit.attestation.builders import a_policy, software_evidence
 from tests.vectors.public import public
@@ -20,7 +20,7 @@ SGX_STATUS = "ConfigurationAndSWHardeningNeeded"
 ANY_MACHINE = {"allow_dynamic_platform": True, "allow_cached_keys": True, "allow_smt": True}
 
 
-def real(platform: Platform) -> Evidence:
+def real(platform: PlatformName) -> Evidence:
     return Evidence(
         platform,
         public(f"attestation/{platform}_quote").read_bytes(),
@@ -73,7 +73,7 @@ def test_old_evaluations_can_be_refused() -> None:
 
 
 @pytest.mark.parametrize(("platform", "now"), [("sgx", NOW - DAY), ("tdx", NOW + 40 * DAY)])
-def test_collateral_counts_only_while_it_is_valid(platform: Platform, now: float) -> None:
+def test_collateral_counts_only_while_it_is_valid(platform: PlatformName, now: float) -> None:
     refusal(real(platform), now=now, **ANY_MACHINE, tcb_statuses=("UpToDate", SGX_STATUS))
 
 

@@ -115,7 +115,7 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         type=Path,
         default=argparse.SUPPRESS,
         metavar="FILE",
-        help="your policy on trusted parties, for tasks with secure aggregation",
+        help="your policy on TSAs, for tasks with secure aggregation",
     )
     group.add_argument(
         "--protocol-only",
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> int:
         import aiohttp  # noqa: F401 - before anything is opened
     except ImportError as error:
         raise OperatorError(
-            "devices need aiohttp, which is not installed", hint="pip install 'papaya[device]'"
+            "devices need aiohttp, which is not installed", hint="pip install 'papaya-fl[device]'"
         ) from error
     from papaya.cli.client.output import Printer
 
@@ -203,7 +203,7 @@ async def _run(options: argparse.Namespace, printer: Printer) -> None:
         trust_in,
     )
     from papaya.device.device import Device
-    from papaya.device.limits import Limits, Pacing
+    from papaya.device.limits import CheckInPacing, DeviceLimits
     from papaya.device.memory import memory_mb
     from papaya.device.process import DeviceProcess
     from papaya.device.runtime import DeviceRuntime
@@ -215,8 +215,8 @@ async def _run(options: argparse.Namespace, printer: Printer) -> None:
     policies = policies_in(getattr(options, "policies", None))
     shared = DeviceProcess(
         now=clock.now,
-        limits=Limits(max_training_s=options.max_training),
-        pacing=Pacing(pause_s=options.pause),
+        limits=DeviceLimits(max_training_s=options.max_training),
+        pacing=CheckInPacing(pause_s=options.pause),
         assume=listed(options.assume),
         max_parallel=options.devices if is_waiting else getattr(options, "max_parallel", None),
         blobs_url=getattr(options, "blobs_url", None),

@@ -6,12 +6,12 @@ from collections import Counter
 
 from papaya.cli.output import note, plural, print_data, print_json
 from papaya.device.events import (
-    Ended,
     Event,
     NotEligible,
-    Reachable,
+    SelectorReachable,
+    SelectorUnreachable,
     Troubled,
-    Unreachable,
+    VisitEnded,
 )
 
 
@@ -25,7 +25,7 @@ class Printer:
         if self._is_json:
             print_json(event)
         match event:
-            case Ended():
+            case VisitEnded():
                 self._endings[event.ending] += 1
                 if not self._is_json:
                     print_data(_line(event))
@@ -33,10 +33,10 @@ class Printer:
                 self._note_once(f"not eligible: {'; '.join(event.reasons)}")
             case Troubled():
                 self._note_once(f"{event.device}: {event.problem}")
-            case Unreachable():
+            case SelectorUnreachable():
                 note(f"{event.server} does not answer: {event.problem}; trying again")
                 self._note_once("hint: is it running? `papaya serve` starts a server here")
-            case Reachable():
+            case SelectorReachable():
                 note(f"{event.server} answers again")
 
     def summarize(self) -> None:
@@ -50,7 +50,7 @@ class Printer:
             note(text)
 
 
-def _line(ended: Ended) -> str:
+def _line(ended: VisitEnded) -> str:
     # A device that stops tells the server a coarse reason, and its owner the real one.
     reason = "" if ended.ending == "stopped" else ended.reason
     why = "; ".join(filter(None, (reason, ended.detail)))

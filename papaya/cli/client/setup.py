@@ -18,7 +18,7 @@ from papaya.device.device import Device
 from papaya.device.example_store import ExampleStore
 from papaya.device.training import ProtocolTrainer, Trainer, sandboxed
 from papaya.device.trust import Trust, read_policy
-from papaya.device.use_policy import Policy, parse_policies
+from papaya.device.use_policy import UsePolicy, parse_policies
 from papaya.errors import OperatorError
 from papaya.learning.task import module_hash
 from papaya.sim.protocol_updates import protocol_update
@@ -79,7 +79,7 @@ async def trainer_for(
         yield trainer, list(trainer.tasks)
 
 
-def policies_in(path: Path | None) -> dict[str, Policy]:
+def policies_in(path: Path | None) -> dict[str, UsePolicy]:
     if path is None:
         return {}
     try:
@@ -107,7 +107,7 @@ async def import_examples(
     for collection, path in imports:
         for device in devices:
             if collection not in device.store.collections:
-                device.store.declare({collection: Policy(tasks=tuple(tasks))})
+                device.store.declare({collection: UsePolicy(tasks=tuple(tasks))})
         files = files_in(path)
         found = await examples_of(files, task_files, trainer)
         stores = [device.store for device in devices]
@@ -127,7 +127,7 @@ def _deal_out(
 
 
 def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust | None:
-    """The owner's policy on trusted parties; what was seen of the log is kept beside the store."""
+    """The owner's policy on TSAs; what was seen of the log is kept beside the store."""
     if path is None:
         return None
     policy = read_policy(path)

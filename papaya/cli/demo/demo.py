@@ -6,7 +6,7 @@ some devices each, `papaya task export`. Real processes, real sockets, a real mo
 (`papaya/cli/demo/texts.py`); every number that is printed was measured.
 
 Secure aggregation is on, unless --clear: the server sees masked updates and sums of at least K. Its
-trusted party is a child of the server, with INSECURE software evidence, which the devices of the
+TSA is a child of the server, with INSECURE software evidence, which the devices of the
 demonstration are told to believe.
 
 What is not real are the devices' lives: they are assumed to be idle, charging and on an unmetered
@@ -31,7 +31,7 @@ from papaya.cli.admin_client import AdminClient
 from papaya.cli.demo.files import write_task, write_trust
 from papaya.cli.demo.privacy import SOFTWARE, Onlooker
 from papaya.cli.demo.processes import Processes, interrupted_by_signals, wait_s
-from papaya.cli.demo.progress import Recorder, Sample, telling, view_for
+from papaya.cli.demo.progress import DemoSample, Recorder, telling, view_for
 from papaya.cli.demo.summary import Summary, perplexities, summarize, text_of
 from papaya.cli.demo.texts import deal_out, find_texts
 from papaya.cli.output import (
@@ -179,7 +179,7 @@ def _require_extras() -> None:
         if find_spec(package) is None:
             raise OperatorError(
                 f"the demo needs {package}, which is not installed",
-                hint=f"run make demo, or pip install 'papaya[{extra}]'",
+                hint=f"run make demo, or pip install 'papaya-fl[{extra}]'",
             )
     if not TASK_FILE.is_file():
         raise OperatorError(
@@ -248,7 +248,9 @@ def _train(
     return summary
 
 
-def _draw(summary: Summary, curve: list[tuple[float, int, float]], samples: list[Sample]) -> None:
+def _draw(
+    summary: Summary, curve: list[tuple[float, int, float]], samples: list[DemoSample]
+) -> None:
     from papaya.cli.demo import plot as demo_plot
 
     plot, clients = Path(summary.plot), summary.evaluation_clients

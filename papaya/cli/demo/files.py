@@ -14,7 +14,7 @@ from pathlib import Path
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import PapayaError
 
-_LOGGED_S = 60.0  # until the server has started its trusted party and logged it
+_LOGGED_S = 60.0  # until the server has started its TSA and logged it
 _POLL_S = 0.05
 
 
@@ -51,12 +51,12 @@ def write_trust(path: Path, data: Path, devices: str, goal: int) -> None:
 
 
 def _log_key(path: Path) -> str:
-    """It is there when the server has started its trusted party: soon after the first task."""
+    """It is there when the server has started its TSA: soon after the first task."""
     ends_at = time.monotonic() + _LOGGED_S
     while not path.exists():
         if time.monotonic() > ends_at:
             raise PapayaError(
-                f"the server has started no trusted party within {_LOGGED_S:g} s",
+                f"the server has started no TSA within {_LOGGED_S:g} s",
                 hint="look at server.log among the logs, or train with --clear",
             )
         time.sleep(_POLL_S)

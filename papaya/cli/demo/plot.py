@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 
-from papaya.cli.demo.progress import Sample
+from papaya.cli.demo.progress import DemoSample
 
 _INK, _FAINT, _MODEL, _CLIENTS = "#222222", "#dddddd", "#e4572e", "#2e6f95"
 _STYLE: dict[Any, Any] = {
@@ -33,7 +33,7 @@ def draw(
     path: Path,
     title: str,
     curve: Sequence[tuple[float, int, float]],
-    samples: Sequence[Sample],
+    samples: Sequence[DemoSample],
     concurrency: int,
     utilization: float,
     evaluation_clients: int,
@@ -72,7 +72,7 @@ def _draw_perplexity(axes: Axes, curve: Sequence[tuple[float, int, float]], clie
             )
 
 
-def _draw_active(axes: Axes, samples: Sequence[Sample], concurrency: int) -> None:
+def _draw_active(axes: Axes, samples: Sequence[DemoSample], concurrency: int) -> None:
     _prepare(axes, "", "active clients")
     axes.set_xlabel("seconds since the task was submitted")
     seconds, active = [s.seconds for s in samples], [s.active for s in samples]

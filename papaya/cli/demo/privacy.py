@@ -1,9 +1,9 @@
 """What the server of `papaya demo` could see: looked at where it keeps it, in its own files.
 
 Under secure aggregation (paper, "Asynchronous Secure Aggregation") a server holds masked sums until
-the trusted party takes the masks off a whole one. The smallest masked sum that was found on its
+the TSA takes the masks off a whole one. The smallest masked sum that was found on its
 disk, often of a single client, is compared with what it should be: bytes that are all equally
-likely. Nothing is unmasked here, and nothing is proven: the trusted party of a
+likely. Nothing is unmasked here, and nothing is proven: the TSA of a
 demonstration runs in software, whose evidence is INSECURE.
 """
 
@@ -19,7 +19,7 @@ from papaya.aggregator.masked_sum import MaskedSum
 from papaya.secagg.words import Words
 
 SOFTWARE = (
-    "INSECURE: the trusted party runs in software, here, and its evidence proves nothing. "
+    "INSECURE: the TSA runs in software, here, and its evidence proves nothing. "
     "This shows the machinery."
 )
 

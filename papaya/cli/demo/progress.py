@@ -48,7 +48,7 @@ def telling(what: str, every_s: float = _STILL_EVERY_S) -> Iterator[None]:
         thread.join()
 
 
-class Sample(NamedTuple):
+class DemoSample(NamedTuple):
     """`seconds` since the task was submitted; `updates` that wait to become the next version."""
 
     seconds: float
@@ -62,7 +62,7 @@ class Recorder(Show):
     """Keeps what is seen at each look; raises when the run takes longer than it may."""
 
     def __init__(self, client: AdminClient, show: View, patience_s: float) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[DemoSample] = []
         self._client = client
         self._show = show
         self._deadline = time.monotonic() + patience_s
@@ -80,7 +80,7 @@ class Recorder(Show):
             trips = reading(text, "papaya_task_trips_total", task.task)
             updates = reading(text, "papaya_task_buffer_updates", task.task)
             seconds = time.time() - task.submitted
-            self.samples.append(Sample(seconds, active, trips, updates, task.version))
+            self.samples.append(DemoSample(seconds, active, trips, updates, task.version))
         self._show.update(self.samples, detail)
 
 
@@ -90,11 +90,11 @@ def reading(metrics: str, name: str, task: str) -> int:
     return int(float(found[1])) if found else 0
 
 
-def after_warm_up(samples: list[Sample]) -> list[Sample]:
+def after_warm_up(samples: list[DemoSample]) -> list[DemoSample]:
     return [sample for sample in samples if sample.version > 0]
 
 
-def utilization(samples: list[Sample], concurrency: int) -> float:
+def utilization(samples: list[DemoSample], concurrency: int) -> float:
     """Mean share of the slots that were active, after warm-up."""
     warm = after_warm_up(samples)
     return sum(sample.active for sample in warm) / concurrency / max(1, len(warm))
@@ -104,7 +104,7 @@ def made_by_clients(points: Sequence[PointRow]) -> list[PointRow]:
     return [point for point in points if point.members]
 
 
-def happening(samples: list[Sample], detail: TaskDetail) -> str:
+def happening(samples: list[DemoSample], detail: TaskDetail) -> str:
     """In a few words."""
     task = detail.task
     if task.state != "running":
@@ -119,7 +119,7 @@ def happening(samples: list[Sample], detail: TaskDetail) -> str:
 class View(AbstractContextManager["View"]):
     """Where progress goes."""
 
-    def update(self, samples: list[Sample], detail: TaskDetail) -> None:
+    def update(self, samples: list[DemoSample], detail: TaskDetail) -> None:
         raise NotImplementedError
 
     def __exit__(self, *exception: Any) -> None:
@@ -141,7 +141,7 @@ class LineView(View):
         self._last: int | None = None
         self._next_s = 0.0
 
-    def update(self, samples: list[Sample], detail: TaskDetail) -> None:
+    def update(self, samples: list[DemoSample], detail: TaskDetail) -> None:
         seconds = self._now() - detail.task.submitted
         is_new = detail.task.evaluated != self._last
         if not is_new and seconds < self._next_s:
@@ -171,7 +171,7 @@ class LiveView(View):
     def __exit__(self, *exception: Any) -> None:
         self._live.__exit__(*exception)
 
-    def update(self, samples: list[Sample], detail: TaskDetail) -> None:
+    def update(self, samples: list[DemoSample], detail: TaskDetail) -> None:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -186,7 +186,7 @@ class LiveView(View):
         self._live.update(Group(head, bar, numbers), refresh=True)
 
 
-def _numbers(samples: list[Sample], detail: TaskDetail) -> dict[str, str]:
+def _numbers(samples: list[DemoSample], detail: TaskDetail) -> dict[str, str]:
     task, points = detail.task, list(detail.points)
     found = {"version": f"{task.version}"}
     if task.perplexity is not None:
@@ -200,7 +200,7 @@ def _numbers(samples: list[Sample], detail: TaskDetail) -> dict[str, str]:
     return found
 
 
-def _curves(samples: list[Sample], detail: TaskDetail) -> dict[str, str]:
+def _curves(samples: list[DemoSample], detail: TaskDetail) -> dict[str, str]:
     losses = [point.loss for point in detail.points if point.loss is not None]
     active = [float(sample.active) for sample in after_warm_up(samples)[-_SHOWN:]]
     scale = [0.0, float(detail.task.concurrency)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from papaya.cli.demo.privacy import SOFTWARE, MaskedSample
-from papaya.cli.demo.progress import Sample, made_by_clients, utilization
+from papaya.cli.demo.progress import DemoSample, made_by_clients, utilization
 from papaya.cli.task.watch import curve, mean_staleness, versions_per_minute
 from papaya.messages.storage import PointRow
 from papaya.server.admin.views import TaskDetail
@@ -67,7 +67,7 @@ def perplexities(submitted: float, points: Sequence[PointRow]) -> list[tuple[flo
 def summarize(
     detail: TaskDetail,
     points: list[PointRow],
-    samples: list[Sample],
+    samples: list[DemoSample],
     devices: int,
     files: tuple[Path, Path, Path],
     masked_sample: MaskedSample | None,

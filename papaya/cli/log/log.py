@@ -1,4 +1,4 @@
-"""`papaya log`: write a verifiable log of trusted binaries, show it, and check it.
+"""`papaya log`: write a verifiable log of TSA binaries, show it, and check it.
 
 `append` measures the sources itself, so a record cannot name an artifact that they do not give. The
 private key stays in a file of its own, never in the folder that is served. `verify` and `show`

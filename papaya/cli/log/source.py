@@ -16,7 +16,7 @@ from pathlib import Path
 from papaya.cli.output import positive, whole
 from papaya.errors import OperatorError, ProtocolError
 from papaya.verifiable_log.checkpoint import LogPolicy
-from papaya.verifiable_log.errors import LogError, MissingFile, Unreachable
+from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
 from papaya.verifiable_log.note import SignerKey, VerifierKey
@@ -121,7 +121,7 @@ def refusals() -> Iterator[None]:
     """Around whatever believes or disbelieves a log."""
     try:
         yield
-    except Unreachable as error:
+    except LogSourceUnreachable as error:
         raise LogUnreachable(str(error)) from error
     except MissingFile as error:
         hint = "a log has its files below LOG/checkpoint and LOG/tile: is this its address?"

@@ -48,7 +48,7 @@ def add_to(actions: Commands) -> None:
     create = actions.add_parser("create", help="make an empty log")
     create.set_defaults(run=run_create)
 
-    append = actions.add_parser("append", help="add a release of the trusted binary")
+    append = actions.add_parser("append", help="add a release of the TSA binary")
     append.set_defaults(run=run_append)
     append.add_argument("--repository", required=True, metavar="URL", help="where the source is")
     append.add_argument("--revision", required=True, metavar="REV", help="of the source, in full")

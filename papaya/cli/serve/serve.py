@@ -52,13 +52,13 @@ def add_to(commands: Commands) -> None:
         "--listen",
         default="unix:papaya-tsa.sock",
         metavar="ADDRESS",
-        help="of the trusted party (tsa): unix:/path or tcp:127.0.0.1:port",
+        help="of the TSA (tsa): unix:/path or tcp:127.0.0.1:port",
     )
     parser.add_argument(
         "--platform",
         choices=("software", "sgx", "tdx"),
         default="software",
-        help="what vouches for the trusted party (tsa)",
+        help="what vouches for the TSA (tsa)",
     )
     parser.add_argument("--verbose", action="store_true", help="log more")
     add_format(parser)
@@ -96,7 +96,7 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
-        note("uvloop is not installed: the server will be slower; pip install 'papaya[serve]'")
+        note("uvloop is not installed: the server will be slower; pip install 'papaya-fl[serve]'")
         return None
     loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
     return loop

@@ -1,4 +1,4 @@
-"""`papaya serve tsa`: the trusted party of secure aggregation, as its own process.
+"""`papaya serve tsa`: the TSA of secure aggregation, as its own process.
 
 It prints the address that it listens on and nothing else, ever. On `software` its quotes prove
 nothing, and it says so.
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
         serve_until_signal(options.listen, print_data, platform.quote)
     except (OSError, ValueError) as error:
         raise OperatorError(
-            f"the trusted party cannot listen on {options.listen}: {error}",
+            f"the TSA cannot listen on {options.listen}: {error}",
             hint="use unix:/path/to/socket or tcp:127.0.0.1:PORT",
         ) from error
     return 0

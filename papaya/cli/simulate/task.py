@@ -29,14 +29,14 @@ from papaya.cli.output import (
 from papaya.cli.simulate.simulate import check_goal
 from papaya.errors import Diverged
 from papaya.sim.population import DEFAULT
-from papaya.sim.report import Report, percent, regime_name
+from papaya.sim.report import RunReport, percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.plan import regime_of, setting_of, with_rates, with_setting
 from papaya.study.run import (
-    Course,
-    Fleet,
-    Learnt,
+    FleetSummary,
+    RecordingPlan,
     Run,
+    RunResult,
     clients_to_train,
     fleet_of,
     learn_run,
@@ -115,7 +115,7 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
         selectors=options.selectors,
         aggregators=options.aggregators,
     )
-    course = Course(
+    course = RecordingPlan(
         cluster=cluster,
         seed=options.seed,
         updates=getattr(options, "updates", _UPDATES),
@@ -131,7 +131,7 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
     )
 
 
-def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report]:
+def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, RunReport]:
     course = run.course
     with Progress() as progress:
 
@@ -151,13 +151,13 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[Learnt, Report
             return learn_run(run, trace, fleet_of(report), workload, learns), report
 
 
-def _for_programs(learnt: Learnt) -> dict[str, object]:
+def _for_programs(learnt: RunResult) -> dict[str, object]:
     """With K and rates as they came to be: where a configuration leaves them open it has null."""
     found: dict[str, object] = msgspec.to_builtins(learnt)
     return {"setting": setting_of(learnt.run), **found}
 
 
-def _write(folder: Path, learnt: Learnt, report: Report) -> None:
+def _write(folder: Path, learnt: RunResult, report: RunReport) -> None:
     data, curve = folder / "report.json", folder / "curve.csv"
     with writing(data):
         content = {"learning": _for_programs(learnt), "fleet": report}
@@ -171,8 +171,8 @@ def _write(folder: Path, learnt: Learnt, report: Report) -> None:
             rows.writerow((point.version, point.hours, point.updates, point.trips, *losses))
 
 
-def summary(learnt: Learnt) -> str:
-    """For people; the fields of `Learnt` are for programs."""
+def summary(learnt: RunResult) -> str:
+    """For people; the fields of `RunResult` are for programs."""
     task = learnt.run.course.task
     head = f"{learnt.run.workload}: {regime_name(task)}, C = {task.concurrency}, "
     head += f"K = {task.aggregation_goal}, seed {learnt.run.course.seed}"
@@ -189,7 +189,7 @@ def summary(learnt: Learnt) -> str:
     return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt)
 
 
-def _used(fleet: Fleet) -> str:
+def _used(fleet: FleetSummary) -> str:
     if fleet.utilization is None:
         return "–, staleness – (the run is shorter than its warm-up)"
     if fleet.mean_staleness is None:
@@ -198,12 +198,12 @@ def _used(fleet: Fleet) -> str:
     return f"{percent(fleet.utilization)}, {staleness}"
 
 
-def _done(learnt: Learnt) -> str:
+def _done(learnt: RunResult) -> str:
     counts = ((learnt.updates, "client update"), (learnt.versions, "server update"))
     return f"{', '.join(plural(*count) for count in counts)}, {plural(learnt.trips, 'trip')}"
 
 
-def _qualities(learnt: Learnt) -> str:
+def _qualities(learnt: RunResult) -> str:
     header = ("held-out clients, by volume", "loss", "→", "perplexity", "→")
     names = (
         ("all", "all, by examples"),
@@ -229,7 +229,7 @@ def _perplexity(loss: float) -> str:
     return f"{value:,.1f}" if value >= _MANY else f"{value:.3f}"
 
 
-def _took_part(learnt: Learnt) -> str:
+def _took_part(learnt: RunResult) -> str:
     found = learnt.fairness
     if found is None:
         return "too few clients to tell who (K–S needs 30 that were assigned well before the end)"

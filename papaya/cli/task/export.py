@@ -104,7 +104,7 @@ def _save_state_dict(output: Path, manifest: Manifest, vector: Vector) -> None:
     except ImportError as error:
         raise OperatorError(
             "a .pt file needs torch, which is not installed here",
-            hint="pip install 'papaya[torch]', or --output model.safetensors",
+            hint="pip install 'papaya-fl[torch]', or --output model.safetensors",
         ) from error
     partial = output.with_name(f".{output.name}.partial")
     try:
@@ -186,7 +186,7 @@ def _write_events(folder: Path, rows: list[dict[str, Any]]) -> None:
     except ImportError as error:
         raise OperatorError(
             "event files need tensorboardX, which is not installed here",
-            hint="pip install 'papaya[tensorboard]', or --output metrics.csv",
+            hint="pip install 'papaya-fl[tensorboard]', or --output metrics.csv",
         ) from error
     folder.mkdir(parents=True, exist_ok=True)
     with SummaryWriter(str(folder)) as writer:

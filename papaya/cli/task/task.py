@@ -32,9 +32,9 @@ from papaya.cli.task import export, submit, watch
 from papaya.cli.task.failure_reasons import HINT, in_words, without_update
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.server.admin.views import (
+    ChangeReason,
     Evaluate,
     Mark,
-    Reason,
     RollBack,
     Started,
     TaskDetail,
@@ -221,7 +221,7 @@ def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> st
 
 def run_change(options: argparse.Namespace) -> int:
     path = task_path(options.task, options.action)
-    view = client_for(options).post(path, Reason(options.why), TaskView)
+    view = client_for(options).post(path, ChangeReason(options.why), TaskView)
     return _tell(options, view, f"{view.task} is {view.state}")
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from papaya.cli.admin_client import (
     AdminClient,
-    Unreachable,
+    ServerUnreachable,
     add_connection,
     client_for,
     task_path,
@@ -54,11 +54,11 @@ def run(options: argparse.Namespace) -> int:
     client.get(task_path(options.task), TaskDetail)  # a wrong name or token is told at once
     show: Show
     if options.format == "json":
-        show = Lines(lambda detail: msgspec.json.encode(detail).decode())
+        show = LineShow(lambda detail: msgspec.json.encode(detail).decode())
     elif sys.stdout.isatty():
         show = Display()
     else:
-        show = Lines(line)
+        show = LineShow(line)
     with show:
         detail = follow(client, options.task, options.until, options.interval, show)
     if detail.task.state == "cancelled":
@@ -77,7 +77,7 @@ class Show(AbstractContextManager["Show"]):
         return None
 
 
-class Lines(Show):
+class LineShow(Show):
     """A line for each change of version, state or loss."""
 
     def __init__(self, render: Callable[[TaskDetail], str]) -> None:
@@ -135,7 +135,7 @@ def follow(
             if is_over and until == "evaluated":
                 over_s += interval_s
                 is_over = _has_last_evaluation(client, detail, over_s)
-        except Unreachable as error:
+        except ServerUnreachable as error:
             if silent_s >= _PATIENCE_S:
                 raise
             if silent_s == 0.0:

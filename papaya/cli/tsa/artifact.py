@@ -21,7 +21,15 @@ import zipfile
 from pathlib import Path
 
 from papaya.errors import OperatorError
-from papaya.tsa.measurement import MANIFEST, WHEELS, Lock, LockError, Read, manifest, read_lock
+from papaya.tsa.measurement import (
+    MANIFEST,
+    WHEELS,
+    EnclaveLock,
+    LockError,
+    ReadSource,
+    manifest,
+    read_lock,
+)
 
 _TIME = (1980, 1, 1, 0, 0, 0)
 _MODE = 0o100644 << 16
@@ -40,13 +48,13 @@ class NoGit(OperatorError):
     default_hint = "install git, or build from a checkout of that revision"
 
 
-def from_folder(root: Path) -> Read:
-    """`Read` for a checkout."""
+def from_folder(root: Path) -> ReadSource:
+    """`ReadSource` for a checkout."""
     return lambda path: (root / path).read_bytes()
 
 
-def from_revision(repository: Path, revision: str) -> Read:
-    """`Read` for one revision of a git repository; nothing is checked out, nothing is run."""
+def from_revision(repository: Path, revision: str) -> ReadSource:
+    """`ReadSource` for one revision of a git repository; nothing is checked out, nothing is run."""
     if revision.startswith("-"):
         raise OperatorError(f"{revision!r} is not a revision")
 
@@ -68,7 +76,7 @@ def from_revision(repository: Path, revision: str) -> Read:
     return read
 
 
-def checked_manifest(read: Read) -> bytes:
+def checked_manifest(read: ReadSource) -> bytes:
     """The manifest, with whatever is wrong told to the operator."""
     try:
         return manifest(read)
@@ -79,11 +87,11 @@ def checked_manifest(read: Read) -> bytes:
         raise OperatorError(str(error), hint="mend papaya/tsa/enclave.toml") from error
 
 
-def artifact_hash(read: Read) -> str:
+def artifact_hash(read: ReadSource) -> str:
     return hashlib.sha256(checked_manifest(read)).hexdigest()
 
 
-def build(read: Read, wheels: Path | None = None) -> bytes:
+def build(read: ReadSource, wheels: Path | None = None) -> bytes:
     """The whole artifact; `wheels` is a folder that has them already."""
     listed = checked_manifest(read)
     lock = read_lock(read)
@@ -105,7 +113,7 @@ def build(read: Read, wheels: Path | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def _content(path: str, read: Read, wheels: Path) -> bytes:
+def _content(path: str, read: ReadSource, wheels: Path) -> bytes:
     if not path.startswith(f"{WHEELS}/"):
         return read(path)
     try:
@@ -121,7 +129,7 @@ def _store(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
     archive.writestr(entry, data)
 
 
-def _download(lock: Lock, folder: Path) -> None:
+def _download(lock: EnclaveLock, folder: Path) -> None:
     requirements = folder / "requirements.txt"
     lines = [f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in lock.wheels]
     requirements.write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""`papaya tsa`: build the trusted binary, or say what hash it has.
+"""`papaya tsa`: build the TSA binary, or say what hash it has.
 
 Both follow from the sources and the lock alone, so anyone can repeat them and compare with the log.
 `measure` needs no network; `build` fetches the dependencies, unless it is given a folder with them.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from papaya.cli.output import Commands, add_format, note, print_data, print_json, writing
 from papaya.cli.tsa.artifact import artifact_hash, build, from_folder, from_revision
-from papaya.tsa.measurement import Read, installed
+from papaya.tsa.measurement import ReadSource, installed
 
 _DEFAULT_OUTPUT = Path("papaya-tsa.zip")
 
@@ -20,7 +20,7 @@ _DEFAULT_OUTPUT = Path("papaya-tsa.zip")
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "tsa",
-        description="The trusted party of secure aggregation, as anyone can build it.",
+        description="The TSA of secure aggregation, as anyone can build it.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     building = actions.add_parser(
@@ -80,7 +80,7 @@ def run_measure(options: argparse.Namespace) -> int:
     return 0
 
 
-def reading(source: Path | None, revision: str | None) -> Read:
+def reading(source: Path | None, revision: str | None) -> ReadSource:
     if revision is not None:
         return from_revision(source or Path(), revision)
     return installed if source is None else from_folder(source)

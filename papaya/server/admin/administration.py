@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from papaya.config import ServerConfig
-from papaya.http.routes import Route
-from papaya.server.admin.history import History
+from papaya.http.routes import HttpRoute
+from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import Live
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.stores import Blobs, State
+from papaya.server.admin.stores import AdminBlobs, AdminState
 from papaya.server.admin.supervisor import Supervisor
 
 
@@ -24,19 +24,19 @@ class Administration:
 
     def __init__(
         self,
-        state: State,
-        blobs: Blobs,
+        state: AdminState,
+        blobs: AdminBlobs,
         live: Live,
         now: Callable[[], float],
         changed: Callable[[], None],
         server: ServerConfig,
     ) -> None:
-        self.history = History(state)
+        self.history = TaskHistory(state)
         self.service = AdminService(state, blobs, self.history, live, now, changed, server)
         self.supervisor = Supervisor(state, blobs, self.history, server, now, changed)
         self._routes = AdminRoutes(self.service)
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[HttpRoute]:
         return self._routes.routes()
 
     async def run(self) -> None:

@@ -23,7 +23,7 @@ from papaya.learning.parameters import FLOAT32, FLOAT64
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow, task_key
-from papaya.server.admin.stores import Blobs, State
+from papaya.server.admin.stores import AdminBlobs, AdminState
 
 
 def is_due(plan: EvaluationPlan, newest: int, tried: Iterable[int], *, is_last: bool) -> bool:
@@ -46,7 +46,7 @@ def check_plan(config: TaskConfig) -> None:
         ) from error
 
 
-async def running(state: State, task: TaskId, version: VersionRow) -> TaskId | None:
+async def running(state: AdminState, task: TaskId, version: VersionRow) -> TaskId | None:
     """The evaluation of this version that is not over yet."""
     if version.evaluations == 0:
         return None
@@ -56,8 +56,8 @@ async def running(state: State, task: TaskId, version: VersionRow) -> TaskId | N
 
 
 async def start(
-    state: State,
-    blobs: Blobs,
+    state: AdminState,
+    blobs: AdminBlobs,
     config: TaskConfig,
     version: VersionRow,
     plan: EvaluationPlan,
@@ -75,7 +75,7 @@ async def start(
     return evaluation, await state.transact(change)
 
 
-async def result(blobs: Blobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:
+async def result(blobs: AdminBlobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:
     """What the evaluation's version 1 says; ProtocolError when clients uploaded nonsense."""
     data = await blobs.get(version.parameters)
     mean = parameters.decode(data, EVALUATION_LENGTH).astype(FLOAT64)

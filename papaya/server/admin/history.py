@@ -20,15 +20,15 @@ from papaya.messages.storage import (
     consumed_key,
     point_key,
 )
-from papaya.server.admin.stores import State
+from papaya.server.admin.stores import AdminState
 
 _AT_ONCE = 64
 
 
-class History:
+class TaskHistory:
     """Points by task and version. Each task's are read once and then kept in step."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AdminState) -> None:
         self._state = state
         self._points: dict[TaskId, dict[int, PointRow]] = {}
 

@@ -25,18 +25,18 @@ import msgspec
 from papaya.config import MAX_MODEL_LENGTH
 from papaya.errors import ConfigError, MissingBlob, OperatorError, ProtocolError
 from papaya.http.exchange import Exchange
-from papaya.http.routes import Buffered, Receiver, Route, Streamed
+from papaya.http.routes import Buffered, HttpRoute, Receiver, Streamed
 from papaya.messages.storage import TaskState
 from papaya.server.admin import submissions
 from papaya.server.admin.problems import AdminProblem, NotFound
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.views import Evaluate, Mark, NewTask, Problem, Reason, RollBack
+from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, ProblemBody, RollBack
 
 logger = logging.getLogger("papaya.admin")
 
 MAX_JSON_BYTES = 1 << 20
 T = TypeVar("T")
-Answer = Awaitable[object]
+PendingAnswer = Awaitable[object]
 _TASK = "/admin/tasks/{task}"
 _STATES: dict[str, TaskState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
 
@@ -48,7 +48,7 @@ class AdminRoutes:
         self._service = service
         self._running: set[asyncio.Task[None]] = set()
 
-    def routes(self) -> list[Route]:
+    def routes(self) -> list[HttpRoute]:
         service = self._service
         return [
             self._get("/admin/status", lambda exchange: service.status()),
@@ -72,10 +72,10 @@ class AdminRoutes:
 
     # -- kinds of routes --------------------------------------------------------------------
 
-    def _get(self, path: str, ask: Callable[[Exchange], Answer]) -> Route:
+    def _get(self, path: str, ask: Callable[[Exchange], PendingAnswer]) -> HttpRoute:
         return Buffered("GET", path, lambda exchange, _: self._answer(exchange, ask(exchange)))
 
-    def _post(self, path: str, kind: type[T], ask: Callable[[str, T], Answer]) -> Route:
+    def _post(self, path: str, kind: type[T], ask: Callable[[str, T], PendingAnswer]) -> HttpRoute:
         def handle(exchange: Exchange, body: bytes) -> None:
             async def ask_parsed() -> object:
                 return await ask(_task(exchange), _parsed(body, kind))
@@ -84,18 +84,18 @@ class AdminRoutes:
 
         return Buffered("POST", path, handle, MAX_JSON_BYTES)
 
-    def _state_route(self, action: str, state: TaskState) -> Route:
-        async def change(task: str, reason: Reason) -> object:
+    def _state_route(self, action: str, state: TaskState) -> HttpRoute:
+        async def change(task: str, reason: ChangeReason) -> object:
             return await self._service.set_state(task, state, reason.why)
 
-        return self._post(f"{_TASK}/{action}", Reason, change)
+        return self._post(f"{_TASK}/{action}", ChangeReason, change)
 
     async def _points(self, exchange: Exchange) -> object:
         return await self._service.points(_task(exchange), _number(exchange, "after", -1))
 
     # -- answers ----------------------------------------------------------------------------
 
-    def _answer(self, exchange: Exchange, asked: Answer) -> None:
+    def _answer(self, exchange: Exchange, asked: PendingAnswer) -> None:
         async def answer() -> None:
             exchange.answer(200, msgspec.json.encode(await asked))
 
@@ -121,7 +121,7 @@ class AdminRoutes:
         length = _number(exchange, "model_length", 0)
         most = submissions.max_parameters_bytes(min(length, MAX_MODEL_LENGTH))
         if length < 1 or exchange.head.length > most:
-            problem = Problem(
+            problem = ProblemBody(
                 f"{exchange.head.length} bytes for model_length = {length}",
                 "declare the model's length: PUT …/parameters?model_length=N",
             )
@@ -165,17 +165,17 @@ async def _told(exchange: Exchange, answer: Awaitable[None]) -> None:
         exchange.answer(status, msgspec.json.encode(problem))
 
 
-def as_problem(error: Exception) -> tuple[int, Problem]:
+def as_problem(error: Exception) -> tuple[int, ProblemBody]:
     """What the caller is told: his own faults in words, ours without any."""
     match error:
         case AdminProblem():
-            return error.status, Problem(str(error), error.hint)
+            return error.status, ProblemBody(str(error), error.hint)
         case MissingBlob():
-            return NotFound.status, Problem(str(error), error.hint)
+            return NotFound.status, ProblemBody(str(error), error.hint)
         case OperatorError() | ProtocolError():
-            return 400, Problem(str(error), error.hint)
+            return 400, ProblemBody(str(error), error.hint)
     logger.error("an admin request failed", exc_info=error)
-    return 500, Problem("something went wrong on the server's side", "look into its log")
+    return 500, ProblemBody("something went wrong on the server's side", "look into its log")
 
 
 def _task(exchange: Exchange) -> str:

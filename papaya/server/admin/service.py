@@ -37,16 +37,16 @@ from papaya.messages.storage import (
     task_key,
 )
 from papaya.server.admin import evaluations
-from papaya.server.admin.history import History
+from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import Live
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
-from papaya.server.admin.stores import Blobs, State
+from papaya.server.admin.stores import AdminBlobs, AdminState
 from papaya.server.admin.views import (
     Evaluate,
     Mark,
     RollBack,
     Started,
-    Status,
+    SystemStatus,
     TaskDetail,
     TaskView,
     VersionView,
@@ -64,9 +64,9 @@ class AdminService:
 
     def __init__(
         self,
-        state: State,
-        blobs: Blobs,
-        history: History,
+        state: AdminState,
+        blobs: AdminBlobs,
+        history: TaskHistory,
         live: Live,
         now: Callable[[], float],
         changed: Callable[[], None],
@@ -120,10 +120,10 @@ class AdminService:
         row = found.newest if version == NEWEST else _version(found, int(version[:18]))
         return row, await self.blobs.path(row.parameters)
 
-    async def status(self) -> Status:
+    async def status(self) -> SystemStatus:
         leader = (await self.state.read((LEADER_KEY,))).get(LEADER_KEY)
         known = leader if isinstance(leader, LeaderRow) else LeaderRow("", 0.0, 0, 0)
-        return Status(
+        return SystemStatus(
             roles=self.live.roles,
             leads=self.live.leads(),
             recovers=self.live.recovers(),

@@ -18,7 +18,7 @@ from papaya.server.admin.problems import NoStorage
 from papaya.store.blobs import FolderBlobs, Piece
 
 
-class State(Protocol):
+class AdminState(Protocol):
     """Rows; `papaya/server/awaited_state.py`."""
 
     async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]: ...
@@ -26,7 +26,7 @@ class State(Protocol):
     async def transact(self, transaction: Transaction) -> Outcome: ...
 
 
-class Blobs(Protocol):
+class AdminBlobs(Protocol):
     """Immutable bytes by key. A missing blob raises MissingBlob, a disk without room NoStorage."""
 
     async def get(self, key: BlobKey) -> bytes: ...

@@ -32,8 +32,8 @@ from papaya.messages.storage import (
     version_key,
 )
 from papaya.server.admin import evaluations
-from papaya.server.admin.history import History
-from papaya.server.admin.stores import Blobs, State
+from papaya.server.admin.history import TaskHistory
+from papaya.server.admin.stores import AdminBlobs, AdminState
 
 logger = logging.getLogger("papaya.admin")
 
@@ -50,9 +50,9 @@ class Supervisor:
 
     def __init__(
         self,
-        state: State,
-        blobs: Blobs,
-        history: History,
+        state: AdminState,
+        blobs: AdminBlobs,
+        history: TaskHistory,
         server: ServerConfig,
         now: Callable[[], float],
         changed: Callable[[], None],

@@ -19,7 +19,7 @@ Version = Annotated[int, Meta(ge=0, le=2**53)]
 Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class Problem(Struct, frozen=True):
+class ProblemBody(Struct, frozen=True):
     """Every answer that is not a success."""
 
     error: str
@@ -40,7 +40,7 @@ class NewTask(Struct, frozen=True):
     manifest: Tensors = ()
 
 
-class Reason(Struct, frozen=True):
+class ChangeReason(Struct, frozen=True):
     why: Why = ""
 
 
@@ -125,7 +125,7 @@ class SelectorStatus(Struct, frozen=True):
     held: int
 
 
-class Status(Struct, frozen=True, kw_only=True):
+class SystemStatus(Struct, frozen=True, kw_only=True):
     """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`.
 
     `just_started`: not every server had its turn to report yet.

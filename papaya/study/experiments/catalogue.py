@@ -23,7 +23,7 @@ from papaya.study.experiments import (
 from papaya.study.experiments.result import Result
 from papaya.study.experiments.scale import Scale
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 
 class Experiment(Protocol):
@@ -31,7 +31,7 @@ class Experiment(Protocol):
 
     KEY: str
 
-    def courses(self, scale: Scale, seeds: Sequence[int]) -> list[Course]:
+    def courses(self, scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
         """The runs of the machines that it needs."""
 
     def run(self, lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter
 from papaya.sim.plots import COLORS, prepare, save
 
 Points = Sequence[tuple[float, Sequence[float]]]
-Lines = Mapping[str, Points]
+_Lines = Mapping[str, Points]
 _HEIGHT, _WIDTH = 3.6, 4.6
 _FEW = 12
 _INSIDE = 4
@@ -33,7 +33,7 @@ class Panel(NamedTuple):
 
     title: str
     y_label: str
-    lines: Lines
+    lines: _Lines
     log: bool = False
 
 

@@ -23,7 +23,7 @@ from papaya.study.experiments.shared_runs import (
     sync_course,
 )
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "designs"
 OVER, LARGE, SMALL, PLAIN = DESIGNS = (
@@ -34,7 +34,7 @@ OVER, LARGE, SMALL, PLAIN = DESIGNS = (
 )
 
 
-def design_course(scale: Scale, name: str, seed: int) -> Course:
+def design_course(scale: Scale, name: str, seed: int) -> RecordingPlan:
     """As the paper configures it: all at one concurrency, but without over-selection at K."""
     if name == PLAIN:
         return plain_course(scale, seed)
@@ -44,7 +44,7 @@ def design_course(scale: Scale, name: str, seed: int) -> Course:
     return async_course(scale, scale.concurrency, seed, goal)
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [design_course(scale, name, seed) for name in DESIGNS for seed in seeds]
 
 

@@ -17,12 +17,12 @@ from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.shared_runs import plain_course
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "execution-times"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [plain_course(scale, seed) for seed in seeds]
 
 

@@ -20,12 +20,12 @@ from papaya.study.experiments.shared_runs import (
     versions_per_hour,
 )
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "goal-sweep"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     at = scale.concurrency
     return [async_course(scale, at, seed, goal) for goal in scale.goals for seed in seeds]
 

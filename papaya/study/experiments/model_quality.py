@@ -26,7 +26,7 @@ from papaya.study.experiments.shared_runs import (
 )
 from papaya.study.experiments.tuning import Tuned, tuned_for_loss
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "table-1"
 _LEVELS = ("all", "p75", "p99")
@@ -44,7 +44,7 @@ _BACK = 0.5
 _WORSE = 1.15
 
 
-class Row(NamedTuple):
+class TableRow(NamedTuple):
     """One method: perplexities by level and hours, for each seed."""
 
     perplexity: dict[str, list[float]]
@@ -52,12 +52,12 @@ class Row(NamedTuple):
     hours: list[float]
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     every = [*seeds, *tuning_seeds(scale)]
     return [_course(scale, name, seed) for name in _PAPER for seed in every]
 
 
-def _course(scale: Scale, name: str, seed: int) -> Course:
+def _course(scale: Scale, name: str, seed: int) -> RecordingPlan:
     if name == _PLAIN:
         return plain_course(scale, seed)
     make = sync_course if name == _OVER else async_course
@@ -84,16 +84,16 @@ def _tune(lab: Lab, scale: Scale, name: str) -> Tuned:
     return tuned_for_loss(lab, courses, grid, scale.table_updates)
 
 
-def _row(lab: Lab, scale: Scale, seeds: Sequence[int], name: str, chosen: Tuned) -> Row:
+def _row(lab: Lab, scale: Scale, seeds: Sequence[int], name: str, chosen: Tuned) -> TableRow:
     courses = [_course(scale, name, seed) for seed in seeds]
     runs = [learning(course, chosen.rates, updates=scale.table_updates) for course in courses]
     points = [outcome.curve.points[-1] for outcome in lab.learn(runs)]
     found = {level: [perplexity(getattr(p.quality, level)) for p in points] for level in _LEVELS}
     by_clients = [perplexity(point.quality.all_by_clients) for point in points]
-    return Row(found, by_clients, [point.hours for point in points])
+    return TableRow(found, by_clients, [point.hours for point in points])
 
 
-def _findings(rows: dict[str, Row]) -> tuple[Finding, ...]:
+def _findings(rows: dict[str, TableRow]) -> tuple[Finding, ...]:
     found = []
     for name, row in rows.items():
         for level, paper in zip(_LEVELS, _PAPER[name], strict=False):
@@ -109,7 +109,7 @@ def _findings(rows: dict[str, Row]) -> tuple[Finding, ...]:
 _WORDS = {"all": "all", "p75": "75th percentile", "p99": "99th percentile"}
 
 
-def decide(rows: dict[str, Row]) -> tuple[Check, ...]:
+def decide(rows: dict[str, TableRow]) -> tuple[Check, ...]:
     plain, over, asynchronous = (fmean(rows[n].perplexity["p99"]) for n in (_PLAIN, _OVER, _ASYNC))
     hours = {name: fmean(row.hours) for name, row in rows.items()}
     back = (over - asynchronous) / (over - plain) if over > plain else 0.0
@@ -132,7 +132,7 @@ def decide(rows: dict[str, Row]) -> tuple[Check, ...]:
     )
 
 
-def _notes(rows: dict[str, Row]) -> tuple[str, ...]:
+def _notes(rows: dict[str, TableRow]) -> tuple[str, ...]:
     means = {name: fmean(row.perplexity["all"]) for name, row in rows.items()}
     p99 = {name: fmean(row.perplexity["p99"]) for name, row in rows.items()}
     notes = [
@@ -155,7 +155,7 @@ def _notes(rows: dict[str, Row]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _draw(lab: Lab, rows: dict[str, Row]) -> str:
+def _draw(lab: Lab, rows: dict[str, TableRow]) -> str:
     values = {name: [row.perplexity[level] for level in _LEVELS] for name, row in rows.items()}
     groups = [_WORDS[level] for level in _LEVELS]
     return charts.bars(

@@ -23,7 +23,7 @@ from papaya.study.experiments.result import Result
 from papaya.study.experiments.runs import workload_of
 from papaya.study.experiments.scale import Scale
 from papaya.study.identity import digest
-from papaya.study.lab import Lab, Step
+from papaya.study.lab import Lab, LabStep
 
 
 class _Inputs(Struct, frozen=True):
@@ -38,7 +38,7 @@ def reproduce(
     folder: Path,
     *,
     jobs: int = 2,
-    tell: Callable[[Step], None] = lambda step: None,
+    tell: Callable[[LabStep], None] = lambda step: None,
     ended: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
     """The chosen experiments, in the order of the report. `tell` hears of progress, `ended` of

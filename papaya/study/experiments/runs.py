@@ -11,7 +11,7 @@ from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.replay import EVALUATIONS, Rates
-from papaya.study.run import UNBOUNDED, Course, Run
+from papaya.study.run import UNBOUNDED, RecordingPlan, Run
 from papaya.study.workloads.base import Workload
 from papaya.study.workloads.paper import Model, paper_workload
 
@@ -21,10 +21,14 @@ DRAIN_S: Final = 300.0  # longer than a timeout: whoever was assigned before has
 _MODEL_LENGTH: Final = 4  # of what is uploaded while a trace is recorded
 
 
-def until_versions(regime: AsyncFL | SyncFL, concurrency: int, seed: int, versions: int) -> Course:
+def until_versions(
+    regime: AsyncFL | SyncFL, concurrency: int, seed: int, versions: int
+) -> RecordingPlan:
     """As many updates as so many versions hold."""
     cluster = _cluster(regime, concurrency, DEFAULT)
-    return Course(cluster=cluster, seed=seed, updates=versions * cluster.tasks[0].aggregation_goal)
+    return RecordingPlan(
+        cluster=cluster, seed=seed, updates=versions * cluster.tasks[0].aggregation_goal
+    )
 
 
 def window(
@@ -33,14 +37,14 @@ def window(
     seed: int,
     hours: float,
     population: PopulationConfig = DEFAULT,
-) -> Course:
+) -> RecordingPlan:
     """So many hours after the start, and until all who were assigned in them have ended."""
     cluster = _cluster(regime, concurrency, population)
-    return Course(cluster=cluster, seed=seed, hours=hours + START_S / 3600, drain_s=DRAIN_S)
+    return RecordingPlan(cluster=cluster, seed=seed, hours=hours + START_S / 3600, drain_s=DRAIN_S)
 
 
 def learning(
-    course: Course,
+    course: RecordingPlan,
     rates: Rates,
     *,
     model: Model = "embedding",

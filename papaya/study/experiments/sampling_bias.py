@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
-import numpy.typing as npt
 
+from papaya.sim.draws import Floats
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.runs import DRAIN_S, START_S
@@ -28,7 +28,7 @@ from papaya.study.experiments.shared_runs import (
 )
 from papaya.study.fairness import Distance, distance
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 from papaya.study.trace import Trace
 
 KEY = "sampling-bias"
@@ -36,15 +36,13 @@ _ASYNC, _OVER = "AsyncFL", "SyncFL with over-selection"
 _PAPER = {_ASYNC: ("8.8e-4", "0.98"), _OVER: ("6.6e-2", "0.0")}
 _TRUTH = "SyncFL without over-selection"
 
-Floats = npt.NDArray[np.float64]
 
-
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     compared = [course for found in _compared(scale, seeds).values() for course in found]
     return [*compared, plain_course(scale, TUNING_SEED)]
 
 
-def _compared(scale: Scale, seeds: Sequence[int]) -> dict[str, list[Course]]:
+def _compared(scale: Scale, seeds: Sequence[int]) -> dict[str, list[RecordingPlan]]:
     at = scale.concurrency
     return {
         _ASYNC: [async_course(scale, at, seed) for seed in seeds],
@@ -103,7 +101,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
-def _clients(lab: Lab, course: Course, *, in_whole_rounds: bool = False) -> tuple[Floats, Floats]:
+def _clients(
+    lab: Lab, course: RecordingPlan, *, in_whole_rounds: bool = False
+) -> tuple[Floats, Floats]:
     """(execution, examples) of the counted. A round that waits for all its clients has no cut."""
     [recording] = lab.record([course])
     trace: Trace = recording.trace

@@ -15,17 +15,19 @@ from papaya.study.experiments.runs import until_versions
 from papaya.study.experiments.scale import OVER_SELECTION, Scale
 from papaya.study.experiments.shared_runs import async_course, sync_course, versions_per_hour
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "server-updates"
 _BOUNDS = (25.0, 32.0)
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [course for pair in _pairs(scale, seeds).values() for side in pair for course in side]
 
 
-def _pairs(scale: Scale, seeds: Sequence[int]) -> dict[int, tuple[list[Course], list[Course]]]:
+def _pairs(
+    scale: Scale, seeds: Sequence[int]
+) -> dict[int, tuple[list[RecordingPlan], list[RecordingPlan]]]:
     """concurrency -> courses of AsyncFL, courses of SyncFL; those of learning runs are used too."""
     pairs = {
         c: (

@@ -16,7 +16,7 @@ from papaya.study.experiments.runs import learning, until_versions
 from papaya.study.experiments.scale import OVER_SELECTION, Scale
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve, Rates
-from papaya.study.run import Course, Run
+from papaya.study.run import RecordingPlan, Run
 
 CLIENT: Final = ClientSGD(rate=1.0)
 LSTM_CLIENT: Final = ClientSGD(rate=2.0)
@@ -36,7 +36,7 @@ def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
     return Rates(client, OptimizerConfig(rate=rate, beta1=beta1, epsilon=_EPSILON))
 
 
-def sync_course(scale: Scale, concurrency: int, seed: int) -> Course:
+def sync_course(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
     """The run at the paper's concurrency is long enough for Table 1 as well. Tuned rates need half
     the rounds of the common one, or fewer.
     """
@@ -46,7 +46,9 @@ def sync_course(scale: Scale, concurrency: int, seed: int) -> Course:
     return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, rounds)
 
 
-def async_course(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> Course:
+def async_course(
+    scale: Scale, concurrency: int, seed: int, goal: int | None = None
+) -> RecordingPlan:
     """Here too. Elsewhere about the same hours at every concurrency, and enough versions for one
     rate at all of them.
     """
@@ -61,7 +63,7 @@ def async_course(scale: Scale, concurrency: int, seed: int, goal: int | None = N
     return until_versions(AsyncFL(goal), concurrency, seed, versions)
 
 
-def plain_course(scale: Scale, seed: int) -> Course:
+def plain_course(scale: Scale, seed: int) -> RecordingPlan:
     """SyncFL without over-selection: "we set concurrency equal to aggregation goal"."""
     rounds = scale.table_versions(scale.large_goal)
     return until_versions(SyncFL(0.0), scale.large_goal, seed, rounds)
@@ -70,7 +72,7 @@ def plain_course(scale: Scale, seed: int) -> Course:
 def reached(
     lab: Lab,
     target: float,
-    courses: Sequence[Course],
+    courses: Sequence[RecordingPlan],
     chosen: Rates,
     *,
     stop_at: float | None = None,
@@ -83,7 +85,7 @@ def reached(
     return [met(outcome.curve, math.log(target)) for outcome in lab.learn(runs)]
 
 
-def runs_to(target: float, courses: Sequence[Course], chosen: Rates) -> list[Run]:
+def runs_to(target: float, courses: Sequence[RecordingPlan], chosen: Rates) -> list[Run]:
     """Runs that end when they have met the target, a perplexity."""
     return [learning(course, chosen, target=math.log(target)) for course in courses]
 
@@ -105,7 +107,7 @@ def met(curve: Curve, loss: float) -> Reached:
     )
 
 
-def versions_per_hour(lab: Lab, course: Course) -> float:
+def versions_per_hour(lab: Lab, course: RecordingPlan) -> float:
     """Server updates, after the first tenth, in which the fleet starts."""
     [recording] = lab.record([course])
     created_s = recording.trace.created_s

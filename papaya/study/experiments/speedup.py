@@ -34,14 +34,14 @@ from papaya.study.experiments.shared_runs import (
 from papaya.study.experiments.tuning import Tuned, tuned_for_time
 from papaya.study.lab import Lab
 from papaya.study.replay import Rates
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "speedup"
 _ROUNDS_OF_A_TRANSIENT = 50
 _PAPERS_SPEEDUP = 5
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     """At every concurrency, in both regimes, of the reported and the tuning seeds."""
     every = [*seeds, *tuning_seeds(scale)]
     makers = (sync_course, async_course)
@@ -163,7 +163,7 @@ def _measure(
     }
     lab.learn(t for pair in sides.values() for side in pair for t in runs_to(stop_at, *side))
 
-    def runs(courses: list[Course], chosen: Rates) -> list[Reached]:
+    def runs(courses: list[RecordingPlan], chosen: Rates) -> list[Reached]:
         return reached(lab, target, courses, chosen, stop_at=stop_at)
 
     return [Pair(c, runs(*sync), runs(*side)) for c, (sync, side) in sides.items()]

@@ -20,7 +20,7 @@ from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.runs import START_S, window
 from papaya.study.experiments.scale import Scale
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "stale-limit"
 _LIMITS: Final = (10, 50, 200)
@@ -29,7 +29,7 @@ _SMALLER: Final = 4  # than elsewhere, C and K alike: what counts is C / K
 _POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [
         _course(scale, limit, name, seed)
         for name in _POPULATIONS
@@ -38,7 +38,7 @@ def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
     ]
 
 
-def _course(scale: Scale, limit: int, name: str, seed: int) -> Course:
+def _course(scale: Scale, limit: int, name: str, seed: int) -> RecordingPlan:
     regime = AsyncFL(max(1, scale.goal // _SMALLER), limit)
     concurrency = scale.concurrency // _SMALLER
     return window(regime, concurrency, seed, scale.window_hours / 2, _POPULATIONS[name])
@@ -92,7 +92,7 @@ def decide(name: str, kept: dict[int, tuple[float, ...]]) -> Check:
     )
 
 
-def _kept(lab: Lab, course: Course) -> float:
+def _kept(lab: Lab, course: RecordingPlan) -> float:
     """Of the devices that can take part, the 1 % with the most data: counted ÷ expected."""
     [recording] = lab.record([course])
     trace = recording.trace

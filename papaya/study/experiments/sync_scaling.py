@@ -15,12 +15,12 @@ from papaya.study.experiments.result import Check, Finding, Result, number, rati
 from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.shared_runs import rates, reached, sync_course
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "sync-scaling"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [sync_course(scale, c, seed) for c in scale.concurrencies for seed in seeds]
 
 

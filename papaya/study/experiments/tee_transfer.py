@@ -1,4 +1,4 @@
-"""Bytes and time across the boundary of the trusted party: ours against naive TEE aggregation.
+"""Bytes and time across the boundary of the TSA: ours against naive TEE aggregation.
 
 Paper, figure on data transfer time: naive aggregation moves K models into the enclave, O(K m);
 asynchronous secure aggregation moves K seeds in and one sum out, O(K + m).
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.scale import Scale
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 from papaya.study.tee_transfer import (
     DESIGNS,
     GOALS,
@@ -25,7 +25,7 @@ KEY = "tee-transfer"
 MEASURED = 100
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return []
 
 
@@ -40,7 +40,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     per_client = bytes_into_tee(2, MODEL_BYTES, ours) - bytes_into_tee(1, MODEL_BYTES, ours)
     return Result(
         key=KEY,
-        title="What crosses into the trusted party",
+        title="What crosses into the TSA",
         paper="Figure 6: data transfer time by K, naive TEE aggregation or asynchronous SecAgg",
         findings=(
             Finding(name="bytes into the TSA per client", paper="constant", values=(per_client,)),

@@ -20,14 +20,14 @@ from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.shared_runs import LSTM_CLIENT, ONE_RATE, rates
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve
-from papaya.study.run import Course, Run
+from papaya.study.run import RecordingPlan, Run
 from papaya.study.trace import Trace
 
 KEY = "training-curves"
 _EVALUATIONS = 30
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [
         design_course(scale, name, seed) for name in DESIGNS for seed in seeds[: scale.curve_seeds]
     ]

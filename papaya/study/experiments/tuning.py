@@ -17,7 +17,7 @@ from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.shared_runs import met, rates
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve, Rates
-from papaya.study.run import UNBOUNDED, Course
+from papaya.study.run import UNBOUNDED, RecordingPlan
 
 
 class Tuned(NamedTuple):
@@ -34,7 +34,7 @@ class Tuned(NamedTuple):
 
 
 def tuned_for_time(
-    lab: Lab, scale: Scale, courses: Sequence[Course], grid: Sequence[float]
+    lab: Lab, scale: Scale, courses: Sequence[RecordingPlan], grid: Sequence[float]
 ) -> Tuned:
     """The fewest hours to the target of tuned rates."""
     loss = math.log(scale.tuned_target)
@@ -42,7 +42,7 @@ def tuned_for_time(
 
 
 def tuned_for_loss(
-    lab: Lab, courses: Sequence[Course], grid: Sequence[float], updates: int
+    lab: Lab, courses: Sequence[RecordingPlan], grid: Sequence[float], updates: int
 ) -> Tuned:
     """The lowest loss for all clients after so many updates, which is what is reported too."""
 
@@ -54,7 +54,7 @@ def tuned_for_loss(
 
 def tuned(
     lab: Lab,
-    courses: Sequence[Course],
+    courses: Sequence[RecordingPlan],
     grid: Sequence[float],
     moments: Sequence[float],
     score: Callable[[Curve], float],

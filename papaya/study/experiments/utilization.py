@@ -13,22 +13,22 @@ from statistics import fmean
 from msgspec import structs
 
 from papaya.sim import plots
-from papaya.sim.report import Report, Series
+from papaya.sim.report import RunReport, Series
 from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.shared_runs import async_course, plain_course, sync_course
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 
 KEY = "utilization"
 _ASYNC, _OVER = "AsyncFL", "SyncFL with over-selection"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[Course]:
+def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [course for found in _regimes(scale, seeds).values() for course in found]
 
 
-def _regimes(scale: Scale, seeds: Sequence[int]) -> dict[str, list[Course]]:
+def _regimes(scale: Scale, seeds: Sequence[int]) -> dict[str, list[RecordingPlan]]:
     at = scale.concurrency
     return {
         _ASYNC: [async_course(scale, at, seed) for seed in seeds],
@@ -74,7 +74,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     )
 
 
-def _beginning(report: Report, seconds: float) -> Report:
+def _beginning(report: RunReport, seconds: float) -> RunReport:
     """The series of all are drawn for as long as the shortest run took."""
     [task] = report.tasks
     count = bisect_right(task.series.time_s, seconds)

@@ -1,6 +1,6 @@
 """What compiled kernels are made of: decorators, and single vectors in LLVM's own language.
 
-Importing it needs `papaya[numba]`. Loops that LLVM has to prove free of aliases are slow, and so
+Needs `papaya-fl[numba]`. Loops that LLVM has to prove free of aliases are slow, and so
 are sums: here a vector is one value. Arrays are flat; `at` and `to` count elements, which need not
 be aligned. An array and a place cost less than a slice, and an address less than both, because
 numba counts references.

@@ -1,6 +1,6 @@
 """Functions of single numbers in compiled kernels, written so that LLVM makes vectors of them.
 
-Importing it needs `papaya[numba]`. Good to a few units in the last place of float32. NaN may come
+Needs `papaya-fl[numba]`. Good to a few units in the last place of float32. NaN may come
 out as a number: what a kernel gives is checked by its weights, which keep a NaN.
 """
 

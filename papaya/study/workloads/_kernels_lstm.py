@@ -1,6 +1,6 @@
 """The compiled trainer of the LSTM: a client's whole training in one call, one client at a time.
 
-Importing it needs `papaya[numba]`. Only papaya/study/workloads/lstm.py imports it.
+Needs `papaya-fl[numba]`. Only papaya/study/workloads/lstm.py imports it.
 
 Everything is float32 and lies in panels (see _kernels.py), padded with zeros to whole panels: a
 padded unit keeps c = h = 0 and gets no gradient. Each matrix is held twice, as it is multiplied on

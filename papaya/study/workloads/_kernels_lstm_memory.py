@@ -1,6 +1,6 @@
 """Where the compiled LSTM (_kernels_lstm.py) keeps its model and its scratch.
 
-Importing it needs `papaya[numba]`. Matrices lie in panels: columns p * WIDTH to (p + 1) * WIDTH of
+Needs `papaya-fl[numba]`. Matrices lie in panels: columns p * WIDTH to (p + 1) * WIDTH of
 all rows, one row after the other, then the next panel (see _kernels_products.py).
 """
 
@@ -41,7 +41,7 @@ class Weights(NamedTuple):
     out_back: Any
 
 
-class Work(NamedTuple):
+class LstmMemory(NamedTuple):
     """Scratch for batches of up to `rows` sequences."""
 
     gates: Any  # [step][4 gates][hidden panel][row][WIDTH]
@@ -85,7 +85,7 @@ def scratch(sizes: Any, rows: Any) -> Any:
     v, e, h = sizes.word_panels * WIDTH, sizes.embedding_panels * WIDTH, sizes.hidden_panels * WIDTH
     t = sizes.steps
     words = min(sizes.vocabulary, rows * t)
-    return Work(
+    return LstmMemory(
         gates=aligned(t * 4 * h * rows),
         cells=aligned((t + 1) * h * rows),
         cell_tanh=aligned(t * h * rows),

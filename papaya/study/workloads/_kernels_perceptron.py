@@ -1,6 +1,6 @@
 """The compiled trainer of perceptrons: a client's whole training in one call, client by client.
 
-Importing it needs `papaya[numba]`. Only papaya/study/workloads/perceptron_trainers.py imports it.
+Needs `papaya-fl[numba]`. Only papaya/study/workloads/perceptron_trainers.py imports it.
 All matrices lie row by row, and rows are padded with zeros to whole vectors. A packed model holds
 each layer's matrix, a row for each output as in the vector of parameters, its transpose and its
 bias. The values of a layer, and their gradients, have a row for each example of a batch.

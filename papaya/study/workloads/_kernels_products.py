@@ -1,4 +1,4 @@
-"""Small matrix products inside compiled kernels. Importing it needs `papaya[numba]`.
+"""Small matrix products inside compiled kernels. Needs `papaya-fl[numba]`.
 
 BLAS is slow on products of this size, and loops that LLVM has to prove free of aliases are slower.
 So the innermost tile is written in LLVM's own language: `rows` x `columns` vectors of sums stay in

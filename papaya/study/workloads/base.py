@@ -21,8 +21,8 @@ from msgspec import Struct
 
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
+from papaya.sim.draws import Ints
 
-Ints: TypeAlias = npt.NDArray[np.int64]
 Matrix: TypeAlias = npt.NDArray[np.float32]
 
 

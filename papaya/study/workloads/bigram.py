@@ -11,8 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from papaya.learning.parameters import FLOAT32, Vector
-from papaya.sim.draws import Floats
-from papaya.study.workloads.base import Ints
+from papaya.sim.draws import Floats, Ints
 from papaya.study.workloads.language_workload import LanguageWorkload, error
 
 

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from papaya.learning.parameters import FLOAT32, Vector
-from papaya.sim.draws import Floats
-from papaya.study.workloads.base import Ints
+from papaya.sim.draws import Floats, Ints
 from papaya.study.workloads.language_workload import LanguageWorkload, error
 
 WIDTH: Final = 12

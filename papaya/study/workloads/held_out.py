@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from papaya.errors import InvariantError
-from papaya.study.workloads.base import Ints, Quality
-
-Floats = npt.NDArray[np.float64]
+from papaya.sim.draws import Floats, Ints
+from papaya.study.workloads.base import Quality
 
 
 def quality(losses: Floats, volumes: Ints) -> Quality:

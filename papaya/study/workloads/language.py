@@ -25,12 +25,11 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from papaya.config.checks import require
-from papaya.sim.draws import splitmix64
+from papaya.sim.draws import Floats, Ints, splitmix64
 from papaya.sim.population import PopulationConfig, volume_quantiles
-from papaya.study.workloads.base import Ints, Quality
+from papaya.study.workloads.base import Quality
 
-Floats = npt.NDArray[np.float64]
-Words = npt.NDArray[np.uint8]
+WordIds = npt.NDArray[np.uint8]
 
 GRAIN: Final = 4096
 _QUANTILES: Final = 1 << 16
@@ -145,7 +144,7 @@ def _counts(weights: Floats) -> Ints:
     return counts + 1
 
 
-def _table(counts: Ints) -> Words:
+def _table(counts: Ints) -> WordIds:
     return np.repeat(np.arange(len(counts), dtype=np.uint8), counts)
 
 

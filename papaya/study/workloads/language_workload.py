@@ -19,9 +19,9 @@ import numpy as np
 from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
-from papaya.sim.draws import Floats, Words, splitmix64_words
+from papaya.sim.draws import Floats, HashWords, Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig
-from papaya.study.workloads.base import Clients, Ints, Matrix, Quality
+from papaya.study.workloads.base import Clients, Matrix, Quality
 from papaya.study.workloads.language import GRAIN, Judge, Language
 
 KernelName: TypeAlias = Literal["fastest", "numpy"]
@@ -97,11 +97,11 @@ class LanguageWorkload(ABC):
         log_odds = logits - top - np.log(np.exp(logits - top).sum(axis=1, keepdims=True))
         return self.judge.quality(log_odds)
 
-    def hashes(self, device: Ints) -> Words:
+    def hashes(self, device: Ints) -> HashWords:
         """From which the data of these devices are drawn."""
         return splitmix64_words(self._state, device.astype(np.uint64))
 
-    def coins(self, examples: Ints) -> Words:
+    def coins(self, examples: Ints) -> HashWords:
         """Of 2^32 draws, how many are in dialect on a device with so many examples, whatever a
         task takes of them.
         """
@@ -134,7 +134,7 @@ def error(logits: Matrix, following: Ints, rate: float) -> Matrix:
     return result
 
 
-def _bits(words: Words, shift: int) -> Ints:
+def _bits(words: HashWords, shift: int) -> Ints:
     return ((words >> np.uint64(shift)) & np.uint64(GRAIN - 1)).astype(np.int64)
 
 

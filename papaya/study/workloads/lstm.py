@@ -19,13 +19,13 @@ import numpy as np
 
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
-from papaya.sim.draws import Words, counters, splitmix64, splitmix64_words
+from papaya.sim.draws import Floats, HashWords, Ints, counters, splitmix64, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig
-from papaya.study.workloads.base import Clients, Ints, Matrix, Quality
+from papaya.study.workloads.base import Clients, Matrix, Quality
 from papaya.study.workloads.language import GRAIN, Judge, Language, LanguageConfig
-from papaya.study.workloads.lstm_trainers import Floats, LstmSizes, LstmTrainer, Tokens, fastest
+from papaya.study.workloads.lstm_trainers import LstmSizes, LstmTrainer, Tokens, fastest
 
-LossesOf = Callable[[Tokens], Floats]
+_LossesOf = Callable[[Tokens], Floats]
 """The mean loss of each sequence."""
 
 _WALKS, _HELD_OUT = 131, 132  # apart from the quantities of `Population`
@@ -41,7 +41,7 @@ class SequenceSource(Protocol):
         first of its sequences, at most so many; always the same.
         """
 
-    def quality(self, losses_of: LossesOf) -> Quality:
+    def quality(self, losses_of: _LossesOf) -> Quality:
         """How good a model with these losses is for the whole population."""
 
 
@@ -73,7 +73,7 @@ class Walks:
         dialect = (states >> np.uint64(32)) < coins[owner]
         return self._walks(states, dialect.astype(np.int64)), offsets
 
-    def quality(self, losses_of: LossesOf) -> Quality:
+    def quality(self, losses_of: _LossesOf) -> Quality:
         common, dialect = (float(losses_of(walks).mean()) for walks in self._held_out)
         return Quality(*((1 - share) * common + share * dialect for share in self._judge.shares))
 
@@ -83,7 +83,7 @@ class Walks:
         common, dialect = np.zeros(_JUDGED, np.int64), np.ones(_JUDGED, np.int64)
         return self._walks(states, common), self._walks(states, dialect)
 
-    def _walks(self, states: Words, dialect: Ints) -> Tokens:
+    def _walks(self, states: HashWords, dialect: Ints) -> Tokens:
         tokens = np.empty((len(states), self.steps + 1), np.int32)
         mask = np.uint64(GRAIN - 1)
         for step in range(self.steps + 1):

@@ -9,7 +9,7 @@ lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0, out.weight, out.bias. Gates
 order i, f, g, o; both biases are trained. A sequence of steps + 1 words is that many predictions of
 the next word, from a state of zeros; the loss is the mean over all words of a batch.
 
-`CompiledLstm` (needs `papaya[numba]`) treats each client on its own: the same bits in any batch and
+`CompiledLstm` (needs `papaya-fl[numba]`) treats each client alone: the same bits in any batch and
 on any number of threads. `TorchLstm` is the fallback, and agrees within rounding.
 
 Refused: momentum, a word outside the vocabulary.
@@ -31,10 +31,10 @@ from papaya.config.checks import require
 from papaya.errors import ConfigError, InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Manifest, Vector
-from papaya.study.workloads.base import Ints, Matrix
+from papaya.sim.draws import Floats, Ints
+from papaya.study.workloads.base import Matrix
 
 Tokens = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float64]
 
 _BATCH: Final = 32  # sequences that are judged together
 _MAX_SIZE: Final = 1 << 16
@@ -99,7 +99,7 @@ def fastest(sizes: LstmSizes, threads: int = 1) -> LstmTrainer:
     try:
         return TorchLstm(sizes)
     except ImportError as error:
-        hint = "pip install 'papaya[numba]'"
+        hint = "pip install 'papaya-fl[numba]'"
         raise OperatorError("the LSTM needs numba, or torch", hint=hint) from error
 
 

@@ -24,19 +24,18 @@ from msgspec import Struct
 from papaya.config.checks import require
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
-from papaya.sim.draws import Words, counters, splitmix64, splitmix64_words
+from papaya.sim.draws import Floats, HashWords, Ints, counters, splitmix64, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, volume_quantiles
-from papaya.study.workloads.base import Clients, Ints, Matrix, Quality
-from papaya.study.workloads.lstm_trainers import Floats
+from papaya.study.workloads.base import Clients, Matrix, Quality
 from papaya.study.workloads.perceptron_trainers import (
-    Examples,
-    Labels,
+    PerceptronExamples,
+    PerceptronLabels,
     PerceptronSizes,
     PerceptronTrainer,
     fastest,
 )
 
-LossesOf = Callable[[Matrix, Labels], Floats]
+_LossesOf = Callable[[Matrix, PerceptronLabels], Floats]
 """The loss of each example, given features and labels."""
 
 _DATA, _HELD_OUT, _PROTOTYPES = 121, 122, 123  # apart from the quantities of `Population`
@@ -47,10 +46,10 @@ _JUDGED: Final = 2048  # examples of each held-out set
 class ExampleSource(Protocol):
     """Where clients have their examples from, and what they are judged on."""
 
-    def examples(self, clients: Clients, most: int) -> Examples:
+    def examples(self, clients: Clients, most: int) -> PerceptronExamples:
         """The first examples of each client, at most so many of each, always the same."""
 
-    def quality(self, losses_of: LossesOf) -> Quality:
+    def quality(self, losses_of: _LossesOf) -> Quality:
         """How good a model with these losses is for the whole population."""
 
 
@@ -99,7 +98,7 @@ class Prototypes:
         self._shown[:few] = (self._shown[:few] + 1) % max(few, 1)
         self._draw = _compiled_draw()
 
-    def examples(self, clients: Clients, most: int) -> Examples:
+    def examples(self, clients: Clients, most: int) -> PerceptronExamples:
         counts = np.minimum(clients.examples, most)
         owner = np.repeat(np.arange(len(clients)), counts)
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -109,7 +108,7 @@ class Prototypes:
         states = splitmix64_words(hashes[owner], number.astype(np.uint64))
         accent = self.strength(clients.examples)[owner]
         labels, accented = self._labels(states, favourites[owner], accent)
-        return Examples(self._vectors(states, labels, accented), labels, offsets)
+        return PerceptronExamples(self._vectors(states, labels, accented), labels, offsets)
 
     def strength(self, examples: Ints) -> Floats:
         """The share of a device's examples that has the accent."""
@@ -117,7 +116,7 @@ class Prototypes:
         share: Floats = 1.0 / (1.0 + np.exp(-distance / self.config.accent_width))
         return share
 
-    def quality(self, losses_of: LossesOf) -> Quality:
+    def quality(self, losses_of: _LossesOf) -> Quality:
         plain, accented = (float(losses_of(*each).mean()) for each in self._held_out)
         return Quality(*((1 - share) * plain + share * accented for share in self._shares))
 
@@ -131,7 +130,7 @@ class Prototypes:
         return (*map(float, by_examples), float(strength.mean()))
 
     @cached_property
-    def _held_out(self) -> tuple[tuple[Matrix, Labels], tuple[Matrix, Labels]]:
+    def _held_out(self) -> tuple[tuple[Matrix, PerceptronLabels], tuple[Matrix, PerceptronLabels]]:
         states = splitmix64_words(self._judged, np.arange(_JUDGED, dtype=np.uint64))
         labels = (np.arange(_JUDGED) % self._classes).astype(np.int32)
         plain, accented = np.zeros(_JUDGED, np.int64), np.ones(_JUDGED, np.int64)
@@ -140,7 +139,9 @@ class Prototypes:
             (self._vectors(states, labels, accented), labels),
         )
 
-    def _labels(self, states: Words, favourites: Ints, accent: Floats) -> tuple[Labels, Ints]:
+    def _labels(
+        self, states: HashWords, favourites: Ints, accent: Floats
+    ) -> tuple[PerceptronLabels, Ints]:
         word = splitmix64_words(states, np.full(len(states), 2**32, np.uint64))
         of_favourite = (word & np.uint64(0xFFFFFFFF)) < np.uint64(self.config.favourite * 2**32)
         other = ((word >> np.uint64(32)) & np.uint64(0xFFFF)) * np.uint64(self._classes)
@@ -148,7 +149,7 @@ class Prototypes:
         accented = (word >> np.uint64(48)) < (accent * 65536).astype(np.uint64)
         return labels.astype(np.int32), accented.astype(np.int64)
 
-    def _vectors(self, states: Words, labels: Labels, accented: Ints) -> Matrix:
+    def _vectors(self, states: HashWords, labels: PerceptronLabels, accented: Ints) -> Matrix:
         shown = np.where(accented, self._shown[labels], labels)
         centres = self._prototypes[shown]
         if self._draw is not None:

@@ -3,7 +3,7 @@
 The model is that of torch.nn.Sequential(Linear, ReLU, Linear, ReLU, ..., Linear) with the softmax
 cross-entropy, averaged over a batch; its vector holds each layer's weight (by outputs) and bias.
 
-`CompiledPerceptron` (needs `papaya[numba]`) treats each client on its own: the same bits in any
+`CompiledPerceptron` (needs `papaya-fl[numba]`) treats each client on its own: the same bits in any
 batch and on any number of threads. `StackedPerceptron` is numpy's: clients with about as much data
 are multiplied together, so its last bits depend on who shares a stack; they agree within rounding.
 
@@ -24,10 +24,11 @@ from papaya.config.checks import require
 from papaya.errors import InvariantError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Manifest, Vector
-from papaya.study.workloads.base import Ints, Matrix
-from papaya.study.workloads.lstm_trainers import Floats, in_threads, refuse_momentum
+from papaya.sim.draws import Floats, Ints
+from papaya.study.workloads.base import Matrix
+from papaya.study.workloads.lstm_trainers import in_threads, refuse_momentum
 
-Labels = npt.NDArray[np.int32]
+PerceptronLabels = npt.NDArray[np.int32]
 Stack = npt.NDArray[np.float32]
 
 _BATCH: Final = 64  # examples that are judged together
@@ -36,11 +37,11 @@ _MAX_SIZE: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Examples:
+class PerceptronExamples:
     """Client i has the rows offsets[i] to offsets[i + 1], in the order of training."""
 
     features: Matrix
-    labels: Labels
+    labels: PerceptronLabels
     offsets: Ints
 
 
@@ -68,11 +69,11 @@ class PerceptronTrainer(Protocol):
     name: str
 
     def train(
-        self, models: Sequence[Vector], start: Ints, examples: Examples, sgd: ClientSGD
+        self, models: Sequence[Vector], start: Ints, examples: PerceptronExamples, sgd: ClientSGD
     ) -> Matrix:
         """Row i: what client i changed, from models[start[i]]."""
 
-    def losses(self, parameters: Vector, features: Matrix, labels: Labels) -> Floats:
+    def losses(self, parameters: Vector, features: Matrix, labels: PerceptronLabels) -> Floats:
         """The loss of each example."""
 
 
@@ -84,7 +85,7 @@ def fastest(sizes: PerceptronSizes, threads: int = 1) -> PerceptronTrainer:
         return StackedPerceptron(sizes)
 
 
-def _check(sizes: PerceptronSizes, features: Matrix, labels: Labels) -> None:
+def _check(sizes: PerceptronSizes, features: Matrix, labels: PerceptronLabels) -> None:
     if features.shape != (len(labels), sizes.layers[0]) or features.dtype != FLOAT32:
         raise InvariantError(f"features of {features.shape} {features.dtype} for {sizes}")
     if labels.size and not 0 <= labels.min() <= labels.max() < sizes.layers[-1]:
@@ -131,7 +132,7 @@ class CompiledPerceptron:
         return flat
 
     def train(
-        self, models: Sequence[Vector], start: Ints, examples: Examples, sgd: ClientSGD
+        self, models: Sequence[Vector], start: Ints, examples: PerceptronExamples, sgd: ClientSGD
     ) -> Matrix:
         refuse_momentum(sgd)
         _check(self._sizes, examples.features, examples.labels)
@@ -150,7 +151,7 @@ class CompiledPerceptron:
         in_threads(self._threads, examples.offsets, work)
         return updates
 
-    def losses(self, parameters: Vector, features: Matrix, labels: Labels) -> Floats:
+    def losses(self, parameters: Vector, features: Matrix, labels: PerceptronLabels) -> Floats:
         _check(self._sizes, features, labels)
         packed = self._packed([parameters])
         flat = np.ascontiguousarray(features).reshape(-1)
@@ -168,7 +169,7 @@ class StackedPerceptron:
         self._length = sizes.manifest.length
 
     def train(
-        self, models: Sequence[Vector], start: Ints, examples: Examples, sgd: ClientSGD
+        self, models: Sequence[Vector], start: Ints, examples: PerceptronExamples, sgd: ClientSGD
     ) -> Matrix:
         refuse_momentum(sgd)
         _check(self._sizes, examples.features, examples.labels)
@@ -183,7 +184,9 @@ class StackedPerceptron:
             updates[rows] = trained - together[start[rows]]
         return updates
 
-    def _epoch(self, trained: Matrix, rows: Ints, examples: Examples, sgd: ClientSGD) -> None:
+    def _epoch(
+        self, trained: Matrix, rows: Ints, examples: PerceptronExamples, sgd: ClientSGD
+    ) -> None:
         """Clients are in the order of their volumes: those with more batches are the last ones."""
         begin, end = examples.offsets[rows], examples.offsets[rows + 1]
         for done in range(0, int((end - begin).max(initial=0)), sgd.batch_size):
@@ -202,7 +205,12 @@ class StackedPerceptron:
             )
 
     def _step(
-        self, models: Matrix, features: Stack, labels: Labels, weight: Matrix, rate: np.float32
+        self,
+        models: Matrix,
+        features: Stack,
+        labels: PerceptronLabels,
+        weight: Matrix,
+        rate: np.float32,
     ) -> None:
         """One step of SGD of every model of the stack, in place."""
         parts = self._parts(models)
@@ -239,7 +247,7 @@ class StackedPerceptron:
             values.append(np.matmul(below, matrix.transpose(0, 2, 1)) + bias[:, None])
         return values
 
-    def losses(self, parameters: Vector, features: Matrix, labels: Labels) -> Floats:
+    def losses(self, parameters: Vector, features: Matrix, labels: PerceptronLabels) -> Floats:
         _check(self._sizes, features, labels)
         scores = self._values(self._parts(parameters[None]), features[None])[-1][0]
         top = scores.max(axis=1, keepdims=True).astype(np.float64)

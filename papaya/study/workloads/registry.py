@@ -26,10 +26,10 @@ from papaya.config import OptimizerConfig, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.task import LoadedTask, load_task
-from papaya.sim.draws import splitmix64_words
+from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
 from papaya.study.replay import Rates
-from papaya.study.workloads.base import Clients, Ints, Workload
+from papaya.study.workloads.base import Clients, Workload
 from papaya.study.workloads.corpus import folder_source, library_source, loader_of
 from papaya.study.workloads.language_workload import LanguageWorkload
 from papaya.study.workloads.leaf import leaf_source

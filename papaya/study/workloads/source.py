@@ -19,12 +19,12 @@ from msgspec import structs
 
 from papaya.config.checks import require
 from papaya.device.example_store import MAX_EXAMPLE_BYTES, Split, split_of
-from papaya.device.use_policy import Policy
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError
+from papaya.sim.draws import Ints
 from papaya.sim.population import DEFAULT, Population, PopulationConfig
-from papaya.study.workloads.base import Ints
 
-_SHARES: Final = Policy()
+_SHARES: Final = UsePolicy()
 _MAX_CLIENTS: Final = 1_000_000
 _MAX_BYTES: Final = 4 << 30
 _REFERENCE_VISITS: Final = 1 << 16

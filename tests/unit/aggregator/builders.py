@@ -17,7 +17,7 @@ import numpy as np
 from papaya.aggregator import work
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.held_task import HeldTask
-from papaya.aggregator.shards import Blobs, Shards, initial_blobs
+from papaya.aggregator.shards import NewBlobs, Shards, initial_blobs
 from papaya.config import AsyncFL, OptimizerConfig, ServerConfig, SyncFL, TaskConfig
 from papaya.errors import MissingBlob
 from papaya.learning import parameters
@@ -265,7 +265,7 @@ class Node:
         except MissingBlob as error:
             self.receive(work.Lost(asked.config.task, asked.seq, str(error)))
 
-    def _written(self, result: Message, blobs: Blobs) -> None:
+    def _written(self, result: Message, blobs: NewBlobs) -> None:
         self.world.blobs.update(blobs)
         self.receive(result)
 

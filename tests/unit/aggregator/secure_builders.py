@@ -1,6 +1,6 @@
-"""A world in memory whose task is aggregated securely: a trusted party, and phones that mask.
+"""A world in memory whose task is aggregated securely: a TSA, and phones that mask.
 
-The trusted party is the simulator's twin, so it may crash. Phones seal as a device does, keep what
+The TSA is the simulator's twin, so it may crash. Phones seal as a device does, keep what
 they sealed, and send those bytes; a test that wants a liar changes them before they are sent.
 """
 
@@ -21,7 +21,7 @@ from papaya.machine import Effect
 from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.participation import Complete, Joined, UploadGranted
 from papaya.messages.storage import ConsumedRow, Member, RecordRow
-from papaya.sim.tsa_twin import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TsaTwin, sealed
 from tests.unit.aggregator.builders import (
     MODEL_LENGTH,
     SERVER,
@@ -46,12 +46,12 @@ def a_secure_task(goal: int = 2, threshold: int | None = None, **changes: Any) -
 
 
 class SecureWorld(World):
-    """One secure task, one trusted party that all nodes share."""
+    """One secure task, one TSA that all nodes share."""
 
     def __init__(self, config: TaskConfig | None = None, server: ServerConfig = SERVER) -> None:
         self.config = config or a_secure_task()
         super().__init__(self.config, server=server)
-        self.trusted = TrustedTwin(self, Random(1))
+        self.tsa = TsaTwin(self, Random(1))
         self.rng = Random(2)
 
     def start(self, name: str = "agg-1") -> SecureNode:
@@ -80,11 +80,11 @@ class SecureWorld(World):
 
 
 class SecureNode(Node):
-    """Its shards know the trusted party."""
+    """Its shards know the TSA."""
 
     def __init__(self, world: SecureWorld, name: str) -> None:
         super().__init__(world, name)
-        self.shards = Shards(trusted=world.trusted.party)
+        self.shards = Shards(tsa=world.tsa.adapter)
 
     def _carry_out(self, effect: Effect) -> None:
         if isinstance(effect, work.GetOffers):

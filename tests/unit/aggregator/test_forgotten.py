@@ -1,4 +1,4 @@
-"""Secure tasks that are over: the trusted party is told, and has room for the next ones."""
+"""Secure tasks that are over: the TSA is told, and has room for the next ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from papaya.messages.control import Placement
 from papaya.messages.owner import change_state
 from papaya.messages.participation import UploadGranted
 from papaya.messages.storage import TaskRow, TaskState, task_key
-from papaya.tsa.errors import Reason, Refused
-from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS
+from papaya.tsa.errors import RefusalReason, TsaRefused
+from papaya.tsa.tsa import DEFAULT_LIMITS
 from tests.unit.aggregator.builders import SERVER, TASK, World, a_task
 from tests.unit.aggregator.secure_builders import (
     SecureNode,
@@ -32,13 +32,13 @@ def end(world: World, config: TaskConfig, state: TaskState = "completed") -> Non
 
 
 def is_known(world: SecureWorld, config: TaskConfig) -> bool:
-    """To the trusted party."""
+    """To the TSA."""
     parameters = config.public_parameters
     assert parameters is not None
     try:
-        world.trusted.offers(parameters.digest(), 1)
-    except Refused as refused:
-        return refused.reason is not Reason.UNKNOWN_PARAMETERS
+        world.tsa.offers(parameters.digest(), 1)
+    except TsaRefused as refused:
+        return refused.reason is not RefusalReason.UNKNOWN_PARAMETERS
     return True
 
 
@@ -46,7 +46,7 @@ def forgotten(node: SecureNode) -> list[str]:
     return [effect.config.task for effect in node.did(Forget)]
 
 
-def test_more_evaluations_than_the_trusted_party_holds_tasks() -> None:
+def test_more_evaluations_than_the_tsa_holds_tasks() -> None:
     """A task with an evaluation every ten versions has as many of them as it lives long."""
     world, node = a_secure_world()
     held = Placement(TASK, node.held().fence.seq)
@@ -66,7 +66,7 @@ def test_more_evaluations_than_the_trusted_party_holds_tasks() -> None:
 
 
 def test_a_task_that_moves_is_not_forgotten() -> None:
-    """Its next holder asks the same trusted party for the masks of its open buffers."""
+    """Its next holder asks the same TSA for the masks of its open buffers."""
     world, node = a_secure_world()
     node.order([])
     assert forgotten(node) == []
@@ -100,9 +100,9 @@ def test_a_task_that_came_back_meanwhile_is_not_forgotten() -> None:
     assert forgotten(node) == []
 
 
-def test_a_trusted_party_that_is_away_is_not_waited_for() -> None:
+def test_a_tsa_that_is_away_is_not_waited_for() -> None:
     world, node = a_secure_world()
-    world.trusted.cut_off(H)
+    world.tsa.cut_off(H)
     end(world, world.config)
     node.order([])
     assert forgotten(node) == [TASK]

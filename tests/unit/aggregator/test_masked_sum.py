@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from papaya.aggregator.masked_sum import (
     LOST,
     MaskedSum,
-    TrustedPartyError,
+    TsaError,
     masked_update,
     unmasked_mean,
 )
-from papaya.aggregator.work import Offer
+from papaya.aggregator.work import StockedOffer
 from papaya.errors import PapayaError, UpdateRefused
 from papaya.learning.kernels import NUMPY
 from papaya.messages.participation import SecureOffer
@@ -84,16 +84,16 @@ def test_a_masked_upload_is_taken_as_it_is() -> None:
 
 
 class Masks:
-    """A trusted party that gives away one sum, or refuses to."""
+    """A TSA that gives away one sum, or refuses to."""
 
-    def __init__(self, masks: Words, refusal: TrustedPartyError | None = None) -> None:
+    def __init__(self, masks: Words, refusal: TsaError | None = None) -> None:
         self.masks = masks
         self.refusal = refusal
         self.asked: list[tuple[int, list[int]]] = []
 
     def offers(
         self, parameters: PublicParameters, count: int
-    ) -> tuple[tuple[Offer, ...], SecureOffer]:
+    ) -> tuple[tuple[StockedOffer, ...], SecureOffer]:
         raise AssertionError
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
@@ -124,9 +124,9 @@ def masked(*plain: int) -> tuple[MaskedSum, Masks]:
 
 def test_the_mean_is_that_of_exactly_the_record_s_members() -> None:
     half, quarter = LEVELS // 2, LEVELS // 4
-    total, trusted = masked(half, -half, 0, quarter, 2 * LEVELS, 3)
-    mean = unmasked_mean(CONFIG, a_record(9, 2, 5), total, trusted)
-    assert trusted.asked == [(5, [2, 5, 9])]
+    total, tsa = masked(half, -half, 0, quarter, 2 * LEVELS, 3)
+    mean = unmasked_mean(CONFIG, a_record(9, 2, 5), total, tsa)
+    assert tsa.asked == [(5, [2, 5, 9])]
     assert mean == pytest.approx([CLIP / 4, -CLIP / 4, 0.0, CLIP / 8], rel=1e-6)
 
 
@@ -141,29 +141,29 @@ def test_the_mean_is_that_of_exactly_the_record_s_members() -> None:
     ],
 )
 def test_a_sum_that_no_honest_clients_can_have_made(plain: tuple[int, ...], reason: str) -> None:
-    total, trusted = masked(*plain)
+    total, tsa = masked(*plain)
     with pytest.raises(Implausible) as caught:
-        unmasked_mean(CONFIG, a_record(1, 2, 3), total, trusted)
+        unmasked_mean(CONFIG, a_record(1, 2, 3), total, tsa)
     assert caught.value.reason == reason
 
 
 def test_masks_of_another_length_are_not_believed() -> None:
-    total, trusted = masked(0, 0, 0, 0, LEVELS, 3)
-    trusted.masks = trusted.masks[:-1]
+    total, tsa = masked(0, 0, 0, 0, LEVELS, 3)
+    tsa.masks = tsa.masks[:-1]
     with pytest.raises(Implausible, match="words"):
-        unmasked_mean(CONFIG, a_record(1, 2, 3), total, trusted)
+        unmasked_mean(CONFIG, a_record(1, 2, 3), total, tsa)
 
 
-def test_what_the_trusted_party_refuses_is_passed_on() -> None:
-    total, trusted = masked(0, 0, 0, 0, LEVELS, 3)
-    trusted.refusal = TrustedPartyError(LOST, "gone")
-    with pytest.raises(TrustedPartyError, match="gone"):
-        unmasked_mean(CONFIG, a_record(1, 2, 3), total, trusted)
+def test_what_the_tsa_refuses_is_passed_on() -> None:
+    total, tsa = masked(0, 0, 0, 0, LEVELS, 3)
+    tsa.refusal = TsaError(LOST, "gone")
+    with pytest.raises(TsaError, match="gone"):
+        unmasked_mean(CONFIG, a_record(1, 2, 3), total, tsa)
 
 
-def test_two_members_of_one_index_are_of_two_lives_of_the_trusted_party() -> None:
-    total, trusted = masked(0, 0, 0, 0, LEVELS, 3)
-    with pytest.raises(TrustedPartyError) as caught:
-        unmasked_mean(CONFIG, a_record(1, 2, 1), total, trusted)
+def test_two_members_of_one_index_are_of_two_lives_of_the_tsa() -> None:
+    total, tsa = masked(0, 0, 0, 0, LEVELS, 3)
+    with pytest.raises(TsaError) as caught:
+        unmasked_mean(CONFIG, a_record(1, 2, 1), total, tsa)
     assert caught.value.reason == LOST
-    assert trusted.asked == []
+    assert tsa.asked == []

@@ -8,7 +8,7 @@ from typing import cast
 
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.pipeline import Pipeline
-from papaya.aggregator.work import GetOffers, Offer, Offered
+from papaya.aggregator.work import GetOffers, Offered, StockedOffer
 from papaya.machine import Effects
 from papaya.messages.base import NodeId
 from papaya.messages.participation import SecureOffer
@@ -25,7 +25,9 @@ def terms(identity: NodeId) -> SecureOffer:
 
 
 def made(first: int, count: int = WANTED, expires: float = 3600.0, by: str = "one") -> Offered:
-    offers = tuple(Offer(i, expires, f"offer {i}".encode()) for i in range(first, first + count))
+    offers = tuple(
+        StockedOffer(i, expires, f"offer {i}".encode()) for i in range(first, first + count)
+    )
     return Offered(TASK, 1, offers, terms(by))
 
 
@@ -104,7 +106,7 @@ def test_an_offer_that_ends_before_the_upload_has_to_is_not_given() -> None:
 
 
 def test_new_offers_that_are_over_already_are_a_problem_and_are_not_burnt_in_heaps() -> None:
-    """The clock of the trusted party is behind: no client could use what it makes."""
+    """The clock of the TSA is behind: no client could use what it makes."""
     offers = Offers(CONFIG, 1)
     asked(offers, 0.0)
     given(offers, 5000.0, made(0, expires=3600.0))
@@ -117,7 +119,7 @@ def test_new_offers_that_are_over_already_are_a_problem_and_are_not_burnt_in_hea
     assert asked(offers, 5001.0) == [GetOffers(CONFIG, 1, WANTED)]
 
 
-def test_without_a_trusted_party_it_asks_again_and_says_why() -> None:
+def test_without_a_tsa_it_asks_again_and_says_why() -> None:
     offers = Offers(CONFIG, 1)
     asked(offers, 0.0)
     given(offers, 5.0, Offered(TASK, 1, problem="it starts"))
@@ -130,7 +132,7 @@ def test_without_a_trusted_party_it_asks_again_and_says_why() -> None:
     assert offers.problem == ""
 
 
-def test_offers_of_a_trusted_party_that_is_gone_are_thrown_away() -> None:
+def test_offers_of_a_tsa_that_is_gone_are_thrown_away() -> None:
     offers = stocked()
     indices(offers, WANTED // 2)
     asked(offers, 1.0)
@@ -150,7 +152,7 @@ def test_one_offer_that_is_not_known_any_more_condemns_those_made_beside_it() ->
 
 
 def test_a_refused_seed_is_a_reason_to_look_who_answers_and_no_more() -> None:
-    """A client that lies costs one offer; the stock is kept unless another party answers."""
+    """A client that lies costs one offer; the stock is kept unless another TSA answers."""
     offers = stocked()
     offers.on_refused("wrong_size", None)
     assert (asked(offers, 1.0), offers.next_wake()) == ([], NEVER)
@@ -166,7 +168,7 @@ def test_a_refused_seed_is_a_reason_to_look_who_answers_and_no_more() -> None:
 
 
 def test_seeds_that_are_newer_than_new_offers_were_taken_by_another_party() -> None:
-    """One party counts up. The seeds were there when the offers were asked for."""
+    """One TSA counts up. The seeds were there when the offers were asked for."""
     offers, buffers = Offers(CONFIG, 1), Buffers(v4=7, v5=99)
     asked(offers, 0.0, buffers)
     buffers.seeds = {4: 7, 5: 99, 6: 500}  # came meanwhile: nothing follows for it
@@ -188,7 +190,7 @@ def test_another_identity_has_none_of_the_seeds_that_were_there_before_it() -> N
     asked(offers, 0.0, buffers)
     given(offers, 0.0, made(50), buffers)
     indices(offers, WANTED)
-    buffers.seeds = {4: 7, 5: 51}  # 5 may be of either party
+    buffers.seeds = {4: 7, 5: 51}  # 5 may be of either TSA
     asked(offers, 1.0, buffers)
     given(offers, 1.0, made(1000, by="another"), buffers)
     assert buffers.lost == [4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from papaya.aggregator.phase import Phase
+from papaya.aggregator.phase import TaskPhase
 from papaya.aggregator.work import Fold, Step, StepFailed
 from papaya.machine import Read, Transact
 from papaya.messages.participation import Alive, ChunkReceived, Completed, Join, Joined
@@ -52,7 +52,7 @@ def test_a_halted_task_leaves_the_upload_slots_to_the_others() -> None:
     world.pass_s(1)
     node.held_back.clear()
     node.receive(StepFailed("words", 1, "diverged"))
-    assert node.held().phase is Phase.HALTED
+    assert node.held().phase is TaskPhase.HALTED
     assert node.machine._slots.used == 0
     node.hold()
     [phone] = world.joined(node, 1, "other")
@@ -69,10 +69,10 @@ def test_a_halted_task_goes_on_when_its_rows_let_it() -> None:
     node.held_back.clear()
     node.hold()
     node.receive(StepFailed("words", 1, "diverged"))
-    assert node.held().phase is Phase.HALTED
+    assert node.held().phase is TaskPhase.HALTED
     world.pass_s(10)
     assert world.version == 1, "this time the step succeeds"
-    assert node.held().phase is Phase.SERVING
+    assert node.held().phase is TaskPhase.SERVING
 
 
 def test_a_blob_that_stays_missing_halts_the_task_and_does_not_spin() -> None:
@@ -81,7 +81,7 @@ def test_a_blob_that_stays_missing_halts_the_task_and_does_not_spin() -> None:
     lost = world.blobs.pop(row.parameters)
     [phone] = world.joined(node, 1)
     phone.upload(1)
-    assert node.held().phase is Phase.HALTED
+    assert node.held().phase is TaskPhase.HALTED
     assert row.parameters in node.held().halted_because
     world.pass_s(10)
     assert row.parameters in node.reports[-1].tasks[0].halted

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.aggregator.masked_sum import MaskedSum
-from papaya.aggregator.shards import Blobs, Shards, initial_blobs
+from papaya.aggregator.shards import NewBlobs, Shards, initial_blobs
 from papaya.aggregator.work import Fold, Folded, GetOffers, Restore, Snapshot, Step, Stepped
 from papaya.client.work import Seal, Sealed
 from papaya.config import TaskConfig
@@ -22,7 +22,7 @@ from papaya.messages.base import BlobKey
 from papaya.messages.participation import SecureOffer
 from papaya.messages.storage import Member, RecordRow, VersionRow
 from papaya.secagg.words import WORD
-from papaya.sim.tsa_twin import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TsaTwin, sealed
 from tests.unit.aggregator.builders import MODEL_LENGTH, TASK
 from tests.unit.aggregator.secure_builders import CLIP, MAX_EXAMPLES, STEP, a_secure_task, mean_of
 
@@ -34,7 +34,7 @@ class Clock:
     now = 0.0
 
 
-class OneAtATime(TrustedTwin):
+class OneAtATime(TsaTwin):
     """As in a running server, where a lock guards the connection."""
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class OneAtATime(TrustedTwin):
 
 
 class Aggregation:
-    """A trusted party, the blobs of one task, and shards that may be replaced by a successor's."""
+    """A TSA, the blobs of one task, and shards that may be replaced by a successor's."""
 
     def __init__(self, config: TaskConfig, shards: int = 1) -> None:
         self.config = config
         self.rng = Random(3)
-        self.trusted = OneAtATime()
+        self.tsa = OneAtATime()
         self.count = shards
         first = initial_blobs(config, np.zeros(MODEL_LENGTH, FLOAT32))
         self.base = VersionRow(0, first[0][0], 0, 0.0)
@@ -63,7 +63,7 @@ class Aggregation:
 
     def crash(self) -> None:
         """All that is in the memory of the aggregator is gone."""
-        self.shards = Shards(self.count, lock=Lock, trusted=self.trusted.party)
+        self.shards = Shards(self.count, lock=Lock, tsa=self.tsa.adapter)
 
     def seal(self, session: str, *values: float, examples: int = MAX_EXAMPLES) -> Sealed:
         """What one device sends, and its place in a record."""
@@ -98,13 +98,13 @@ class Aggregation:
         members = tuple(self.members[session] for session in found.sessions)
         return RecordRow(target, found.blob, members, found.weight)
 
-    def write(self, blobs: Blobs) -> None:
+    def write(self, blobs: NewBlobs) -> None:
         self.blobs.update(blobs)
 
     def restore(self, record: RecordRow) -> None:
         self.shards.restore(Restore(self.config, SEQ, (record,), ()), self.blobs.__getitem__)
 
-    def step(self, record: RecordRow) -> tuple[Stepped, Blobs]:
+    def step(self, record: RecordRow) -> tuple[Stepped, NewBlobs]:
         work = Step(self.config, SEQ, self.base, self.optimizer, record)
         stepped, blobs = self.shards.step(work, self.blobs.__getitem__)
         assert isinstance(stepped, Stepped)
@@ -176,7 +176,7 @@ def test_many_threads_fold_at_once_and_a_snapshot_comes_between() -> None:
 
 
 def test_restored_from_a_record_the_step_gives_the_same_bytes() -> None:
-    """A crash between the release and the commit: the trusted party says the same again."""
+    """A crash between the release and the commit: the TSA says the same again."""
     aggregation = Aggregation(a_secure_task(2))
     for session, value in (("a", 3.0), ("b", 5.0)):
         aggregation.fold(session, aggregation.seal(session, value))
@@ -243,13 +243,13 @@ def test_a_refused_seed_reaches_no_sum_and_its_neighbours_do() -> None:
     assert aggregation.version(record) == pytest.approx([2, 0, 0, 0], abs=1e-4)
 
 
-def test_seeds_of_a_trusted_party_that_is_gone_are_refused_and_its_buffer_is_dropped() -> None:
+def test_seeds_of_a_tsa_that_is_gone_are_refused_and_its_buffer_is_dropped() -> None:
     aggregation = Aggregation(a_secure_task(2))
     held = {name: aggregation.seal(name, 2.0) for name in "abc"}
     aggregation.fold("a", held["a"])
     aggregation.fold("b", held["b"])
     record = aggregation.record()
-    aggregation.trusted.crash()
+    aggregation.tsa.crash()
     assert aggregation.fold("c", held["c"], target=TARGET + 1).refused == "trusted_party_lost"
     stepped, blobs = aggregation.step(record)
     assert stepped.dropped == "trusted_party_lost"
@@ -261,7 +261,7 @@ def test_seeds_of_a_trusted_party_that_is_gone_are_refused_and_its_buffer_is_dro
 def test_a_buffer_with_seeds_of_two_lives_is_dropped() -> None:
     aggregation = Aggregation(a_secure_task(2))
     aggregation.fold("a", aggregation.seal("a", 2.0))
-    aggregation.trusted.crash()
+    aggregation.tsa.crash()
     assert aggregation.fold("b", aggregation.seal("b", 2.0)).refused is None
     assert aggregation.step(aggregation.record())[0].dropped == "trusted_party_lost"
 
@@ -277,17 +277,17 @@ def test_a_vector_that_its_seed_does_not_unmask_is_found_out() -> None:
 def test_while_it_is_away_there_are_no_offers_and_no_folds() -> None:
     aggregation = Aggregation(a_secure_task(1))
     done = aggregation.seal("a", CLIP)
-    aggregation.trusted.crash(away_s=5.0)
+    aggregation.tsa.crash(away_s=5.0)
     offered = aggregation.shards.get_offers(GetOffers(aggregation.config, SEQ, 8))
     assert (offered.offers, offered.terms) == ((), None)
     assert "away" in offered.problem
     assert aggregation.fold("a", done).refused == "trusted_party_lost"
 
 
-def test_an_aggregator_without_a_trusted_party_says_so() -> None:
+def test_an_aggregator_without_a_tsa_says_so() -> None:
     config = a_secure_task(1)
     offered = Shards().get_offers(GetOffers(config, SEQ, 8))
-    assert offered.problem == "no trusted party runs here"
+    assert offered.problem == "no TSA runs here"
     work = Fold(config, SEQ, TARGET, "a", 1, 0, 0, bytes(64))
     [folded] = Shards().fold_all([(work, {0: bytes(config.update_bytes)})], 0)
     assert folded.refused == "trusted_party_lost"

@@ -67,7 +67,7 @@ def test_nobody_is_told_a_weight_nor_says_how_many_examples_it_has() -> None:
 
 def test_without_offers_a_client_waits_and_keeps_its_session() -> None:
     world = SecureWorld()
-    world.trusted.crash(away_s=3 * H)
+    world.tsa.crash(away_s=3 * H)
     node = world.start()
     world.place(node)
     world.pass_s(H)
@@ -111,7 +111,7 @@ def test_a_round_of_syncfl_is_aggregated_alike() -> None:
     assert world.parameters(2)[0] == pytest.approx(4.0, abs=1e-5)
 
 
-# -- an aggregator crashes, the trusted party lives -----------------------------------------------
+# -- an aggregator crashes, the TSA lives -----------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Fold, Snapshot, Transact, Step])
@@ -316,7 +316,7 @@ def test_joining_says_that_the_update_will_be_masked() -> None:
 
 
 def test_a_roll_back_gives_up_masked_buffers_and_their_groups() -> None:
-    """Seeds of the branch that was given up stay in the trusted party's group, unreleased."""
+    """Seeds of the branch that was given up stay in the TSA's group, unreleased."""
     world, node = a_secure_world(a_secure_task(goal=2))
     make_secure_version(world, node, 4.0)
     [given_up] = world.secure_phones(node, 1)

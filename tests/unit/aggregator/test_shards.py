@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.aggregator.shards import Shards, Upload, blob_key
+from papaya.aggregator.shards import Shards, UploadChunks, blob_key
 from papaya.aggregator.work import Drop, Fold, Folded, Keep, Restore, Snapshot
 from papaya.config import Evaluated, TaskConfig
 from papaya.errors import MissingBlob
@@ -108,7 +108,7 @@ def test_an_upload_with_a_hole_never_reaches_a_sum(missing: int) -> None:
     keep(shards, "hole", (7, 7, 7, 7), pool, 4)
     holed = shards.take(a_fold("hole"))
     shards.release({0: holed.pop(4 * missing)})
-    given: list[tuple[Fold, Upload]] = [
+    given: list[tuple[Fold, UploadChunks]] = [
         (a_fold("hole"), holed),
         (a_fold("nothing"), {}),
         (a_fold("whole"), shards.take(a_fold("whole"))),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from papaya.aggregator.phase import Phase
+from papaya.aggregator.phase import TaskPhase
 from papaya.aggregator.upload import ARRIVING, Slots
 from papaya.aggregator.work import Arriving, Drop, Fold
 from papaya.config import ServerConfig
@@ -192,7 +192,7 @@ def test_an_upload_begins_only_if_there_is_memory_for_all_of_it() -> None:
 def test_a_task_whose_updates_do_not_fit_into_memory_is_halted_with_the_reason() -> None:
     _, node = with_buffers(2 + ARRIVING - 1)
     held = node.machine.tasks[TASK]
-    assert held.phase is Phase.HALTED
+    assert held.phase is TaskPhase.HALTED
     assert "upload_memory_mb" in held.halted_because
 
 

@@ -1,4 +1,4 @@
-"""What the trusted party says, in words of the aggregator."""
+"""What the TSA says, in words of the aggregator."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from papaya.aggregator.masked_sum import LOST, TrustedPartyError
-from papaya.aggregator.tsa import Evidence, TrustedPartyOverTsa
+from papaya.aggregator.masked_sum import LOST, TsaError
+from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.aggregator.work import FAILED, UNREACHABLE
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
-from papaya.tsa.errors import Reason, Refused, Unavailable
+from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 from tests.unit.secagg.builders import NOW, Deployment, a_task
 
 PARAMETERS = a_task()
 STRANGE = {
-    Reason.UNKNOWN_INDEX,
-    Reason.UNKNOWN_PARAMETERS,
-    Reason.UNKNOWN_GROUP,
-    Reason.NOT_A_MEMBER,
+    RefusalReason.UNKNOWN_INDEX,
+    RefusalReason.UNKNOWN_PARAMETERS,
+    RefusalReason.UNKNOWN_GROUP,
+    RefusalReason.NOT_A_MEMBER,
 }
 
 
@@ -50,81 +50,84 @@ class Failing:
         raise self._error
 
 
-def evidence(digest: bytes) -> Evidence:
-    return Evidence("software", b"quote of " + digest, b"collateral", 7)
+def evidence(digest: bytes) -> TsaEvidence:
+    return TsaEvidence("software", b"quote of " + digest, b"collateral", 7)
 
 
 def reasons_of(error: Exception) -> list[str]:
     """By each of the three questions; accepting says nothing if it was done before."""
-    party = TrustedPartyOverTsa(Failing(error), evidence)
+    tsa = TsaAdapter(Failing(error), evidence)
     questions = (
-        lambda: party.offers(PARAMETERS, 3),
-        lambda: party.accept(1, 2, b"sealed"),
-        lambda: party.release(PARAMETERS, 2, [1], lambda start, masks: None),
+        lambda: tsa.offers(PARAMETERS, 3),
+        lambda: tsa.accept(1, 2, b"sealed"),
+        lambda: tsa.release(PARAMETERS, 2, [1], lambda start, masks: None),
     )
     found = []
     for ask in questions:
         try:
             ask()
-        except TrustedPartyError as refused:
+        except TsaError as refused:
             found.append(refused.reason)
     return found
 
 
-def test_a_trusted_party_that_cannot_be_reached_is_lost() -> None:
+def test_a_tsa_that_cannot_be_reached_is_lost() -> None:
     """But for masks it is asked again: it may be alive, and have the seeds."""
     assert reasons_of(Unavailable("no answer")) == [LOST, LOST, UNREACHABLE]
 
 
 def test_a_failure_of_its_own_is_no_refusal_of_masks() -> None:
     """It has the seeds, and may have more memory in a moment."""
-    failed = Refused(Reason.INTERNAL, "no memory")
+    failed = TsaRefused(RefusalReason.INTERNAL, "no memory")
     assert reasons_of(failed) == ["refused_internal", "refused_internal", FAILED]
 
 
-@pytest.mark.parametrize("reason", sorted(set(Reason) - {Reason.REPLAYED, Reason.INTERNAL}))
-def test_one_that_does_not_know_what_it_should_was_started_anew(reason: Reason) -> None:
+@pytest.mark.parametrize(
+    "reason", sorted(set(RefusalReason) - {RefusalReason.REPLAYED, RefusalReason.INTERNAL})
+)
+def test_one_that_does_not_know_what_it_should_was_started_anew(reason: RefusalReason) -> None:
     expected = LOST if reason in STRANGE else f"refused_{reason.name.lower()}"
-    assert reasons_of(Refused(reason, "no")) == [expected] * 3
+    assert reasons_of(TsaRefused(reason, "no")) == [expected] * 3
 
 
 def test_a_seed_that_it_has_already_is_no_news() -> None:
     """Only for the seed: an offer or a release is never refused so."""
-    party = TrustedPartyOverTsa(Failing(Refused(Reason.REPLAYED, "already")), evidence)
-    party.accept(1, 2, b"sealed")
+    tsa = TsaAdapter(Failing(TsaRefused(RefusalReason.REPLAYED, "already")), evidence)
+    tsa.accept(1, 2, b"sealed")
 
 
 @pytest.mark.parametrize(
-    "error", [Unavailable("no answer"), Refused(Reason.UNKNOWN_PARAMETERS, "never heard of it")]
+    "error",
+    [Unavailable("no answer"), TsaRefused(RefusalReason.UNKNOWN_PARAMETERS, "never heard of it")],
 )
 def test_nobody_waits_for_a_task_to_be_forgotten(error: Exception) -> None:
-    TrustedPartyOverTsa(Failing(error), evidence).forget(PARAMETERS)
+    TsaAdapter(Failing(error), evidence).forget(PARAMETERS)
 
 
 def test_any_other_error_is_a_bug_and_stays_one() -> None:
-    party = TrustedPartyOverTsa(Failing(ZeroDivisionError()), evidence)
+    tsa = TsaAdapter(Failing(ZeroDivisionError()), evidence)
     with pytest.raises(ZeroDivisionError):
-        party.accept(1, 2, b"sealed")
+        tsa.accept(1, 2, b"sealed")
 
 
 class Direct(Failing):
-    """The trusted party itself."""
+    """The TSA itself."""
 
     def __init__(self, deployment: Deployment) -> None:
-        self._trusted = deployment.trusted
-        self.identity_public_key = deployment.trusted.identity_public_key
+        self._tsa = deployment.tsa
+        self.identity_public_key = deployment.tsa.identity_public_key
 
     def register(self, parameters: PublicParameters) -> bytes:
-        return self._trusted.register(parameters.encode())
+        return self._tsa.register(parameters.encode())
 
     def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
-        return self._trusted.offers(parameters_hash, count, NOW)
+        return self._tsa.offers(parameters_hash, count, NOW)
 
 
 def test_offers_come_with_all_that_a_device_needs_to_believe_them() -> None:
     deployment = Deployment()
     parameters = a_task(task="another")
-    offers, terms = TrustedPartyOverTsa(Direct(deployment), evidence).offers(parameters, 3)
+    offers, terms = TsaAdapter(Direct(deployment), evidence).offers(parameters, 3)
     assert [offer.index for offer in offers] == sorted(offer.index for offer in offers)
     assert len(offers) == 3
     for offer in offers:
@@ -139,20 +142,20 @@ def test_offers_come_with_all_that_a_device_needs_to_believe_them() -> None:
 class RestartedMeanwhile(Direct):
     """Offers are made by one, the evidence is of another that was started before it was asked."""
 
-    def evidence(self, digest: bytes) -> Evidence:
+    def evidence(self, digest: bytes) -> TsaEvidence:
         self.identity_public_key = b"another identity"
         return evidence(digest)
 
 
-def test_offers_and_evidence_come_from_one_trusted_party_or_not_at_all() -> None:
+def test_offers_and_evidence_come_from_one_tsa_or_not_at_all() -> None:
     tsa = RestartedMeanwhile(Deployment())
-    with pytest.raises(TrustedPartyError) as caught:
-        TrustedPartyOverTsa(tsa, tsa.evidence).offers(PARAMETERS, 3)
+    with pytest.raises(TsaError) as caught:
+        TsaAdapter(tsa, tsa.evidence).offers(PARAMETERS, 3)
     assert caught.value.reason == LOST
 
 
 def test_the_group_that_has_a_seed_is_told() -> None:
-    party = TrustedPartyOverTsa(Failing(Refused(Reason.OTHER_GROUP, "it is there", 7)), evidence)
-    with pytest.raises(TrustedPartyError) as caught:
-        party.accept(1, 6, b"sealed")
+    tsa = TsaAdapter(Failing(TsaRefused(RefusalReason.OTHER_GROUP, "it is there", 7)), evidence)
+    with pytest.raises(TsaError) as caught:
+        tsa.accept(1, 6, b"sealed")
     assert caught.value.group == 7

@@ -1,4 +1,4 @@
-"""A trusted party that crashes or cannot be reached: buffers that are lost, and those that wait."""
+"""A TSA that crashes or cannot be reached: buffers that are lost, and those that wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from papaya.messages.participation import Aborted, Completed
 from papaya.messages.storage import OptimizerRow, RecordRow, VersionRow
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
-from papaya.tsa.errors import Reason, Refused
+from papaya.tsa.errors import RefusalReason, TsaRefused
 from tests.unit.aggregator.builders import SERVER
 from tests.unit.aggregator.secure_builders import (
     SecureNode,
@@ -30,13 +30,13 @@ COUNTED = Completed()
 
 
 def test_an_open_buffer_becomes_its_predecessor_and_is_counted() -> None:
-    """As soon as offers come from another trusted party: nobody else works for a lost buffer."""
+    """As soon as offers come from another TSA: nobody else works for a lost buffer."""
     world, node = a_secure_world(a_secure_task(goal=3))
     make_secure_version(world, node, 1.0)
     before = world.parameters(1)
     old, new = world.secure_phones(node, 2)
     assert old.upload_for_good(9.0) == COUNTED
-    world.trusted.crash()
+    world.tsa.crash()
     assert new.upload_for_good(9.0) == Completed("trusted_party_lost")  # an offer of the old stock
     assert (world.version, world.parameters(2)) == (2, before)
     assert node.dropped() == {"trusted_party_lost": 1}
@@ -53,7 +53,7 @@ def test_a_successor_finds_that_the_seeds_of_its_record_are_lost() -> None:
     make_secure_version(world, node, 1.0)
     [old] = world.secure_phones(node, 1)
     assert old.upload_for_good(9.0) == COUNTED
-    world.trusted.crash()
+    world.tsa.crash()
     heir = successor(world, node)
     assert (world.version, heir.dropped()) == (2, {"trusted_party_lost": 1})
     assert old.ask_again(heir) == COUNTED
@@ -84,7 +84,7 @@ def test_updates_on_their_way_into_a_lost_buffer_are_settled_before_it_goes() ->
     node.hold(Fold)
     late = folding.upload(9.0)
     doubter.granted_and_sealed(1.0)
-    world.trusted.crash()
+    world.tsa.crash()
     node.release()
     world.pass_s(1.0)
     assert world.answers[handle] == COUNTED
@@ -97,7 +97,7 @@ def test_a_lost_buffer_stays_lost_when_the_rows_are_read_again() -> None:
     world, node = a_secure_world(a_secure_task(goal=3))
     [old, new] = world.secure_phones(node, 2)
     assert old.upload_for_good(9.0) == COUNTED
-    world.trusted.crash()
+    world.tsa.crash()
     node.hold(Transact)
     assert new.upload_for_good(9.0) == Completed("trusted_party_lost")
     node.settle("lost")  # nobody knows whether the buffer was given up
@@ -110,7 +110,7 @@ def test_a_lost_round_of_syncfl_is_over_at_once() -> None:
     world, node = a_secure_world(a_secure_task(goal=3, regime=SyncFL(0.0), concurrency=3))
     old, new, training = world.secure_phones(node, 3)
     assert old.upload_for_good(9.0) == COUNTED
-    world.trusted.crash()
+    world.tsa.crash()
     assert new.upload_for_good(9.0) == Completed("trusted_party_lost")
     assert (world.version, node.dropped()) == (1, {"trusted_party_lost": 1})
     assert isinstance(training.report(), Aborted)
@@ -131,8 +131,8 @@ def test_a_lost_round_of_syncfl_waits_for_an_update_that_is_being_folded() -> No
     world.pass_s(1.0)
     handle = folding.complete()
     new.complete()
-    world.trusted.crash()
-    node.held_back.rotate(1)  # the last fold tells that the trusted party is another one
+    world.tsa.crash()
+    node.held_back.rotate(1)  # the last fold tells that the TSA is another one
     node.release_one()
     world.pass_s(1.0)
     node.release_one()  # then the cut is made: the round takes no more, and ends
@@ -145,14 +145,14 @@ def test_a_lost_round_of_syncfl_waits_for_an_update_that_is_being_folded() -> No
     assert world.version == 2
 
 
-def test_a_trusted_party_that_cannot_be_reached_for_a_while_costs_nothing() -> None:
+def test_a_tsa_that_cannot_be_reached_for_a_while_costs_nothing() -> None:
     world, node = a_secure_world(a_secure_task(goal=2))
     phones = world.secure_phones(node, 2)
     node.hold(Step)
     for phone in phones:
         phone.upload(3.0)
     world.pass_s(1.0)
-    world.trusted.cut_off(3.5)
+    world.tsa.cut_off(3.5)
     node.release()
     world.pass_s(3.0)
     assert (world.version, node.dropped()) == (0, {})
@@ -164,10 +164,10 @@ def test_a_trusted_party_that_cannot_be_reached_for_a_while_costs_nothing() -> N
 
 
 class Failing:
-    """The trusted party's release, which fails so many times first."""
+    """The TSA's release, which fails so many times first."""
 
     def __init__(self, world: SecureWorld, times: int) -> None:
-        self._release = world.trusted.release
+        self._release = world.tsa.release
         self.times = times
 
     def __call__(
@@ -175,15 +175,15 @@ class Failing:
     ) -> None:
         self.times -= 1
         if self.times >= 0:
-            raise Refused(Reason.INTERNAL, "the trusted party failed on this")
+            raise TsaRefused(RefusalReason.INTERNAL, "the TSA failed on this")
         self._release(parameters, group, members, take)
 
 
-def test_a_trusted_party_that_fails_for_a_moment_costs_nothing(
+def test_a_tsa_that_fails_for_a_moment_costs_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world, node = a_secure_world(a_secure_task(goal=2))
-    monkeypatch.setattr(world.trusted, "release", Failing(world, 3))
+    monkeypatch.setattr(world.tsa, "release", Failing(world, 3))
     for phone in world.secure_phones(node, 2):
         assert phone.upload_for_good(3.0) == COUNTED
     world.pass_s(20.0)
@@ -192,13 +192,13 @@ def test_a_trusted_party_that_fails_for_a_moment_costs_nothing(
     assert world.parameters(1)[0] == pytest.approx(3.0, abs=1e-5)
 
 
-def test_a_trusted_party_that_always_fails_is_given_up_in_the_end(
+def test_a_tsa_that_always_fails_is_given_up_in_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And asked no more often than it has to be; the next buffer has all its tries."""
     world, node = a_secure_world(a_secure_task(goal=1))
     failing = Failing(world, 1000)
-    monkeypatch.setattr(world.trusted, "release", failing)
+    monkeypatch.setattr(world.tsa, "release", failing)
     [phone] = world.secure_phones(node, 1)
     assert phone.upload_for_good(3.0) == COUNTED
     world.pass_s(120.0)
@@ -212,7 +212,7 @@ def test_a_trusted_party_that_always_fails_is_given_up_in_the_end(
     assert (world.version, node.dropped()) == (2, {"trusted_party_failed": 1})
 
 
-def test_the_other_buffer_is_committed_while_a_step_waits_for_the_trusted_party() -> None:
+def test_the_other_buffer_is_committed_while_a_step_waits_for_the_tsa() -> None:
     world, node = a_secure_world(a_secure_task(goal=1))
     first, second = world.secure_phones(node, 2)
     node.hold(Step)
@@ -220,7 +220,7 @@ def test_the_other_buffer_is_committed_while_a_step_waits_for_the_trusted_party(
     world.pass_s(1.0)
     second.upload(5.0)
     world.pass_s(1.0)
-    world.trusted.cut_off(3.0)
+    world.tsa.cut_off(3.0)
     node.release()
     world.pass_s(2.5)
     assert (world.version, len(world.members())) == (0, 2)
@@ -230,11 +230,11 @@ def test_the_other_buffer_is_committed_while_a_step_waits_for_the_trusted_party(
 
 
 def drop_a_buffer(world: SecureWorld, node: SecureNode) -> SecurePhone:
-    """Goal 1: one client is in a durable record when the trusted party crashes."""
+    """Goal 1: one client is in a durable record when the TSA crashes."""
     node.hold(Step)
     [phone] = world.secure_phones(node, 1)
     assert phone.upload_for_good(9.0) == COUNTED
-    world.trusted.crash()
+    world.tsa.crash()
     node.release()
     return phone
 
@@ -254,7 +254,7 @@ def test_after_a_restart_training_goes_on_with_new_offers_soon() -> None:
     """One lost upload is enough to distrust the whole stock, not one for each offer in it."""
     world, node = a_secure_world(a_secure_task(goal=1, concurrency=40))
     make_secure_version(world, node)
-    world.trusted.crash()
+    world.tsa.crash()
     phones = world.secure_phones(node, 5)
     answers = [phone.upload_for_good(1.0) for phone in phones]
     assert answers == [Completed("trusted_party_lost"), *[COUNTED] * 4]

@@ -1,4 +1,4 @@
-"""A trusted party under software evidence, a log that names it, and a device that checks both."""
+"""A TSA under software evidence, a log that names it, and a device that checks both."""
 
 from __future__ import annotations
 

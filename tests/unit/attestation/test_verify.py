@@ -16,7 +16,7 @@ from papaya.attestation.verify import (
     report_data,
     verify_quote,
 )
-from papaya.tsa.trusted_aggregator import report_data as trusted_report_data
+from papaya.tsa.tsa import report_data as trusted_report_data
 from tests.unit.attestation.builders import (
     IDENTITY_KEY,
     MEASUREMENT,

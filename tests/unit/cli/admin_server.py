@@ -11,7 +11,7 @@ from threading import Event, Thread
 from typing import TypeVar
 
 from papaya.cli import status
-from papaya.cli.main import Parser
+from papaya.cli.main import CommandParser
 from papaya.cli.task import task
 from papaya.credentials.token_files import Secret
 from papaya.http.exchange import Exchange
@@ -79,7 +79,7 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
 
 def papaya(*arguments: str) -> int:
     """`papaya …`, with errors as exceptions."""
-    parser = Parser(prog="papaya")
+    parser = CommandParser(prog="papaya")
     commands = parser.add_subparsers(required=True)
     for command in (task, status):
         command.add_to(commands)

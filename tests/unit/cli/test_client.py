@@ -24,10 +24,10 @@ from papaya.cli.client.output import Printer
 from papaya.cli.client.setup import import_examples
 from papaya.client.work import Ending
 from papaya.device.device import Device
-from papaya.device.events import Ended
+from papaya.device.events import VisitEnded
 from papaya.device.example_store import ExampleStore
 from papaya.device.training import ProtocolTrainer
-from papaya.device.use_policy import Policy
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning import parameters
 from papaya.messages.participation import Completed, Report
@@ -183,7 +183,7 @@ def test_what_was_done_until_an_interruption_is_told(
     """Ctrl-C while it starts or ends, when no device can be asked to leave."""
 
     async def interrupted(options: argparse.Namespace, printer: Printer) -> None:
-        printer.on_event(Ended("device-1", 0.0, "counted", "", "next-word"))
+        printer.on_event(VisitEnded("device-1", 0.0, "counted", "", "next-word"))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(client, "_run", interrupted)
@@ -246,7 +246,7 @@ def test_to_start_again_imports_nothing_twice(
     texts.mkdir()
     (texts / "a.txt").write_text("one\ntwo\n")
     (texts / "b.txt").write_text("three\n")
-    policies = {"words": Policy(tasks=("next-word",))}
+    policies = {"words": UsePolicy(tasks=("next-word",))}
     trainer = ProtocolTrainer(lambda session, length: b"", lambda: 0.0)
     for told in ("3 new examples of 2 files", "2 files for collection words: already imported"):
         with (
@@ -285,7 +285,7 @@ def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> Non
         ("failed", "no update", "next-word", "memory: it took 2 GB"),
         ("stopped", "interrupted", "next-word", "the device was told to stop"),
     ):
-        printer.on_event(Ended("phone", 0.0, cast(Ending, ending), reason, task, detail))
+        printer.on_event(VisitEnded("phone", 0.0, cast(Ending, ending), reason, task, detail))
     assert capsys.readouterr().out.splitlines() == [
         "phone counted next-word",
         "phone rejected (no task that fits wants clients now)",

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from papaya.cli.main import main
-from papaya.sim.report import Report
+from papaya.sim.report import RunReport
 
 
 def test_three_regimes_are_compared_in_a_table_and_a_plot(
@@ -48,6 +48,6 @@ def test_it_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     printed, err = capsys.readouterr()
     assert "warning: SyncFL, no over-selection made no server update in the window" in err
     assert (tmp_path / "report.json").read_text() == printed.rstrip()
-    reports = msgspec.json.decode(printed, type=dict[str, Report])
+    reports = msgspec.json.decode(printed, type=dict[str, RunReport])
     assert [len(report.tasks) for report in reports.values()] == [1, 1, 1]
     assert {report.config_of("task-1").concurrency for report in reports.values()} == {1300}

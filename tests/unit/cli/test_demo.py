@@ -23,8 +23,8 @@ from papaya.cli.demo.files import write_task, write_trust
 from papaya.cli.demo.privacy import SOFTWARE, MaskedSample, Onlooker, bits_per_byte
 from papaya.cli.demo.processes import Processes, interrupted_by_signals
 from papaya.cli.demo.progress import (
+    DemoSample,
     LineView,
-    Sample,
     happening,
     reading,
     telling,
@@ -50,7 +50,11 @@ POINTS = (
     PointRow(2, 112.0, 10, 900, 2.0, 6.9, 1000.0),
     PointRow(3, 114.0, 10, 900, 3.0, 4.6, 100.0),
 )
-SAMPLES = [Sample(1.0, 0, 0, 0, 0), Sample(11.0, 20, 12, 2, 1), Sample(13.0, 22, 25, 5, 2)]
+SAMPLES = [
+    DemoSample(1.0, 0, 0, 0, 0),
+    DemoSample(11.0, 20, 12, 2, 1),
+    DemoSample(13.0, 22, 25, 5, 2),
+]
 
 
 def a_detail(points: tuple[PointRow, ...] = POINTS) -> TaskDetail:
@@ -197,7 +201,7 @@ def test_between_evaluations_a_log_says_what_happens() -> None:
     running = msgspec.structs.replace(running, perplexity=None, loss=None)
     detail = msgspec.structs.replace(detail, task=running)
     for active in (0, 0, 0, 0, 1, 24):
-        view.update([Sample(1.0, active, 0, active // 3, 0)], detail)
+        view.update([DemoSample(1.0, active, 0, active // 3, 0)], detail)
     assert stream.getvalue().splitlines() == [
         "   0 s  version 0: devices start: each process imports PyTorch",
         "   3 s  version 0: devices start: each process imports PyTorch",

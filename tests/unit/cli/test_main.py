@@ -12,7 +12,7 @@ import pytest
 
 from papaya import __version__
 from papaya.cli.main import COMMANDS, main
-from papaya.sim.report import Report
+from papaya.sim.report import RunReport
 
 ROOT = Path(__file__).parents[3]
 PAPAYA = [sys.executable, "-m", "papaya"]
@@ -118,8 +118,8 @@ def test_a_mistake_is_explained_without_a_traceback(
 def test_a_real_process_keeps_data_and_the_rest_apart(tmp_path: Path) -> None:
     done = run(*SMALL, "--output", str(tmp_path), "--format", "json")
     assert done.returncode == 0
-    report = msgspec.json.decode(done.stdout, type=Report)
-    assert report == msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=Report)
+    report = msgspec.json.decode(done.stdout, type=RunReport)
+    assert report == msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=RunReport)
     assert "AsyncFL: 100 %" in done.stderr
     assert str(tmp_path / "plot.png") in done.stderr
 

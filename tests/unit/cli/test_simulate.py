@@ -10,17 +10,17 @@ from matplotlib.image import imread
 
 from papaya.cli.main import main
 from papaya.config import AsyncFL, SyncFL
-from papaya.sim.report import Report
+from papaya.sim.report import RunReport
 
 SMALL = ["simulate", "--concurrency", "20", "--population", "1e5", "--hours", "0.1"]
 
 
 def report_of(
     arguments: list[str], output: Path, capsys: pytest.CaptureFixture[str]
-) -> tuple[Report, str]:
+) -> tuple[RunReport, str]:
     assert main([*arguments, "--output", str(output), "--format", "json"]) == 0
     out, err = capsys.readouterr()
-    return msgspec.json.decode(out, type=Report), err
+    return msgspec.json.decode(out, type=RunReport), err
 
 
 def test_every_option_reaches_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +65,7 @@ def test_text_goes_to_stdout_and_files_to_the_folder(
 ) -> None:
     assert main([*SMALL, "--output", str(tmp_path / "new" / "run")]) == 0
     out, err = capsys.readouterr()
-    report = msgspec.json.decode((tmp_path / "new/run/report.json").read_bytes(), type=Report)
+    report = msgspec.json.decode((tmp_path / "new/run/report.json").read_bytes(), type=RunReport)
     assert out == report.summary() + "\n"
     assert imread(tmp_path / "new/run/plot.png").ndim == 3
     assert "100 %" in err

@@ -17,7 +17,7 @@ from matplotlib.image import imread
 from papaya.cli.main import main
 from papaya.cli.simulate.task import summary
 from papaya.config import AsyncFL, SyncFL
-from papaya.study.run import Learnt
+from papaya.study.run import RunResult
 
 TASK = """
 import json
@@ -67,7 +67,7 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     assert simulate(own, tmp_path, "--seed", "3") == 0
     out, err = capsys.readouterr()
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=dict[str, Any])
-    learnt = msgspec.convert(report["learning"], Learnt)
+    learnt = msgspec.convert(report["learning"], RunResult)
     assert out == summary(learnt) + "\n"
     assert learnt.run.course.seed == 3
     assert (learnt.updates, learnt.versions, learnt.length) == (80, 20, 3)
@@ -94,7 +94,7 @@ def test_over_rides_reach_the_run(
     options = ["--goal", "5", "--concurrency", "20", "--client-rate", "0.25", "--format", "json"]
     more = ["--server-rate", "0.125", "--seconds-per-example", "0.5", "--hours", "0.5"]
     assert simulate(own, tmp_path, *options, *more) == 0
-    learnt = msgspec.json.decode(capsys.readouterr().out, type=Learnt)
+    learnt = msgspec.json.decode(capsys.readouterr().out, type=RunResult)
     task, rates = learnt.run.course.task, learnt.run.rates
     assert (task.regime, task.concurrency) == (AsyncFL(5), 20)
     assert (rates.client.rate, rates.optimizer.rate) == (0.25, 0.125)
@@ -106,7 +106,7 @@ def test_the_regime_can_be_switched(
     own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert simulate(own, tmp_path, "--regime", "sync", "--format", "json") == 0
-    learnt = msgspec.json.decode(capsys.readouterr().out, type=Learnt)
+    learnt = msgspec.json.decode(capsys.readouterr().out, type=RunResult)
     assert learnt.run.course.task.regime == SyncFL(0.3)
 
 
@@ -324,7 +324,7 @@ def test_the_example_of_the_documentation_learns(
     example = Path(__file__).parents[3] / "examples" / "leaf.py"
     assert simulate([str(example), *own[1:]], tmp_path, "--format", "json") == 0
     out = capsys.readouterr().out
-    learnt = msgspec.json.decode(out, type=Learnt)
+    learnt = msgspec.json.decode(out, type=RunResult)
     assert learnt.end.all < 0.8 * learnt.start.all
     setting = json.loads(out)["setting"]
     assert setting["K"] == learnt.run.course.task.aggregation_goal

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from papaya.cli.admin_client import TOKEN_VARIABLE, AdminClient, Unreachable
+from papaya.cli.admin_client import TOKEN_VARIABLE, AdminClient, ServerUnreachable
 from papaya.cli.task import watch
 from papaya.cli.task.submit import changed
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
@@ -24,7 +24,7 @@ from papaya.messages.storage import (
     point_key,
 )
 from papaya.server.admin.live import LiveTask
-from papaya.server.admin.views import Status, TaskDetail, TaskView
+from papaya.server.admin.views import SystemStatus, TaskDetail, TaskView
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
 from tests.unit.server.admin.builders import TASK
 
@@ -96,7 +96,7 @@ def test_every_command_speaks_json(server: AdminServer, capsys: pytest.CaptureFi
         (("task", "mark", "next-word", "0"), dict[str, object]),
         (("task", "evaluate", "next-word", "--clients", "3"), dict[str, object]),
         (("task", "metrics", "next-word"), list[dict[str, object]]),
-        (("status",), Status),
+        (("status",), SystemStatus),
     ):
         assert run(server, *arguments, "--format", "json") in (0, 1), arguments
         out = capsys.readouterr().out
@@ -148,8 +148,8 @@ def test_a_server_that_is_not_there_is_named_with_what_to_do() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(Unreachable, match=url) as error:
-            AdminClient(url, TOKEN).get("/admin/status", Status)
+        with pytest.raises(ServerUnreachable, match=url) as error:
+            AdminClient(url, TOKEN).get("/admin/status", SystemStatus)
     assert "papaya serve" in error.value.hint
 
 
@@ -248,7 +248,7 @@ def test_watch_tells_every_change_and_ends_with_the_task(
             run(server, "task", action, "next-word")
 
     client = AdminClient(server.url, TOKEN)
-    show = watch.Lines(watch.line)
+    show = watch.LineShow(watch.line)
     last = watch.follow(client, "next-word", "completed", 1.0, show, sleep)
     assert last.task.state == "cancelled"
     lines = [line for line in capsys.readouterr().out.splitlines() if "version 0" in line]
@@ -286,7 +286,7 @@ def test_watch_until_evaluated_waits_for_the_last_version(server: AdminServer) -
             server.call(server.system.service.set_state("planned-eval-0", "cancelled"))
 
     client = AdminClient(server.url, TOKEN)
-    watch.follow(client, "planned", "evaluated", 1.0, watch.Lines(watch.line), sleep)
+    watch.follow(client, "planned", "evaluated", 1.0, watch.LineShow(watch.line), sleep)
     assert len(slept) == 2
 
 
@@ -304,15 +304,15 @@ def test_watch_waits_for_a_server_that_restarts_and_not_for_ever(
         def get(self, path: str, kind: type) -> TaskDetail:  # type: ignore[override]
             found = next(answers, None)
             if found is None:
-                raise Unreachable("nobody there")
+                raise ServerUnreachable("nobody there")
             return found
 
     client = Restarting(server.url, TOKEN)
-    show = watch.Lines(watch.line)
+    show = watch.LineShow(watch.line)
     seen = watch.follow(client, "next-word", "completed", 1.0, show, lambda seconds: None)
     assert seen.task.state == "completed"
     assert capsys.readouterr().err.count("waiting for it") == 1
-    with pytest.raises(Unreachable):
+    with pytest.raises(ServerUnreachable):
         watch.follow(client, "next-word", "completed", 1.0, show, lambda seconds: None)
 
 

@@ -140,7 +140,7 @@ def test_a_revision_that_is_not_there_is_told(tmp_path: Path, revision: str) -> 
 
 
 @pytest.mark.parametrize("platform", ["sgx", "tdx"])
-def test_a_trusted_party_without_its_platform_does_not_start(platform: str) -> None:
+def test_a_tsa_without_its_platform_does_not_start(platform: str) -> None:
     """No device would believe it; found out at the first task it would be a riddle."""
     options = argparse.Namespace(platform=platform, listen="tcp:127.0.0.1:0")
     with pytest.raises(OperatorError, match=f"no {platform} evidence here") as caught:

@@ -8,7 +8,7 @@ from typing import Any
 
 from papaya.client.client import Client, Stage
 from papaya.client.history import History
-from papaya.client.work import Answered, Downloaded, Finish, Request, Trained, Unanswered
+from papaya.client.work import Answered, Downloaded, Finish, SendRequest, Trained, Unanswered
 from papaya.config import DeviceConfig
 from papaya.machine import Effect, Effects
 from papaya.messages.base import Message
@@ -67,19 +67,19 @@ class Phone:
         return self.client.stage
 
     @property
-    def requests(self) -> list[Request]:
-        return [effect for effect in self.effects if isinstance(effect, Request)]
+    def requests(self) -> list[SendRequest]:
+        return [effect for effect in self.effects if isinstance(effect, SendRequest)]
 
     @property
     def messages(self) -> list[Message]:
         return [request.message for request in self.requests]
 
     @property
-    def heartbeats(self) -> list[Request]:
+    def heartbeats(self) -> list[SendRequest]:
         return [request for request in self.requests if isinstance(request.message, Heartbeat)]
 
     @property
-    def asked(self) -> Request:
+    def asked(self) -> SendRequest:
         """The newest request that is no heartbeat."""
         return [r for r in self.requests if not isinstance(r.message, Heartbeat)][-1]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from papaya.client.client import Stage
 from papaya.client.history import History, Participated
-from papaya.client.work import Finish, Remember, Request
+from papaya.client.work import Finish, Remember, SendRequest
 from papaya.messages.base import MAX_EXCLUDED
 from papaya.messages.participation import Joined, Leave
 from papaya.messages.selection import CheckIn
@@ -162,7 +162,7 @@ def test_a_client_that_joined_against_the_rule_leaves_at_once(
     phone.start()
     phone.answer(ASSIGNED)
     leave, finish = phone.answer(joined(**changes))
-    assert isinstance(leave, Request)
+    assert isinstance(leave, SendRequest)
     assert isinstance(leave.message, Leave)
     assert leave.message.ticket == b"session"
     assert isinstance(finish, Finish)

@@ -15,7 +15,7 @@ from papaya.client.work import (
     Ending,
     Finish,
     Remember,
-    Request,
+    SendRequest,
     Train,
     Unanswered,
     WorkFailed,
@@ -67,7 +67,7 @@ def test_the_whole_way_effect_by_effect() -> None:
     phone = Phone(selectors=["only"])
 
     def ask(attempt: int, message: Message) -> Effects:
-        return [Request("only", attempt, message)]
+        return [SendRequest("only", attempt, message)]
 
     assert phone.start() == ask(1, CheckIn(PROTOCOL_VERSION, CAPABILITIES, ()))
     assert phone.answer(ASSIGNED) == ask(2, Join(b"assignment"))
@@ -76,7 +76,7 @@ def test_the_whole_way_effect_by_effect() -> None:
     assert phone.receive(TRAINED) == ask(3, Report(b"session", 20))
     remember, first = phone.answer(GRANTED)
     assert remember == Remember("next-word", Participated(1, START, 3600.0, None))
-    assert isinstance(first, Request)
+    assert isinstance(first, SendRequest)
     assert isinstance(first.message, Chunk)
     upload = first.message.upload
     pieces = [UPDATE[0:4], UPDATE[4:8], UPDATE[8:10]]
@@ -160,7 +160,7 @@ def test_an_upload_may_end_before_its_last_request(stage: Stage) -> None:
 def test_work_that_failed_frees_the_slot(stage: Stage) -> None:
     phone = Phone().until(stage)
     leave, finish = phone.receive(WorkFailed("out of memory"))
-    assert isinstance(leave, Request)
+    assert isinstance(leave, SendRequest)
     assert leave.message == Leave(b"session", "out of memory")
     assert finish == Finish("failed", "out of memory")
     assert over(phone)
@@ -193,7 +193,7 @@ def test_a_stage_that_takes_too_long_is_given_up_cleanly(
     assert phone.endings == []
     *before, last = phone.wait(0.001)
     assert last == Finish(ending, f"{stage.value} took too long")
-    leaves = [e for e in before if isinstance(e, Request) and isinstance(e.message, Leave)]
+    leaves = [e for e in before if isinstance(e, SendRequest) and isinstance(e.message, Leave)]
     assert len(leaves) == (stage not in (Stage.CHECKING_IN, Stage.JOINING))
     assert over(phone)
 
@@ -291,4 +291,4 @@ def test_a_message_that_is_none_of_a_clients_is_refused() -> None:
     with pytest.raises(ProtocolError, match="does not take Left"):
         phone.client.receive(phone.now, Left())
     assert phone.stage is Stage.TRAINING
-    assert isinstance(the_only(phone.receive(TRAINED)), Request)
+    assert isinstance(the_only(phone.receive(TRAINED)), SendRequest)

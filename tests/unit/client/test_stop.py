@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from papaya.client.client import Stage
-from papaya.client.work import Finish, Request, Stop
+from papaya.client.work import Finish, SendRequest, Stop
 from papaya.messages.participation import Aborted, Join, Leave, Refused, Retry
 from papaya.messages.selection import Rejected
 from tests.unit.client.builders import ASSIGNED, Phone, joined
@@ -26,7 +26,7 @@ STOPPED = Finish("stopped", "interrupted")
 )
 def test_a_stop_gives_the_slot_back_at_any_stage(stage: Stage, ticket: bytes) -> None:
     leave, finish = Phone().until(stage).receive(STOP)
-    assert isinstance(leave, Request)
+    assert isinstance(leave, SendRequest)
     assert leave.message == Leave(ticket, "interrupted")
     assert finish == STOPPED
 
@@ -42,7 +42,7 @@ def test_a_join_that_is_on_its_way_is_waited_for_and_left() -> None:
     phone = Phone().until(Stage.JOINING)
     assert phone.receive(STOP) == []
     leave, finish = phone.answer(joined())
-    assert isinstance(leave, Request)
+    assert isinstance(leave, SendRequest)
     assert leave.message == Leave(b"session", "interrupted")
     assert finish == STOPPED
     assert phone.history.excluded(phone.now) == ()

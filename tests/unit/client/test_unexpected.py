@@ -13,7 +13,7 @@ from papaya.client.work import (
     Download,
     Downloaded,
     Finish,
-    Request,
+    SendRequest,
     Train,
     Trained,
     Unanswered,
@@ -70,7 +70,7 @@ def test_an_answer_to_another_question_ends_the_session(stage: Stage, answer: Me
     *before, last = effects
     assert isinstance(last, Finish)
     assert last.ending in ("failed", "gave_up")
-    leaves = [e for e in before if isinstance(e, Request) and isinstance(e.message, Leave)]
+    leaves = [e for e in before if isinstance(e, SendRequest) and isinstance(e.message, Leave)]
     has_slot = stage not in (Stage.CHECKING_IN, Stage.JOINING)
     assert len(leaves) == len(before) == has_slot
     assert phone.stage is Stage.OVER
@@ -135,7 +135,9 @@ class AnySequence(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         was_working = self.is_working
         effects = self.phone.wait(seconds)
-        beats = [e for e in effects if isinstance(e, Request) and isinstance(e.message, Heartbeat)]
+        beats = [
+            e for e in effects if isinstance(e, SendRequest) and isinstance(e.message, Heartbeat)
+        ]
         assert was_working or not beats
         self.did(effects)
 
@@ -157,7 +159,7 @@ class AnySequence(RuleBasedStateMachine):
 
     def did(self, effects: Effects) -> None:
         for effect in effects:
-            if isinstance(effect, Request):
+            if isinstance(effect, SendRequest):
                 assert wire.from_device.parse(wire.encode(effect.message)) == effect.message
 
     @invariant()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.client.client import Stage
-from papaya.client.work import Finish, Moving, Remember, Request, Trained
+from papaya.client.work import Finish, Moving, Remember, SendRequest, Trained
 from papaya.messages import wire
 from papaya.messages.participation import (
     MAX_CHUNKS,
@@ -131,7 +131,7 @@ def test_the_participation_is_remembered_before_the_first_chunk_leaves() -> None
     phone = Phone().until(Stage.REPORTING)
     assert [effect for effect in phone.effects if isinstance(effect, Remember)] == []
     effects = phone.answer(GRANTED)
-    assert [type(effect) for effect in effects] == [Remember, Request]
+    assert [type(effect) for effect in effects] == [Remember, SendRequest]
     phone.until(Stage.COMPLETING)
     assert len([effect for effect in phone.effects if isinstance(effect, Remember)]) == 1
 

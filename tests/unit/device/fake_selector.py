@@ -17,7 +17,7 @@ from msgspec import structs
 from papaya.config import DeviceConfig
 from papaya.device.device import Device
 from papaya.device.eligibility import CONDITIONS, Eligibility
-from papaya.device.limits import Limits, Pacing
+from papaya.device.limits import CheckInPacing, DeviceLimits
 from papaya.device.process import DeviceProcess
 from papaya.device.training import ProtocolTrainer
 from papaya.messages import wire
@@ -58,7 +58,7 @@ QUICK = DeviceConfig(
     give_up_s=60.0,
     participation_floor_s=0.0,
 )
-PACING = Pacing(pause_s=0.0, backoff_s=0.01, max_backoff_s=0.02, leave_s=1.0, drain_s=1.0)
+PACING = CheckInPacing(pause_s=0.0, backoff_s=0.01, max_backoff_s=0.02, leave_s=1.0, drain_s=1.0)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -177,7 +177,7 @@ async def process(**changes: Any) -> AsyncIterator[DeviceProcess]:
     """A process whose devices are always eligible, unless told otherwise."""
     whole: dict[str, Any] = {
         "now": Clock(),
-        "limits": Limits(),
+        "limits": DeviceLimits(),
         "pacing": PACING,
         "eligibility": Eligibility(assume=CONDITIONS),
     }

@@ -16,7 +16,7 @@ from papaya.client.history import History, Participated
 from papaya.device.device_file import DeviceFile
 from papaya.device.device_history import DeviceHistory
 from papaya.device.example_store import ExampleStore
-from papaya.device.use_policy import Policy
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError
 
 FIRST = Participated(1, 1000.0, 60.0, None)
@@ -108,7 +108,10 @@ def test_a_loaded_history_is_the_one_in_memory(
 
 def test_it_shares_its_file_with_the_examples(tmp_path: Path) -> None:
     path = tmp_path / "device.db"
-    with DeviceHistory(path) as history, ExampleStore(path, {"a": Policy(tasks=("*",))}) as store:
+    with (
+        DeviceHistory(path) as history,
+        ExampleStore(path, {"a": UsePolicy(tasks=("*",))}) as store,
+    ):
         store.add("a", [b"SECRET" * 1000], 0.0)
         history.remember("a", FIRST)
         store.drop("a")

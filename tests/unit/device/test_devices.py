@@ -16,20 +16,20 @@ from msgspec import structs
 from papaya.client.work import Trained
 from papaya.device.eligibility import Condition, Eligibility
 from papaya.device.events import (
-    Ended,
     Event,
     NotEligible,
-    Reachable,
+    SelectorReachable,
+    SelectorUnreachable,
     Troubled,
-    Unreachable,
-    Waiting,
+    VisitEnded,
+    VisitScheduled,
 )
 from papaya.device.example_store import ExampleStore
-from papaya.device.limits import Pacing
+from papaya.device.limits import CheckInPacing
 from papaya.device.process import OwnLoad
 from papaya.device.runtime import DeviceRuntime
-from papaya.device.training import Assignment, ProtocolTrainer
-from papaya.device.use_policy import Policy
+from papaya.device.training import ProtocolTrainer, TrainingRequest
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError
 from papaya.messages.participation import Completed, Leave, Refused
 from papaya.messages.selection import Rejected
@@ -116,7 +116,7 @@ def test_only_so_many_train_at_a_time() -> None:
         training = most = 0
 
         class Counting(ProtocolTrainer):
-            async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+            async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
                 nonlocal training, most
                 training += 1
                 most = max(most, training)
@@ -147,10 +147,10 @@ def test_a_rejected_device_comes_back_within_the_window() -> None:
             for seed in range(5):
                 with device(host, fake.url, notify=watcher, rng=Random(seed)) as phone:
                     running = asyncio.create_task(phone.run_forever())
-                    await watcher.until(Waiting, seed + 1)
+                    await watcher.until(VisitScheduled, seed + 1)
                     phone.stop()
                     await running
-                    waits.append(watcher.of(Waiting)[-1].seconds)
+                    waits.append(watcher.of(VisitScheduled)[-1].seconds)
         assert all(100 <= wait <= 200 for wait in waits)
         assert len(set(waits)) == 5
 
@@ -160,19 +160,19 @@ def test_a_rejected_device_comes_back_within_the_window() -> None:
 def test_failures_make_a_device_wait_longer_and_longer() -> None:
     async def scenario() -> None:
         watcher = Watcher()
-        pacing = Pacing(backoff_s=0.01, max_backoff_s=0.06)
+        pacing = CheckInPacing(backoff_s=0.01, max_backoff_s=0.06)
         async with serving() as fake, process(pacing=pacing) as host:
             fake.replace["check-in"] = answer(Refused("bad token"), 401)
             with device(host, fake.url, notify=watcher) as phone:
                 running = asyncio.create_task(phone.run_forever())
-                await watcher.until(Waiting, 5)
+                await watcher.until(VisitScheduled, 5)
                 phone.stop()
                 await running
         ceilings = [0.05, 0.05, 0.05, 0.06, 0.06]  # none shorter than the shortest pause
-        waits = [event.seconds for event in watcher.of(Waiting)]
+        waits = [event.seconds for event in watcher.of(VisitScheduled)]
         assert all(wait <= most for wait, most in zip(waits, ceilings, strict=False))
         assert waits[4] >= 0.05
-        assert {ended.reason for ended in watcher.of(Ended)} == {"bad token"}
+        assert {ended.reason for ended in watcher.of(VisitEnded)} == {"bad token"}
 
     asyncio.run(scenario())
 
@@ -207,7 +207,7 @@ def test_a_device_that_becomes_ineligible_while_training_leaves() -> None:
         assert finish.ending == "stopped"
         [leave] = [message for message in fake.messages if isinstance(message, Leave)]
         assert leave.reason == "interrupted"
-        assert watcher.of(Ended)[0].detail == "the battery is discharging"
+        assert watcher.of(VisitEnded)[0].detail == "the battery is discharging"
 
     asyncio.run(scenario())
 
@@ -239,11 +239,11 @@ def test_an_unreachable_server_is_told_once_and_again_when_it_is_back() -> None:
             quick = structs.replace(QUICK, give_up_s=0.05)
             with device(host, fake.url, config=quick, notify=watcher) as phone:
                 running = asyncio.create_task(phone.run_forever(visits=1))
-                await watcher.until(Ended, 3)
-                assert len(watcher.of(Unreachable)) == 1
+                await watcher.until(VisitEnded, 3)
+                assert len(watcher.of(SelectorUnreachable)) == 1
                 del fake.replace["check-in"]
                 await running
-        assert [event.server for event in watcher.of(Reachable)] == [fake.url]
+        assert [event.server for event in watcher.of(SelectorReachable)] == [fake.url]
         assert fake.completed == [UPDATE]
 
     asyncio.run(scenario())
@@ -305,7 +305,7 @@ def test_expired_examples_go_whether_the_device_takes_part_or_not(tmp_path: Path
         eligibility = Eligibility([Switch(reason="never")])
         watcher, path = Watcher(), tmp_path / "device.db"
         async with process(pacing=pacing, eligibility=eligibility) as host:
-            policies = {"text": Policy(max_age_s=10.0)}
+            policies = {"text": UsePolicy(max_age_s=10.0)}
             with device(
                 host, "http://127.0.0.1:9", store=path, policies=policies, notify=watcher
             ) as phone:

@@ -21,15 +21,15 @@ from papaya.device.example_store import (
     UseRefused,
     split_of,
 )
-from papaya.device.use_policy import Policy
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError
 
-ALL = Policy(tasks=("*",), max_age_s=100.0, validation=0.0, test=0.0)
+ALL = UsePolicy(tasks=("*",), max_age_s=100.0, validation=0.0, test=0.0)
 
 
-def policy(**changes: Any) -> Policy:
+def policy(**changes: Any) -> UsePolicy:
     whole: dict[str, Any] = {"tasks": ("*",), "max_age_s": 100.0, "validation": 0.0, "test": 0.0}
-    return Policy(**{**whole, **changes})
+    return UsePolicy(**{**whole, **changes})
 
 
 def everything(store: ExampleStore, now: float, collection: str = "text") -> list[bytes]:
@@ -51,7 +51,7 @@ def test_only_the_tasks_that_the_owner_names_may_use_a_collection() -> None:
 
 
 def test_nobody_may_use_a_collection_that_names_no_task() -> None:
-    with ExampleStore(":memory:", {"text": Policy()}) as store:
+    with ExampleStore(":memory:", {"text": UsePolicy()}) as store:
         store.add("text", [b"a"], 0.0)
         with pytest.raises(UseRefused):
             store.query("text", "next-word", "train", 10, True, 0.0)
@@ -292,19 +292,19 @@ def test_every_example_lies_on_one_side_and_duplicates_on_the_same() -> None:
 
 def test_the_split_is_a_fixed_function_of_the_content() -> None:
     """Pinned: a later version must not move examples from test to train."""
-    sides = [split_of(b"example %d" % number, Policy()) for number in range(30)]
+    sides = [split_of(b"example %d" % number, UsePolicy()) for number in range(30)]
     assert [at for at, side in enumerate(sides) if side == "validation"] == [0, 1, 14, 23, 25]
     assert [at for at, side in enumerate(sides) if side == "test"] == [17, 24]
 
 
 @given(st.binary(max_size=40), st.floats(0, 0.5), st.floats(0, 0.5))
 def test_a_side_is_found_for_any_shares(example: bytes, validation: float, test: float) -> None:
-    assert split_of(example, Policy(validation=validation, test=test)) in SPLITS
+    assert split_of(example, UsePolicy(validation=validation, test=test)) in SPLITS
 
 
 def test_all_held_out_leaves_nothing_to_train_on() -> None:
-    assert split_of(b"a", Policy(validation=1.0, test=0.0)) == "validation"
-    assert split_of(b"a", Policy(validation=0.0, test=1.0)) == "test"
+    assert split_of(b"a", UsePolicy(validation=1.0, test=0.0)) == "validation"
+    assert split_of(b"a", UsePolicy(validation=0.0, test=1.0)) == "test"
 
 
 # --- Trouble

@@ -15,7 +15,7 @@ from msgspec import structs
 from papaya.attestation.verify import MAX_COLLATERAL_BYTES, MAX_QUOTE_BYTES
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig
-from papaya.device.limits import Limits
+from papaya.device.limits import DeviceLimits
 from papaya.device.selectors import MAX_ANSWER_BYTES
 from papaya.messages import wire
 from papaya.messages.base import Message
@@ -63,7 +63,7 @@ NO_ANSWERS = {
 
 
 async def visit(
-    fake: FakeSelector, config: DeviceConfig = QUICK, limits: Limits | None = None
+    fake: FakeSelector, config: DeviceConfig = QUICK, limits: DeviceLimits | None = None
 ) -> Finish:
     async with process(limits=limits) as host:
         with device(host, fake.url, config=config) as phone:
@@ -71,7 +71,7 @@ async def visit(
 
 
 async def visit_for_hours(
-    fake: FakeSelector, where: str, config: DeviceConfig = QUICK, limits: Limits | None = None
+    fake: FakeSelector, where: str, config: DeviceConfig = QUICK, limits: DeviceLimits | None = None
 ) -> Finish:
     """Hours pass when the server has been asked there for the third time."""
     clock = Clock()
@@ -202,11 +202,11 @@ def test_a_server_cannot_make_a_device_wait_for_long() -> None:
     async def scenario() -> None:
         async with serving() as fake:
             fake.replace["join"] = answer(Retry("later", 1e300))
-            limits = Limits(max_retry_after_s=0.01)
+            limits = DeviceLimits(max_retry_after_s=0.01)
             assert (await visit_for_hours(fake, "join", limits=limits)).ending == "gave_up"
             assert fake.seen.count("join") >= 3
             fake.replace["check-in"] = answer(Rejected("later", 1e300, 1e308))
-            finish = await visit(fake, limits=Limits(max_rejected_s=60.0))
+            finish = await visit(fake, limits=DeviceLimits(max_rejected_s=60.0))
             assert (finish.retry_from_s, finish.retry_until_s) == (60.0, 60.0)
 
     asyncio.run(scenario())
@@ -290,6 +290,6 @@ def test_whatever_is_answered_a_visit_ends(answers: dict[str, bytes]) -> None:
             fake.replace |= {where: raw(body) for where, body in answers.items()}
             config = structs.replace(IMPATIENT, give_up_s=0.05, request_timeout_s=0.05)
             async with asyncio.timeout(30):
-                await visit(fake, config, Limits(max_upload_s=0.05))
+                await visit(fake, config, DeviceLimits(max_upload_s=0.05))
 
     asyncio.run(scenario())

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.device.limits import Limits, Pacing
+from papaya.device.limits import CheckInPacing, DeviceLimits
 from papaya.errors import ConfigError
 from papaya.messages.participation import Alive, Joined, Retry, UploadGranted
 from papaya.messages.selection import Rejected
 from tests.unit.device.fake_selector import GRANTED, joined
 
-LIMITS = Limits()
+LIMITS = DeviceLimits()
 SECONDS = st.floats(0, 1e308) | st.just(float("inf")) | st.just(float("nan"))
 
 
@@ -39,13 +39,13 @@ def test_what_is_within_the_limits_is_obeyed_as_it_is() -> None:
         assert LIMITS.bounded(answer) == answer
 
 
-@pytest.mark.parametrize("field", Limits.__struct_fields__)
+@pytest.mark.parametrize("field", DeviceLimits.__struct_fields__)
 def test_limits_without_sense_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        Limits(**{field: 0})
+        DeviceLimits(**{field: 0})
 
 
-@pytest.mark.parametrize("field", Pacing.__struct_fields__)
+@pytest.mark.parametrize("field", CheckInPacing.__struct_fields__)
 def test_a_pacing_without_sense_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        Pacing(**{field: -1.0})
+        CheckInPacing(**{field: -1.0})

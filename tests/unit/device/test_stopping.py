@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from aiohttp import web
 from msgspec import structs
 
-from papaya.device.events import Ended, Event
+from papaya.device.events import Event, VisitEnded
 from papaya.device.runtime import DeviceRuntime
 from papaya.messages.participation import Leave
 from tests.unit.device.fake_selector import (
@@ -109,7 +109,7 @@ def test_a_device_that_is_told_to_stop_while_it_joins_leaves_what_it_joined() ->
         [leave] = [message for message in fake.messages if isinstance(message, Leave)]
         assert leave == Leave(JOINED.ticket, "interrupted")
         assert "parameters" not in fake.seen
-        [ended] = [event for event in events if isinstance(event, Ended)]
+        [ended] = [event for event in events if isinstance(event, VisitEnded)]
         assert (ended.ending, ended.task) == ("stopped", "next-word")
         assert ended.detail == "the device was told to stop"
 

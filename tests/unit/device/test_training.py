@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from papaya.client.work import Finish, Trained
-from papaya.device.events import Ended, Event
+from papaya.device.events import Event, VisitEnded
 from papaya.device.example_store import ExampleStore, UseRefused, split_of
 from papaya.device.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
 from papaya.device.memory import memory_mb
-from papaya.device.training import Assignment, ExecutorTrainer, ProtocolTrainer
-from papaya.device.use_policy import Policy
+from papaya.device.training import ExecutorTrainer, ProtocolTrainer, TrainingRequest
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.definition import Examples
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.parameters import FLOAT32
 from tests.unit.device.fake_selector import PARAMETERS, UPDATE, device, process, serving
 
-POLICY = Policy(tasks=("next-word",), max_age_s=100.0)
+POLICY = UsePolicy(tasks=("next-word",), max_age_s=100.0)
 EXAMPLES = [f"example {number}".encode() for number in range(40)]
 TRAIN = [example for example in EXAMPLES if split_of(example, POLICY) == "train"]
 VALIDATION = [example for example in EXAMPLES if split_of(example, POLICY) == "validation"]
@@ -48,12 +48,14 @@ def task_file(task: str = "next-word", examples: Examples | None = None) -> Task
     )
 
 
-def assignment(evaluates: bool = False, model_length: int = 3) -> Assignment:
+def assignment(evaluates: bool = False, model_length: int = 3) -> TrainingRequest:
     task = "next-word-check" if evaluates else "next-word"
-    return Assignment(task, "next-word", "s", PARAMETERS, model_length, 3, evaluates, False, 30.0)
+    return TrainingRequest(
+        task, "next-word", "s", PARAMETERS, model_length, 3, evaluates, False, 30.0
+    )
 
 
-def trained(executor: FakeExecutor, work: Assignment, now: float = 0.0) -> Trained:
+def trained(executor: FakeExecutor, work: TrainingRequest, now: float = 0.0) -> Trained:
     with ExampleStore(":memory:", {"text": POLICY}) as store:
         store.add("text", EXAMPLES, 0.0)
         trainer = ExecutorTrainer(executor, lambda: now, Random(1))
@@ -93,7 +95,7 @@ def test_no_examples_no_training() -> None:
 
 def test_a_task_that_the_owner_does_not_allow_gets_no_example() -> None:
     executor = FakeExecutor(task_file("another"))
-    work = Assignment("another", "another", "s", PARAMETERS, 3, 3, False, False, 30.0)
+    work = TrainingRequest("another", "another", "s", PARAMETERS, 3, 3, False, False, 30.0)
     with pytest.raises(UseRefused):
         trained(executor, work)
     assert executor.jobs == []
@@ -111,12 +113,12 @@ def test_a_task_may_go_by_another_name_if_the_device_is_told() -> None:
     trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), {"words-2": "next-word"})
     assert trainer.tasks == ("next-word", "words-2")
     assert not trainer.knows("words-3")
-    work = Assignment("words-2", "words-2", "s", PARAMETERS, 3, 3, False, False, 30.0)
+    work = TrainingRequest("words-2", "words-2", "s", PARAMETERS, 3, 3, False, False, 30.0)
     with ExampleStore(":memory:", {"text": POLICY}) as store:
         store.add("text", EXAMPLES, 0.0)
         with pytest.raises(UseRefused):  # the examples' owner has to allow it by that name
             asyncio.run(trainer.train(work, store))
-        store.declare({"text": Policy(tasks=("words-*",))})
+        store.declare({"text": UsePolicy(tasks=("words-*",))})
         assert asyncio.run(trainer.train(work, store)).examples == len(TRAIN)
 
 
@@ -139,7 +141,7 @@ def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -
             trainer = ExecutorTrainer(executor, host.now, Random(1))
             with device(host, fake.url, trainer=trainer, notify=events.append) as phone:
                 assert await phone.visit() == Finish("failed", "no parameters")
-            [ended] = [event for event in events if isinstance(event, Ended)]
+            [ended] = [event for event in events if isinstance(event, VisitEnded)]
             assert "--alias next-word=" in ended.detail
             assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
             assert fake.seen == ["check-in", "join", "leave"]

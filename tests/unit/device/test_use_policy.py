@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from papaya.device.use_policy import MAX_COLLECTIONS, Policy, check_collections, parse_policies
+from papaya.device.use_policy import MAX_COLLECTIONS, UsePolicy, check_collections, parse_policies
 from papaya.errors import ConfigError
 
 
@@ -18,8 +18,8 @@ def test_a_file_declares_collections() -> None:
     [collections.photos]
     """
     assert parse_policies(toml, "policies.toml") == {
-        "keyboard": Policy(tasks=("next-word", "emoji-*"), max_age_s=86400.0, max_count=100),
-        "photos": Policy(),
+        "keyboard": UsePolicy(tasks=("next-word", "emoji-*"), max_age_s=86400.0, max_count=100),
+        "photos": UsePolicy(),
     }
     assert parse_policies(b"", "policies.toml") == {}
 
@@ -55,6 +55,6 @@ def test_bytes_that_are_no_text_are_refused() -> None:
 
 
 def test_there_may_be_so_many_collections() -> None:
-    check_collections({f"c{number}": Policy() for number in range(MAX_COLLECTIONS)})
+    check_collections({f"c{number}": UsePolicy() for number in range(MAX_COLLECTIONS)})
     with pytest.raises(ConfigError, match="more than"):
-        check_collections({f"c{number}": Policy() for number in range(MAX_COLLECTIONS + 1)})
+        check_collections({f"c{number}": UsePolicy() for number in range(MAX_COLLECTIONS + 1)})

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 
 from papaya.client.work import Finish, Trained
-from papaya.device.events import Ended, Event, StageReached
+from papaya.device.events import Event, StageReached, VisitEnded
 from papaya.device.example_store import ExampleStore
-from papaya.device.limits import Limits
-from papaya.device.training import Assignment, ProtocolTrainer
+from papaya.device.limits import DeviceLimits
+from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.errors import OperatorError
 from papaya.messages.participation import Aborted, Alive, Leave, Refused, Retry
 from papaya.messages.selection import CheckIn, Rejected
@@ -40,9 +40,9 @@ class Recorder(ProtocolTrainer):
 
     def __init__(self) -> None:
         super().__init__(lambda session, length: UPDATE, lambda: 0.0, lambda: 20)
-        self.given: list[Assignment] = []
+        self.given: list[TrainingRequest] = []
 
-    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         self.given.append(assignment)
         return await super().train(assignment, store)
 
@@ -52,7 +52,7 @@ class Failing(ProtocolTrainer):
         super().__init__(lambda session, length: UPDATE, lambda: 0.0)
         self._error = error
 
-    async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         raise self._error
 
 
@@ -82,7 +82,7 @@ def test_a_visit_from_check_in_to_counted() -> None:
         stages = [event.stage for event in events if isinstance(event, StageReached)]
         assert stages[0] == "checking in"
         assert stages[-1] == "completing"
-        assert isinstance(events[-1], Ended)
+        assert isinstance(events[-1], VisitEnded)
         assert (events[-1].ending, events[-1].task) == ("counted", "next-word")
         assert "secret-7" not in repr(events)
 
@@ -220,7 +220,7 @@ def test_a_trainer_that_fails_says_nothing_of_it_to_the_server(
         assert finish == Finish("failed", "no update")
         [leave] = [message for message in fake.messages if isinstance(message, Leave)]
         assert leave.reason == "no update"
-        assert isinstance(events[-1], Ended)
+        assert isinstance(events[-1], VisitEnded)
         assert events[-1].detail == detail
 
     asyncio.run(scenario())
@@ -258,7 +258,7 @@ def test_training_ends_at_the_devices_own_limit() -> None:
         clock = Clock()
 
         class Endless(ProtocolTrainer):
-            async def train(self, assignment: Assignment, store: ExampleStore) -> Trained:
+            async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
                 assert assignment.timeout_s == 50.0
                 clock.pass_(51.0)
                 return await super().train(assignment, store)
@@ -266,7 +266,7 @@ def test_training_ends_at_the_devices_own_limit() -> None:
         endless = Endless(lambda session, length: UPDATE, lambda: 60.0)
         async with serving() as fake:
             fake.joined = joined(training_timeout_s=1e300, heartbeat_s=1e300)
-            limits = Limits(max_training_s=50.0, max_heartbeat_s=0.2)
+            limits = DeviceLimits(max_training_s=50.0, max_heartbeat_s=0.2)
             async with process(limits=limits, now=clock) as host:
                 with device(host, fake.url, trainer=endless) as phone:
                     finish = await phone.visit()

@@ -13,11 +13,11 @@ import uvloop
 
 from papaya.http.errors import HttpError
 from papaya.http.exchange import Exchange
-from papaya.http.limits import Limits
-from papaya.http.listener import Listening, serve
-from papaya.http.listener_state import Service, plain_problem
-from papaya.http.routes import Buffered, Route, Streamed
-from papaya.http.server_connection import Endpoint
+from papaya.http.limits import ListenerLimits
+from papaya.http.listener import Listener, serve
+from papaya.http.listener_state import ListenerState, plain_problem
+from papaya.http.routes import Buffered, HttpRoute, Streamed
+from papaya.http.server_connection import ServerConnection
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "uvloop": uvloop.new_event_loop,
 }
 # For attacks that must be noticed soon.
-IMPATIENT = Limits(
+IMPATIENT = ListenerLimits(
     head_timeout_s=0.1,
     idle_timeout_s=0.1,
     body_timeout_s=0.1,
@@ -128,8 +128,8 @@ async def a_client(port: int, **options: Any) -> AsyncIterator[Client]:
 
 @asynccontextmanager
 async def a_server(
-    routes: Iterable[Route], limits: Limits | None = None, ssl: Any = None
-) -> AsyncIterator[Listening]:
+    routes: Iterable[HttpRoute], limits: ListenerLimits | None = None, ssl: Any = None
+) -> AsyncIterator[Listener]:
     listening = await serve(routes, "127.0.0.1", 0, limits=limits, blame=blame, ssl=ssl)
     try:
         yield listening
@@ -137,7 +137,7 @@ async def a_server(
         await listening.drain(0)
 
 
-def answers(routes: list[Route], *requests: bytes, loop: str = "uvloop") -> list[Response]:
+def answers(routes: list[HttpRoute], *requests: bytes, loop: str = "uvloop") -> list[Response]:
     """The answers to requests that are sent one after the other on one connection."""
 
     async def main() -> list[Response]:
@@ -183,7 +183,7 @@ class Shop:
         self.receivers: list[Collector] = []
         self.held: list[Exchange] = []
         self._room_bytes = room_bytes
-        self.routes: list[Route] = [
+        self.routes: list[HttpRoute] = [
             Buffered("POST", "/echo", self.echo, 100_000),
             Buffered("GET", "/echo", self.echo),
             Buffered("POST", "/hold", lambda exchange, _: self.held.append(exchange), 1000),
@@ -203,14 +203,14 @@ class Shop:
 class ListTransport(asyncio.Transport):
     """A transport that the test feeds by hand, piece by piece."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: ListenerState) -> None:
         super().__init__({"peername": ("192.0.2.1", 4711)})
         self.sent = b""
         self.is_paused = False
         self.waiting = b""
         self._closing = False
         self._loop = service.loop
-        self.endpoint = Endpoint(service)
+        self.endpoint = ServerConnection(service)
         self.endpoint.connection_made(self)
 
     def feed(self, data: bytes) -> None:
@@ -256,9 +256,9 @@ class ListTransport(asyncio.Transport):
 
 @asynccontextmanager
 async def a_service(
-    routes: Iterable[Route], limits: Limits | None = None
-) -> AsyncIterator[Service]:
-    service = Service(routes, plain_problem, limits or Limits())
+    routes: Iterable[HttpRoute], limits: ListenerLimits | None = None
+) -> AsyncIterator[ListenerState]:
+    service = ListenerState(routes, plain_problem, limits or ListenerLimits())
     try:
         yield service
     finally:

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from papaya.http.client_connection import Link
+from papaya.http.client_connection import ClientConnection
 from papaya.http.errors import HttpError, PeerUnavailable
 from papaya.http.exchange import Exchange
-from papaya.http.limits import Limits, PeerLimits
-from papaya.http.pool import Connections
+from papaya.http.limits import ListenerLimits, PeerLimits
+from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
 from tests.unit.http.loopback import LOOPS, Shop, a_server, run
 
@@ -23,8 +23,8 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 
 
 @asynccontextmanager
-async def some_connections(limits: PeerLimits | None = None) -> AsyncIterator[Connections]:
-    connections = Connections(limits=limits)
+async def some_connections(limits: PeerLimits | None = None) -> AsyncIterator[ConnectionPool]:
+    connections = ConnectionPool(limits=limits)
     try:
         yield connections
     finally:
@@ -264,7 +264,7 @@ def test_a_connection_that_dies_between_two_hands_is_replaced(loop: str) -> None
             pool = connections._pool(address)
             pass_on = pool._pass_on
 
-            def pass_on_and_cut(link: Link | None) -> None:
+            def pass_on_and_cut(link: ClientConnection | None) -> None:
                 pool._pass_on = pass_on  # type: ignore[method-assign]
                 pass_on(link)
                 assert link is not None
@@ -307,7 +307,7 @@ def test_an_upload_is_answered_early_and_goes_no_further(loop: str) -> None:
 
     async def main() -> None:
         async with (
-            a_server(shop.routes, Limits(discard_bytes=0)) as server,
+            a_server(shop.routes, ListenerLimits(discard_bytes=0)) as server,
             some_connections() as connections,
         ):
             address = f"127.0.0.1:{server.port}"
@@ -344,7 +344,7 @@ def test_an_upload_that_is_given_up_breaks_the_far_side() -> None:
 
 def test_after_closing_nothing_is_sent() -> None:
     async def main() -> None:
-        connections = Connections()
+        connections = ConnectionPool()
         await connections.close()
         with pytest.raises(PeerUnavailable, match="stops"):
             await connections.request("127.0.0.1:1", "GET", "/")
@@ -356,6 +356,6 @@ def test_after_closing_nothing_is_sent() -> None:
 def test_an_address_is_host_and_port(address: str) -> None:
     async def main() -> None:
         with pytest.raises(PeerUnavailable, match="host:port"):
-            await Connections().request(address, "GET", "/")
+            await ConnectionPool().request(address, "GET", "/")
 
     run(main())

@@ -15,8 +15,8 @@ import pytest
 from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange
 from papaya.http.limits import PeerLimits
-from papaya.http.listener import Listening
-from papaya.http.pool import Connections
+from papaya.http.listener import Listener
+from papaya.http.pool import ConnectionPool
 from papaya.http.relay import Relay, Relays
 from papaya.http.routes import Buffered, Receiver, Streamed
 from tests.unit.http.loopback import (
@@ -42,9 +42,9 @@ def pass_on(exchange: Exchange, response: Response) -> None:
 @asynccontextmanager
 async def a_chain(
     receive: Callable[[Exchange], Receiver | None], limits: PeerLimits | None = None
-) -> AsyncIterator[tuple[Listening, Listening]]:
+) -> AsyncIterator[tuple[Listener, Listener]]:
     """A middle server, and the one behind it, whose route is given."""
-    connections = Connections(limits=limits)
+    connections = ConnectionPool(limits=limits)
     relays = Relays(connections, piece_bytes=32 << 10)
     async with a_server([Streamed("PUT", "/u/{n}", receive, 1 << 30)]) as far:
 
@@ -173,7 +173,7 @@ def test_after_a_far_side_that_breaks_the_next_request_is_none_of_the_body(loop:
     body = UPDATE[:40_000]
 
     async def main() -> None:
-        connections, turns = Connections(), asyncio.get_running_loop()
+        connections, turns = ConnectionPool(), asyncio.get_running_loop()
         relays = Relays(connections)
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
@@ -222,7 +222,7 @@ def test_nothing_piles_up_in_the_middle_while_the_far_side_rests() -> None:
         return Collector(exchange, 1 << 20)
 
     async def main() -> None:
-        connections = Connections(limits=PeerLimits(max_response_bytes=32 << 20))
+        connections = ConnectionPool(limits=PeerLimits(max_response_bytes=32 << 20))
         relays = Relays(connections)
         async with a_server([Streamed("PUT", "/u/{n}", rest, 1 << 30)]) as far:
 

@@ -12,9 +12,9 @@ import pytest
 
 from papaya.http.errors import HttpError, ListenError, MisuseError
 from papaya.http.exchange import Exchange
-from papaya.http.limits import Limits
+from papaya.http.limits import ListenerLimits
 from papaya.http.listener import serve
-from papaya.http.routes import Buffered, Route
+from papaya.http.routes import Buffered, HttpRoute
 from tests.unit.http.loopback import (
     LOOPS,
     ListTransport,
@@ -68,7 +68,7 @@ def test_a_route_sees_head_captures_and_peer() -> None:
 
 
 def test_head_gets_the_head_of_get() -> None:
-    routes: list[Route] = [
+    routes: list[HttpRoute] = [
         Buffered("GET", "/a", lambda exchange, _: exchange.answer(200, b"12345"))
     ]
     head, get = answers(routes, a_request("HEAD", "/a"), a_request("GET", "/a"))
@@ -230,7 +230,7 @@ def test_a_file_is_sent_whole(loop: str, tmp_path: Path) -> None:
     big, empty = tmp_path / "big", tmp_path / "empty"
     big.write_bytes(5 * BIG)
     empty.write_bytes(b"")
-    routes: list[Route] = [
+    routes: list[HttpRoute] = [
         Buffered("GET", "/big", lambda e, _: e.answer_file(big, [("ETag", '"x"')])),
         Buffered("GET", "/empty", lambda e, _: e.answer_file(empty)),
         Buffered("GET", "/missing", lambda e, _: e.answer_file(tmp_path / "missing")),
@@ -293,7 +293,7 @@ def test_draining_waits_for_the_open_exchange_and_turns_others_away() -> None:
     shop = Shop()
 
     async def main() -> None:
-        server = await serve(shop.routes, "127.0.0.1", 0, limits=Limits())
+        server = await serve(shop.routes, "127.0.0.1", 0, limits=ListenerLimits())
         async with a_client(server.port) as client, a_client(server.port) as idle:
             await idle.ask("GET", "/echo")
             client.send(a_request("POST", "/hold"))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from papaya.http.pool import Connections, PeerUnavailable
+from papaya.http.errors import PeerUnavailable
+from papaya.http.pool import ConnectionPool
 from tests.unit.http.loopback import (
     LOOPS,
     Shop,
@@ -58,12 +59,12 @@ def test_servers_talk_over_tls(loop: str, contexts: tuple[ssl.SSLContext, ssl.SS
     async def main() -> None:
         async with a_server(Shop().routes, ssl=contexts[0]) as server:
             address = f"127.0.0.1:{server.port}"
-            connections = Connections(ssl=contexts[1])
+            connections = ConnectionPool(ssl=contexts[1])
             assert (await connections.request(address, "POST", "/echo", (), b"x")).body == b"x"
             assert (await connections.request(address, "PUT", "/stream/a", (), BIG)).body == BIG
             await connections.close()
 
-            distrustful = Connections(ssl=ssl.create_default_context())
+            distrustful = ConnectionPool(ssl=ssl.create_default_context())
             with pytest.raises(PeerUnavailable, match="cannot connect"):
                 await distrustful.request(address, "GET", "/echo")
             await distrustful.close()

@@ -120,7 +120,7 @@ def test_every_goal_up_to_thousands_is_told_the_true_mean(who: str) -> None:
 
 
 @pytest.mark.parametrize("goal", [2, 4, 100, 1000])
-def test_devices_that_seal_and_a_trusted_party_that_releases(goal: int) -> None:
+def test_devices_that_seal_and_a_tsa_that_releases(goal: int) -> None:
     """The same with masks: nothing between a device's upload and the mean is left out."""
     clients = POPULATIONS["mixed"]
     deployment = Deployment(parameters_for(goal))

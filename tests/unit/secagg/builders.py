@@ -1,4 +1,4 @@
-"""Small parameters, drawn bytes that repeat, and a trusted party with devices around it."""
+"""Small parameters, drawn bytes that repeat, and a TSA with devices around it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.participant import Policy, SealedUpdate, Terms, UnsealedUpdate
+from papaya.secagg.participant import ParticipantPolicy, SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import UnmaskedSum, unmask
 from papaya.secagg.words import WORD, Entropy, Reals, Words, blocks
-from papaya.tsa.trusted_aggregator import DEFAULT_LIMITS, Limits, TrustedAggregator
+from papaya.tsa.tsa import DEFAULT_LIMITS, TSA, TsaLimits
 
 NOW = 1_700_000_000.0
 
@@ -44,12 +44,12 @@ def a_task(**changes: Any) -> PublicParameters:
     return PublicParameters(**(fields | changes))
 
 
-def a_policy(parameters: PublicParameters, **changes: Any) -> Policy:
+def a_policy(parameters: PublicParameters, **changes: Any) -> ParticipantPolicy:
     """A device that agrees, however small the threshold is."""
     fields: dict[str, Any] = {"minimum_threshold": 1, "weighting": parameters.weighting}
     for name in ("task", "length", "clip", "max_examples", "max_staleness"):
         fields[name] = getattr(parameters, name)
-    return Policy(**(fields | changes))
+    return ParticipantPolicy(**(fields | changes))
 
 
 def encoded(values: Reals, factor: float, limit: int) -> Words:
@@ -67,22 +67,22 @@ def decoded(words: Words, members: int, parameters: PublicParameters) -> Unmaske
 
 
 class Deployment:
-    """One trusted party, one task, and devices that do as they should."""
+    """One TSA, one task, and devices that do as they should."""
 
     def __init__(
-        self, parameters: PublicParameters | None = None, limits: Limits = DEFAULT_LIMITS
+        self, parameters: PublicParameters | None = None, limits: TsaLimits = DEFAULT_LIMITS
     ) -> None:
         self.parameters = parameters or a_task()
-        self.trusted = TrustedAggregator(entropy("trusted party"), limits)
-        self.hash = self.trusted.register(self.parameters.encode())
+        self.tsa = TSA(entropy("TSA"), limits)
+        self.hash = self.tsa.register(self.parameters.encode())
         self.draw = entropy("devices")
 
     def terms(self, **changes: Any) -> Terms:
         policy = a_policy(self.parameters, **changes)
-        return Terms(self.trusted.identity_public_key, self.parameters, policy)
+        return Terms(self.tsa.identity_public_key, self.parameters, policy)
 
     def offer(self) -> Offer:
-        [offer] = self.trusted.offers(self.hash, 1, NOW)
+        [offer] = self.tsa.offers(self.hash, 1, NOW)
         return offer
 
     def sealed(
@@ -95,8 +95,8 @@ class Deployment:
         return self.sealed(np.full(self.parameters.length, value, np.float32))
 
     def accept(self, update: SealedUpdate, group: int = 0) -> SealedUpdate:
-        self.trusted.accept(update.index, group, update.sealed, NOW)
-        self.trusted.check()
+        self.tsa.accept(update.index, group, update.sealed, NOW)
+        self.tsa.check()
         return update
 
     def accepted(self, count: int, group: int = 0, value: float = 0.5) -> list[SealedUpdate]:
@@ -108,7 +108,7 @@ class Deployment:
         for update in updates:
             total += update.masked
         members = sorted(update.index for update in updates)
-        unmasked: Words = total - self.trusted.release(self.hash, group, members)
+        unmasked: Words = total - self.tsa.release(self.hash, group, members)
         return unmasked
 
 

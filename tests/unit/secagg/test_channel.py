@@ -76,7 +76,7 @@ def test_a_seal_is_bound_to_every_field_of_its_offer() -> None:
         assert reason_of(SEALED, changed) == "tampered"
 
 
-def test_another_trusted_party_cannot_open_it() -> None:
+def test_another_tsa_cannot_open_it() -> None:
     with pytest.raises(ChannelError):
         channel.unseal(SEALED, DRAW(32), CONTEXT)
 
@@ -99,7 +99,7 @@ def test_an_offer_survives_its_encoding_and_nothing_else_does() -> None:
 def test_every_changed_byte_of_an_offer_is_refused() -> None:
     deployment = Deployment()
     data = deployment.offer().encode()
-    key = deployment.trusted.identity_public_key
+    key = deployment.tsa.identity_public_key
     Offer.decode(data).verify(key, deployment.hash, NOW)
     for position in range(len(data)):
         with pytest.raises(OfferRefused) as caught:
@@ -110,7 +110,7 @@ def test_every_changed_byte_of_an_offer_is_refused() -> None:
 def test_an_offer_ends_at_its_expiry() -> None:
     deployment = Deployment()
     offer = deployment.offer()
-    key = deployment.trusted.identity_public_key
+    key = deployment.tsa.identity_public_key
     offer.verify(key, deployment.hash, offer.expires - 0.001)
     with pytest.raises(OfferRefused) as caught:
         offer.verify(key, deployment.hash, float(offer.expires))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from papaya.secagg.errors import OfferRefused, SecureAggregationError, UpdateError
 from papaya.secagg.parameters import MAX_GOAL
 from papaya.secagg.participant import (
-    Policy,
+    ParticipantPolicy,
     Terms,
     UnsealedUpdate,
     weight_and_damping,
@@ -40,7 +40,7 @@ def refusal(deployment: Deployment, update: UnsealedUpdate, **policy: Any) -> st
 
 
 def test_a_device_wants_ten_clients_unless_told_otherwise() -> None:
-    policy = Policy(task="t", length=1, clip=1.0, max_examples=1, max_staleness=0)
+    policy = ParticipantPolicy(task="t", length=1, clip=1.0, max_examples=1, max_staleness=0)
     assert policy.minimum_threshold == 10
 
 

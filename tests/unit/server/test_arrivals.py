@@ -8,10 +8,10 @@ from papaya.aggregator.upload import ARRIVING
 from papaya.aggregator.work import Arriving
 from papaya.messages.base import Message
 from papaya.messages.participation import Chunk, ChunkOffer, Retry
-from papaya.server.arrivals import Arrivals
+from papaya.server.arrivals import ArrivingBodies
 from papaya.server.buffers import BufferPool
 from papaya.server.host import AggregatorHost
-from papaya.server.replies import Waiting
+from papaya.server.replies import WaitingDevice
 from papaya.server.uploads import ArrivingChunk
 
 OWNER = ("words", "s1")
@@ -32,7 +32,7 @@ class Host:
     tell_arriving_s = 2.5
 
     def __init__(self) -> None:
-        self.arrivals = Arrivals()
+        self.arrivals = ArrivingBodies()
         self.pool = BufferPool(4, 8)
         self.time = 100.0
         self.heard: list[Message] = []
@@ -60,7 +60,7 @@ class Device:
 def a_chunk(host: Host, device: Device) -> ArrivingChunk:
     buffer = host.pool.take()
     assert buffer is not None
-    waiting = cast(Waiting, device)
+    waiting = cast(WaitingDevice, device)
     return ArrivingChunk(cast(AggregatorHost, host), OWNER, buffer, OFFER, 0, waiting)
 
 
@@ -70,7 +70,7 @@ def receive(chunk: ArrivingChunk, data: bytes) -> None:
 
 
 def test_an_upload_has_a_bounded_number_of_bodies() -> None:
-    arrivals, bodies = Arrivals(), [Body() for _ in range(ARRIVING)]
+    arrivals, bodies = ArrivingBodies(), [Body() for _ in range(ARRIVING)]
     for body in bodies:
         assert arrivals.has_room(OWNER)
         arrivals.add(OWNER, body)
@@ -82,7 +82,7 @@ def test_an_upload_has_a_bounded_number_of_bodies() -> None:
 
 
 def test_a_session_or_a_whole_task_is_broken_off() -> None:
-    arrivals = Arrivals()
+    arrivals = ArrivingBodies()
     bodies = {owner: Body() for owner in (("a", "1"), ("a", "2"), ("a", "3"), ("b", "1"))}
     for owner, body in bodies.items():
         arrivals.add(owner, body)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from papaya.http.listener import Listening, serve
+from papaya.http.listener import Listener, serve
 from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.participation import Retry
@@ -19,7 +19,7 @@ from papaya.server.collectors import DriverMetrics
 from papaya.server.device_api import Door
 from papaya.server.host import Host
 from papaya.server.metrics import Registry
-from papaya.server.replies import Waiting, problem
+from papaya.server.replies import WaitingDevice, problem
 from papaya.store.blobs import FolderBlobs
 from tests.unit.http.loopback import Client, a_client, a_request
 
@@ -30,15 +30,15 @@ class Selector:
     """Holds whoever comes."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[Message, Waiting]] = []
+        self.heard: list[tuple[Message, WaitingDevice]] = []
         self.fails = False
 
-    def deliver(self, message: Message, waiting: Waiting) -> None:
+    def deliver(self, message: Message, waiting: WaitingDevice) -> None:
         if self.fails:
             raise ZeroDivisionError
         self.heard.append((message, waiting))
 
-    def gone(self) -> list[Waiting]:
+    def gone(self) -> list[WaitingDevice]:
         return [waiting for message, waiting in self.heard if message == Gone()]
 
 
@@ -55,7 +55,7 @@ class Slow:
 
 
 class Building:
-    def __init__(self, door: Door, selector: Selector, listening: Listening) -> None:
+    def __init__(self, door: Door, selector: Selector, listening: Listener) -> None:
         self.door = door
         self.selector = selector
         self.listening = listening

@@ -1,4 +1,4 @@
-"""A secure task that is over: workers tell the trusted party, over the link, on a thread."""
+"""A secure task that is over: workers tell the TSA, over the link, on a thread."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from threading import Event
 
 import pytest
 
-from papaya.aggregator.tsa import Evidence, TrustedPartyOverTsa
+from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.aggregator.work import Forget
 from papaya.config import AsyncFL, Deployment, SecureAggregation, TaskConfig
 from papaya.server.buffers import BufferPool
-from papaya.server.tsa import TrustedLink
+from papaya.server.tsa import TsaConnection
 from papaya.server.workers import Workers, threaded_shards
-from papaya.tsa.errors import Reason, Refused
+from papaya.tsa.errors import RefusalReason, TsaRefused
 from tests.unit.server.worker_builders import CHUNK_BYTES, PATIENCE_S, MemoryBlobs
 from tests.unit.tsa.running import running
 
@@ -32,13 +32,13 @@ PARAMETERS = CONFIG.public_parameters
 FORGET = Forget(CONFIG)
 
 
-class Telling(TrustedLink):
+class Telling(TsaConnection):
     """`told` is set when a task was forgotten, however that went."""
 
     def __init__(self, deployment: Deployment) -> None:
         super().__init__(deployment, time.time)
         self.told = Event()
-        self.party = TrustedPartyOverTsa(self, lambda digest: Evidence("software", b"", b"", 0))
+        self.adapter = TsaAdapter(self, lambda digest: TsaEvidence("software", b"", b"", 0))
 
     def forget(self, parameters_hash: bytes) -> None:
         try:
@@ -48,26 +48,26 @@ class Telling(TrustedLink):
 
 
 async def carried_out(link: Telling) -> None:
-    shards = threaded_shards(1, BufferPool(4, CHUNK_BYTES), link.party)
+    shards = threaded_shards(1, BufferPool(4, CHUNK_BYTES), link.adapter)
     workers = Workers(shards, MemoryBlobs(), lambda message: None, 1)
     workers.perform(FORGET)
     assert await asyncio.to_thread(link.told.wait, PATIENCE_S)
     await workers.close()
 
 
-def test_what_is_over_is_forgotten_by_the_trusted_party() -> None:
+def test_what_is_over_is_forgotten_by_the_tsa() -> None:
     with running() as where:
-        link = Telling(Deployment(trusted_party=where))
+        link = Telling(Deployment(tsa=where))
         digest = link.register(PARAMETERS)
         assert len(link.offers(digest, 1)) == 1
         asyncio.run(carried_out(link))
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(TsaRefused) as caught:
             link.offers(digest, 1)
-        assert caught.value.reason is Reason.UNKNOWN_PARAMETERS
+        assert caught.value.reason is RefusalReason.UNKNOWN_PARAMETERS
         link.close()
 
 
-def test_no_trusted_party_is_started_to_be_told(tmp_path: Path) -> None:
+def test_no_tsa_is_started_to_be_told(tmp_path: Path) -> None:
     link = Telling(Deployment(data=str(tmp_path)))
     asyncio.run(carried_out(link))
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,14 @@ from papaya.server.collectors import (
     coordinator_collector,
     selector_collector,
 )
-from papaya.server.metrics import Collector, Family, Registry, Sample, exposition, histogram_of
+from papaya.server.metrics import (
+    Collector,
+    Family,
+    MetricSample,
+    Registry,
+    exposition,
+    histogram_of,
+)
 from tests.unit.aggregator.builders import World, a_world, an_async_task, make_version
 from tests.unit.coordinator.builders import a_served_office, an_office
 from tests.unit.coordinator.builders import a_task as a_placed_task
@@ -175,9 +182,9 @@ def test_a_counter_without_labels_is_there_before_anything_happened() -> None:
 
 def test_families_of_one_name_from_several_collectors_stand_together() -> None:
     families = [
-        Family("papaya_a", "gauge", "A.", (Sample((("node", "one"),), 1),)),
-        Family("papaya_b", "gauge", "B.", (Sample((), 2),)),
-        Family("papaya_a", "gauge", "A.", (Sample((("node", "two"),), 3),)),
+        Family("papaya_a", "gauge", "A.", (MetricSample((("node", "one"),), 1),)),
+        Family("papaya_b", "gauge", "B.", (MetricSample((), 2),)),
+        Family("papaya_a", "gauge", "A.", (MetricSample((("node", "two"),), 3),)),
     ]
     assert len(parse(exposition(families))) == 3
 

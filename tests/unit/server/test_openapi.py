@@ -21,7 +21,7 @@ from papaya.messages.base import Message
 from papaya.messages.participation import Incomplete, Joined, Refused, Retry
 from papaya.messages.paths import PARAMETERS_PATH, PATHS
 from papaya.server.device_openapi import DEVICE_ROUTES, device_document
-from papaya.server.openapi import Answer, Api, Json, Raw, Route, document
+from papaya.server.openapi import Api, ApiAnswer, ApiRoute, Json, Raw, document
 from tests.unit.messages.strategies import TO_DEVICE, a_message
 
 DOCUMENT = device_document()
@@ -194,7 +194,9 @@ class Thing(Struct, tag=True):
 
 
 def test_other_routes_make_other_documents() -> None:
-    route = Route("GET", "/things", "things", "All.", (Answer(200, "Them.", (Thing,)),), token="me")
+    route = ApiRoute(
+        "GET", "/things", "things", "All.", (ApiAnswer(200, "Them.", (Thing,)),), token="me"
+    )
     found = document(Api("Things", "2", "A test.", (("me", "My token."),)), [route])
     assert found["info"]["title"] == "Things"
     assert set(found["components"]["schemas"]) == {"Inner", "Thing"}
@@ -205,7 +207,7 @@ def test_other_routes_make_other_documents() -> None:
 
 def test_two_methods_share_a_path() -> None:
     routes = [
-        Route(method, "/thing", method.lower(), "It.", (Answer(204, "Done."),))
+        ApiRoute(method, "/thing", method.lower(), "It.", (ApiAnswer(204, "Done."),))
         for method in ("PUT", "DELETE")
     ]
     found = document(Api("Things", "2", ""), routes)

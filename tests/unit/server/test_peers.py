@@ -10,7 +10,7 @@ import pytest
 
 from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
-from papaya.http.pool import Connections
+from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
 from papaya.messages.participation import Alive
 from papaya.server.peers import MESSAGES_PATH, Peers
@@ -36,7 +36,7 @@ async def a_peer(status: int) -> AsyncIterator[tuple[Peers, Server]]:
         [Buffered("POST", MESSAGES_PATH, server.on_message, 1000)], "127.0.0.1", 0
     )
     server.node = f"aggregator@127.0.0.1:{listening.port}"
-    peers = Peers(Connections(), Connections(), "token", 1.0)
+    peers = Peers(ConnectionPool(), ConnectionPool(), "token", 1.0)
     try:
         yield peers, server
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 from papaya.config import Deployment
 from papaya.errors import OperatorError, ProtocolError
-from papaya.http.pool import Connections
+from papaya.http.pool import ConnectionPool
 from papaya.server.peers import address_of
 from papaya.server.server import Server
 from tests.unit.http.loopback import a_client, a_request
@@ -73,7 +73,7 @@ def test_health_and_metrics_need_no_token_and_the_admin_api_does(tmp_path: Path)
     async def run() -> None:
         server = Server(deployment(tmp_path))
         await server.start()
-        connections = Connections()
+        connections = ConnectionPool()
         try:
             where = server.addresses["admin"]
             health = await connections.request(where, "GET", "/health")
@@ -96,7 +96,7 @@ def test_roles_apart_take_messages_only_from_servers(tmp_path: Path) -> None:
     async def run() -> None:
         server = Server(deployment(tmp_path), ("coordinator",))
         await server.start()
-        connections = Connections()
+        connections = ConnectionPool()
         try:
             where = server.addresses["servers"]
             path = "/internal/messages"
@@ -144,7 +144,7 @@ def test_a_server_whose_store_fails_is_not_healthy(tmp_path: Path) -> None:
     async def run() -> None:
         server = Server(deployment(tmp_path))
         await server.start()
-        connections = Connections()
+        connections = ConnectionPool()
         try:
             where = server.addresses["admin"]
             assert (await connections.request(where, "GET", "/health")).status == 200

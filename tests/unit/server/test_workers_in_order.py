@@ -34,7 +34,7 @@ from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import BlobKey, Message, SessionId, TaskId
 from papaya.messages.storage import Member, RecordRow, VersionRow
-from papaya.server.workers import Work
+from papaya.server.workers import HeavyWork
 from tests.unit.server.worker_builders import LENGTH, Driver, MemoryBlobs, a_task, run
 
 TASKS = ["one", "two"]
@@ -68,7 +68,7 @@ class Reference:
     def tell(self, message: Message) -> None:
         self.told += [message, frozenset()]
 
-    def fold(self, session: SessionId, plan: Plan, is_whole: bool) -> Work:
+    def fold(self, session: SessionId, plan: Plan, is_whole: bool) -> HeavyWork:
         if is_whole:
             members = self.buffers.setdefault(plan.target, {})
             members[session] = (plan.values, plan.examples)
@@ -79,7 +79,7 @@ class Reference:
         self.told[-1] = last | {folded}
         return Fold(self.config, 1, plan.target, session, plan.examples, 0)
 
-    def snapshot(self) -> Work | None:
+    def snapshot(self) -> HeavyWork | None:
         if not self.buffers:
             return None
         sums = []
@@ -95,12 +95,12 @@ class Reference:
         self.tell(Snapshotted(self.task, 1, tuple(sums)))
         return Snapshot(self.task, 1, tuple(self.buffers))
 
-    def restore(self) -> Work:
+    def restore(self) -> HeavyWork:
         self.buffers = {target: dict(members) for target, (_, members) in self.durable.items()}
         self.tell(Restored(self.task, 1))
         return Restore(self.config, 1, tuple(map(self._record, self.durable)), tuple(self.first))
 
-    def step(self, target: int) -> Work | None:
+    def step(self, target: int) -> HeavyWork | None:
         if target not in self.durable:
             return None
         version, state = self.first
@@ -117,11 +117,11 @@ class Reference:
         self.tell(Stepped(self.task, 1, target, key, "not compared"))
         return work
 
-    def drop(self) -> Work:
+    def drop(self) -> HeavyWork:
         self.buffers = {}
         return Drop(self.task, 1)
 
-    def delete(self, target: int) -> Work | None:
+    def delete(self, target: int) -> HeavyWork | None:
         if target not in self.durable:
             return None
         return DeleteBlobs((self.durable.pop(target)[0],))
@@ -210,7 +210,9 @@ def test_every_sum_holds_exactly_its_sessions(
         assert all(key in blobs.blobs for key, _ in reference.durable.values())
 
 
-def _given(driver: Driver, reference: Reference, plan: Plan, session: SessionId) -> Work | None:
+def _given(
+    driver: Driver, reference: Reference, plan: Plan, session: SessionId
+) -> HeavyWork | None:
     match plan.kind:
         case "fold":
             driver.upload(plan.task, session, list(plan.values))

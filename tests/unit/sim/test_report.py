@@ -28,10 +28,10 @@ from papaya.messages.participation import Completed, Joined
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import Member, RecordRow, Row, Transaction, VersionRow
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
-from papaya.sim.hosts import Host
+from papaya.sim.hosts import SimulatedHost
 from papaya.sim.plots import draw, without_short_dips
 from papaya.sim.population import PopulationConfig
-from papaya.sim.report import Report, Watched, ks_statistic
+from papaya.sim.report import RunReport, Watched, ks_statistic
 from papaya.sim.simulate import Moment, compare, protocol_tasks, simulate
 
 ROOT = Path(__file__).parents[3]
@@ -56,14 +56,14 @@ class Recounted(Watched):
         super().__init__(config, seed)
         self.state.observers.append(self._records)
 
-    def observe_reply(self, host: Host, reply: Reply) -> None:
+    def observe_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
             case Completed(discarded=discarded):
                 self.answers[discarded] = self.answers.get(discarded, 0) + 1
             case Joined():
                 self.joined += 1
 
-    def after_event(self, host: Host) -> None:
+    def after_event(self, host: SimulatedHost) -> None:
         """The exact integral of active over time, instead of samples."""
         if isinstance(host.machine, Aggregator):
             self.active_s += self._active_before * (self.engine.now - self._last)
@@ -233,7 +233,7 @@ def test_the_same_run_gives_the_same_report_in_another_process() -> None:
 
 def test_a_report_survives_json() -> None:
     report = simulate(a_cluster(SyncFL(0.3), tasks=2), 3, 0.1)
-    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+    assert msgspec.json.decode(msgspec.json.encode(report), type=RunReport) == report
 
 
 def test_the_summary_names_what_the_paper_names() -> None:

@@ -24,7 +24,7 @@ from papaya.messages.storage import (
 from papaya.secagg.words import WORD
 from papaya.sim.protocol_updates import protocol_update, protocol_vector
 from papaya.sim.secure_checks import SecureAuditor
-from papaya.sim.tsa_twin import TrustedTwin, sealed
+from papaya.sim.tsa_twin import TsaTwin, sealed
 from tests.unit.aggregator.secure_builders import MAX_EXAMPLES, a_secure_task
 from tests.unit.client.builders import joined
 
@@ -37,21 +37,21 @@ class Clock:
 
 
 class Audited:
-    """Two devices, one trusted party, and whatever the auditor is shown of them."""
+    """Two devices, one TSA, and whatever the auditor is shown of them."""
 
     def __init__(self) -> None:
         self.config = a_secure_task(goal=2)
         self.parameters = self.config.public_parameters
         assert self.parameters is not None
         self.rows: dict[str, Row] = {}
-        self.trusted = TrustedTwin(Clock(), Random(1))
-        self.auditor = SecureAuditor([self.config], self.rows, self.trusted)
+        self.tsa = TsaTwin(Clock(), Random(1))
+        self.auditor = SecureAuditor([self.config], self.rows, self.tsa)
         self.done: dict[str, Sealed] = {}
         self.index: dict[str, int] = {}
 
     def offer(self) -> tuple[int, SecureOffer]:
         assert self.parameters is not None
-        [offer], terms = self.trusted.party.offers(self.parameters, 1)
+        [offer], terms = self.tsa.adapter.offers(self.parameters, 1)
         told = SecureOffer(
             terms.parameters, offer.message, terms.identity, terms.platform, b"", b"", -1
         )
@@ -70,7 +70,7 @@ class Audited:
         self.auditor.on_sealed(who(session), MAX_EXAMPLES, work, done, lie)
 
     def accept(self, session: str, group: int = 1) -> None:
-        self.trusted.party.accept(self.index[session], group, self.done[session].sealed)
+        self.tsa.adapter.accept(self.index[session], group, self.done[session].sealed)
 
     def record(self, *sessions: str, target: int = 1) -> tuple[RecordRow, bytes]:
         total = MaskedSum.zero(LENGTH + 2)
@@ -89,7 +89,7 @@ class Audited:
 
     def release(self, members: list[int], group: int = 1) -> None:
         assert self.parameters is not None
-        self.trusted.release(self.parameters, group, members, lambda start, masks: None)
+        self.tsa.release(self.parameters, group, members, lambda start, masks: None)
 
 
 def who(session: str) -> Joined:
@@ -160,9 +160,9 @@ def test_a_seed_is_taken_into_one_group_and_only_for_an_offer_that_was_given() -
     audited.seal(SESSIONS[0], audited.granted(SESSIONS[0]))
     audited.accept(SESSIONS[0])
     with broken("taken into group 1 and into 2"):
-        audited.trusted.on_accepted(audited.index[SESSIONS[0]], 2)
+        audited.tsa.on_accepted(audited.index[SESSIONS[0]], 2)
     with broken("given to nobody"):
-        audited.trusted.on_accepted(77, 1)
+        audited.tsa.on_accepted(77, 1)
 
 
 def test_masks_are_released_for_a_full_and_durable_record_only() -> None:
@@ -177,7 +177,7 @@ def test_masks_are_released_for_a_full_and_durable_record_only() -> None:
     audited.rows.clear()
     audited.release(members)  # a late holder asks again: the same bytes
     with broken("were released, group 1"):
-        audited.trusted.on_released(audited.parameters.digest(), 1, (members[0],))  # type: ignore[union-attr]
+        audited.tsa.on_released(audited.parameters.digest(), 1, (members[0],))  # type: ignore[union-attr]
 
 
 def test_a_record_is_the_sum_of_members_whose_seeds_are_in_its_group() -> None:
@@ -209,7 +209,7 @@ def test_a_buffer_is_dropped_for_a_reason_and_changes_nothing_else() -> None:
     audited.rows[optimizer_key("words")] = OptimizerRow(1, "state")
     with broken("could be used"):
         audited.auditor.check_dropped("words", row, before)
-    audited.trusted.crash()
+    audited.tsa.crash()
     audited.auditor.check_dropped("words", row, before)
     audited.rows[optimizer_key("words")] = OptimizerRow(1, "another")
     with broken("changed the optimizer"):

@@ -1,4 +1,4 @@
-"""The twin of the trusted party: the real object, that crashes and keeps nothing."""
+"""The twin of the TSA: the real object, that crashes and keeps nothing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from papaya.sim.tsa_twin import TrustedTwin
-from papaya.tsa.errors import Reason, Refused, Unavailable
+from papaya.sim.tsa_twin import TsaTwin
+from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 from tests.unit.secagg.builders import a_task
 
 PARAMETERS = a_task()
@@ -18,20 +18,20 @@ class Clock:
 
 
 def test_a_crash_is_a_new_identity_that_knows_nothing() -> None:
-    twin = TrustedTwin(Clock(), Random(1))
+    twin = TsaTwin(Clock(), Random(1))
     before = twin.identity_public_key
     digest = twin.register(PARAMETERS)
     assert len(twin.offers(digest, 2)) == 2
     twin.crash()
     assert twin.identity_public_key != before
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(TsaRefused) as caught:
         twin.offers(digest, 1)
-    assert caught.value.reason is Reason.UNKNOWN_PARAMETERS
+    assert caught.value.reason is RefusalReason.UNKNOWN_PARAMETERS
 
 
 def test_while_it_is_away_it_does_not_answer() -> None:
     clock = Clock()
-    twin = TrustedTwin(clock, Random(1))
+    twin = TsaTwin(clock, Random(1))
     twin.crash(away_s=5.0)
     with pytest.raises(Unavailable):
         twin.register(PARAMETERS)
@@ -43,5 +43,5 @@ def test_while_it_is_away_it_does_not_answer() -> None:
 
 
 def test_the_same_seed_draws_the_same_keys() -> None:
-    keys = [TrustedTwin(Clock(), Random(seed)).identity_public_key for seed in (1, 1, 2)]
+    keys = [TsaTwin(Clock(), Random(seed)).identity_public_key for seed in (1, 1, 2)]
     assert keys[0] == keys[1] != keys[2]

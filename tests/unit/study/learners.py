@@ -11,10 +11,11 @@ from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.sim.cluster import ClusterConfig
+from papaya.sim.draws import Ints
 from papaya.sim.population import PopulationConfig
 from papaya.study.replay import Rates
 from papaya.study.trace import Trace
-from papaya.study.workloads.base import Clients, Ints, Matrix, Quality, Workload
+from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
 from papaya.study.workloads.language import Language, LanguageConfig
 
 POPULATION = PopulationConfig(size=100_000, latency_mean_s=5.0)

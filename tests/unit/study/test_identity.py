@@ -16,12 +16,12 @@ from papaya.sim.jobs import in_turn
 from papaya.study import identity, lab
 from papaya.study.identity import closure, code_digest, digest
 from papaya.study.lab import Lab
-from papaya.study.run import Course
+from papaya.study.run import RecordingPlan
 from papaya.study.trace import Recorded
 from papaya.study.workloads.embedding import EmbeddingWorkload
 from tests.unit.study.learners import a_cluster
 
-COURSE = Course(cluster=a_cluster(), seed=1)
+COURSE = RecordingPlan(cluster=a_cluster(), seed=1)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_nothing_of_a_recording_stays_in_memory(tmp_path: Path) -> None:
 
 def test_equals_that_are_written_otherwise_are_all_recorded(tmp_path: Path) -> None:
     whole, broken = (
-        Course(cluster=a_cluster(SyncFL(share)), seed=1, updates=5) for share in (0, 0.0)
+        RecordingPlan(cluster=a_cluster(SyncFL(share)), seed=1, updates=5) for share in (0, 0.0)
     )
     assert whole == broken
     recordings = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([whole, broken])

@@ -16,9 +16,10 @@ from papaya.config import OptimizerConfig
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.learning.weighting import clipped
+from papaya.sim.draws import Ints
 from papaya.study.replay import NORMS_KEPT, Curve, Point, Rates, learn
 from papaya.study.trace import Trace
-from papaya.study.workloads.base import Clients, Ints, Matrix, Quality, Workload
+from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
 from papaya.study.workloads.embedding import EmbeddingWorkload
 from tests.unit.study.learners import LANGUAGE, POPULATION, RATES, Drift, Kept, a_trace
 

@@ -22,10 +22,10 @@ from papaya.config import (
 from papaya.errors import ConfigError, OperatorError
 from papaya.sim.jobs import mapping
 from papaya.sim.population import PopulationConfig
-from papaya.study.lab import Lab, Step
+from papaya.study.lab import Lab, LabStep
 from papaya.study.plan import Plan, runs_of, setting_of, with_setting
-from papaya.study.results import Row, edges, rows_of, varied_in
-from papaya.study.run import Course, Learnt, Run, record_course, recordable
+from papaya.study.results import ResultRow, edges, rows_of, varied_in
+from papaya.study.run import RecordingPlan, Run, RunResult, record_course, recordable
 from papaya.study.sweep import sweep
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(prepared: Prepared, folder: Path) -> list[Learnt]:
+def outcomes(prepared: Prepared, folder: Path) -> list[RunResult]:
     return sweep(SMALL, folder, jobs=1, prepared=prepared)
 
 
@@ -152,7 +152,7 @@ def test_a_goal_of_the_file_holds_for_its_own_regime_and_concurrency(prepared: P
 # -- sweeps
 
 
-def test_outcomes_come_in_the_order_of_the_plan(outcomes: list[Learnt], folder: Path) -> None:
+def test_outcomes_come_in_the_order_of_the_plan(outcomes: list[RunResult], folder: Path) -> None:
     settings = [setting_of(outcome.run) for outcome in outcomes]
     assert [(s["K"], s["server_rate"]) for s in settings] == [
         (5, 0.003), (5, 0.03), (10, 0.003), (10, 0.03),
@@ -167,14 +167,14 @@ def test_outcomes_come_in_the_order_of_the_plan(outcomes: list[Learnt], folder: 
 
 
 def test_a_second_sweep_reads_and_runs_only_what_is_missing(
-    outcomes: list[Learnt], folder: Path, prepared: Prepared
+    outcomes: list[RunResult], folder: Path, prepared: Prepared
 ) -> None:
     gone = folder / "runs" / f"{outcomes[2].run.digest}.json"
     damaged = folder / "runs" / f"{outcomes[1].run.digest}.json"
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.*")}
     gone.unlink()
     damaged.write_bytes(damaged.read_bytes()[:50])
-    steps: list[Step] = []
+    steps: list[LabStep] = []
     again = sweep(SMALL, folder, jobs=1, progress=steps.append, prepared=prepared)
     assert again == outcomes
     assert list(dict.fromkeys((s.kind, s.done, s.total) for s in steps)) == [
@@ -190,7 +190,7 @@ def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
     prepared: Prepared, tmp_path: Path, jobs: int
 ) -> None:
     """Of two recordings one is three times as long as the other, and goes first."""
-    course, steps = runs_of(SMALL, prepared)[0].course, list[Step]()
+    course, steps = runs_of(SMALL, prepared)[0].course, list[LabStep]()
     with mapping(jobs) as mapped:
         lab = Lab(tmp_path, mapped, lambda run: prepared.make(1, 1), steps.append)
         lab.record(structs.replace(course, updates=updates) for updates in (300, 900))
@@ -205,7 +205,7 @@ def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
 
 
 def test_a_run_is_the_same_in_other_processes(
-    outcomes: list[Learnt], tmp_path: Path, prepared: Prepared
+    outcomes: list[RunResult], tmp_path: Path, prepared: Prepared
 ) -> None:
     plan = structs.replace(SMALL, vary=SMALL.vary | {"K": (5,)})
     elsewhere = sweep(plan, tmp_path, jobs=2, prepared=prepared)
@@ -213,9 +213,9 @@ def test_a_run_is_the_same_in_other_processes(
 
 
 def test_an_error_of_who_watches_is_no_divergence(
-    prepared: Prepared, outcomes: list[Learnt], tmp_path: Path
+    prepared: Prepared, outcomes: list[RunResult], tmp_path: Path
 ) -> None:
-    def stop(step: Step) -> None:
+    def stop(step: LabStep) -> None:
         if step.kind == "runs" and step.share > 0:
             raise OperatorError("enough")
 
@@ -226,19 +226,19 @@ def test_an_error_of_who_watches_is_no_divergence(
 
 
 def test_an_interrupted_sweep_leaves_whole_files(
-    prepared: Prepared, outcomes: list[Learnt], tmp_path: Path
+    prepared: Prepared, outcomes: list[RunResult], tmp_path: Path
 ) -> None:
     class Enough(Exception):
         pass
 
-    def stop(step: Step) -> None:
+    def stop(step: LabStep) -> None:
         if step.outcome is not None:
             raise Enough
 
     with pytest.raises(Enough):
         sweep(SMALL, tmp_path, jobs=1, progress=stop, prepared=prepared)
     [only] = (tmp_path / "runs").iterdir()
-    assert msgspec.json.decode(only.read_bytes(), type=Learnt) == outcomes[0]
+    assert msgspec.json.decode(only.read_bytes(), type=RunResult) == outcomes[0]
     assert not [name for _, _, files in os.walk(tmp_path) for name in files if name[0] == "."]
 
 
@@ -285,7 +285,7 @@ def test_a_task_is_recorded_with_its_own_terms_and_every_device_fits() -> None:
         stop=StopRule(versions=3),
     )
     cluster = recordable(task, POPULATION)
-    trace, report = record_course(Course(cluster=cluster, seed=1, updates=40))
+    trace, report = record_course(RecordingPlan(cluster=cluster, seed=1, updates=40))
     assert len(trace.clients) >= 40
     assert trace.versions > 3
     assert (trace.task.concurrency, trace.task.aggregation_goal) == (20, 4)
@@ -295,7 +295,7 @@ def test_a_task_is_recorded_with_its_own_terms_and_every_device_fits() -> None:
 # -- results
 
 
-def test_rows_put_seeds_together_and_the_best_first(outcomes: list[Learnt]) -> None:
+def test_rows_put_seeds_together_and_the_best_first(outcomes: list[RunResult]) -> None:
     other = [_with_seed(outcome.run, 2) for outcome in outcomes]
     doubled = [structs.replace(o, run=r) for o, r in zip(outcomes, other, strict=True)]
     rows = rows_of([*outcomes, *doubled], ("K", "server_rate"))
@@ -312,7 +312,7 @@ def _with_seed(run: Run, seed: int) -> Run:
 
 
 def test_with_a_target_the_soonest_come_first_and_those_that_missed_it_last(
-    outcomes: list[Learnt],
+    outcomes: list[RunResult],
 ) -> None:
     hours = (None, 3.0, 1.0, 2.0)
     timed = [
@@ -330,7 +330,7 @@ def test_with_a_target_the_soonest_come_first_and_those_that_missed_it_last(
     assert [row.diverged for row in rows] == [0, 0, 0, 1]
 
 
-def test_a_rate_at_the_edge_is_told(outcomes: list[Learnt]) -> None:
+def test_a_rate_at_the_edge_is_told(outcomes: list[RunResult]) -> None:
     rows = rows_of(outcomes, ("K", "server_rate"))
     [found] = edges(rows)
     assert "the best server_rate" in found
@@ -339,5 +339,5 @@ def test_a_rate_at_the_edge_is_told(outcomes: list[Learnt]) -> None:
     assert edges([]) == []
 
 
-def _at_rate(row: Row, rate: float) -> Row:
+def _at_rate(row: ResultRow, rate: float) -> ResultRow:
     return structs.replace(row, setting=row.setting | {"server_rate": rate})

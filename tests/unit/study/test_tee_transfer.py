@@ -24,8 +24,8 @@ from papaya.study.tee_transfer import (
 )
 from papaya.study.transfer_plot import draw_transfer, seconds_of
 from papaya.tsa import wire
-from papaya.tsa.service import Service
-from papaya.tsa.trusted_aggregator import TrustedAggregator
+from papaya.tsa.service import TsaService
+from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import NOW, Deployment, a_task, entropy
 
 
@@ -56,7 +56,7 @@ def test_naive_aggregation_is_k_times_m_and_ours_k_plus_m() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 7])
-def test_the_count_is_what_a_trusted_party_is_sent_and_answers(k: int) -> None:
+def test_the_count_is_what_a_tsa_is_sent_and_answers(k: int) -> None:
     task = a_task(length=33, aggregation_goal=k, threshold=k)
     into, out = exchanged(task, k)
     assert into == bytes_into_tee(k, 4 * task.length, "asynchronous")
@@ -66,7 +66,7 @@ def test_the_count_is_what_a_trusted_party_is_sent_and_answers(k: int) -> None:
 def exchanged(task: PublicParameters, k: int) -> tuple[int, int]:
     """Real requests to the real service; offers are made ahead and are no part of it."""
     deployment = Deployment(task)
-    service = Service(deployment.trusted)
+    service = TsaService(deployment.tsa)
     updates = [deployment.sealed(np.zeros(task.length, np.float32)) for _ in range(k)]
     requests = [wire.accept_request(u.index, 0, u.sealed) for u in updates]
     requests.append(wire.release_request(task.digest(), 0, [u.index for u in updates]))
@@ -77,7 +77,7 @@ def exchanged(task: PublicParameters, k: int) -> tuple[int, int]:
 
 def test_a_service_refuses_what_the_count_does_not_have() -> None:
     """The other direction of the count: a byte less is no request."""
-    service = Service(TrustedAggregator(entropy("other")))
+    service = TsaService(TSA(entropy("other")))
     [answer] = service.answer(wire.accept_request(0, 0, bytes(64))[4:-1], NOW)
     assert answer[4] != wire.DONE
 

@@ -1,4 +1,4 @@
-"""A trusted party on a thread of this process, behind a real socket."""
+"""A TSA on a thread of this process, behind a real socket."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 
 from papaya.tsa import endpoint
 from papaya.tsa.process import Process
-from papaya.tsa.service import Evidence, Service
-from papaya.tsa.trusted_aggregator import TrustedAggregator
+from papaya.tsa.service import MakeEvidence, TsaService
+from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import NOW, entropy
 
 
 @contextmanager
 def running(
     address: str | None = None,
-    evidence: Evidence | None = None,
-    trusted: TrustedAggregator | None = None,
+    evidence: MakeEvidence | None = None,
+    tsa: TSA | None = None,
 ) -> Iterator[str]:
     """Yields the address; on leaving, the loop must end by itself."""
-    service = Service(trusted or TrustedAggregator(entropy("trusted party")), evidence)
+    service = TsaService(tsa or TSA(entropy("TSA")), evidence)
     stop, wake = socket.socketpair()
     with tempfile.TemporaryDirectory() as folder, stop, wake:
         where = address or f"unix:{Path(folder) / 'tsa'}"

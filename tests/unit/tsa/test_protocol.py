@@ -16,7 +16,7 @@ from papaya.secagg import fixed_point
 from papaya.secagg.participant import SealedUpdate, weight_and_damping
 from papaya.secagg.words import WORD, Words
 from papaya.tsa import wire
-from papaya.tsa.errors import Reason, Refused
+from papaya.tsa.errors import RefusalReason, TsaRefused
 from tests.unit.secagg import reference
 from tests.unit.secagg.builders import NOW, Deployment, a_task, decoded, encoded, entropy
 
@@ -53,11 +53,11 @@ def test_the_sum_is_exact_for_any_clients_in_any_order(
             continue
         deployment.accept(update, group)
         if idle:
-            deployment.trusted.sum_waiting()
+            deployment.tsa.sum_waiting()
         if fate == "sent twice":
-            with pytest.raises(Refused) as caught:
+            with pytest.raises(TsaRefused) as caught:
                 deployment.accept(update, group)
-            assert caught.value.reason is Reason.REPLAYED
+            assert caught.value.reason is RefusalReason.REPLAYED
         if fate != "not folded":
             counted.setdefault(group, []).append((update, values, n, s))
     for group in sorted(counted):
@@ -65,7 +65,7 @@ def test_the_sum_is_exact_for_any_clients_in_any_order(
         words = deployment.unmasked([update for update, *_ in members], group)
         assert words.tolist() == fixed_point_sum(deployment, members)
         assert_close(deployment, words, members)
-    deployment.trusted.check()
+    deployment.tsa.check()
 
 
 def fixed_point_sum(deployment: Deployment, members: list[Any]) -> list[int]:
@@ -146,7 +146,7 @@ def test_the_servers_view_is_the_simulators_view() -> None:
     deployment, first, second = two_inputs()
     for update in (first, second):
         deployment.accept(update)
-    masks = deployment.trusted.release(deployment.hash, 0, [first.index, second.index])
+    masks = deployment.tsa.release(deployment.hash, 0, [first.index, second.index])
     known_sum = first.masked + second.masked - masks
     draw = entropy("simulator")
     simulated = [np.frombuffer(draw(4 * WORDS), WORD) for _ in range(2)]
@@ -172,11 +172,11 @@ def test_the_statistics_would_notice() -> None:
     assert uniformity(twice) < 1e-12
 
 
-def test_the_trusted_party_gets_as_many_bytes_whatever_the_model() -> None:
+def test_the_tsa_gets_as_many_bytes_whatever_the_model() -> None:
     sizes = []
     for length in (1, 1000, 300_000):
         deployment = Deployment(a_task(length=length, threshold=1))
         update = deployment.any_sealed()
         sizes.append(len(wire.accept_request(update.index, 0, update.sealed)))
-        deployment.trusted.accept(update.index, 0, update.sealed, NOW)
+        deployment.tsa.accept(update.index, 0, update.sealed, NOW)
     assert sizes == [85, 85, 85]

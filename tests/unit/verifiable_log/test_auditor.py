@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from papaya.verifiable_log.auditor import Built, CannotBuild, NoSource, Step, audit
+from papaya.verifiable_log.auditor import AuditStep, Built, CannotBuild, NoSource, audit
 from papaya.verifiable_log.checkpoint import LogPolicy
-from papaya.verifiable_log.errors import Unreachable
+from papaya.verifiable_log.errors import LogSourceUnreachable
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import Record
@@ -24,7 +24,7 @@ from tests.unit.verifiable_log.builders import (
 
 def audited(
     log: LogFolder, built: str = ARTIFACT, remembered: bytes | None = None
-) -> dict[tuple[str, int | None], Step]:
+) -> dict[tuple[str, int | None], AuditStep]:
     reader = a_reader(log, remembered)
     steps = audit(reader, POLICY, lambda record: Built(built), NOW)
     return {(step.name, step.index): step for step in steps}
@@ -65,7 +65,7 @@ def test_a_log_that_cannot_be_reached_has_not_failed(tmp_path: Path) -> None:
     def fetching(reachable: str) -> LogReader:
         def fetch(path: str) -> bytes:
             if path != reachable:
-                raise Unreachable(f"{path} cannot be read")
+                raise LogSourceUnreachable(f"{path} cannot be read")
             return log.fetch(path)
 
         return LogReader(fetch, POLICY)

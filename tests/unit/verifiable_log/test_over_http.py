@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from papaya.verifiable_log.errors import LogError, MissingFile, Unreachable
+from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
 from papaya.verifiable_log.over_http import over_http
 from tests.system.tls import make_certificates
 from tests.unit.verifiable_log.hosts import Dripping, serving
@@ -25,7 +25,7 @@ def test_a_file_is_read_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "checkpoint").write_bytes(b"a log")
     with serving(tmp_path / "log", context) as address:
-        with pytest.raises(Unreachable, match="certificate"):
+        with pytest.raises(LogSourceUnreachable, match="certificate"):
             over_http(address)("checkpoint")
         monkeypatch.setenv("SSL_CERT_FILE", str(made.authority))
         fetch = over_http(address)
@@ -51,7 +51,7 @@ def test_a_host_that_drips_is_left_in_time(scheme: str, first: bytes) -> None:
     began = time.monotonic()
     with Dripping(first) as host:
         fetch = over_http(f"{scheme}://127.0.0.1:{host.port}", file_s=0.3)
-        with pytest.raises(Unreachable, match="not within"):
+        with pytest.raises(LogSourceUnreachable, match="not within"):
             fetch("checkpoint")
     assert time.monotonic() - began < _LONG_S
 
@@ -60,9 +60,9 @@ def test_all_files_of_one_reading_have_one_time(tmp_path: Path) -> None:
     """Or a host would drip each of many tiles for as long as it is let."""
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
         fetch = over_http(f"http://127.0.0.1:{host.port}", file_s=_LONG_S, all_s=0.3)
-        with pytest.raises(Unreachable, match="not within"):
+        with pytest.raises(LogSourceUnreachable, match="not within"):
             fetch("checkpoint")
-        with pytest.raises(Unreachable, match="was not tried"):
+        with pytest.raises(LogSourceUnreachable, match="was not tried"):
             fetch("tile/0/000")
 
 
@@ -75,5 +75,5 @@ def test_only_http_is_fetched(url: str) -> None:
 def test_a_host_does_not_redirect_to_a_file(tmp_path: Path) -> None:
     """`file:` behind a redirect would read what is on the device."""
     place = b"HTTP/1.0 302 Found\r\nLocation: file:///etc/hostname\r\nContent-Length: 0\r\n\r\n"
-    with Dripping(place) as host, pytest.raises(Unreachable):
+    with Dripping(place) as host, pytest.raises(LogSourceUnreachable):
         over_http(f"http://127.0.0.1:{host.port}")("checkpoint")

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from papaya.messages.storage import PointRow
 from papaya.server.admin.routes import MAX_JSON_BYTES
-from papaya.server.admin.views import NewTask, Problem, Stored, TaskView
+from papaya.server.admin.views import NewTask, ProblemBody, Stored, TaskView
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server
 from tests.unit.server.admin.builders import MANIFEST, TASK, encoded
 
@@ -85,7 +85,7 @@ def test_what_is_wrong_is_answered_with_an_error_and_a_hint(
     server: AdminServer, method: str, path: str, body: bytes, status: int, problem: str
 ) -> None:
     found, answer = ask(server, method, path, body)
-    told = msgspec.json.decode(answer, type=Problem)
+    told = msgspec.json.decode(answer, type=ProblemBody)
     assert (found, problem in told.error) == (status, True), told
     assert told.hint
 
@@ -96,7 +96,7 @@ def test_a_disk_that_takes_nothing_is_not_the_callers_fault(server: AdminServer)
     in_the_way.write_bytes(b"")
     path = "/admin/tasks/homeless/parameters?model_length=6"
     status, answer = ask(server, "PUT", path, encoded(config))
-    told = msgspec.json.decode(answer, type=Problem)
+    told = msgspec.json.decode(answer, type=ProblemBody)
     assert (status, "cannot be written" in told.error) == (507, True), told
     assert "disk" in told.hint
     in_the_way.unlink()
@@ -108,7 +108,7 @@ def test_a_bad_configuration_is_told_with_its_remedy(server: AdminServer) -> Non
     new["config"]["concurrency"] = 0
     status, answer = ask(server, "POST", "/admin/tasks", json.dumps(new).encode())
     assert status == 400
-    assert "concurrency = 0" in msgspec.json.decode(answer, type=Problem).error
+    assert "concurrency = 0" in msgspec.json.decode(answer, type=ProblemBody).error
 
 
 def test_too_much_json_is_not_read(server: AdminServer) -> None:

@@ -29,7 +29,7 @@ from papaya.messages.storage import (
     version_key,
 )
 from papaya.server.admin import evaluations
-from papaya.server.admin.history import History
+from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.stores import ThreadedBlobs
 from papaya.server.admin.supervisor import Supervisor
 from papaya.server.admin.views import Evaluate
@@ -221,7 +221,7 @@ def test_an_error_costs_one_turn(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             supervisor = Supervisor(
                 state,  # type: ignore[arg-type]
                 ThreadedBlobs(system.blobs),
-                History(system.state),
+                TaskHistory(system.state),
                 ServerConfig(),
                 lambda: system.time,
                 lambda: None,
@@ -287,7 +287,7 @@ def test_two_histories_of_one_task_end_up_the_same(tmp_path: Path) -> None:
                 number: VersionRow(number, "p", 1, float(number), restarts=number == 70)
                 for number in range(150)
             }
-            first, second = History(system.state), History(system.state)
+            first, second = TaskHistory(system.state), TaskHistory(system.state)
             await second.points("next-word")  # it believes that there is none
             await first.record("next-word", dict(list(rows.items())[:100]))
             await second.record("next-word", rows)

@@ -9,7 +9,7 @@ import pytest
 
 from papaya.cli.main import main
 from papaya.study.experiments import model_quality, sampling_bias, speedup, stale_limit
-from papaya.study.experiments.model_quality import Row
+from papaya.study.experiments.model_quality import TableRow
 from papaya.study.experiments.result import Check
 from papaya.study.experiments.shared_runs import Reached, met, rates
 from papaya.study.experiments.speedup import Pair
@@ -73,8 +73,8 @@ def test_one_small_p_value_among_several_is_seen() -> None:
 
 
 def table(plain: float, over: float, asynchronous: float, hours: float = 1.0) -> list[Check]:
-    def row(p99: float, took_hours: float) -> Row:
-        return Row({"all": [20.0], "p75": [20.0], "p99": [p99]}, [20.0], [took_hours])
+    def row(p99: float, took_hours: float) -> TableRow:
+        return TableRow({"all": [20.0], "p75": [20.0], "p99": [p99]}, [20.0], [took_hours])
 
     names = ("SyncFL without over-selection", "SyncFL with over-selection", "AsyncFL")
     values = ((plain, 9.0), (over, 1.0), (asynchronous, hours))

@@ -20,7 +20,7 @@ from papaya.study.experiments.runs import learning, until_versions, workload_of
 from papaya.study.experiments.scale import FULL, QUICK, SCALES, Scale
 from papaya.study.experiments.shared_runs import met, rates
 from papaya.study.experiments.tuning import tuned
-from papaya.study.lab import Lab, Step
+from papaya.study.lab import Lab, LabStep
 from papaya.study.replay import Curve
 
 TOY = structs.replace(
@@ -111,7 +111,7 @@ def test_a_report_has_only_results_of_the_same_inputs(tmp_path: Path) -> None:
 
 
 def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
-    steps: list[Step] = []
+    steps: list[LabStep] = []
     lab = Lab(tmp_path, in_turn, workload_of, steps.append)
     run = learning(COURSE, rates(0.01))
     first = lab.learn([run, run])

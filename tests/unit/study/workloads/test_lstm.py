@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from papaya.sim.draws import Floats
 from papaya.study.workloads.base import Clients
 from papaya.study.workloads.language import Language
 from papaya.study.workloads.lstm import Walks
-from papaya.study.workloads.lstm_trainers import Floats, Tokens
+from papaya.study.workloads.lstm_trainers import Tokens
 
 DEVICES = np.arange(300)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from papaya.sim.draws import Floats
 from papaya.study.workloads.base import Clients, Matrix
-from papaya.study.workloads.lstm_trainers import Floats
 from papaya.study.workloads.perceptron import Prototypes, PrototypesConfig
-from papaya.study.workloads.perceptron_trainers import Labels
+from papaya.study.workloads.perceptron_trainers import PerceptronLabels
 
 DEVICES = np.arange(300)
 LOUD = PrototypesConfig(noise=1e6)  # beside which a prototype, and so the label, is nothing
@@ -17,7 +17,7 @@ def test_no_device_trains_on_what_is_held_out() -> None:
     source = Prototypes(config=LOUD)
     judged: set[bytes] = set()
 
-    def see(features: Matrix, labels: Labels) -> Floats:
+    def see(features: Matrix, labels: PerceptronLabels) -> Floats:
         judged.update(_noise(features))
         return np.zeros(len(features))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from papaya.device.example_store import MAX_EXAMPLE_BYTES, split_of
-from papaya.device.use_policy import Policy
+from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError
 from papaya.sim.population import DEFAULT, Population, client_of
 from papaya.study.workloads.source import Memory, population_of
@@ -21,7 +21,9 @@ def a_source() -> Memory:
 def test_each_example_is_on_the_side_that_a_device_would_put_it() -> None:
     source = a_source()
     for client, examples in enumerate(CLIENTS):
-        sides = {split: [e for e in examples if split_of(e, Policy()) == split] for split in SIDES}
+        sides = {
+            split: [e for e in examples if split_of(e, UsePolicy()) == split] for split in SIDES
+        }
         assert source.training(client) == sides["train"]
         assert source.held_out(client) == sides["validation"]
     assert source.volumes.tolist() == [len(source.training(c)) for c in range(5)]
@@ -33,7 +35,7 @@ SIDES = ("train", "validation", "test")
 
 
 def test_clients_with_nothing_to_train_on_are_left_out_and_counted() -> None:
-    held_out = next(b"%d" % i for i in range(100) if split_of(b"%d" % i, Policy()) != "train")
+    held_out = next(b"%d" % i for i in range(100) if split_of(b"%d" % i, UsePolicy()) != "train")
     source = Memory("gaps", [[], CLIENTS[0], [held_out], CLIENTS[1]])
     assert (len(source.volumes), source.left_out) == (2, 2)
     assert source.training(1) == a_source().training(1)
