@@ -161,7 +161,6 @@ IMPURE_ATTRIBUTES = {
 
 # --- Rule 3: one name for one thing -------------------------------------------------------------
 
-UNIQUE_NAMES: bool = False  # Until the last duplicate is renamed.
 CAMEL_CASE = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
 TYPE_VARIABLES = {"TypeVar", "ParamSpec", "TypeVarTuple"}
 
@@ -210,8 +209,7 @@ def _all_violations(root: Path) -> Iterator[Violation]:
         yield from _docstring_violations(source)
         yield from _import_violations(source)
     yield from Purity(sources).violations()
-    if UNIQUE_NAMES:
-        yield from name_violations(sources)
+    yield from name_violations(sources)
 
 
 def parsed(file: str, text: str) -> Source:
