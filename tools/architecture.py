@@ -382,20 +382,17 @@ class Purity:
     def _full_names(self, name: str, followed: frozenset[str] = frozenset()) -> Iterator[str]:
         """What `name` stands for: `papaya.x.np.random` is `numpy.random` if x imports numpy as np.
 
-        There are several if x imports one name in two places, as after `except ImportError`.
+        Yields `name` too, and several others if x imports a name twice (`except ImportError`).
         """
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             source = self._sources.get(".".join(parts[:end]))
             if source is None or ".".join(parts[: end + 1]) in self._sources:
                 continue
-            targets = source.names.top_level.get(parts[end], ())
-            for target in targets:
+            for target in source.names.top_level.get(parts[end], ()):
                 if target not in followed:
                     rest = ".".join([target, *parts[end + 1 :]])
                     yield from self._full_names(rest, followed | {target})
-            if targets:
-                return
         yield name
 
 

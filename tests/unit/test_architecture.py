@@ -222,6 +222,11 @@ def test_a_pure_package_imports_nothing_impure(tmp_path: Path, package: str, mod
     assert broken(tmp_path, file_in(package), late) == [(3, "purity")]
 
 
+def test_an_impure_import_is_reported_once_and_not_at_every_use(tmp_path: Path) -> None:
+    body = "import time\nfrom os import path\nx = time.time()\ny = path.exists('f')\n"
+    assert broken(tmp_path, MACHINE_FILE, body) == [(2, "purity"), (3, "purity")]
+
+
 # Each leak is on line 3, below the import that makes it possible.
 LEAKS = {
     "numpy": "import numpy\nx = numpy.random.rand()",
@@ -229,6 +234,9 @@ LEAKS = {
     "alias without call": "import numpy as n\nx = n.random",
     "alias in a function": "import numpy as n\ndef f() -> None: n.random.seed(1)",
     "alias in a class": "import numpy as n\nclass A: rng = n.random",
+    "alias in a base class": "import numpy as n\nclass A(n.random.Generator): ...",
+    "alias in a class decorator": "import numpy as n\n@n.random.wrap\nclass A: ...",
+    "alias in a return type": "import numpy as n\ndef f() -> n.random.Generator: ...",
     "alias in a decorator": "import numpy as n\n@n.random.wrap\ndef f() -> None: ...",
     "alias in a default": "import numpy as n\ndef f(n=n.random) -> None: ...",
     "alias in a lambda": "import numpy as n\nf = lambda: n.random",
@@ -270,6 +278,10 @@ LEAKS = {
     "builtin beside a field": "class A:\n    id: int; x = [id(y) for y in ()]",
     "builtin beside a comprehension": "x = [y for open in ()]\ny = open('f')",
     "builtin in another function": "def f(open: object) -> None: ...\ndef g() -> None: open('f')",
+    "builtin beside a comprehension in a function": "y = 1\n"
+    "def f() -> None: [y for open in ()]; open('f')",
+    "builtin beside an import of a class": "class A:\n"
+    "    from math import e as open; f = lambda: open('f')",
     "builtin in a method": "class A:\n    def id(self) -> int: return id(self)",
 }
 
@@ -396,7 +408,9 @@ def test_every_entry_exists(entry: str) -> None:
         "def f(y: object) -> object:\n    with y as open: return lambda: open",
         "def f(y: object) -> None:\n    try: ...\n    except E as id: g(id)",
         "def f(y: object) -> None:\n    match y:\n        case [id, *vars]: g(id, vars)",
+        "def f(y: object) -> None:\n    match y:\n        case {**id}: g(id)",
         "def f(y: object) -> None:\n    if id := y: g(id)",
+        "def f(y: object) -> None:\n    [id := z for z in y]; g(id)",
         "x = [id for id in ()]\ny = lambda hash: hash",
         "class A:\n    id: int\n    def open(self) -> int: return self.id",
         "x = 'import time'",
@@ -486,6 +500,18 @@ def test_the_packages_above_an_imported_module_are_pure(tmp_path: Path, parent: 
     plant(tmp_path, "papaya/learning/near.py", "")
     plant(tmp_path, parent, "import time\n")
     assert leaks(tmp_path) == [f"{parent}:2 purity"]
+
+
+def test_a_file_without_imports_still_runs_the_package_above_it(tmp_path: Path) -> None:
+    plant(tmp_path, "papaya/client/x.py", "")
+    plant(tmp_path, "papaya/__init__.py", "import time\n")
+    assert leaks(tmp_path) == ["papaya/__init__.py:2 purity"]
+
+
+def test_a_refused_import_is_reported_once_and_not_followed(tmp_path: Path) -> None:
+    plant(tmp_path, "papaya/client/x.py", "from papaya.server.y import f\n")
+    plant(tmp_path, "papaya/server/y.py", "import time\n")
+    assert leaks(tmp_path) == ["papaya/client/x.py:2 imports"]
 
 
 @pytest.mark.parametrize(
@@ -635,6 +661,11 @@ def test_a_public_name_is_defined_once(definition: str, other: str) -> None:
 )
 def test_other_names_may_repeat(definition: str) -> None:
     assert names_found(definition, definition) == []
+
+
+def test_a_name_defined_after_a_failed_import_counts() -> None:
+    fallback = "try: import x\nexcept ImportError: Answer = A | B"
+    assert len(names_found("class Answer: ...", fallback)) == 1
 
 
 def test_one_file_may_define_a_name_in_two_branches() -> None:
