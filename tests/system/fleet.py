@@ -100,9 +100,10 @@ class Book:
 
     async def pass_half_way(self, message: Message) -> None:
         """Uploads of `held_half_way` send their first chunk and wait until they are let go."""
-        if isinstance(message, Chunk) and message.index > 0:
-            if claim_of(message.ticket).session in self.held_half_way:
-                await self._let_go.wait()
+        if not isinstance(message, Chunk) or message.index == 0:
+            return
+        if claim_of(message.ticket).session in self.held_half_way:
+            await self._let_go.wait()
 
     def let_go(self) -> None:
         self._let_go.set()
