@@ -30,7 +30,7 @@ from papaya.config import (
     StopRule,
     TaskConfig,
 )
-from papaya.config.lifecycle import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
+from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (

@@ -158,9 +158,7 @@ def test_a_rejected_client_tries_at_another_time() -> None:
     """Client Independence: "rejection (client will try to participate at another time)"."""
     phone = Phone().until(Stage.CHECKING_IN)
     phone.answer(Rejected("no task needs clients now", 60.0, 180.0))
-    assert phone.endings == [
-        Finish("rejected", "no task needs clients now", 60.0, 180.0)
-    ]
+    assert phone.endings == [Finish("rejected", "no task needs clients now", 60.0, 180.0)]
     assert phone.wait(10_000.0) == []
 
 
