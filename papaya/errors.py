@@ -1,18 +1,17 @@
-"""Every error Papaya raises on purpose; the class says whose fault it is. Any other is a bug.
+"""Every error that Papaya raises on purpose; the class says who is at fault.
 
     PapayaError
-    ├── OperatorError            the person who configured or started us; exit code 2
-    │   ├── ConfigError          an impossible value: names the field, the value and the remedy
-    │   ├── Diverged             numbers of a model are no longer finite: the rates are too high
-    │   └── MissingBlob          the blob store lost something, or a successor deleted it
-    ├── ProtocolError            the peer; the peer is answered, the server lives on; exit code 3
-    │   ├── TicketError          missing, foreign, expired or forged ticket
-    │   ├── HttpError            in papaya/http: a request or answer refused, with its status
-    │   └── UpdateRefused        wrong size, not finite, over norm: refused and counted
-    └── InvariantError           us; a checker or `check()` found a broken promise; exit code 70
+    ├── OperatorError            whoever configured or started Papaya; exit code 2
+    │   ├── ConfigError          an invalid value, with its field, the problem and a remedy
+    │   ├── Diverged             the model is no longer finite: the learning rates are too high
+    │   └── MissingBlob          a blob was lost, or deleted by the next holder of its task
+    ├── ProtocolError            the peer; it gets an answer and the server goes on; exit code 3
+    │   ├── TicketError          a missing, foreign, expired or forged ticket
+    │   └── UpdateRefused        an update of the wrong size, not finite, or over the norm bound
+    └── InvariantError           Papaya itself: an invariant is broken; exit code 70
 
-`hint` is the next thing to do, ready to be pasted where that is possible. Nothing here carries a
-secret: messages name ids and sizes, never keys, tickets or tokens.
+Any other exception is a bug. `hint` says what to do next, as a command where possible. Messages
+name ids and sizes, never keys, tickets or tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import ClassVar, Literal
 
 
 class PapayaError(Exception):
-    """An error with help: what is wrong, with the value, and what to do next."""
+    """What is wrong, with the value, and a hint on what to do next."""
 
     exit_code: ClassVar[int] = 1
     default_hint: ClassVar[str] = ""
@@ -32,7 +31,7 @@ class PapayaError(Exception):
 
 
 class OperatorError(PapayaError):
-    """The person who configured or started Papaya can mend this."""
+    """Whoever configured or started Papaya can fix this."""
 
     exit_code = 2
 
@@ -46,7 +45,7 @@ class ConfigError(OperatorError):
 
 
 class Diverged(OperatorError):
-    """What is learnt has left the numbers that a model can have."""
+    """Training produced numbers that are not finite."""
 
     default_hint = "lower the clients' learning rate or optimizer.rate"
 
@@ -84,7 +83,7 @@ class MissingBlob(OperatorError):
 
 
 class InvariantError(PapayaError):
-    """A promise of the protocol is broken: a bug in Papaya, never the peer's fault."""
+    """An invariant is broken: a bug in Papaya, never the peer's fault."""
 
     exit_code = 70
     default_hint = "this is a bug in Papaya: please report it with the seed or the log around it"

@@ -1,8 +1,8 @@
 """The contract of a machine: messages in, effects out, no IO, clock or global randomness inside.
 
-Every box of the paper's architecture figure is a machine. A driver (`net` with sockets and disks,
-`sim` under virtual time) gives it `now` and messages, carries out the effects that it returns, and
-delivers what becomes of them as messages again. Raising leaves the state unchanged.
+Every box of the paper's architecture figure is a machine. A driver (`server` and `device` with
+sockets and disks, `sim` under virtual time) passes it `now` and messages, carries out the effects
+that it returns, and delivers their results as messages. Raising leaves the state unchanged.
 
     effects = machine.receive(now, message, reply_to)
     effects = machine.wake(now)              when now >= machine.next_wake()
@@ -18,11 +18,11 @@ from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import Transaction
 
 Handle: TypeAlias = Any
-"""Where an answer goes. Made by the driver, opaque to machines, never compared or kept in rows."""
+"""Where an answer goes. Made by the driver, opaque to machines, never stored in rows."""
 
 
 class Effect(Struct, frozen=True, gc=False):
-    """Something that the driver does for a machine."""
+    """Something that the driver carries out for a machine."""
 
 
 class Send(Effect, frozen=True):
@@ -68,7 +68,7 @@ Effects: TypeAlias = list[Effect]
 
 
 class Machine(Protocol):
-    """A server. `check` raises InvariantError when a promise that it can see is broken."""
+    """A server. `check` raises InvariantError if one of its invariants is broken."""
 
     node: NodeId
     boot: float

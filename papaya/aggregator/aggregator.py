@@ -1,8 +1,9 @@
 """The Aggregator (paper, "Aggregator" and "Persistent Aggregator"): persistent, many tasks each.
 
-It takes a task when orders name it and the fence row agrees, reports demand and health to the
-Coordinator, and answers clients through `participation.py`. It holds no authority of its own: each
-write is fenced, and when a row disagrees it stops. It never talks to devices directly.
+It takes a task when orders name it and the fence row agrees, passes requests to the held task
+(`held_task.py`), and reports demand and health to the Coordinator. Every write requires the fence
+row; if that row names another holder, the aggregator stops serving the task. It never talks to
+devices directly: requests come through selectors.
 """
 
 from __future__ import annotations
@@ -10,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from papaya.aggregator.held_task import HeldTask
-from papaya.aggregator.participation import Participation
-from papaya.aggregator.phase import TaskPhase
-from papaya.aggregator.reporting import task_report
+from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.upload import Slots
 from papaya.aggregator.work import (
     Arriving,
@@ -37,7 +35,10 @@ from papaya.messages.tickets import Keyring, claim_of
 
 
 class Aggregator:
-    """Invariant: at most one HeldTask per task, with the highest sequence number it was given."""
+    """All tasks that one aggregator holds.
+
+    Invariant: at most one HeldTask per task, with the highest sequence number it was given.
+    """
 
     def __init__(
         self,
@@ -48,23 +49,32 @@ class Aggregator:
         coordinators: Sequence[NodeId],
         upload_buffers: float = float("inf"),
     ) -> None:
-        """`upload_buffers`: chunks that the driver has memory for."""
+        """`upload_buffers`: how many chunks the driver has memory for."""
         self.node = node
+        # When the process started. A restarted aggregator holds nothing.
         self.boot = boot
         self.tasks: dict[TaskId, HeldTask] = {}
+        # The highest epoch of a leader that sent orders, and the number of its newest orders.
         self.epoch = 0
-        self._config = config
-        self._coordinators = tuple(coordinators)
-        self._slots = Slots(config.upload_slots, config.heartbeat_s, upload_buffers)
-        self._participation = Participation(config, keyring, self._slots)
         self._orders = 0
+
+        self._config = config
+        self._keyring = keyring
+        self._coordinators = tuple(coordinators)
+        # Memory for uploads, shared by all tasks.
+        self._slots = Slots(config.upload_slots, config.heartbeat_s, upload_buffers)
+        # Tokens of storage requests.
+        self._tokens = count(1)
+        # Secure tasks that were taken away, by the token of the read that tells whether they ended.
+        self._left: dict[int, TaskConfig] = {}
+
+        # The number and the time of the last report, and when the next one is due.
         self._number = 0
         self._reported_at = -float("inf")
         self._report_due = boot
+        # The next heartbeat, and the last call of `wake`.
         self._next_beat = boot
         self._woken_at = boot
-        self._tokens = count(1)
-        self._left: dict[int, TaskConfig] = {}  # secure tasks, while their rows are read
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -89,7 +99,7 @@ class Aggregator:
             case AggregatorOrders():
                 effects = self._on_orders(now, message)
             case _:
-                raise ProtocolError(f"an aggregator does not take {type(message).__name__}")
+                raise ProtocolError(f"an aggregator does not accept {type(message).__name__}")
         return self._finish(now, effects)
 
     def wake(self, now: float) -> Effects:
@@ -117,7 +127,7 @@ class Aggregator:
 
     @property
     def uploads(self) -> int:
-        """Uploads that are on their way, or whole and not acknowledged yet."""
+        """Uploads that have started and are not acknowledged yet."""
         return sum(
             session.upload is not None
             for held in self.tasks.values()
@@ -136,7 +146,7 @@ class Aggregator:
             after_s = self._config.heartbeat_s / 4
             return [Reply(reply_to, Retry("this aggregator does not serve the task", after_s))]
         overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
-        return overdue + self._participation.answer(now, held, request, claim, reply_to)
+        return overdue + held.answer(now, request, claim, reply_to)
 
     def _on_work(
         self,
@@ -165,7 +175,7 @@ class Aggregator:
         return []
 
     def _on_arriving(self, now: float, message: Arriving) -> Effects:
-        """A chunk that takes longer than a heartbeat is slow, not silent."""
+        """Part of a chunk has arrived: the client is slow, not silent."""
         held = self.tasks.get(message.task)
         session = held.sessions.active.get(message.session) if held is not None else None
         if session is not None:
@@ -187,7 +197,7 @@ class Aggregator:
         return []
 
     def _leave(self, held: HeldTask) -> Effects:
-        """Orders name it no more: it has another holder, or is over; the rows tell which."""
+        """Orders no longer name the task: it moved, or it is over. The rows tell which."""
         effects = held.stop()
         if held.offers is None:
             return effects
@@ -198,7 +208,7 @@ class Aggregator:
     def _on_left(self, config: TaskConfig, rows: Rows) -> Effects:
         row = dict(rows.rows).get(task_key(config.task))
         is_over = row is None or (isinstance(row, TaskRow) and row.is_over)
-        # Before, or held here again: the TSA may have seeds that will be asked for.
+        # If the task is not over, or is held here again, the TSA's seeds are still needed.
         return [Forget(config)] if is_over and config.task not in self.tasks else []
 
     # -- orders and reports -----------------------------------------------------------------
@@ -226,7 +236,13 @@ class Aggregator:
             effects += held.stop()
         fence = FenceRow(placement.seq, self.node, self.boot)
         held = HeldTask(
-            placement.task, fence, placement.leases, self._config, self._slots, self._tokens
+            placement.task,
+            fence,
+            placement.leases,
+            self._config,
+            self._keyring,
+            self._slots,
+            self._tokens,
         )
         self.tasks[placement.task] = held
         return effects + held.load()
@@ -244,7 +260,7 @@ class Aggregator:
         for held in self.tasks.values():
             held.sessions.forget(now)
             if held.phase is TaskPhase.HALTED:
-                effects += held.load()  # its owner may have changed the rows
+                effects += held.load()  # the owner may have changed the rows
         return effects + self._report(now, heartbeat=True)
 
     def _report(self, now: float, *, heartbeat: bool) -> Effects:
@@ -252,7 +268,7 @@ class Aggregator:
         self._reported_at = now
         self._report_due = float("inf")
         reports = tuple(
-            task_report(held, now, self._number)
+            held.report(now, self._number)
             for held in self.tasks.values()
             if held.has_served or held.halted_because
         )
@@ -269,14 +285,14 @@ class Aggregator:
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
     def _load(self) -> float:
-        """Slots in use plus uploads turned away since the last heartbeat, by slots."""
+        """Share of slots in use, plus uploads rejected since the last heartbeat per slot."""
         turned_away = sum(held.turned_away for held in self.tasks.values())
         for held in self.tasks.values():
             held.turned_away = 0
         return self._slots.used + turned_away / self._config.upload_slots
 
     def _finish(self, now: float, effects: Effects) -> Effects:
-        """After every event: report a rise of demand at once, but not too often."""
+        """After every event: report a rise in demand, limited to the minimum report interval."""
         for held in self.tasks.values():
             if held.may_want_more:
                 held.may_want_more = now < held.adopts_until

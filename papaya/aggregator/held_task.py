@@ -1,4 +1,4 @@
-"""One task at its holder: clients in, versions out.
+"""One task at the aggregator that holds it: requests of clients in, new versions out.
 
 Paper, "Aggregator": it "aggregates client model updates to produce new versions of the server
 model [...] drives participating clients to run the client execution protocol [...] tracks whether
@@ -6,37 +6,159 @@ or not a task needs more clients".
 
     requests ─▶ sessions ─▶ Fold ─▶ pipeline ─▶ acknowledged sessions, new versions
 
-`participation.py` answers requests, `pipeline.py` makes things durable; this file connects them
-and keeps count. A holder whose fence is gone stops; one that lost track of a write loads again.
+Requests (paper, "Client Independence"): "transient client failures do not cause clients to dropout
+because the client protocol is based on virtual sessions". A request that arrives twice gets the
+same answer twice. A session that is unknown here but shows a valid ticket belonged to an earlier
+holder and is adopted if there is room. A session that has ended gets the same final answer again.
+
+The pipeline (`pipeline.py`) makes updates durable. If the fence row no longer names this holder, it
+stops. If the outcome of a write is unknown, it reads the rows again.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from hmac import compare_digest
 
 from papaya.aggregator import regime
-from papaya.aggregator.confirmations import Confirmations
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.offers import Offers
-from papaya.aggregator.phase import TaskPhase
 from papaya.aggregator.pipeline import Pipeline
-from papaya.aggregator.promises import Promises
-from papaya.aggregator.sessions import Session, Sessions, keep_until, ticket_life_s
-from papaya.aggregator.upload import Slots, why_not_served
-from papaya.aggregator.work import Drop, Folded, Lost, Snapshotted, StepFailed, Stepped
-from papaya.config import ServerConfig
-from papaya.machine import Effects, Read, Reply
-from papaya.messages.base import SessionId, TaskId
+from papaya.aggregator.sessions import (
+    Session,
+    Sessions,
+    keep_until,
+    session_life_s,
+    ticket_life_s,
+)
+from papaya.aggregator.upload import (
+    Slots,
+    Upload,
+    buffers_of,
+    chunk_count,
+    chunk_length,
+    crc32,
+    why_not_served,
+)
+from papaya.aggregator.work import Drop, Folded, Keep, Lost, Snapshotted, StepFailed, Stepped
+from papaya.config import ServerConfig, TaskConfig
+from papaya.errors import TicketError
+from papaya.learning.weighting import capped
+from papaya.machine import Effects, Handle, Read, Reply
+from papaya.messages.base import Message, SessionId, TaskId
+from papaya.messages.control import TaskReport
 from papaya.messages.participation import (
     Aborted,
     AbortReason,
+    Alive,
+    Chunk,
+    ChunkOffer,
+    ChunkReceived,
+    Complete,
     Completed,
     DiscardReason,
+    Heartbeat,
     Incomplete,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Refused,
+    Report,
     Retry,
+    Ticketed,
+    UploadGranted,
 )
 from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
+from papaya.messages.tickets import (
+    AnyTicket,
+    AssignmentTicket,
+    Keyring,
+    SessionTicket,
+    UploadTicket,
+)
+
+_BUSY_RETRY_S = 0.5
+_NEVER = float("inf")
+
+
+class TaskPhase(Enum):
+    """What the aggregator is doing with a task it holds."""
+
+    LOADING = "reading what is durable"
+    SERVING = "serving clients"
+    HALTED = "waiting for its owner"
+    STOPPED = "held by another aggregator"
+
+
+class Promises:
+    """An upper bound on the leases that the Coordinator may hold for one task.
+
+    The paper counts clients "assigned to a task, but [...] not yet confirmed". Any demand that was
+    reported may have been leased, and leases made under the previous holder may still arrive. A
+    promised slot is kept free for them: an adopted client only gets a slot that is not promised, so
+    active + promised never exceeds C.
+    """
+
+    def __init__(self, seq: int, leases: Iterable[SessionId]) -> None:
+        self._seq = seq
+        self._inherited = dict.fromkeys(leases)
+        self.count = len(self._inherited)
+
+    def offer(self, demand: int) -> None:
+        """This demand is being reported, so it may be leased from now on."""
+        self.count = max(self.count, demand)
+
+    def cover(self, assignment: AssignmentTicket) -> bool:
+        """Is a slot promised to this assignment?
+
+        An assignment under an earlier holder is covered only if the Coordinator listed its lease:
+        otherwise it may already have been used at that holder.
+        """
+        return assignment.seq == self._seq or assignment.session in self._inherited
+
+    def keep(self, session: SessionId) -> None:
+        """The session has joined and takes its promised slot."""
+        self._inherited.pop(session, None)
+        self.count = max(0, self.count - 1)
+
+
+class Confirmations:
+    """Joins that the Coordinator has not acknowledged yet; each confirms one of its leases.
+
+    Every report repeats them until one that named them is acknowledged. So each session is kept
+    with the number of the report that first named it: a report sent while the task was loading
+    named nothing, and its acknowledgement confirms nothing.
+    """
+
+    def __init__(self) -> None:
+        self._first_named: dict[SessionId, int | None] = {}
+
+    def add(self, session: SessionId) -> None:
+        self._first_named[session] = None
+
+    def name_in(self, report: int) -> tuple[SessionId, ...]:
+        for session, first_named in self._first_named.items():
+            if first_named is None:
+                self._first_named[session] = report
+        return tuple(self._first_named)
+
+    def acknowledge(self, report: int) -> None:
+        self._first_named = {
+            session: first_named
+            for session, first_named in self._first_named.items()
+            if first_named is None or first_named > report
+        }
+
+
+class SessionEnded(Exception):
+    """Not an error: the session is over or cannot start, and `answer` tells the client so."""
+
+    def __init__(self, answer: Message) -> None:
+        super().__init__(answer)
+        self.answer = answer
 
 
 class HeldTask:
@@ -48,40 +170,67 @@ class HeldTask:
         fence: FenceRow,
         leases: Sequence[SessionId],
         server: ServerConfig,
+        keyring: Keyring,
         slots: Slots,
         tokens: Iterator[int],
     ) -> None:
         self.task = task
+        # The row that makes this aggregator the holder. Every write requires it.
         self.fence = fence
         self.phase = TaskPhase.LOADING
+        # Why the task is halted, for the owner; empty while it is not.
+        self.halted_because = ""
+
+        # Active clients, and how ended sessions ended.
+        self.sessions = Sessions(server.dead_after_s)
+        # Buffers, records and versions. Set by the first load; nothing is served before.
+        self.pipeline: Pipeline
+        # Offers of the TSA in stock; None unless the task uses secure aggregation.
+        self.offers: Offers | None = None
+        # Slots that leased clients may be coming for.
+        self.promises = Promises(fence.seq, leases)
+        # Joins that the Coordinator still has to hear of.
+        self.confirmations = Confirmations()
+        # Sessions whose complete uploads wait for a buffer with room, in order of arrival.
+        self._overflow: deque[SessionId] = deque()
+
+        # Demand may have risen since the last report: the aggregator checks after each event.
+        self.may_want_more = False
+        # Until then clients of an earlier holder are adopted and no demand is reported. Infinite
+        # until the task is served for the first time.
+        self.adopts_until = _NEVER
+
+        # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
-        self.sessions = Sessions(server.dead_after_s)
-        self.offers: Offers | None = None
-        self.pipeline: Pipeline  # there from the first load on; nothing is served before
-        self.promises = Promises(fence.seq, leases)
+        # Uploads rejected since the last heartbeat because no slot was free. Part of the load.
         self.turned_away = 0
-        self.may_want_more = False
-        self.adopts_until = float("inf")
-        self.halted_because = ""
+
         self._server = server
+        self._keyring = keyring
+        # Memory for uploads, and tokens for storage requests: shared by all tasks held here.
         self._slots = slots
         self._tokens = tokens
+        # The token of the read that loads the task.
         self._read_token = 0
+        # Deadlines are swept at most once per interval.
         self._swept_at = 0.0
-        self._lost_at: int | None = None
         self._sweep_s = server.heartbeat_s / 20
-        self._overflow: deque[SessionId] = deque()
-        self.confirmations = Confirmations()
+        # The version at which a blob was last found missing.
+        self._lost_at: int | None = None
 
     @property
     def ledger(self) -> Ledger:
         return self.pipeline.ledger
 
-    # -- taking over ------------------------------------------------------------------------
+    @property
+    def config(self) -> TaskConfig:
+        return self.pipeline.config
+
+    # -- loading and stopping ---------------------------------------------------------------
 
     def load(self) -> Effects:
-        """Read all that is durable, in one snapshot."""
+        """Read everything durable about the task, in one snapshot."""
         self.phase = TaskPhase.LOADING
         self._read_token = next(self._tokens)
         return [Read(self._read_token, holder_prefixes(self.task))]
@@ -108,7 +257,10 @@ class HeldTask:
         return [*self._settle_sessions(), self.pipeline.restore()]
 
     def _settle_sessions(self) -> Effects:
-        """Counted is counted; what was folded but not durable has to be sent again."""
+        """Acknowledge what the rows count; ask for every other upload again.
+
+        An update that was folded but not durable is gone: the sums are restored from the rows.
+        """
         effects: Effects = []
         for member in self.ledger.members():
             session = self.sessions.active.get(member.session)
@@ -116,13 +268,14 @@ class HeldTask:
                 effects += self._acknowledge(session)
             elif member.session not in self.sessions.ended:
                 self.sessions.remember(member.session, Completed(), member.keep_until)
-        return effects + self._send_all_again()
+        return effects + self._request_all_again()
 
-    def _send_all_again(self) -> Effects:
+    def _request_all_again(self) -> Effects:
         uploading = [s for s in self.sessions.active.values() if s.upload is not None]
-        return [effect for session in uploading for effect in self._send_again(session)]
+        return [effect for session in uploading for effect in self._request_again(session)]
 
-    def _send_again(self, session: Session) -> Effects:
+    def _request_again(self, session: Session) -> Effects:
+        """Drop the upload and tell the client to send all of its chunks again."""
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
         session.in_buffer = False
@@ -133,16 +286,16 @@ class HeldTask:
         self.halted_because = ""
         self.may_want_more = True
         for session in self.sessions.active.values():
-            session.seen_at = now  # while rows were read it was we who were silent
+            session.seen_at = now  # while the rows were read, no request could be answered
             self.sessions.refile(session)
         if not self.has_served:
-            # The first holder of a task has no predecessor whose clients could come.
+            # The first holder of a task has no clients to adopt.
             is_first = self.fence.seq == 1
             self.adopts_until = now if is_first else now + self._server.heartbeat_s
-        return [*self._abort_outdated(), *self.refill(now), *self.pipeline.restored(now)]
+        return [*self._abort_outdated(), *self._refill_offers(now), *self.pipeline.restored(now)]
 
     def stop(self) -> Effects:
-        """Deposed: clients find the new holder through any selector."""
+        """Another aggregator holds the task now; clients reach it through any selector."""
         self.phase = TaskPhase.STOPPED
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
@@ -150,11 +303,17 @@ class HeldTask:
             self._slots.release((self.task, session.id))
         return effects
 
+    def _halt(self, reason: str) -> Effects:
+        """Stop serving until the rows change. Sessions continue; uploads are dropped."""
+        self.phase = TaskPhase.HALTED
+        self.halted_because = reason
+        return self._request_all_again()
+
     # -- demand -----------------------------------------------------------------------------
 
     @property
     def config_demand(self) -> int:
-        """Client demand by the regime's rule, whether or not it is reported yet."""
+        """Client demand by the rule of the regime, whether or not it is reported yet."""
         if self.is_over:
             return 0
         pipeline, active = self.pipeline, len(self.sessions.active)
@@ -164,51 +323,329 @@ class HeldTask:
 
     @property
     def is_over(self) -> bool:
-        """The last version that the owner asked for is there."""
-        return self.ledger.version >= (self.pipeline.config.stop.versions or float("inf"))
+        """The last version that the owner asked for exists."""
+        return self.ledger.version >= (self.config.stop.versions or _NEVER)
 
     @property
     def room(self) -> int:
-        """Slots that no lease can be on its way to: what an adopted client may take."""
+        """Free slots that are not promised to a lease: an adopted client may take one."""
         return self.config_demand - self.promises.count
 
     @property
     def has_served(self) -> bool:
-        """From then on every report names the task: one that did not would lose confirmations."""
-        return self.adopts_until != float("inf")
+        """From then on every report must name the task.
+
+        A report that leaves it out would be acknowledged without its confirmations.
+        """
+        return self.adopts_until != _NEVER
 
     def demand(self, now: float) -> int:
-        """None is reported while running clients may still come to be adopted."""
+        """The demand to report: zero while clients of an earlier holder may still be adopted."""
         if self.phase is not TaskPhase.SERVING or now < self.adopts_until:
             return 0
         return self.config_demand
 
+    def report(self, now: float, number: int) -> TaskReport:
+        """The task's part of report `number` to the Coordinator (paper, "High Client Utilization").
+
+        Reported demand is promised: the clients that are assigned because of it find their slots.
+        """
+        demand = self.demand(now)
+        problem = "" if self.offers is None else self.offers.problem
+        self.promises.offer(demand)
+        return TaskReport(
+            task=self.task,
+            seq=self.fence.seq,
+            active=len(self.sessions.active),
+            demand=demand,
+            halted=self.halted_because or problem,
+            ended=self.sessions.ended_count,
+            joined=self.confirmations.name_in(number),
+        )
+
+    # -- requests of clients ----------------------------------------------------------------
+
+    def answer(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
+        """Answer a request. `claim` is what its ticket says, not verified yet."""
+        if claim.seq > self.fence.seq:
+            return [Reply(reply_to, Retry("the task has moved", 0.0))]
+        try:
+            match request:
+                case Heartbeat():
+                    self._participant(now, request.ticket, claim)
+                    return [Reply(reply_to, Alive())]
+                case Join():
+                    return [Reply(reply_to, self._join(now, request))]
+                case Chunk():
+                    session = self._uploader(now, request.ticket, claim)
+                    return self._chunk(now, session, request, reply_to)
+                case ChunkOffer():
+                    session = self._uploader(now, request.ticket, claim)
+                    answer = self._why_no_body(now, session, request, request.length)
+                    return [] if answer is None else [Reply(reply_to, answer)]
+                case Complete():
+                    session = self._uploader(now, request.ticket, claim)
+                    return self._complete(session, request, reply_to)
+                case Report():
+                    session = self._participant(now, request.ticket, claim)
+                    return self._report(now, session, request, reply_to)
+                case Leave():
+                    session = self._participant(now, request.ticket, claim)
+                    return self._leave(session, reply_to)
+        except SessionEnded as ended:
+            has_left = isinstance(request, Leave) and ended.answer == Aborted("left")
+            return [Reply(reply_to, Left() if has_left else ended.answer)]
+        except TicketError as error:
+            return [Reply(reply_to, Refused(str(error), error.hint))]
+
+    def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
+        """The session of a heartbeat, report or leave, which carry a session or upload ticket."""
+        session = self.sessions.active.get(claim.session)
+        if session is not None and _is_known(sealed, session):
+            session.seen_at = now
+            return session
+        if isinstance(claim, UploadTicket):
+            return self._uploader(now, sealed, claim)
+        ticket = self._keyring.open(sealed, SessionTicket)
+        self._raise_if_ended(ticket)
+        if now >= ticket.expires:
+            raise TicketError("the session has expired")
+        if session is None:
+            if ticket.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
+                raise SessionEnded(Aborted("stale"))
+            session = self._adopt(now, ticket, sealed)
+        elif session.is_training:
+            self.sessions.rebase(session, ticket, sealed)
+        session.seen_at = now
+        return session
+
+    def _uploader(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
+        """The session of a chunk or a completion."""
+        session = self.sessions.active.get(claim.session)
+        if session is None or not compare_digest(sealed, session.upload_sealed):
+            ticket = self._keyring.open(sealed, UploadTicket)
+            self._raise_if_ended(ticket)
+            if now >= ticket.upload_by:
+                raise TicketError("the upload deadline has passed")
+            if not regime.accepts(self.config, ticket.version, self.ledger.version + 1):
+                raise SessionEnded(Aborted("round_over"))
+            if ticket.version < self.ledger.restarted_at:
+                raise SessionEnded(Aborted("stale"))
+            if session is None:
+                session = self._adopt(now, ticket, b"")
+            if not session.is_complete:
+                # A duplicate of the report may have been granted a second ticket here, with
+                # another offer. The client works with the ticket that it shows.
+                self.sessions.rebase(session, ticket, b"")
+                self.sessions.reported(session, ticket, sealed)
+                session.offer = None
+        session.seen_at = now
+        return session
+
+    def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
+        """Continue a session of an earlier holder, so that the client's training is not lost."""
+        if self.room < 1:
+            raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
+        session = Session(ticket, sealed, now)
+        self._add(session, is_leased=False)
+        return session
+
+    def _raise_if_ended(self, ticket: AnyTicket) -> None:
+        ended = self.sessions.ended.get(ticket.session)
+        if ended is not None:
+            raise SessionEnded(ended[0])
+
+    def _join(self, now: float, request: Join) -> Message:
+        ticket = self._keyring.open(request.ticket, AssignmentTicket)
+        self._raise_if_ended(ticket)
+        session = self.sessions.active.get(ticket.session)
+        if session is None:
+            session = self._admit(now, ticket)
+        elif not session.sealed:
+            session.sealed = self._keyring.seal(_session_ticket(session))
+        config = self.config
+        pinned = config.evaluates
+        return Joined(
+            ticket=session.sealed,
+            task=self.task,
+            session=session.id,
+            version=session.version,
+            parameters=session.ticket.parameters,
+            model_length=config.model_length if pinned is None else pinned.model_length,
+            update_length=config.model_length,
+            evaluates=pinned is not None,
+            heartbeat_s=self._server.heartbeat_s,
+            training_timeout_s=config.training_timeout_s,
+            participation_gap_s=config.participation_gap_s,
+            max_participations=config.max_participations,
+            secure=config.secure_aggregation is not None,
+        )
+
+    def _admit(self, now: float, assignment: AssignmentTicket) -> Session:
+        if now > assignment.confirm_by:
+            raise TicketError("the assignment was not confirmed in time")
+        if self.is_over:
+            raise SessionEnded(Aborted("task_over"))
+        if not regime.admits_joins(self.config, self.pipeline.current.is_full):
+            raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
+        is_leased = self.promises.cover(assignment)
+        if (self.config_demand if is_leased else self.room) < 1:
+            raise SessionEnded(Aborted("full"))
+        newest, pinned = self.ledger.newest, self.config.evaluates
+        ticket = SessionTicket(
+            self.task,
+            assignment.session,
+            self.fence.seq,
+            newest.version,
+            newest.parameters if pinned is None else pinned.parameters,
+            expires=now + session_life_s(self.config, self._server),
+        )
+        session = Session(ticket, self._keyring.seal(ticket), now)
+        self._add(session, is_leased=is_leased)
+        return session
+
+    def _report(self, now: float, session: Session, request: Report, reply_to: Handle) -> Effects:
+        if session.upload_ticket is None:
+            staleness = self._staleness(session)
+            if session.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
+                return [*self._abort(session, "stale"), Reply(reply_to, Aborted("stale"))]
+            if not self._grant(now, session, staleness, request.examples):
+                reason = "waiting for new offers of the TSA"
+                return [Reply(reply_to, Retry(reason, _BUSY_RETRY_S))]
+        ticket = session.upload_ticket
+        assert ticket is not None
+        granted = UploadGranted(
+            ticket=session.upload_sealed,
+            version=ticket.version + ticket.staleness,
+            chunk_bytes=self._server.chunk_bytes,
+            upload_timeout_s=self.config.upload_timeout_s,
+            secure=session.offer,
+        )
+        return [Reply(reply_to, granted)]
+
+    def _staleness(self, session: Session) -> int:
+        """Versions made since the client's initial version, when it reports. Final from then on."""
+        return self.ledger.version - session.version
+
+    def _grant(self, now: float, session: Session, staleness: int, examples: int) -> bool:
+        """Give the session an upload ticket. False if a needed offer of the TSA is not in stock."""
+        config, index = self.config, -1
+        if self.offers is not None:
+            found = self.offers.take(now)
+            if found is None:
+                return False
+            index, session.offer = found[0].index, found[1]
+        ticket = UploadTicket(
+            *_session_fields(session),
+            staleness=staleness,
+            examples=capped(examples, config.max_examples),
+            upload_by=now + config.upload_timeout_s,
+            offer=index,
+        )
+        self.sessions.reported(session, ticket, self._keyring.seal(ticket))
+        return True
+
+    def _chunk(self, now: float, session: Session, chunk: Chunk, reply_to: Handle) -> Effects:
+        answer = self._why_no_body(now, session, chunk, len(chunk.data))
+        if answer is not None:
+            return [Reply(reply_to, answer)]
+        if crc32(chunk.data) != chunk.crc32:
+            # The slot was taken for this chunk: if nothing else is kept in it, give it back.
+            released = self.reclaim_slot(session) if session.upload is None else []
+            return [*released, Reply(reply_to, Retry("the chunk has a wrong checksum", 0.0))]
+        self._slots.touch(now, (self.task, session.id))
+        size, piece = self.config.update_bytes, self._server.chunk_bytes
+        upload = session.upload
+        effects: Effects = []
+        if upload is None or upload.id != chunk.upload:
+            if upload is not None:
+                effects.append(Drop(self.task, self.fence.seq, session.id))
+            upload = session.upload = Upload(chunk.upload, chunk_count(size, piece))
+        del upload.missing[chunk.index]
+        effects.append(Keep(self.task, session.id, chunk.index * piece, chunk.data, size))
+        return [*effects, Reply(reply_to, ChunkReceived(chunk.upload, chunk.index))]
+
+    def _why_no_body(
+        self, now: float, session: Session, chunk: Chunk | ChunkOffer, length: int
+    ) -> Message | None:
+        """The answer to a chunk whose bytes are not needed, or None if they are.
+
+        None also means that the upload has a slot, so the server only reads bodies that it has
+        memory for. An offer does not count as progress of the upload; only its bytes do.
+        """
+        received = ChunkReceived(chunk.upload, chunk.index)
+        if session.is_complete:
+            return received
+        size, piece = self.config.update_bytes, self._server.chunk_bytes
+        count = chunk_count(size, piece)
+        expected = chunk_length(size, piece, chunk.index)
+        if chunk.index >= count:
+            return Refused(f"there is no chunk {chunk.index}: an update has {count} chunks")
+        if length != expected:
+            return Refused(f"chunk {chunk.index} of {count} has {length} bytes, not {expected}")
+        upload = session.upload
+        if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
+            return received  # a duplicate: not progress, so it does not keep the slot
+        if upload is not None and upload.id != chunk.upload and chunk.index > 0:
+            return Refused("another upload must start with chunk 0")
+        owner, buffers = (self.task, session.id), buffers_of(self.config, piece)
+        if not self._slots.has_room(owner, buffers):
+            self.turned_away += 1
+            return Retry("all upload slots are in use", _BUSY_RETRY_S)
+        self._slots.take(now, owner, buffers)
+        return None
+
+    def _complete(self, session: Session, request: Complete, reply_to: Handle) -> Effects:
+        upload = session.upload
+        if upload is None or upload.id != request.upload:
+            count = chunk_count(self.config.update_bytes, self._server.chunk_bytes)
+            return [Reply(reply_to, Incomplete(tuple(range(count))))]
+        if upload.missing:
+            return [Reply(reply_to, Incomplete(tuple(upload.missing)))]
+        if self.offers is not None and not request.sealed:
+            return [Reply(reply_to, Refused("the sealed seed of the mask is missing"))]
+        session.sealed_seed = session.sealed_seed or request.sealed
+        effects = session.await_answer(reply_to)
+        if upload.is_folding:
+            return effects
+        upload.is_folding = True
+        self.counters["trips"] += 1
+        return [*effects, *self._place(session)]
+
+    def _leave(self, session: Session, reply_to: Handle) -> Effects:
+        if session.is_complete:
+            # The update is being folded and cannot be withdrawn: answer with how it ends.
+            return session.await_answer(reply_to)
+        return [*self._abort(session, "left"), Reply(reply_to, Left())]
+
     # -- sessions ---------------------------------------------------------------------------
 
-    def admit(self, session: Session, *, is_leased: bool) -> None:
-        """A joined client takes a promised slot; an adopted one a slot that was not promised."""
+    def _add(self, session: Session, *, is_leased: bool) -> None:
+        """A client that joins takes a promised slot, an adopted one a slot that is not promised."""
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
             self.promises.keep(session.id)
         self.counters["joined" if is_leased else "adopted"] += 1
 
-    def end(self, session: Session, reason: AbortReason) -> Effects:
+    def _abort(self, session: Session, reason: AbortReason) -> Effects:
         return self._end(session, Aborted(reason), f"aborted_{reason}")
 
-    def expire(self, now: float) -> Effects:
-        effects: Effects = []
-        for session in self.sessions.expired(now):
-            is_silent = session.seen_at + self._server.dead_after_s <= now
-            effects += self.end(session, "silent" if is_silent else "timed_out")
-        return effects
+    def _discard(self, session: Session, reason: DiscardReason) -> Effects:
+        return self._end(session, Completed(reason), f"discarded_{reason}")
+
+    def _acknowledge(self, session: Session) -> Effects:
+        """The update is counted."""
+        assert session.upload_ticket is not None
+        self.staleness[session.upload_ticket.staleness] += 1
+        return self._end(session, Completed(), "counted")
 
     def _end(self, session: Session, answer: Completed | Aborted, counter: str) -> Effects:
         self.counters[counter] += 1
         self.may_want_more = True
         effects = self._answer(session, answer)
         self.sessions.end(
-            session, answer, keep_until(session.ticket.expires, self.pipeline.config, self._server)
+            session, answer, keep_until(session.ticket.expires, self.config, self._server)
         )
         owner = (self.task, session.id)
         if self._slots.is_held_by(owner):
@@ -217,7 +654,7 @@ class HeldTask:
         return effects
 
     def reclaim_slot(self, session: Session) -> Effects:
-        """What is here of its upload is forgotten: its client sends the chunks again later."""
+        """Drop what was received of the upload; the client sends the chunks again later."""
         session.upload = None
         self.sessions.refile(session)
         self._slots.release((self.task, session.id))
@@ -230,27 +667,58 @@ class HeldTask:
         session.answer_to = []
         return effects
 
+    def _abort_expired(self, now: float) -> Effects:
+        effects: Effects = []
+        for session in self.sessions.expired(now):
+            is_silent = session.seen_at + self._server.dead_after_s <= now
+            effects += self._abort(session, "silent" if is_silent else "timed_out")
+        return effects
+
+    def _abort_outdated(self) -> Effects:
+        """Paper: "After every server model update, the aggregator aborts clients whose staleness
+        is larger than a configurable parameter, maximum staleness."
+        """
+        oldest = self.ledger.oldest_allowed(self.pipeline.max_staleness)
+        effects: Effects = []
+        for session in list(self.sessions.active.values()) if self.is_over else ():
+            effects += self._abort(session, "task_over")
+        for session in self.sessions.training_from(range(oldest)):
+            effects += self._abort(session, "stale")
+        return effects
+
+    def _end_round(self) -> Effects:
+        """SyncFL: "users that are still training are aborted"."""
+        effects: Effects = []
+        is_in = self.pipeline.current.has
+        for session in [s for s in self.sessions.active.values() if not is_in(s.id)]:
+            end = self._discard if session.is_complete else self._abort
+            effects += end(session, "round_over")
+        return effects
+
     # -- updates ----------------------------------------------------------------------------
 
-    def complete(self, session: Session) -> Effects:
-        """A complete upload is here: a trip, counted or discarded."""
-        assert session.upload is not None
-        session.upload.is_folding = True
-        self.counters["trips"] += 1
-        return self._place(session)
-
     def _place(self, session: Session) -> Effects:
-        if not regime.accepts(self.pipeline.config, session.version, self.ledger.version + 1):
+        """Fold a complete upload into a buffer, or queue it until one has room."""
+        if not regime.accepts(self.config, session.version, self.ledger.version + 1):
             return self._discard(session, "round_over")
         if self.pipeline.is_past(session.seed_group):
             return self._discard(session, "seed_refused")
-        until = keep_until(session.ticket.expires, self.pipeline.config, self._server)
+        until = keep_until(session.ticket.expires, self.config, self._server)
         seed = session.sealed_seed, session.seed_group
         fold = self.pipeline.place(session.as_member(until), *seed)
         if fold is not None:
             return [fold]
         self._overflow.append(session.id)
         return []
+
+    def _place_overflow(self) -> Effects:
+        effects: Effects = []
+        waiting, self._overflow = self._overflow, deque()
+        for session_id in waiting:
+            session = self.sessions.active.get(session_id)
+            if session is not None:
+                effects += self._place(session)
+        return effects
 
     def on_folded(self, now: float, message: Folded) -> Effects:
         session = self.sessions.active.get(message.session)
@@ -264,7 +732,7 @@ class HeldTask:
         effects: Effects = []
         if self.pipeline.acknowledges_folded:
             effects += self._acknowledge(session)
-        if buffer.is_full and regime.ends_round_when_full(self.pipeline.config):
+        if buffer.is_full and regime.ends_round_when_full(self.config):
             effects += self._end_round()
         return effects + self.pipeline.pump(now)
 
@@ -272,49 +740,28 @@ class HeldTask:
         group = self.pipeline.refuse(message)
         if group is not None and session.seed_group is None:
             session.seed_group = group
-            return self._send_again(session) + self._place_overflow()
+            return self._request_again(session) + self._place_overflow()
         if self.offers is not None:
             self.offers.on_refused(reason, session.offer)
         session.upload = None
         return self._discard(session, reason) + self._place_overflow()
 
-    def _discard(self, session: Session, reason: DiscardReason) -> Effects:
-        return self._end(session, Completed(reason), f"discarded_{reason}")
-
-    def _place_overflow(self) -> Effects:
-        effects: Effects = []
-        waiting, self._overflow = self._overflow, deque()
-        for session_id in waiting:
-            session = self.sessions.active.get(session_id)
-            if session is not None:
-                effects += self._place(session)
-        return effects
-
-    def _end_round(self) -> Effects:
-        """SyncFL: "users that are still training are aborted"."""
-        effects: Effects = []
-        is_in = self.pipeline.current.has
-        for session in [s for s in self.sessions.active.values() if not is_in(s.id)]:
-            end = self._discard if session.is_complete else self.end
-            effects += end(session, "round_over")
-        return effects
-
     # -- storage ----------------------------------------------------------------------------
 
     def on_snapshotted(self, message: Snapshotted) -> Effects:
-        """A cut may hold updates whose `Folded` is still on its way here."""
+        """A snapshot may hold updates whose `Folded` message has not arrived here yet."""
         effects = self.pipeline.on_snapshotted(message)
         for session_id in (session for found in message.sums for session in found.sessions):
             session = self.sessions.active.get(session_id)
             if session is not None:
                 session.in_buffer = True
                 self._slots.release((self.task, session_id))
-        if self.pipeline.current.is_full and regime.ends_round_when_full(self.pipeline.config):
+        if self.pipeline.current.is_full and regime.ends_round_when_full(self.config):
             effects += self._end_round()
         return effects
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
-        life_s = ticket_life_s(self.pipeline.config, self._server)
+        life_s = ticket_life_s(self.config, self._server)
         effects = self.pipeline.on_stepped(now, message, life_s)
         if message.dropped:
             what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
@@ -322,23 +769,20 @@ class HeldTask:
         return effects
 
     def on_step_failed(self, message: StepFailed) -> Effects:
-        """Nothing is published and nothing is lost: the record waits for the task's owner."""
+        """Publish nothing; the record stays until the task's owner acts."""
         self.counters["steps_failed"] += 1
         return self._halt(message.reason)
 
     def on_lost(self, message: Lost) -> Effects:
-        """The rows decide whether we are deposed; what is missing from fresh rows stays missing."""
+        """A blob is missing. Read the rows: a successor may hold the task and have deleted it.
+
+        If the rows are fresh and still name the blob, it is lost, and the task halts.
+        """
         head = None if self.phase is TaskPhase.LOADING else self.ledger.version
         if head is None or head == self._lost_at:
             return self._halt(message.reason)
         self._lost_at = head
         return self.load()
-
-    def _halt(self, reason: str) -> Effects:
-        """Until its rows change. Its clients keep their sessions, not their places in memory."""
-        self.phase = TaskPhase.HALTED
-        self.halted_because = reason
-        return self._send_all_again()
 
     def on_transacted(self, now: float, message: Transacted) -> Effects:
         if message.outcome == "refused":
@@ -351,50 +795,55 @@ class HeldTask:
             if session is not None:
                 effects += self._acknowledge(session)
         if has_advanced:
-            effects += self._on_version()
+            self.counters["versions"] += 1
+            self.may_want_more = True
+            effects += [*self._abort_outdated(), *self._place_overflow()]
         return effects + self.pipeline.pump(now)
-
-    def _acknowledge(self, session: Session) -> Effects:
-        assert session.upload_ticket is not None
-        self.staleness[session.upload_ticket.staleness] += 1
-        return self._end(session, Completed(), "counted")
-
-    def _on_version(self) -> Effects:
-        self.counters["versions"] += 1
-        self.may_want_more = True
-        return [*self._abort_outdated(), *self._place_overflow()]
-
-    def _abort_outdated(self) -> Effects:
-        """Paper: "After every server model update, the aggregator aborts clients whose staleness
-        is larger than a configurable parameter, maximum staleness."
-        """
-        oldest = self.ledger.oldest_allowed(self.pipeline.max_staleness)
-        effects: Effects = []
-        for session in list(self.sessions.active.values()) if self.is_over else ():
-            effects += self.end(session, "task_over")
-        for session in self.sessions.training_from(range(oldest)):
-            effects += self.end(session, "stale")
-        return effects
 
     # -- time -------------------------------------------------------------------------------
 
     def wake(self, now: float) -> Effects:
         self._swept_at = now
-        return [*self.expire(now), *self.refill(now), *self.pipeline.pump(now)]
+        return [
+            *self._abort_expired(now),
+            *self._refill_offers(now),
+            *self.pipeline.pump(now),
+        ]
 
-    def refill(self, now: float) -> Effects:
+    def _refill_offers(self, now: float) -> Effects:
         offers = None if self.is_over else self.offers
         return [] if offers is None else offers.refill(now, self.pipeline)
 
     def next_wake(self) -> float:
         if self.phase is not TaskPhase.SERVING:
-            return float("inf")
-        # Deadlines are swept together: most have moved or become pointless when they come.
+            return _NEVER
+        # Sweep deadlines together: most have moved or no longer matter when they are due.
         sweep = max(self.sessions.next_deadline(), self._swept_at + self._sweep_s)
         due = min(sweep, self.pipeline.next_wake())
         return due if self.offers is None or self.is_over else min(due, self.offers.next_wake())
 
     def check(self) -> None:
         if self.phase is TaskPhase.SERVING:
-            self.sessions.check(self.pipeline.config.concurrency)
+            self.sessions.check(self.config.concurrency)
             self.pipeline.check()
+
+
+def _is_known(sealed: bytes, session: Session) -> bool:
+    """Is it exactly the ticket that was sealed before? Then it need not be opened again."""
+    return compare_digest(sealed, session.sealed) or compare_digest(sealed, session.upload_sealed)
+
+
+def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:
+    ticket = session.ticket
+    return (
+        ticket.task,
+        ticket.session,
+        ticket.seq,
+        ticket.version,
+        ticket.parameters,
+        ticket.expires,
+    )
+
+
+def _session_ticket(session: Session) -> SessionTicket:
+    return SessionTicket(*_session_fields(session))

@@ -1,11 +1,12 @@
 """The durable rows of one task at its holder, and the transactions that change them.
 
-Acknowledged means counted exactly once. A buffer's record is keyed by the version it will become;
-the transaction that inserts version v deletes record v and keeps its members as consumed. Every
-transaction requires the holder's fence, the newest version and the very row that it replaces, so a
-write that was delayed past a take-over, or past its own repetition, changes nothing.
+An acknowledged update is counted exactly once. The key of a buffer's record is the version that the
+buffer will become; the transaction that inserts version v deletes record v and stores its members
+as consumed. Every transaction requires the holder's fence, the newest version and exactly the rows
+that it replaces. So a write that arrives after another aggregator took over, or after it was
+repeated, changes nothing.
 
-Rows are deleted first; the blobs that only they named are returned for deletion after.
+Rows are deleted first. The blobs that no other row names are returned, to be deleted afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from papaya.messages.storage import (
 
 
 class Ledger:
-    """What the store is known to hold, plus at most one change on its way."""
+    """The rows as last read or written. At most one transaction is on its way."""
 
     def __init__(self, fence: FenceRow, task: TaskRow, rows: Mapping[str, Row]) -> None:
         self.fence = fence
@@ -52,7 +53,7 @@ class Ledger:
 
     @classmethod
     def read(cls, task: str, fence: FenceRow, rows: Mapping[str, Row]) -> Ledger | None:
-        """None when the row does not name this holder: then nothing else may be believed."""
+        """None if the task is gone or the fence row does not name this holder."""
         row = rows.get(task_key(task))
         if rows.get(fence_key(task)) != fence or not isinstance(row, TaskRow):
             return None
@@ -64,15 +65,15 @@ class Ledger:
 
     @property
     def restarted_at(self) -> int:
-        """The version at which the owner last rolled back; what was trained before it is void."""
+        """The version at which the owner last rolled back; updates from before it are void."""
         return max((v for v, row in self.versions.items() if row.restarts), default=0)
 
     def oldest_allowed(self, max_staleness: int) -> int:
-        """Initial versions below it are too stale, or of a branch that was given up."""
+        """Initial versions below this are too stale, or belong to an abandoned branch."""
         return max(regime.oldest_allowed(max_staleness, self.version), self.restarted_at)
 
     def members(self) -> Iterable[Member]:
-        """Everything counted whose tickets may still be valid."""
+        """All counted updates whose tickets may still be valid."""
         for consumed in self.consumed.values():
             yield from consumed.members
         for record in self.records.values():
@@ -87,10 +88,10 @@ class Ledger:
         )
 
     def take_owners_changes(self, rows: Mapping[str, Row]) -> bool:
-        """Adopt version rows that the task's owner marked or an evaluation pinned meanwhile.
+        """Adopt version rows that the owner marked, or an evaluation pinned, in the meantime.
 
-        True only if they are all that has changed: then a refused transaction changed nothing,
-        nothing of ours came late, and it may be made again from the new rows.
+        True only if nothing else has changed. Then the refused transaction changed nothing, no
+        earlier write arrived late, and the transaction can be made again from the new rows.
         """
         found = Ledger.read(self.task, self.fence, rows)
         if found is None or found.versions == self.versions or found.config != self.config:
@@ -104,8 +105,10 @@ class Ledger:
     # -- a group commit ---------------------------------------------------------------------
 
     def record(self, records: Iterable[RecordRow]) -> Transaction:
-        """Requires both open records, written or not: a session that moved from one buffer to the
-        other must not be written into the first by a transaction that comes late.
+        """Write the records of one or both open buffers.
+
+        Requires both rows, even if only one is written: a session may have moved from one buffer to
+        the other, and a late transaction must not write it into the first one again.
         """
         open_targets = (self.version + 1, self.version + 2)
         return Transaction(
@@ -118,7 +121,7 @@ class Ledger:
         )
 
     def recorded(self, transaction: Transaction) -> tuple[BlobKey, ...]:
-        """Committed: adopt the rows; the sums that they replace are garbage."""
+        """The transaction was committed. Returns the sums that are no longer named."""
         garbage = []
         for _, row in transaction.put:
             assert isinstance(row, RecordRow)
@@ -140,7 +143,7 @@ class Ledger:
                 self._fenced(),
                 self._at_head(),
                 (record_key(self.task, target), record),
-                # The owner may have marked one meanwhile: then it is not ours to delete.
+                # The owner may have marked one in the meantime: then it must not be deleted.
                 *((version_key(self.task, v), self.versions[v]) for v in old),
             ),
             put=(
@@ -156,7 +159,7 @@ class Ledger:
         )
 
     def advanced(self, transaction: Transaction) -> tuple[BlobKey, ...]:
-        """Committed: adopt the rows; what only deleted rows named is garbage."""
+        """The transaction was committed. Returns the blobs that are no longer named."""
         before = self.blobs()
         for _, row in transaction.put:
             match row:
@@ -184,19 +187,19 @@ class Ledger:
         return fence_key(self.task), self.fence
 
     def _at_head(self) -> tuple[str, Row]:
-        """The one row that every version changes and none restores.
+        """The optimizer row: every version changes it, and it never returns to an old value.
 
-        A record is absent before its version and again after it: without this, a record written
-        late would be taken for the first one.
+        The record of a version is absent before it and again after it. Without this requirement, a
+        late transaction could write a record for a version that already exists.
         """
         return optimizer_key(self.task), self.optimizer
 
     def _outlived_versions(self, now: float, ticket_life_s: float) -> list[int]:
-        """Kept: every version a live ticket may name, the last N, the marked and the pinned."""
+        """Versions to delete: not named by a valid ticket, not the last N, not marked or pinned."""
         last = self.version + 1 - self.config.keep_versions
         outlived = []
         for version, row in self.versions.items():
-            # Until version v + 1 was seen to be committed clients joined v; v + 2 came after that.
+            # Clients may join v until v + 1 is known to be committed, which is before v + 2 exists.
             later = [r.created for v, r in self.versions.items() if v >= version + 2]
             if version > last or not later or later[0] + ticket_life_s > now:
                 break

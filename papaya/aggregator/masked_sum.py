@@ -1,12 +1,12 @@
-"""Secure aggregation at the aggregator: sums of masked vectors, and what takes the masks off.
+"""Secure aggregation at the aggregator: sums of masked vectors, and their unmasking.
 
-Paper, "Asynchronous Secure Aggregation": the server adds masked vectors as they come and learns,
-from the TSA, the sum of their masks and nothing else. Words of Z_2^32 wrap around by
-themselves; no norm and no NaN can be seen under a mask, so only the size is checked here. After
-unmasking, a sum that no honest clients can have made is refused, and its buffer dropped.
+Paper, "Asynchronous Secure Aggregation": the server adds masked vectors as they arrive. From the
+TSA it learns the sum of their masks and nothing else. Additions are modulo 2^32. A norm or a NaN is
+not visible under a mask, so only the size of an update is checked here. After unmasking, a sum that
+honest clients cannot have produced is refused and its buffer is dropped.
 
-    Fold   the TSA takes the seed into the group of the target version, then words add up
-    Step   it releases the masks of exactly the record's members, at least the threshold
+    Fold   the TSA accepts the seed into the group of the target version, then the words are added
+    Step   the TSA releases the masks of exactly the record's members, at least the threshold
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LOST = "trusted_party_lost"
 
 
 class TsaError(Exception):
-    """It refused, or is LOST: gone, or no longer the one that took the seeds.
+    """The TSA refused, or is LOST: it is gone, or was restarted and no longer has the seeds.
 
-    `group` is set when it has this very seed in another group, which is open.
+    `group` is set if the TSA already has this seed in another group that is open.
     """
 
     def __init__(self, reason: str, message: str, group: int | None = None) -> None:
@@ -45,32 +45,32 @@ class TsaError(Exception):
 
 
 class Tsa(Protocol):
-    """What an aggregator asks of the TSA; every call may raise TsaError."""
+    """What an aggregator asks of the TSA. Every call may raise TsaError."""
 
     def offers(
         self, parameters: PublicParameters, count: int
     ) -> tuple[tuple[StockedOffer, ...], SecureOffer]: ...
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
-        """Said twice it is done once."""
+        """Idempotent."""
         ...
 
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        """`take` hears the sum of the members' masks in blocks, from the first word on.
+        """Pass the sum of the members' masks to `take` in blocks, starting at the first word.
 
-        If the connection breaks meanwhile, it hears it again from the first word on.
+        If the connection breaks, it starts again at the first word.
         """
         ...
 
     def forget(self, parameters: PublicParameters) -> None:
-        """The task is over. Unknown to it, or unreachable, it is left alone: nobody waits."""
+        """The task is over. No-op if the TSA does not know the task or cannot be reached."""
         ...
 
 
 class MaskedSum:
-    """Masked vectors added up. `weight` only counts them: theirs is under the mask."""
+    """A sum of masked vectors. `weight` only counts them: their own weights are masked too."""
 
     __slots__ = ("vector", "weight")
 
@@ -83,7 +83,7 @@ class MaskedSum:
         return cls(np.zeros(words, WORD), 0.0)
 
     def add_all(self, members: Sequence[Sequence[BytesLike]], kernel: Kernel) -> None:
-        """Each member is an upload in pieces. `kernel` is for numbers that can be weighted."""
+        """Each member is an upload in pieces. `kernel` is not used: it is for weighted sums."""
         for pieces in members:
             start = 0
             for piece in pieces:
@@ -108,7 +108,7 @@ class MaskedSum:
 
 
 def masked_update(config: TaskConfig, pieces: Sequence[BytesLike]) -> Sequence[BytesLike]:
-    """The upload itself, if it is as long as it should be."""
+    """The upload as it is, if it has the right length."""
     size = sum(memoryview(piece).nbytes for piece in pieces)
     if size != config.update_bytes:
         message = f"masked update has {size} bytes, expected {config.update_bytes}"
@@ -117,15 +117,15 @@ def masked_update(config: TaskConfig, pieces: Sequence[BytesLike]) -> Sequence[B
 
 
 def unmasked_mean(config: TaskConfig, record: RecordRow, total: MaskedSum, tsa: Tsa) -> Vector:
-    """The server's step: weighted updates by weights. Raises TsaError, or Implausible."""
+    """The weighted mean of the unmasked updates. Raises TsaError or Implausible."""
     parameters = config.public_parameters
     assert parameters is not None
     members = sorted(member.offer for member in record.members)
     if any(a == b for a, b in pairwise(members)):
-        # An index is drawn once in the life of a TSA.
-        raise TsaError(LOST, "the seeds of this buffer were taken by two TSAs")
+        # One TSA never uses an index twice, so the seeds are at two different ones.
+        raise TsaError(LOST, "the seeds of this buffer were accepted by two TSAs")
     if len(members) < parameters.aggregation_goal:
-        raise TsaError(LOST, "given up before it was full: its seeds are lost")
+        raise TsaError(LOST, "the buffer was closed before it was full: its seeds are lost")
     unmasking = Unmasking(total.vector, len(members), parameters)
     tsa.release(parameters, record.target, members, unmasking.take)
     return unmasking.result().mean()

@@ -1,13 +1,13 @@
-"""Offers of the TSA, kept in stock (paper, "Secure Aggregation": initial messages).
+"""A stock of offers of the TSA (paper, "Secure Aggregation": initial messages).
 
-A client that reports takes one; a report never waits for the TSA unless the stock is
-empty. Offers are not tied to a group, so none is lost when a buffer closes. They are cheap and
-they expire: what is left of a stock after a crash is simply forgotten.
+Each client that reports gets one. A report waits for the TSA only if the stock is empty. Offers do
+not belong to a group, so none is lost when a buffer closes. They are cheap and expire, so a stock
+is not saved: after a crash it is requested again.
 
-New offers also tell whether the TSA is still the one that took the seeds of the open
-buffers; if not, these are lost, and marked so that no more clients work for them. Two signs, which
-never lie: its identity has changed since seeds were there; or it numbers its offers from below a
-seed that was there before they were made, while one TSA only counts up.
+New offers also show whether the TSA still has the seeds of the open buffers. If it does not, these
+buffers are marked as lost, so that no more clients work for them. There are two reliable signs: the
+TSA's identity has changed since it accepted the seeds; or the index of a new offer is not above
+that of a seed accepted before, although one TSA only counts up.
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ from papaya.config import TaskConfig
 from papaya.machine import Effects
 from papaya.messages.participation import DiscardReason, SecureOffer
 
-_MOST = 512
-_AGAIN_S = 1.0
+_MAX_STOCK = 512
+_RETRY_S = 1.0
 
 
 class Offers:
-    """The stock of one task. Invariant: at most one request for more is on its way."""
+    """The stock of one task. Invariant: at most one request for offers is unanswered."""
 
     def __init__(self, config: TaskConfig, seq: int) -> None:
         self._config = config
         self._seq = seq
-        self._wanted = min(_MOST, max(8, config.concurrency // 2))
+        # How many offers to request at a time.
+        self._wanted = min(_MAX_STOCK, max(8, config.concurrency // 2))
         self._stock: deque[StockedOffer] = deque()
+        # What goes with every offer in stock: the TSA's identity, evidence and parameters.
         self._terms: SecureOffer | None = None
+        # A request is unanswered; the earliest time of the next one.
         self._is_asked = False
-        self._is_doubted = False
         self._ask_again_at = 0.0
-        self._asked_with: dict[int, int] = {}  # buffers, and the newest seed of each
-        self._had_seeds: tuple[int, ...] = ()  # when the present TSA was asked
+        # A seed was refused: request an offer to see whether the TSA was restarted.
+        self._is_doubted = False
+        # Buffers with seeds when offers were last requested, with the newest index of each; and the
+        # buffers with seeds when the offers in stock were requested.
+        self._asked_with: dict[int, int] = {}
+        self._had_seeds: tuple[int, ...] = ()
+        # Buffers whose seeds are lost.
         self._lost: tuple[int, ...] = ()
-        self._is_late = False  # the last offers were over when they came
+        # The last offers arrived too close to their expiry.
+        self._is_late = False
+        # Why there are no offers, for the owner; empty if there are.
         self.problem = ""
 
     @property
@@ -61,11 +70,11 @@ class Offers:
         self._is_asked = False
         self.problem = offered.problem
         if offered.terms is None:
-            self._ask_again_at = now + _AGAIN_S  # it may be starting
+            self._ask_again_at = now + _RETRY_S  # the TSA may be starting
             return
         is_another = self._terms is None or offered.terms.identity != self._terms.identity
         if is_another:
-            self._stock.clear()  # the TSA was started anew and knows none of these
+            self._stock.clear()  # the TSA was restarted and does not know these offers
         first = offered.offers[0].index
         behind = (target for target, newest in self._asked_with.items() if newest >= first)
         self._lost += (*behind, *(self._had_seeds if is_another else ()))
@@ -75,21 +84,21 @@ class Offers:
         left_s = offered.offers[-1].expires - now
         self._is_late = left_s <= self._config.upload_timeout_s
         if self._is_late:
-            self._ask_again_at = now + _AGAIN_S
+            self._ask_again_at = now + _RETRY_S
             self.problem = (
-                f"new offers of the TSA end in {left_s:.0f} s, an upload may take "
-                f"{self._config.upload_timeout_s:.0f} s: look at its clock"
+                f"new offers of the TSA expire in {left_s:.0f} s, but an upload may take "
+                f"{self._config.upload_timeout_s:.0f} s: check the TSA's clock"
             )
             return
         self._stock.extend(offered.offers)
 
     def mark_lost(self, now: float, pipeline: Pipeline) -> None:
-        """Also after the task was loaded again."""
+        """Mark the lost buffers in the pipeline. Call it again when the task was loaded again."""
         self._lost = tuple(target for target in self._lost if target > pipeline.ledger.version)
         pipeline.lose(now, self._lost)
 
     def take(self, now: float) -> tuple[StockedOffer, SecureOffer] | None:
-        """One that outlives the upload, and what its client is told; None when there is none."""
+        """An offer that stays valid during the upload, with the message for the client; or None."""
         while self._stock:
             offer = self._stock.popleft()
             if offer.expires > now + self._config.upload_timeout_s and self._terms is not None:
@@ -97,15 +106,15 @@ class Offers:
         return None
 
     def on_refused(self, reason: DiscardReason | None, offer: SecureOffer | None) -> None:
-        """A seed was not taken. It may be the client's fault; or the TSA is another one now."""
+        """The TSA refused a seed: the client's fault, or the TSA was restarted."""
         if reason not in ("trusted_party_lost", "seed_refused"):
             return
         self._is_doubted = True
         ours = b"" if self._terms is None else self._terms.identity
         if reason == "trusted_party_lost" and offer is not None and offer.identity == ours:
-            self._stock.clear()  # it does not know this one, nor those that it made beside it
+            self._stock.clear()  # the TSA does not know this offer, nor the rest of the stock
 
     def next_wake(self) -> float:
-        """When a low stock is to be asked for again, or whether the TSA is the same."""
+        """When the next request for offers is due."""
         is_due = self._is_low or self._is_doubted
         return self._ask_again_at if is_due and not self._is_asked else float("inf")

@@ -1,12 +1,12 @@
-"""From folded updates to records, from full records to versions: the storage side of one task.
+"""The storage side of one task: folded updates become records, full records become versions.
 
     folded ─▶ Snapshot ─▶ record (group commit) ─▶ acknowledge
                 full and durable ─▶ Step ─▶ version
 
-One storage operation is on its way at a time. Whenever its outcome is not `committed`, nothing is
-guessed: the rows are read again and decide. If all that changed is a mark or a pin on a version
-that was to be deleted, the step is written again; else the task is loaded again. Knows nothing of
-clients or tickets.
+A buffer holds exactly K updates; the next upload opens the next buffer. One storage operation runs
+at a time. If its outcome is not `committed`, the rows are read again. If the only change is a mark
+or a pin on a version that was to be deleted, the same step is written again; otherwise the task is
+loaded again. This file knows nothing about clients or tickets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from papaya.aggregator import regime
-from papaya.aggregator.buffer import Buffer
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.work import (
     FAILED,
@@ -41,28 +40,100 @@ from papaya.messages.storage import (
 )
 
 _NEVER = float("inf")
-_AGAIN_S = 1.0
-_MOST_FAILURES = 10
+_RETRY_S = 1.0
+_MAX_FAILURES = 10
+
+
+class Buffer:
+    """The members of one version to come (paper, "the aggregation goal"): K of them when full.
+
+    A member is first folding (its place is reserved), then folded (it is in the sum), then durable
+    (it is in the committed record; only then is it acknowledged).
+
+    A lost buffer has seeds at a TSA that no longer exists. It takes no new members, and is dropped
+    as soon as those it has are durable.
+
+    Invariants: durable <= folded; folded + folding <= goal.
+    """
+
+    def __init__(self, target: int, goal: int) -> None:
+        self.target = target
+        self.goal = goal
+        self.folding: dict[SessionId, Member] = {}
+        self.folded: dict[SessionId, Member] = {}
+        self.durable = 0
+        self.is_lost = False
+
+    @classmethod
+    def of_record(cls, record: RecordRow, goal: int) -> Buffer:
+        buffer = cls(record.target, goal)
+        buffer.folded = {member.session: member for member in record.members}
+        buffer.durable = len(record.members)
+        return buffer
+
+    @property
+    def has_room(self) -> bool:
+        return not self.is_lost and len(self.folded) + len(self.folding) < self.goal
+
+    @property
+    def is_full(self) -> bool:
+        """Takes no new members."""
+        return self.is_lost or len(self.folded) >= self.goal
+
+    @property
+    def is_closed(self) -> bool:
+        """Full and durable: ready to become a version."""
+        is_settled = not self.folding and not self.is_dirty
+        return self.durable >= self.goal or (self.is_lost and is_settled)
+
+    @property
+    def is_dirty(self) -> bool:
+        return len(self.folded) > self.durable
+
+    def has(self, session: SessionId) -> bool:
+        return session in self.folding or session in self.folded
+
+    def fold(self, session: SessionId) -> Member:
+        """The update is in the sum. No-op if a snapshot has already shown that."""
+        if session in self.folding:
+            self.folded[session] = self.folding.pop(session)
+        return self.folded[session]
+
+    def check(self) -> None:
+        if self.durable > len(self.folded) or len(self.folded) + len(self.folding) > self.goal:
+            raise InvariantError(
+                f"buffer {self.target}: {self.durable} durable, {len(self.folded)} folded, "
+                f"{len(self.folding)} folding, goal {self.goal}"
+            )
 
 
 class Pipeline:
-    """The buffers of the versions to come. Invariant: at most one operation on its way."""
+    """The buffers of the versions to come. Invariant: at most one storage operation is pending."""
 
     def __init__(self, ledger: Ledger, tokens: Iterator[int]) -> None:
         self.ledger = ledger
         self.config = ledger.config
-        self.token = 0
-        self._tokens = tokens
+        # Properties of the configuration that are computed; used for every request.
         self.max_staleness = self.config.max_staleness
         self._goal = self.config.aggregation_goal
+        # Buffers by the version that they will become.
         self._buffers = {t: Buffer.of_record(r, self._goal) for t, r in ledger.records.items()}
+
+        # The token of the storage request whose answer is awaited.
+        self.token = 0
+        self._tokens = tokens
+        # The transaction on its way, and the arguments of `Ledger.advance` that made it, if any.
         self._transaction: Transaction | None = None
         self._step: tuple[float, Stepped, float] | None = None
-        self._is_busy = True  # until the sums are restored
+        # An operation is pending. The first one restores the sums.
+        self._is_busy = True
+
+        # When the next group commit is due, and when the last one started.
         self._commit_due = _NEVER
         self._last_commit = -_NEVER
+        # When a step may be tried, and how often the TSA has failed at this step.
         self._step_due = -_NEVER
-        self._failures = 0  # of the TSA, at this step
+        self._failures = 0
 
     def restore(self) -> Restore:
         records = tuple(self.ledger.records.values())
@@ -81,7 +152,7 @@ class Pipeline:
 
     @property
     def acknowledges_folded(self) -> bool:
-        """`durability: step` is the paper's behaviour: an open buffer dies with its aggregator."""
+        """`durability: step` is the paper's behaviour: a crash loses the open buffer."""
         return self.config.durability == "step"
 
     @property
@@ -93,20 +164,20 @@ class Pipeline:
     def _open_targets(self) -> range:
         first = self.ledger.version + 1
         end = first + regime.open_buffers(self.config)
-        # Behind the last version that the owner wants there is none to take a place in.
+        # No buffer is opened beyond the last version that the owner wants.
         last = self.config.stop.versions or end
         return range(first, min(end, last + 1))
 
     def is_past(self, target: int | None) -> bool:
-        """Nothing can be put any more into the buffer of this version, if one is meant."""
+        """Does the buffer of this version take no more updates? False without a target."""
         if target is None:
             return False
         return target not in self._open_targets or self._buffer(target).is_full
 
     def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
-        """Take a place in the first buffer with room; None when all are full for now.
+        """Reserve a place in the first buffer with room; None if all are full for now.
 
-        With a `group`, only in that one: the TSA has the seed there already.
+        With a `group`, only in that buffer: the TSA already has the seed in its group.
         """
         for target in self._open_targets if group is None else (group,):
             buffer = self._buffer(target)
@@ -125,13 +196,13 @@ class Pipeline:
         return None
 
     def knows(self, message: Folded) -> bool:
-        """False for work that was begun before the task was loaded again."""
+        """False for work that started before the task was loaded again."""
         buffer = self._buffers.get(message.target)
         return buffer is not None and buffer.has(message.session)
 
     def refuse(self, message: Folded) -> int | None:
-        """Its place is free again. Returns the open buffer whose group has its seed, if one does:
-        a predecessor placed it there, and died before it was recorded.
+        """Free the place. Returns the open buffer whose group has the seed, if there is one: an
+        earlier holder placed the update there and crashed before it was recorded.
         """
         del self._buffers[message.target].folding[message.session]
         return None if self.is_past(message.seed_group) else message.seed_group
@@ -143,7 +214,7 @@ class Pipeline:
         return buffer
 
     def newest_seeds(self) -> dict[int, int]:
-        """Secure aggregation: each open buffer's largest index of a seed that was taken."""
+        """Secure aggregation: the largest index of an accepted seed, for each open buffer."""
         return {
             target: max(member.offer for member in buffer.folded.values())
             for target, buffer in self._buffers.items()
@@ -151,7 +222,7 @@ class Pipeline:
         }
 
     def lose(self, now: float, targets: Iterable[int]) -> None:
-        """The seeds of these buffers are gone: nobody else's work shall be lost with them."""
+        """The seeds of these buffers are gone: close them, so that no more updates are lost."""
         for target in targets:
             buffer = self._buffers.get(target)
             if buffer is not None and buffer.folded:
@@ -171,7 +242,7 @@ class Pipeline:
         return min(self._commit_due, self._step_due) if self.current.is_closed else self._commit_due
 
     def pump(self, now: float) -> Effects:
-        """Start the next storage operation, if one is due and none is on its way."""
+        """Start the next storage operation if one is due and none is pending."""
         if self._is_busy:
             return []
         ledger = self.ledger
@@ -201,34 +272,36 @@ class Pipeline:
         return self._transact(self.ledger.record(records))
 
     def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
-        """Nothing yet, if the TSA did not answer, or failed: it has the seeds, so that
-        nothing is lost by asking again. One that fails for minutes is not asked any more.
+        """Write the new version. If the TSA did not answer or failed, try the step again later.
+
+        The TSA still has the seeds, so nothing is lost by a retry. After `_MAX_FAILURES` failures
+        the buffer is dropped.
         """
         self._failures += message.dropped == FAILED
-        is_failing = message.dropped == FAILED and self._failures < _MOST_FAILURES
+        is_failing = message.dropped == FAILED and self._failures < _MAX_FAILURES
         if message.dropped == UNREACHABLE or is_failing:
             self._is_busy = False
-            self._step_due = now + _AGAIN_S * 2 ** min(self._failures, 6)
+            self._step_due = now + _RETRY_S * 2 ** min(self._failures, 6)
             return []
         self._step = (now, message, ticket_life_s)
         return self._transact(self.ledger.advance(*self._step))
 
     def on_refused(self) -> Effects:
-        """Look what has changed, if it may be the owner who changed it; nothing to do otherwise."""
+        """Read the rows if the owner may have changed them; no effects otherwise."""
         if self._step is None:
             return []
         self.token = next(self._tokens)
         return [Read(self.token, holder_prefixes(self.ledger.task))]
 
     def on_rows(self, rows: Mapping[str, Row]) -> Effects:
-        """The rows after a refusal: the step again, or nothing when more than marks changed."""
+        """The rows after a refused step: repeat it, or no effects if more than marks changed."""
         assert self._step is not None
         if not self.ledger.take_owners_changes(rows):
             return []
         return self._transact(self.ledger.advance(*self._step))
 
     def on_committed(self, now: float) -> tuple[list[SessionId], bool, Effects]:
-        """Sessions that became durable, whether there is a new version, and what is now garbage."""
+        """Sessions that became durable, whether there is a new version, and blobs to delete."""
         transaction, self._transaction = self._transaction, None
         assert transaction is not None
         self._is_busy = False
@@ -270,4 +343,4 @@ class Pipeline:
         for buffer in self._buffers.values():
             buffer.check()
         if len(self._buffers) > regime.open_buffers(self.config) + 1:
-            raise InvariantError(f"{self.ledger.task} has {len(self._buffers)} buffers open")
+            raise InvariantError(f"{self.ledger.task} has {len(self._buffers)} open buffers")

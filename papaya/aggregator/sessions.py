@@ -5,8 +5,9 @@
     heartbeats or execution error. Finally, clients may also be aborted by the server if staleness
     [...] is higher than a configurable value."
 
-A session is active from join (or adoption) to complete, abort, failure or expiry. What ended one is
-remembered until no ticket of it is valid: that is the answer to whatever its client asks next.
+A session is active from join (or adoption) to completion, abort, failure or expiry. Its final
+answer is kept until no ticket of the session is valid, and given to every later request of the
+client.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ _MAX_WAITING = 4
 
 
 def session_life_s(config: TaskConfig, server: ServerConfig) -> float:
-    """How long a session ticket is valid: the training timeout, and a heartbeat to report in."""
+    """How long a session ticket is valid: the training timeout plus a heartbeat for the report."""
     return config.training_timeout_s + server.heartbeat_s
 
 
 def ticket_life_s(config: TaskConfig, server: ServerConfig) -> float:
-    """After so long no ticket of a session is valid by any server's clock."""
+    """How long tickets of a session may be valid, by the clock of any server."""
     return session_life_s(config, server) + config.upload_timeout_s + server.heartbeat_s
 
 
 def keep_until(expires: float, config: TaskConfig, server: ServerConfig) -> float:
-    """After this no ticket of a session is valid, by any server's clock."""
+    """When the last ticket of a session has expired, by the clock of any server."""
     joined_at = expires - session_life_s(config, server)
     return joined_at + ticket_life_s(config, server)
 
 
 class Session:
-    """One active client. `upload_ticket` is set by its report; `in_buffer` once it is folded."""
+    """One active client."""
 
     __slots__ = (
         "answer_to",
@@ -62,16 +63,24 @@ class Session:
 
     def __init__(self, ticket: SessionTicket | UploadTicket, sealed: bytes, now: float) -> None:
         self.id = ticket.session
+        # The ticket from the join, and its sealed bytes; empty if only an upload ticket was shown.
         self.ticket = ticket
         self.sealed = sealed
+        # The time of the last request.
         self.seen_at = now
+        # The ticket from the report, and its sealed bytes.
         self.upload_ticket: UploadTicket | None = None
         self.upload_sealed = b""
+        # Chunks received so far.
         self.upload: Upload | None = None
+        # The update is in the sum.
         self.in_buffer = False
+        # Secure aggregation: the offer given with the report, the sealed seed of the mask, and the
+        # version whose group has the seed if an earlier holder put it there.
         self.offer: SecureOffer | None = None
         self.sealed_seed = b""
-        self.seed_group: int | None = None  # the version to come that a predecessor gave it to
+        self.seed_group: int | None = None
+        # Requests that wait for the outcome of the update.
         self.answer_to: list[Handle] = []
 
     @property
@@ -84,7 +93,7 @@ class Session:
 
     @property
     def is_complete(self) -> bool:
-        """The whole update is here; it is being folded, or waits for its turn."""
+        """The whole update is here and is being folded, or waits for a buffer."""
         return self.upload is not None and self.upload.is_folding
 
     def as_member(self, keep_until: float) -> Member:
@@ -95,14 +104,14 @@ class Session:
         )
 
     def await_answer(self, reply_to: Handle) -> Effects:
-        """Wait for the commit. A client that asks again and again keeps only its last requests."""
+        """Answer after the commit. Only the last few requests of a client are kept."""
         self.answer_to.append(reply_to)
         if len(self.answer_to) <= _MAX_WAITING:
             return []
-        return [Reply(self.answer_to.pop(0), Retry("you asked again meanwhile", 0.0))]
+        return [Reply(self.answer_to.pop(0), Retry("a newer request replaced this one", 0.0))]
 
     def deadline(self, dead_after_s: float) -> float:
-        """When it is given up. A complete update is not: only its acknowledgement is missing."""
+        """When the session expires. A complete update does not: it only awaits its commit."""
         if self.is_complete:
             return float("inf")
         ends = self.ticket.expires if self.upload_ticket is None else self.upload_ticket.upload_by
@@ -110,7 +119,7 @@ class Session:
 
 
 class Sessions:
-    """Invariant: active <= concurrency, and no session is active and ended at once."""
+    """All sessions of a task. Invariant: active <= concurrency; none is both active and ended."""
 
     def __init__(self, dead_after_s: float) -> None:
         self.active: dict[SessionId, Session] = {}
@@ -118,7 +127,7 @@ class Sessions:
         self.ended_count = 0
         self._dead_after_s = dead_after_s
         self._deadlines: list[tuple[float, SessionId]] = []
-        self._keep_until: list[tuple[float, SessionId]] = []  # of those that have ended
+        self._keep_until: list[tuple[float, SessionId]] = []  # of ended sessions
         self._training: dict[int, dict[SessionId, Session]] = {}
 
     def admit(self, session: Session) -> None:
@@ -128,15 +137,15 @@ class Sessions:
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
 
     def reported(self, session: Session, ticket: UploadTicket, sealed: bytes) -> None:
-        """Training is over: from here on staleness is frozen and no longer a reason to abort."""
+        """Training is over: staleness is final and no longer a reason to abort."""
         self._forget_training(session)
         session.upload_ticket, session.upload_sealed = ticket, sealed
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
 
     def rebase(self, session: Session, ticket: SessionTicket | UploadTicket, sealed: bytes) -> None:
-        """The ticket that the client shows tells what it trains from.
+        """Use the ticket that the client shows: it names the version that the client trains from.
 
-        A doubled join at a successor may have opened the session under a newer version.
+        A duplicate of the join may have reached this holder and started a newer version.
         """
         self._forget_training(session)
         session.ticket, session.sealed = ticket, sealed
@@ -144,28 +153,28 @@ class Sessions:
         self.refile(session)
 
     def refile(self, session: Session) -> None:
-        """Its deadline has changed to one that may be earlier."""
+        """The deadline has changed and may be earlier than the one on file."""
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
 
     def end(self, session: Session, answer: Completed | Aborted, keep_until: float) -> None:
-        """The slot is free at once; the answer waits for the client's next request."""
+        """Free the slot, and keep the answer for the client's next request."""
         del self.active[session.id]
         self._forget_training(session)
         self.remember(session.id, answer, keep_until)
         self.ended_count += 1
 
     def remember(self, session: SessionId, answer: Completed | Aborted, keep_until: float) -> None:
-        """An end: here, or at a predecessor."""
+        """Keep the answer of a session that ended here or at an earlier holder."""
         self.ended[session] = (answer, keep_until)
         heappush(self._keep_until, (keep_until, session))
 
     def training_from(self, versions: range) -> Iterator[Session]:
-        """Sessions still training whose initial version lies in the range."""
+        """Sessions that are still training from one of these versions."""
         for version in [found for found in self._training if found in versions]:
             yield from list(self._training[version].values())
 
     def expired(self, now: float) -> list[Session]:
-        """Sessions whose deadline has passed. A deadline that moved is filed again."""
+        """Sessions whose deadline has passed. If a deadline has moved, file the new one."""
         found: dict[SessionId, Session] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, session_id = heappop(self._deadlines)
@@ -183,7 +192,7 @@ class Sessions:
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def forget(self, now: float) -> None:
-        """Drop ends whose tickets have all expired."""
+        """Drop the answers of sessions whose tickets have all expired."""
         while self._keep_until and self._keep_until[0][0] <= now:
             _, session = heappop(self._keep_until)
             if session in self.ended and self.ended[session][1] <= now:
@@ -196,7 +205,7 @@ class Sessions:
             )
         for session in self.active:
             if session in self.ended:
-                raise InvariantError(f"session {session} is active and ended at once")
+                raise InvariantError(f"session {session} is both active and ended")
 
     def _forget_training(self, session: Session) -> None:
         bucket = self._training.get(session.version)

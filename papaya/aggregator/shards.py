@@ -4,20 +4,20 @@
     intermediate aggregates. Once the cumulative number of aggregated model updates reaches the
     aggregation goal, the final aggregation is performed and a new server model is generated."
 
-Plain numbers and bytes: it reads and writes no storage itself. A blob that has to be written is
-returned, a blob that has to be read is asked for through `read`. Only complete and admitted
-uploads reach a sum.
+This file works on numbers and bytes and does not access storage: blobs to write are returned, blobs
+to read are requested through `read`. Only complete and valid uploads are added to a sum.
 
-An upload is a table of the chunks themselves: nothing is copied until it is added. A buffer is the
-sum as of its last cut, and a shard for each thread that has added to it since; a cut adds the
-shards to that sum and starts new ones. So the sum that a snapshot encodes stands still while later
+An upload is a table of its chunks; nothing is copied before it is added. A buffer consists of the
+sum at its last cut and one shard for each thread that has added to it since. A cut adds the shards
+to the sum and starts new ones, so the sum that a snapshot encodes does not change while later
 updates are folded. Memory per model: the uploads, a shard per thread, and a sum for each of the two
 buffers that may be open.
 
-Threads (in `net`): with `lock`, folds may run at once with each other and with everything else; two
-of them wait for each other only if they use the same shard of the same buffer. `keep`, `take` and
-`drop_uploads` belong to one thread. The rest of one task (cut and encode, restore, step, drop_sums)
-is done one at a time. A fold that raises leaves its buffer in doubt: restore the task.
+Threads (in `server`): with `lock`, folds may run in parallel with each other and with everything
+else; two folds wait for each other only if they use the same shard of the same buffer. `keep`,
+`take` and `drop_uploads` must be called from one thread. The other operations of one task (cut and
+encode, restore, step, drop_sums) must not run at the same time. If a fold raises, the content of
+its buffer is undefined: restore the task.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from papaya.secagg.errors import Implausible
 
 NewBlobs = list[tuple[BlobKey, bytes]]
 Pieces = Sequence[BytesLike]
-"""A blob that was never put together."""
+"""A blob in pieces, in order."""
 ReadBlob = Callable[[BlobKey], bytes]
 TakeLock = Callable[[], AbstractContextManager[Any]]
 UploadChunks = dict[int, BytesLike]
@@ -76,14 +76,14 @@ SeedRefusal = Literal["seed_refused", "trusted_party_lost"]
 
 
 class Cut(NamedTuple):
-    """What a snapshot will hold: target, sum and sessions."""
+    """What a snapshot will contain: target, sum and sessions."""
 
     work: Snapshot
     sums: list[tuple[int, Total, tuple[SessionId, ...]]]
 
 
 def blob_key(task: TaskId, seq: int, what: str, *content: BytesLike) -> BlobKey:
-    """Content-addressed, under the fence of its writer. The content may be in pieces."""
+    """A key from the hash of the content, under the sequence number of the writer."""
     digest = sha256()
     for piece in content:
         digest.update(piece)
@@ -102,7 +102,7 @@ def initial_blobs(config: TaskConfig, vector: parameters.Vector) -> NewBlobs:
 
 
 def _let_go(data: BytesLike) -> None:
-    """Bytes that belong to no pool need nothing."""
+    """No-op: the bytes do not belong to a pool."""
 
 
 class _BufferSum:
@@ -130,7 +130,7 @@ class _BufferSum:
             self.sessions.extend(sessions)
 
     def cut(self) -> tuple[Total, tuple[SessionId, ...]]:
-        """Everything folded so far, at one instant: no fold is half-way through."""
+        """Everything folded so far. Holds all locks, so no fold is partly included."""
         with ExitStack() as stack:
             for lock in self._locks:
                 stack.enter_context(lock)
@@ -145,7 +145,7 @@ class _BufferSum:
 class Shards:
     """Uploads being received and buffers being summed, for all tasks of one aggregator.
 
-    Whatever `keep` was given is passed to `release` once, when it is no longer needed.
+    Every chunk passed to `keep` is passed to `release` once, when it is no longer needed.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Shards:
     # -- uploads ----------------------------------------------------------------------------
 
     def keep(self, work: Keep) -> None:
-        """Takes the chunk over, as it is."""
+        """Store the chunk without copying it."""
         upload = self._uploads.setdefault((work.task, work.session), {})
         replaced = upload.get(work.offset)
         upload[work.offset] = work.data
@@ -177,7 +177,7 @@ class Shards:
             self._release(replaced)
 
     def take(self, work: Fold) -> UploadChunks:
-        """The upload leaves the table, to be folded or released."""
+        """Remove the upload from the table, to be folded or released."""
         return self._uploads.pop((work.config.task, work.session), {})
 
     def release(self, upload: UploadChunks) -> None:
@@ -185,7 +185,7 @@ class Shards:
             self._release(data)
 
     def drop_uploads(self, task: TaskId, session: SessionId | None = None) -> None:
-        """Of one session, or all of the task."""
+        """Drop the upload of one session, or all uploads of the task."""
         if session is not None:
             self.release(self._uploads.pop((task, session), {}))
             return
@@ -195,12 +195,12 @@ class Shards:
     # -- sums -------------------------------------------------------------------------------
 
     def fold(self, work: Fold, shard: int = 0) -> Folded:
-        """The upload that is in the table."""
+        """Fold the upload that is in the table."""
         [folded] = self.fold_all([(work, self.take(work))], shard)
         return folded
 
     def fold_all(self, given: Sequence[tuple[Fold, UploadChunks]], shard: int) -> list[Folded]:
-        """Uploads for one buffer. Checks all of them first, so that adding cannot fail half-way."""
+        """Fold uploads into one buffer. Checks all of them first, so that adding cannot fail."""
         results = []
         sessions: list[SessionId] = []
         members: list[Any] = []
@@ -228,13 +228,13 @@ class Shards:
         return results
 
     def cut(self, work: Snapshot) -> Cut:
-        """Each target's sum and sessions as of now. The sums stand still until the next cut."""
+        """The sum and the sessions of each target. The sums do not change until the next cut."""
         with self._guard:
             buffers = {t: self._buffers[work.task, work.seq][t] for t in work.targets}
         return Cut(work, [(target, *buffer.cut()) for target, buffer in buffers.items()])
 
     def encode(self, cut: Cut) -> tuple[Snapshotted, list[tuple[BlobKey, Pieces]]]:
-        """The blobs are views of the sums: to be written, or copied, before the next cut."""
+        """The blobs are views of the sums: write or copy them before the next cut."""
         task, seq = cut.work.task, cut.work.seq
         sums, blobs = [], []
         for target, total, sessions in cut.sums:
@@ -286,7 +286,7 @@ class Shards:
         config, parameters = work.config, work.config.public_parameters
         assert parameters is not None
         if self._tsa is None:
-            return Offered(config.task, work.seq, problem="no TSA runs here")
+            return Offered(config.task, work.seq, problem="this server has no TSA")
         try:
             offers, terms = self._tsa.offers(parameters, work.count)
         except TsaError as error:
@@ -299,7 +299,7 @@ class Shards:
             self._tsa.forget(parameters)
 
     def _member(self, work: Fold, pieces: list[BytesLike]) -> Contribution | Sequence[BytesLike]:
-        """What is added to the sum; or UpdateRefused, or TsaError for its seed."""
+        """What is added to the sum. Raises UpdateRefused, or TsaError if its seed is refused."""
         config = work.config
         if config.secure_aggregation is None:
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
@@ -317,7 +317,7 @@ class Shards:
 
     def _require_tsa(self) -> Tsa:
         if self._tsa is None:
-            raise TsaError(LOST, "no TSA runs here")
+            raise TsaError(LOST, "this server has no TSA")
         return self._tsa
 
     # -- forgetting -------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def _decoded(config: TaskConfig, data: bytes) -> Total:
 
 
 def _unchanged(work: Step, error: TsaError | Implausible) -> Stepped:
-    """A masked buffer that cannot be used is dropped: its version is the one before, again."""
+    """Drop a masked buffer that cannot be used: publish the previous version again."""
     dropped = "implausible" if isinstance(error, Implausible) else error.reason
     return Stepped(
         work.config.task,
@@ -369,7 +369,7 @@ def _unchanged(work: Step, error: TsaError | Implausible) -> Stepped:
 
 
 def _in_order(upload: UploadChunks) -> list[BytesLike]:
-    """The chunks up to the first that is missing; the size tells whether that is all."""
+    """The chunks before the first gap. Whether they are complete is checked by their size."""
     found: list[BytesLike] = []
     end = 0
     while (chunk := upload.get(end)) is not None and len(chunk) > 0:

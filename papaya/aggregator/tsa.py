@@ -1,8 +1,8 @@
-"""The TSA as an aggregator sees it, over its own interface (papaya/tsa).
+"""Adapts the interface of the TSA (papaya/tsa) to what an aggregator needs.
 
-Whatever it says of an index, a group or parameters that it should know, and does not, means that it
-was started anew: then seeds that an earlier one took are lost. A seed that it has already is no
-news. Everything else that it refuses is refused to the client.
+If the TSA does not know an index, a group or parameters that it should know, it was restarted, and
+the seeds that it had accepted before are lost. If it already has a seed, that is not an error. Any
+other refusal is the client's fault and is passed on to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
 from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 
-_STRANGERS = (
+_UNKNOWN = (
     RefusalReason.UNKNOWN_INDEX,
     RefusalReason.UNKNOWN_PARAMETERS,
     RefusalReason.UNKNOWN_GROUP,
@@ -28,7 +28,7 @@ _STRANGERS = (
 
 
 class TsaCalls(Protocol):
-    """`TsaClient` in a running server, the object itself under virtual time."""
+    """The TSA's own interface: `TsaClient` in a server, the TSA object itself in a simulation."""
 
     @property
     def identity_public_key(self) -> bytes: ...
@@ -47,7 +47,7 @@ class TsaCalls(Protocol):
 
 
 class TsaEvidence(NamedTuple):
-    """Why a device may believe the TSA."""
+    """What convinces a device that the TSA is genuine."""
 
     platform: str
     quote: bytes
@@ -56,11 +56,11 @@ class TsaEvidence(NamedTuple):
 
 
 Prove = Callable[[bytes], TsaEvidence]
-"""Evidence for a task's parameters, by their hash."""
+"""Returns the evidence for a task's parameters, given their hash."""
 
 
 class TsaAdapter:
-    """Registers what it is asked for, and turns refusals into words of the aggregator."""
+    """Registers parameters when they are first used, and turns refusals into TsaError."""
 
     def __init__(self, tsa: TsaCalls, prove: Prove) -> None:
         self._tsa = tsa
@@ -75,7 +75,7 @@ class TsaAdapter:
             made = self._tsa.offers(digest, count)
             evidence = self._prove(digest)
             if self._tsa.identity_public_key != identity:
-                raise TsaError(LOST, "the TSA was started anew meanwhile")
+                raise TsaError(LOST, "the TSA was restarted during the request")
         offers = tuple(StockedOffer(o.index, float(o.expires), o.encode()) for o in made)
         return offers, SecureOffer(
             parameters=parameters.encode(),
@@ -98,18 +98,18 @@ class TsaAdapter:
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        with _translated(UNREACHABLE, FAILED):  # it may have the seeds: it is asked again
+        with _translated(UNREACHABLE, FAILED):  # it may still have the seeds: try again
             self._tsa.release(parameters, group, members, take)
 
     def forget(self, parameters: PublicParameters) -> None:
-        with suppress(TsaRefused, Unavailable):  # one that was started anew knows nothing of it
+        with suppress(TsaRefused, Unavailable):  # a restarted TSA does not know the task
             self._tsa.forget(parameters.digest())
 
 
 class _translated:
-    """Turns what the TSA says into TsaError.
+    """Translates errors of the TSA into TsaError.
 
-    `away` when it says nothing, `failed` when it cannot do what it should.
+    `away` is the reason if the TSA cannot be reached, `failed` if it has an internal error.
     """
 
     def __init__(self, away: str = LOST, failed: str = "refused_internal") -> None:
@@ -124,7 +124,7 @@ class _translated:
             raise TsaError(self._away, str(error)) from error
         if isinstance(error, TsaRefused):
             reason = f"refused_{error.reason.name.lower()}"
-            if error.reason in _STRANGERS:
+            if error.reason in _UNKNOWN:
                 reason = LOST
             elif error.reason is RefusalReason.INTERNAL:
                 reason = self._failed

@@ -1,9 +1,9 @@
 """Uploads in chunks (paper, "Participation": "the client uploads the model in chunks").
 
-Chunks may arrive late, twice and out of order. The machine keeps which chunks are there; the bytes
-stay with the driver, in a bounded number of slots. A slot comes with all the memory that its upload
-can need, so an upload that has begun can always end. One that makes no progress for a heartbeat
-gives its slot back, and its client sends the chunks again later.
+Chunks may arrive late, twice and out of order. The machine tracks which chunks have arrived; the
+bytes stay with the driver, in a limited number of slots. A slot reserves all the memory that its
+upload may need, so an upload that has started can always finish. An upload without progress for a
+heartbeat loses its slot, and the client sends the chunks again later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from papaya.messages.participation import MAX_CHUNKS
 
 try:
     from isal.isal_zlib import crc32
-except ImportError:  # the same function, an order of magnitude slower
+except ImportError:  # same result, about ten times slower
     from zlib import crc32
 
 __all__ = [
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 ARRIVING = 2
-"""Bodies of one upload that may be on their way at a time: a chunk, and its repetition."""
+"""How many chunks of one upload may be in transit at a time: a chunk and its duplicate."""
 
 
 class Upload:
-    """Which chunks of one upload id are there."""
+    """Which chunks of one upload id have arrived."""
 
     __slots__ = ("chunks", "id", "is_folding", "missing")
 
@@ -55,23 +55,23 @@ def chunk_count(update_bytes: int, chunk_bytes: int) -> int:
 
 
 def chunk_length(update_bytes: int, chunk_bytes: int, index: int) -> int:
-    """The exact length of chunk `index`; every chunk but the last is full."""
+    """The exact length of chunk `index`. All chunks except the last are full."""
     return min(chunk_bytes, update_bytes - index * chunk_bytes)
 
 
 def buffers_of(config: TaskConfig, chunk_bytes: int) -> int:
-    """Buffers of one chunk that an upload of the task holds at most: what is kept and arrives."""
+    """How many chunk buffers an upload of the task may need, for chunks kept and in transit."""
     return chunk_count(config.update_bytes, chunk_bytes) + ARRIVING
 
 
 def why_not_served(config: TaskConfig, chunk_bytes: int, buffers: float) -> str:
-    """Why updates of the task cannot be taken here; empty when they can."""
+    """Why this aggregator cannot accept updates of the task; empty if it can."""
     chunks = chunk_count(config.update_bytes, chunk_bytes)
     if chunks > MAX_CHUNKS:
-        return f"an update would take {chunks} chunks, the limit is {MAX_CHUNKS}"
+        return f"an update has {chunks} chunks, the limit is {MAX_CHUNKS}"
     needed = buffers_of(config, chunk_bytes)
     if needed > buffers:
-        return f"an update takes {needed} chunk buffers, there are {buffers}: more upload_memory_mb"
+        return f"an update needs {needed} chunk buffers of {buffers}: raise upload_memory_mb"
     return ""
 
 
@@ -79,9 +79,9 @@ Owner = tuple[TaskId, SessionId]
 
 
 class Slots:
-    """Memory for uploads in progress: a fixed number of slots and of chunk buffers for them.
+    """Memory for uploads in progress: a fixed number of slots, and of chunk buffers to share.
 
-    Invariant: the slots' owners together never need more than `buffers`.
+    Invariant: the buffers reserved by all slots together never exceed `buffers`.
     """
 
     def __init__(self, count: int, idle_after_s: float, buffers: float = float("inf")) -> None:
@@ -93,20 +93,20 @@ class Slots:
         self._all_reserved = 0
 
     def has_room(self, owner: Owner, buffers: int) -> bool:
-        """Has the owner a slot, or is one free, with so many buffers?"""
+        """Does the owner have a slot, or is one free with this many buffers?"""
         return owner in self._reserved or (
             len(self._reserved) < self._count and self._all_reserved + buffers <= self.buffers
         )
 
     def take(self, now: float, owner: Owner, buffers: int) -> None:
-        """A slot for an upload that begins; who has one keeps it as it is."""
+        """Reserve a slot. No-op if the owner has one."""
         if owner not in self._reserved:
             self._reserved[owner] = buffers
             self._all_reserved += buffers
             self._last_progress[owner] = now
 
     def touch(self, now: float, owner: Owner) -> None:
-        """Progress of an upload that has a slot."""
+        """The upload has made progress. No-op without a slot."""
         if owner in self._reserved:
             self._last_progress[owner] = now
             self._last_progress.move_to_end(owner)
@@ -119,7 +119,7 @@ class Slots:
         return owner in self._reserved
 
     def idle(self, now: float) -> list[Owner]:
-        """Owners without progress for a heartbeat, longest first."""
+        """Owners without progress for a heartbeat, the longest idle first."""
         found = []
         for owner, progress in self._last_progress.items():
             if now - progress < self._idle_after_s:
@@ -130,11 +130,11 @@ class Slots:
     def check(self) -> None:
         reserved = sum(self._reserved.values())
         if reserved != self._all_reserved or reserved > self.buffers:
-            raise InvariantError(f"{reserved} chunk buffers are promised, there are {self.buffers}")
+            raise InvariantError(f"{reserved} chunk buffers are reserved, there are {self.buffers}")
         if self._reserved.keys() != self._last_progress.keys():
-            raise InvariantError("an upload has a slot and no time of progress, or the reverse")
+            raise InvariantError("slots and times of progress differ")
 
     @property
     def used(self) -> float:
-        """The share that is taken, of slots or of memory, whichever is scarcer."""
+        """The share in use of slots or of memory, whichever is higher."""
         return max(len(self._reserved) / self._count, self._all_reserved / self.buffers)

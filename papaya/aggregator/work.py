@@ -1,19 +1,19 @@
-"""Heavy work of an aggregator: effects that take a model's worth of bytes, and what comes back.
+"""Heavy work of an aggregator: effects on data as large as a model, and their results.
 
-    GetOffers    initial messages of the TSA               → Offered
-    Keep         a chunk's bytes into the upload's slot
-    Fold         check a complete upload, add it to the buffer     → Folded
+    GetOffers    get initial messages from the TSA                  → Offered
+    Keep         store a chunk in the upload's slot
+    Fold         check a complete upload, add it to the buffer      → Folded
     Snapshot     cut all shards at once, write the sum as a blob    → Snapshotted
     Restore      load the sums of durable records                   → Restored
     Step         apply the server optimizer, write a version        → Stepped or StepFailed
-    Drop         forget an upload's bytes or a task's buffers
-    Forget       the TSA has no more to do for a task
-    (any of them                                                    → Lost: a blob is missing)
-    DeleteBlobs  after the row that named them is gone
+    Drop         drop the bytes of an upload, or the buffers of a task
+    Forget       tell the TSA that a task is over
+    DeleteBlobs  delete blobs that no row names any more
 
-The driver runs them on threads (`net`) or in virtual time (`sim`); both use `shards.py` for the
-arithmetic. Work of one task runs in the order given. A blob's key begins with `task/seq/`, so a
-deposed holder cannot delete what its successor wrote.
+Any of them may return Lost if a blob is missing. The driver runs them on threads (`server`) or in
+virtual time (`sim`); both use `shards.py` for the arithmetic. The work of one task runs in the
+order given. The key of a blob starts with `task/seq/`, so an earlier holder cannot delete what a
+later one wrote.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class GetOffers(Effect, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """`terms` is what goes with every one of the offers; None when there are none, and why."""
+    """`terms` goes with each of the offers; None if there are none, and `problem` says why."""
 
     task: TaskId
     seq: int
@@ -60,8 +60,8 @@ class Offered(Message, frozen=True):
 class Fold(Effect, frozen=True):
     """Adds examples x staleness weight x update to the sum, and examples to its weight.
 
-    Under secure aggregation the TSA takes the sealed seed into the group of the target
-    version first; then the masked vector is added as it is.
+    Under secure aggregation the TSA first accepts the sealed seed into the group of the target
+    version; then the masked vector is added unchanged.
     """
 
     config: TaskConfig
@@ -81,7 +81,7 @@ class Folded(Message, frozen=True):
     session: SessionId
     refused: DiscardReason | None = None
     seed_group: int | None = None
-    """The version whose group has this very seed, if that is another one than `target`."""
+    """The version whose group already has this seed, if it is not `target`."""
 
 
 class Snapshot(Effect, frozen=True):
@@ -91,7 +91,7 @@ class Snapshot(Effect, frozen=True):
 
 
 class Sum(Message, frozen=True):
-    """What one snapshot holds: exactly these sessions, in the order in which they were folded."""
+    """One sum of a snapshot. `sessions` are all it contains, in the order they were folded."""
 
     target: int
     blob: BlobKey
@@ -141,13 +141,13 @@ class Stepped(Message, frozen=True):
     parameters: BlobKey
     optimizer: BlobKey
     dropped: str = ""
-    """Why the masked buffer could not be used: then the version is its predecessor again. If the
-    TSA is UNREACHABLE, or FAILED for some reason of its own, the step may be tried again.
+    """Why the masked buffer could not be used; then the version is a copy of the previous one. If
+    the TSA is UNREACHABLE or has FAILED internally, the step may be tried again.
     """
 
 
 class StepFailed(Message, frozen=True):
-    """The step would not give a finite model."""
+    """The new model would not be finite."""
 
     task: TaskId
     seq: int
@@ -155,7 +155,7 @@ class StepFailed(Message, frozen=True):
 
 
 class Lost(Message, frozen=True):
-    """A blob that the rows named when they were read is gone: perhaps a successor deleted it."""
+    """A blob that the rows named when they were read is gone. A new holder may have deleted it."""
 
     task: TaskId
     seq: int
@@ -163,8 +163,8 @@ class Lost(Message, frozen=True):
 
 
 class Arriving(Message, frozen=True):
-    """Bytes of a chunk whose offer was taken have come, and more are to come. It may be left out;
-    a driver tells it a few times per heartbeat, for chunks that take longer than that.
+    """Part of a chunk has arrived. The driver sends this a few times per heartbeat while a large
+    chunk is being received, so that its client does not count as silent. It may be left out.
     """
 
     task: TaskId
@@ -172,7 +172,7 @@ class Arriving(Message, frozen=True):
 
 
 class Drop(Effect, frozen=True):
-    """What is kept of an upload, and what arrives: its slot is gone.
+    """Drop what was received of an upload, and what still arrives.
 
     Without a session: everything of the task under this sequence number.
     """
@@ -183,7 +183,7 @@ class Drop(Effect, frozen=True):
 
 
 class Forget(Effect, frozen=True):
-    """A secure task is over: what the TSA still holds for it is of no use to anyone."""
+    """A secure task is over: the TSA can drop what it holds for it."""
 
     config: TaskConfig
 

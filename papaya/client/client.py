@@ -3,8 +3,8 @@
     CHECKING_IN ▶ JOINING ▶ DOWNLOADING ▶ TRAINING ▶ REPORTING ▶ (SEALING) ▶ UPLOADING ▶ COMPLETING
 
 "All stages happen within a virtual session": each request carries its ticket, may be sent again and
-may go through any selector. The client obeys an abort at once, gives up cleanly when a stage takes
-too long, never takes part against its own history, and never runs what a server sends.
+may go through any selector. The client stops at once when it is aborted, leaves when a stage takes
+too long, never takes part if its own history forbids it, and never runs code from a server.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _MIN_HEARTBEAT_S = 0.2
 
 
 class Client:
-    """Invariant: at most one request of the stage and one heartbeat are on their way."""
+    """Invariant: at most one request of the stage and one heartbeat are unanswered."""
 
     def __init__(
         self,
@@ -86,29 +86,44 @@ class Client:
         config: DeviceConfig,
         rng: Random,
     ) -> None:
-        self.stage = Stage.CHECKING_IN
-        self.task: TaskId | None = None
-        self.joined: Joined | None = None
-        self._stopping = ""
-        self._remembered_as = ""
-        self._selectors = selectors
-        self._selector = int(rng.random() * len(selectors))
         self._capabilities = capabilities
-        self.history = history
         self._config = config
         self._rng = rng
+        # The participations of this device so far.
+        self.history = history
+
+        # Progress: the current stage, when it times out, and why the device wants to stop, if so.
+        self.stage = Stage.CHECKING_IN
+        self._stage_ends = _NEVER
+        self._stopping = ""
+        # The assigned task, the answer to the join, and the newest ticket of the session.
+        self.task: TaskId | None = None
+        self.joined: Joined | None = None
+        self._ticket = b""
+        # The history entry of this participation: the task, or all evaluations of its program.
+        self._remembered_as = ""
+
+        # All selectors, and the index of the one in use. A failed request moves on to the next.
+        self._selectors = selectors
+        self._selector = int(rng.random() * len(selectors))
+        # The number of the last request, and failures in a row, for the back-off.
         self._attempt = 0
         self._failures = 0
+        # The request of the stage, its number (0 while it waits to be sent again), and when to give
+        # up waiting or to send it again.
         self._pending: Message | None = None
         self._pending_attempt = 0
         self._resend_at = _NEVER
+        # The next heartbeat, and the number of the last one.
         self._heartbeat_at = _NEVER
         self._heartbeat_attempt = 0
-        self._stage_ends = _NEVER
-        self._ticket = b""
+
+        # The trained update, masked once it is sealed, and how many examples it comes from.
         self._update = memoryview(b"")
         self._examples = 0
+        # The sealed seed of the mask, under secure aggregation.
         self._sealed = b""
+        # The upload: its id, the size of a chunk, and the chunks to send.
         self._upload_id = ""
         self._chunk_bytes = 1
         self._to_send: list[int] = []
@@ -142,10 +157,10 @@ class Client:
                 return self._leave("failed", message.reason)
             case Stop():
                 return self._on_stop(message.reason)
-        raise ProtocolError(f"a client does not take {type(message).__name__}")
+        raise ProtocolError(f"a client does not accept {type(message).__name__}")
 
     def _on_stop(self, reason: str) -> Effects:
-        """A join that is on its way may have taken a slot: its answer says how to give it back."""
+        """Leave. If a join is unanswered, wait first: only its answer has the ticket to leave."""
         if self.stage is Stage.JOINING and self._pending_attempt and not self._stopping:
             self._stopping = reason
             return []
@@ -180,7 +195,7 @@ class Client:
         return [SendRequest(self._selectors[self._selector], self._attempt, message)]
 
     def _ask_again(self, now: float, after_s: float) -> Effects:
-        """Later, through another selector, with jittered back-off."""
+        """Send the request again later, through another selector, with jittered back-off."""
         if self._stopping:
             return self._finish("stopped", self._stopping)
         self._selector = (self._selector + 1) % len(self._selectors)
@@ -211,7 +226,7 @@ class Client:
         return [SendRequest(self._selectors[self._selector], self._attempt, heartbeat)]
 
     def _retry_heartbeat(self, now: float, after_s: float) -> Effects:
-        """Sooner than the next one is due: a successor adopts those who come in time."""
+        """Retry before the next heartbeat is due: a new holder adopts clients only for a while."""
         self._selector = (self._selector + 1) % len(self._selectors)
         jitter = self._rng.random() * self._config.max_backoff_s
         self._heartbeat_at = min(self._heartbeat_at, now + after_s + jitter)
@@ -223,7 +238,7 @@ class Client:
         answer = answered.answer
         is_heartbeat = answered.attempt == self._heartbeat_attempt
         if answered.attempt != self._pending_attempt and not is_heartbeat:
-            return []  # an answer to a request that was given up
+            return []  # answers a request that was given up
         if type(answer) in _PROGRESS and not is_heartbeat:
             return self._on_progress(now, answer)
         match answer:
@@ -250,7 +265,7 @@ class Client:
         return go_on(self, now, answer) if stage is self.stage else self._unexpected(answer)
 
     def _unexpected(self, answer: Message) -> Effects:
-        reason = f"{type(answer).__name__} is no answer while {self.stage.value}"
+        reason = f"unexpected answer while {self.stage.value}: {type(answer).__name__}"
         return self._leave("failed", reason)
 
     def _on_accepted(self, now: float, accepted: Accepted) -> Effects:
@@ -296,9 +311,9 @@ class Client:
         self._stage_ends += self.joined.heartbeat_s
         self._update = memoryview(trained.update)
         if not trained.update or trained.examples < 1:
-            return self._leave("failed", "training gave nothing to send")
+            return self._leave("failed", "training returned no update")
         self._examples = trained.examples
-        # Nobody is told how much data a masked update stands for.
+        # A masked update does not reveal its number of examples, so the report must not either.
         return self._ask(now, Report(self._ticket, 1 if self.joined.secure else trained.examples))
 
     def _on_granted(self, now: float, granted: UploadGranted) -> Effects:
@@ -310,7 +325,7 @@ class Client:
         if not self.joined.secure:
             return self._upload(now)
         if granted.secure is None:
-            return self._leave("failed", "a secure task came without an offer")
+            return self._leave("failed", "the server sent no offer of a TSA for a secure task")
         self.stage = Stage.SEALING
         joined, update = self.joined, bytes(self._update)
         return [
@@ -325,16 +340,16 @@ class Client:
         ]
 
     def _on_sealed(self, now: float, sealed: Sealed) -> Effects:
-        """From here on this update goes out under this seal, or not at all."""
+        """The update leaves the device only in this masked form."""
         assert self.stage is Stage.SEALING
         self._update, self._sealed = memoryview(sealed.update), sealed.sealed
         return self._upload(now)
 
     def _upload(self, now: float) -> Effects:
-        """Nothing of the update has left the device yet: remember first, then send."""
+        """Record the participation before the first byte of the update leaves the device."""
         assert self.joined is not None
         if self._chunks > MAX_CHUNKS:
-            return self._leave("failed", f"{self._chunks} chunks are more than {MAX_CHUNKS}")
+            return self._leave("failed", f"{self._chunks} chunks, the limit is {MAX_CHUNKS}")
         self._upload_id = f"{self._rng.getrandbits(64):016x}"
         self._to_send = list(range(self._chunks))
         joined = self.joined
@@ -368,7 +383,7 @@ class Client:
     # -- the end ----------------------------------------------------------------------------
 
     def _leave(self, ending: Ending, reason: str) -> Effects:
-        """Tell the server, once, that the slot is free; then it is over whatever it answers."""
+        """Tell the server once that the slot is free, and finish without waiting for an answer."""
         effects: Effects = []
         if self.joined is not None:
             self._attempt += 1
@@ -385,7 +400,7 @@ class Client:
         return [Finish(ending, reason, retry_from_s, retry_until_s)]
 
 
-# The one answer that takes each stage further.
+# The answer that leads on from each stage.
 _PROGRESS: dict[type, tuple[Stage, Callable[[Client, float, Any], Effects]]] = {
     Accepted: (Stage.CHECKING_IN, Client._on_accepted),
     Joined: (Stage.JOINING, Client._on_joined),

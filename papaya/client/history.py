@@ -1,11 +1,11 @@
 """Participation history on the device (paper: "tracks prior participation history to enable
 fair and unbiased client selection").
 
-At most one participation per task within its gap, never below the device's own floor, and at most
-the task's maximum. Evaluations of one program count together, apart from its training: each of them
-is a task of its own, and the floor would mean nothing if a server could start another. It survives
-restarts: a threshold or a privacy budget counts devices only because of it. Recorded before the
-first byte of an update leaves the device.
+A device takes part in a task at most once within the task's gap, which cannot be shorter than the
+device's own floor, and at most as often as the task's limit. Evaluations of one program are counted
+together and apart from its training: each is a task of its own, so without this rule a server could
+avoid the floor by starting another one. The history survives restarts, so that a threshold or a
+privacy budget counts devices. It is written before the first byte of an update leaves the device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from msgspec import Struct
 
 from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
 
-_EVALUATE = "/evaluate"  # no task is called so
+_EVALUATE = "/evaluate"  # not a valid end of a task id
 _MAX_EVALUATIONS = MAX_EXCLUDED
 
 
 def evaluations_of(parameters: BlobKey) -> TaskId:
-    """What evaluations of the program that these parameters belong to are remembered as."""
+    """The name under which evaluations of the program with these parameters are recorded."""
     return parameters.partition("/")[0] + _EVALUATE
 
 
@@ -33,9 +33,10 @@ class Participated(Struct, frozen=True, gc=False):
 
 
 class History(Struct, gc=False):
-    """The rule, over entries that the driver keeps durable. `evaluations`: what `learn` was told.
+    """The rule, over entries that the driver stores.
 
-    `gc=False`: none can come to hold itself, and a simulated fleet has millions.
+    `evaluations` maps evaluation tasks to the name under which they are recorded. `gc=False`
+    because a simulated fleet has millions of these, and none can refer to itself.
     """
 
     floor_s: float
@@ -43,10 +44,10 @@ class History(Struct, gc=False):
     evaluations: dict[TaskId, TaskId] = {}
 
     def __post_init__(self) -> None:
-        self.entries = dict(self.entries)  # what it was made from does not change with it
+        self.entries = dict(self.entries)  # do not change the caller's dictionary
 
     def learn(self, task: TaskId, together: TaskId) -> None:
-        """A task that the device met is an evaluation: barred for as long as the others are."""
+        """The task is an evaluation: exclude it whenever the others of its program are excluded."""
         self.evaluations.pop(task, None)
         self.evaluations[task] = together
         while len(self.evaluations) > _MAX_EVALUATIONS:
@@ -60,7 +61,7 @@ class History(Struct, gc=False):
         return now >= entry.last_at + gap_s and (limit is None or entry.count < limit)
 
     def excluded(self, now: float) -> tuple[TaskId, ...]:
-        """Tasks to name at check-in, newest first; `allows` is asked again after joining."""
+        """Tasks to exclude at check-in, newest first. The client checks `allows` after joining."""
         if not self.entries:
             return ()
         barred = {

@@ -1,11 +1,12 @@
 """What a client asks of its device, and what comes back.
 
-Request     ask a selector           → Moving, while a chunk is; then Answered or Unanswered
-Download    parameters by key, from the CDN             → Downloaded or WorkFailed
-Train       the executor on local data                  → Trained or WorkFailed
-Seal        mask the update for an offer it believes    → Sealed or WorkFailed
-Remember    write the participation history, durable, before going on
-Finish      the session is over; the driver decides when to check in again
+SendRequest  send a request to a selector               → Moving, while a chunk is being sent;
+                                                          then Answered or Unanswered
+Download     get the parameters, from any cache         → Downloaded or WorkFailed
+Train        train on local data                        → Trained or WorkFailed
+Seal         verify the offer and mask the update       → Sealed or WorkFailed
+Remember     write the participation history durably, before the next effect
+Finish       the visit is over; the driver decides when to check in again
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class Answered(Message, frozen=True):
 
 
 class Moving(Message, frozen=True):
-    """Bytes of a chunk still leave the device: it is slow, not lost."""
+    """A chunk is still being sent: the request is slow, not lost."""
 
     attempt: int
 
 
 class Unanswered(Message, frozen=True):
-    """The driver knows that no answer will come: refused connection, broken stream."""
+    """No answer will come: the connection was refused or broken."""
 
     attempt: int
 
@@ -85,7 +86,7 @@ class Seal(Effect, frozen=True):
 
 
 class Sealed(Message, frozen=True):
-    """All that leaves the device; whatever is lost, the same bytes are sent again."""
+    """The masked update and its sealed seed. A retry sends the same bytes again."""
 
     update: bytes
     sealed: bytes
@@ -96,7 +97,7 @@ class WorkFailed(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """The device wants this visit to end, whatever it is at; a second time, without waiting."""
+    """The device wants the visit to end. A second one ends it without waiting for an answer."""
 
     reason: str
 

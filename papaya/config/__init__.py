@@ -1,14 +1,16 @@
-"""What a person may configure: tasks, servers, devices."""
+"""Configuration of tasks, servers and devices."""
 
 from papaya.config.deployment import Deployment
-from papaya.config.lifecycle import Evaluated, EvaluationPlan, StopRule
 from papaya.config.server import DeviceConfig, ServerConfig
 from papaya.config.task import (
     MAX_MODEL_LENGTH,
     AsyncFL,
+    Evaluated,
+    EvaluationPlan,
     OptimizerConfig,
     Requirements,
     SecureAggregation,
+    StopRule,
     SyncFL,
     TaskConfig,
 )

@@ -1,4 +1,4 @@
-"""How configuration refuses a value: with its field, the value, the problem and the remedy."""
+"""Checks of configuration values; a failed one names field, value, problem and remedy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def require(holds: bool, field: str, value: object, problem: str, remedy: str) -
 
 
 def require_choice(field: str, value: str, choices: tuple[str, ...]) -> None:
-    """Decoding checks it too; a configuration that is written in Python is only checked here."""
+    """Decoding a file checks it too; a configuration made in Python is only checked here."""
     if value not in choices:
         meant = get_close_matches(str(value), choices, n=1, cutoff=0.4)
-        remedy = f"did you mean {meant[0]!r}?" if meant else f"use one of these, as {choices[0]!r}"
+        remedy = f"did you mean {meant[0]!r}?" if meant else f"for example {choices[0]!r}"
         raise ConfigError.of(field, value, f"is not one of {', '.join(choices)}", remedy)
 
 
@@ -38,6 +38,6 @@ def require_positive_s(field: str, value: float) -> None:
         math.isfinite(value) and value > 0,
         field,
         value,
-        "a time must be finite and longer than zero seconds",
+        "must be finite and above zero seconds",
         f"set {field} to a positive number of seconds",
     )

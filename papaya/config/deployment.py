@@ -1,8 +1,8 @@
 """How one installation runs: addresses, the data folder, tokens, TLS and limits.
 
-`papaya serve` needs none of it: every field has a default that works on one machine. A TOML file
-sets the rest; a field that does not exist is refused, so that a typing error cannot pass as a
-default. What concerns the protocol is in `ServerConfig`, under `[server]`.
+Every field has a default that works on one machine, so `papaya serve` needs no configuration. A
+TOML file can set any field; unknown fields are refused, so that a misspelt name is noticed.
+Settings of the protocol are in `ServerConfig`, under `[server]`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROLES: tuple[Role, ...] = ("coordinator", "selector", "aggregator")
 
 
 class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Addresses are `host:port`; port 0 takes any free one. Paths are relative to the file."""
+    """Addresses are `host:port`; port 0 means any free port. Paths are relative to the file."""
 
     data: str = "papaya-data"
     devices: str = "127.0.0.1:8750"
@@ -54,7 +54,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             or re.fullmatch(r"[\w.]+:\w+", self.device_tokens) is not None,
             "device_tokens",
             self.device_tokens,
-            "is not a way to verify devices",
+            "is not a known way to verify devices",
             "use shared, signed, none, or package.module:name of a verifier",
         )
         require(
@@ -68,15 +68,15 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.tsa_platform == "software" or bool(self.tsa),
             "tsa",
             self.tsa,
-            f"a TSA on {self.tsa_platform} does not run as a child of this process",
-            'name its address, for example tsa = "unix:/run/papaya/tsa.sock"',
+            f"a TSA on {self.tsa_platform} cannot run as a child of this process",
+            'set its address, for example tsa = "unix:/run/papaya/tsa.sock"',
         )
         require(
             self.tsa_platform == "software" or self.tsa_collateral is not None,
             "tsa_collateral",
             self.tsa_collateral,
             f"quotes of {self.tsa_platform} need the vendor's collateral",
-            "name the JSON file that your collateral service keeps fresh",
+            "set the path of the JSON file that your collateral service keeps up to date",
         )
         for field in ("fold_threads", "upload_memory_mb", "max_connections"):
             require_count(field, getattr(self, field))
@@ -84,7 +84,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def address(field: str, text: str) -> tuple[str, int]:
-    """Host and port of `host:port`."""
+    """Split `host:port` into host and port."""
     found = _ADDRESS.fullmatch(text)
     port = int(found["port"]) if found is not None else 65536
     require(

@@ -1,8 +1,8 @@
-"""What operators of servers and owners of devices may configure.
+"""Configuration of servers and devices.
 
 Paper, appendix "Failure Recovery": failures are detected "after several missed heartbeats", and the
-recovery period is "typically 30s". One heartbeat is configured; every other time follows from it,
-so that no two of them can contradict each other.
+recovery period is "typically 30s". Only the heartbeat interval is configured; the other times
+follow from it, so they are always consistent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_CHUNK_BYTES = 2 << 20
 
 
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One heartbeat; the rest follows. The other fields bound what a server will hold."""
+    """The heartbeat interval, and limits on what a server holds."""
 
     heartbeat_s: float = 10.0
     hold_s: float = 20.0
@@ -73,7 +73,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def dead_after_s(self) -> float:
-        """Silence after which a client or an aggregator counts as dead."""
+        """How long a client or an aggregator may be silent before it counts as dead."""
         return 3 * self.heartbeat_s
 
     @property
@@ -83,17 +83,21 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def leader_lease_s(self) -> float:
-        """How long a candidate watches an unchanged lease before it takes over."""
+        """How long the leader row must stay unchanged before a candidate takes over."""
         return 3 * self.heartbeat_s
 
     @property
     def recovery_s(self) -> float:
-        """A new leader outwaits every assignment of the old one ("typically 30s")."""
+        """How long a new leader waits until all assignments of the old one have ended."""
         return 3 * self.heartbeat_s
 
 
 class DeviceConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a device talks to selectors; `participation_floor_s` is its own, not a task's."""
+    """How a device talks to selectors.
+
+    `participation_floor_s` is the device's own minimum gap between participations in a task; a task
+    may ask for a longer one.
+    """
 
     request_timeout_s: float = 10.0
     check_in_timeout_s: float = 30.0

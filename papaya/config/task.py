@@ -1,11 +1,11 @@
-"""A task as its owner configures it. Refuses every value that cannot work.
+"""A task as its owner configures it: regime, optimizer, evaluation, when it ends.
 
 Paper, "Experimental Setup": "Our system has two configuration parameters. First, for both SyncFL
 and AsyncFL tasks, concurrency [...]. Second, for AsyncFL tasks, K is the aggregation goal".
 Appendix "Switching between SyncFL and AsyncFL": "can be done via a configuration change".
 
-An impossible value raises ConfigError with the field, the value and the remedy; a value that is
-legal but unwise is listed by `TaskConfig.warnings()`.
+A value that cannot work raises ConfigError with the field, the value and a remedy. A value that is
+valid but unwise is listed by `TaskConfig.warnings()`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from papaya.config.checks import (
     require_count,
     require_positive_s,
 )
-from papaya.config.lifecycle import Evaluated, EvaluationPlan, StopRule
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 from papaya.secagg.parameters import EXTRA_WORDS, MAX_GOAL, PublicParameters
 
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
-_STALENESS_OF_DEVICES = 1000  # what they allow, unless their owners say otherwise
+_STALENESS_OF_DEVICES = 1000  # the default limit of a device's own policy
+# Evaluations under secure aggregation: the largest whole number that one client may upload in one
+# place, small enough for the fixed point of every aggregation goal, and the maximum staleness of a
+# task that has a single version. Devices compare them with the offer they get.
+EVALUATION_CLIP = 2.0**13 - 1
+EVALUATION_MAX_STALENESS = 1
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -40,7 +44,7 @@ Durability = Literal["commit", "step"]
 
 
 class AsyncFL(Struct, frozen=True, tag="async", forbid_unknown_fields=True):
-    """A new version every K updates; clients never wait for each other."""
+    """A new version after every K updates; clients never wait for each other."""
 
     aggregation_goal: int | None = None
     max_staleness: int | None = None
@@ -53,7 +57,7 @@ class SyncFL(Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
 
 
 class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The server optimizer. None takes the default of its kind."""
+    """The server optimizer. None means the default of its kind."""
 
     kind: OptimizerKind = "fedadam"
     rate: float | None = None
@@ -101,8 +105,76 @@ class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):
     threshold: int | None = None
 
 
+class StopRule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The task ends when the first of these is reached. With none it runs until it is cancelled."""
+
+    versions: int | None = None
+    hours: float | None = None
+    target_loss: float | None = None
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("versions", "patience"):
+            value = getattr(self, field)
+            if value is not None:
+                require_count(f"stop.{field}", value)
+        require(
+            self.hours is None or (math.isfinite(self.hours) and self.hours > 0),
+            "stop.hours",
+            self.hours,
+            "must be finite and above zero",
+            "leave it out to run without a time limit",
+        )
+        require(
+            self.target_loss is None or math.isfinite(self.target_loss),
+            "stop.target_loss",
+            self.target_loss,
+            "must be finite",
+            "leave it out, or set the mean loss per example at which to stop",
+        )
+
+
+class EvaluationPlan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Evaluate every `every_versions` versions on the held-out data of `clients` devices.
+
+    An evaluation is a task of its own that pins one version, with the same selection and the same
+    upload (docs/adr/0016). Its clients upload sums of losses, so under secure aggregation the
+    server does not see the result of a single device. Stop rules use the results.
+    """
+
+    every_versions: int = 10
+    clients: int = 20
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for field in ("every_versions", "clients"):
+            require_count(f"evaluation.{field}", getattr(self, field))
+        require(
+            math.isfinite(self.timeout_s) and self.timeout_s > 0,
+            "evaluation.timeout_s",
+            self.timeout_s,
+            "must be finite and above zero",
+            "set how long an evaluation may wait for its clients",
+        )
+
+
+class Evaluated(Struct, frozen=True, forbid_unknown_fields=True):
+    """What an evaluation task evaluates: one version of another task, pinned by its blob."""
+
+    task: str
+    version: int
+    parameters: str
+    model_length: int
+    max_examples: int = MAX_COUNT
+    """How many examples one client may use: as many as in the task that is evaluated."""
+
+    def __post_init__(self) -> None:
+        for field in ("model_length", "max_examples"):
+            require_count(f"evaluates.{field}", getattr(self, field))
+
+
 class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One FL task. Every field has one meaning in both regimes."""
+    """One FL task. Every field means the same in both regimes."""
 
     task: str
     concurrency: int
@@ -163,13 +235,13 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def update_bytes(self) -> int:
-        """What a client uploads; masked vectors carry their weight and a constant with them."""
+        """The size of an upload. A masked vector also carries its weight and a constant."""
         extra = EXTRA_WORDS if self.secure_aggregation is not None else 0
         return 4 * (self.model_length + extra)
 
     @property
     def public_parameters(self) -> PublicParameters | None:
-        """What devices, the TSA and auditors agree on; None in the clear."""
+        """What devices, the TSA and auditors agree on; None without secure aggregation."""
         if self.secure_aggregation is None:
             return None
         assert self.clip is not None
@@ -197,7 +269,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.secure_aggregation.threshold or self.aggregation_goal
 
     def warnings(self) -> list[str]:
-        """What is legal but unwise, in words for the task's owner."""
+        """What is valid but unwise, in words for the task's owner."""
         found = []
         goal, concurrency = self.aggregation_goal, self.concurrency
         if isinstance(self.regime, AsyncFL):
@@ -214,7 +286,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 )
         if self.regime == SyncFL(over_selection=0.0) and concurrency > 100:
             found.append(
-                "over_selection = 0: each round waits for its slowest client or for "
+                "over_selection = 0: each round waits for its slowest client, or for "
                 f"training_timeout_s = {self.training_timeout_s:g}"
             )
         if self.participation_gap_s == 0:
@@ -323,14 +395,14 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             not needs_results or self.evaluation is not None,
             "stop",
             self.stop,
-            "a target or a patience needs evaluations to look at",
+            "target_loss and patience need the results of evaluations",
             "set evaluation, for example EvaluationPlan(every_versions=10)",
         )
         require(
             self.evaluates is None or self.evaluation is None,
             "evaluation",
             self.evaluation,
-            "an evaluation task is not evaluated itself",
+            "an evaluation task cannot be evaluated itself",
             "leave evaluation out",
         )
 
@@ -350,8 +422,8 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ConfigError.of(
                 "clip",
                 None,
-                "secure aggregation needs a bound",
-                "set clip: fixed point is scaled to it",
+                "secure aggregation needs a norm bound",
+                "set clip: the fixed-point encoding is scaled to it",
             )
         needed = fixed_point.needed_levels(self.model_length, self.max_examples)
         largest = min(fixed_point.largest_goal(needed), MAX_GOAL)

@@ -5,7 +5,7 @@
     "the Coordinator must explicitly account for clients that have been assigned to a task, but have
     not yet confirmed the assignment."
 
-Pure bookkeeping and one random choice; knows nothing of servers being alive.
+Bookkeeping and one random choice. Which servers are alive is not its concern.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Leases:
     """Assignments not yet confirmed, per task.
 
     A lease ends when a report confirms it, when its selector returns it unfilled, or when the
-    holder reports *after* its deadline: the holder admits nobody later, so then it has ended for
-    sure. Ending it by our own clock could free a slot whose join is in a report on its way.
+    holder sends a report *after* the lease's deadline: the holder admits no client after it. Ending
+    a lease by the Coordinator's own clock could free a slot whose client has joined, while the
+    report that says so is still on its way.
     """
 
     def __init__(self) -> None:
@@ -34,13 +35,13 @@ class Leases:
         self._tasks[session] = task
 
     def end(self, session: SessionId) -> None:
-        """Confirmed by a join, or returned unfilled. Unknown sessions were settled before."""
+        """The lease was confirmed or returned unfilled. No-op if it has already ended."""
         task = self._tasks.pop(session, None)
         if task is not None:
             del self._deadlines[task][session]
 
     def expire(self, task: TaskId, reported_at: float) -> None:
-        """The holder has spoken at `reported_at`, by its own clock."""
+        """End leases whose deadline lies before a report that the holder sent at `reported_at`."""
         deadlines = self._deadlines.get(task, {})
         while deadlines:
             session = next(iter(deadlines))
@@ -61,7 +62,7 @@ def assign(
     compatible: Callable[[DeviceClass], tuple[TaskId, ...]],
     rng: Random,
 ) -> dict[tuple[NodeId, DeviceClass, TaskId], int]:
-    """Give each held client one of its eligible tasks, uniformly; `wanted` is used up."""
+    """Give each held client one of its eligible tasks at random, and reduce `wanted` by it."""
     chosen: dict[tuple[NodeId, DeviceClass, TaskId], int] = {}
     for selector, device_class, count in held:
         eligible = [task for task in compatible(device_class) if wanted.get(task, 0) > 0]

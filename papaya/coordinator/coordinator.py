@@ -4,9 +4,9 @@
     tasks [...]. Finally, it provides centralized coordination and ensures that tasks progress in
     the face of Aggregator failures."
 
-Rows decide who leads and who holds a task; reports tell who is alive and what is wanted. Nothing
-is told to anyone before the row that decides it is committed. It never speaks to a device, never
-sees an update, and while it recovers it assigns no client.
+Rows decide who leads and who holds a task. Reports tell which servers are alive and what demand
+there is. Orders are sent only after the rows behind them are committed. The Coordinator never talks
+to a device, never sees an update, and assigns no clients during its recovery period.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from random import Random
 from papaya.config import ServerConfig
 from papaya.coordinator.assignment import Leases, assign
 from papaya.coordinator.fleet import AggregatorView, Fleet
-from papaya.coordinator.orders import advertised, assignment_map, over, placements
 from papaya.coordinator.placement import is_orphan, least_loaded, relieve, workloads
 from papaya.coordinator.recovery import Leadership
 from papaya.errors import InvariantError, ProtocolError
 from papaya.machine import Effects, Handle, Read, Send, Transact
 from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import (
+    Advertised,
     AggregatorOrders,
     AggregatorReport,
     Assignment,
+    Placement,
+    Route,
     SelectorOrders,
     SelectorReport,
     TaskReport,
@@ -49,9 +51,13 @@ from papaya.messages.storage import (
     fence_key,
 )
 
-# A report that confirms this many joins is acknowledged at once, so that the next is short.
+# A report that confirms this many joins is acknowledged at once, to keep the next one short.
 _ACKNOWLEDGE_AFTER_JOINS = 16
+# An aggregator that reports overload for this many heartbeats gives a task away.
 _OVERLOADED_BEATS = 3
+# How long selectors are told that a task has ended: longer than its clients keep asking.
+_OVER_IS_TOLD_S = 3600.0
+_MAX_OVER = 256
 
 
 class Coordinator:
@@ -60,21 +66,32 @@ class Coordinator:
     def __init__(self, node: NodeId, boot: float, config: ServerConfig, rng: Random) -> None:
         self.node = node
         self.boot = boot
+        self._config = config
+        self._rng = rng
+
+        # The leader lease: whether this candidate leads, its epoch, its recovery period.
+        self.leadership = Leadership(node, boot, config)
+        # The rows as last read: tasks that are not over, ended tasks that selectors are told of,
+        # and who holds each task.
         self.tasks: dict[TaskId, TaskRow] = {}
         self.over: tuple[TaskId, ...] = ()
         self.fences: dict[TaskId, FenceRow] = {}
-        self.leases = Leases()
-        self.leadership = Leadership(node, boot, config)
-        self._config = config
-        self._rng = rng
+        # The rows were read since this candidate became leader.
+        self._loaded = False
+
+        # What reports say: `fleet`, `leases`, and a cache of which tasks fit a device class.
+        self._reset_view()
+
+        # The time of the last event, and the next heartbeat.
         self._now = boot
         self._next_beat = boot
+        # The last token of a storage request, and the last number of orders.
         self._token = 0
         self._order = 0
+        # Transactions on their way by token: a task with its new fence, or None for the lease.
         self._pending: dict[int, tuple[TaskId, FenceRow] | None] = {}
+        # A read of the rows is on its way.
         self._reading = False
-        self._loaded = False
-        self._reset_view()
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -91,7 +108,7 @@ class Coordinator:
                 return self._on_rows(now, message)
             case Changed():
                 return self._read()
-        raise ProtocolError(f"a coordinator does not take {type(message).__name__}")
+        raise ProtocolError(f"a coordinator does not accept {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
         self._listen(now)
@@ -125,15 +142,15 @@ class Coordinator:
         return self._loaded and self.leadership.leads(now)
 
     def _listen(self, now: float) -> None:
-        """Reports are heard only while this candidate acts as leader."""
+        """Remember since when reports are processed: only while this candidate leads."""
         if not self._acts(self._now) or not self._acts(now):
             self.fleet.listens_since = now
         self._now = now
 
     def _read(self) -> Effects:
-        """Every heartbeat re-reads the rows: new tasks are found and unknown outcomes settled."""
+        """Read the rows, every heartbeat: finds new tasks and settles unknown outcomes."""
         if self._reading or None in self._pending.values():
-            return []  # a read may not overtake the attempt that it is to settle
+            return []  # a read must not overtake the lease transaction that it would settle
         self._reading = True
         return [Read(self._new_token(), (LEADER_KEY, TASKS, FENCES))]
 
@@ -158,13 +175,17 @@ class Coordinator:
 
     def _load(self, found: Mapping[str, Row]) -> None:
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
-        self.over = over(rows, self._now)
+        self.over = tuple(
+            task
+            for task, row in rows.items()
+            if row.is_over and self._now < row.ended + _OVER_IS_TOLD_S
+        )[-_MAX_OVER:]
         self.tasks = {task: row for task, row in rows.items() if not row.is_over}
-        # Of a task that was forgotten nothing is left to grow from.
+        # Drop the fences of tasks whose rows were deleted.
         self.fences = {task: fence for task, fence in self.fences.items() if task in rows}
         for task in self.tasks:
             fence, known = found.get(fence_key(task)), self.fences.get(task)
-            # A placement may have been committed after this snapshot: fences only grow.
+            # A placement may have been committed after this snapshot: keep the higher fence.
             if isinstance(fence, FenceRow) and (known is None or fence.seq >= known.seq):
                 self.fences[task] = fence
         self._compatible.clear()
@@ -183,7 +204,7 @@ class Coordinator:
         return []
 
     def _reset_view(self) -> None:
-        """A new leader knows only rows; who is alive comes from reports."""
+        """Forget everything that came from reports. A new leader only knows the rows."""
         self.fleet = Fleet(self._config.dead_after_s)
         self.leases = Leases()
         self._compatible: dict[DeviceClass, tuple[TaskId, ...]] = {}
@@ -272,7 +293,7 @@ class Coordinator:
 
     def _place(self, now: float) -> Effects:
         if not self._acts(now) or now < self.fleet.listens_since + self._config.heartbeat_s:
-            return []  # by then every aggregator had its turn to report
+            return []  # every aggregator reports within a heartbeat: wait for that
         effects: Effects = []
         live = self.fleet.live_aggregators(now)
         recovers = self.leadership.recovers(now)
@@ -304,7 +325,7 @@ class Coordinator:
         return []
 
     def _workloads(self, live: Iterable[NodeId]) -> dict[NodeId, float]:
-        """Estimated work per live aggregator, with moves that are on their way."""
+        """Estimated work per live aggregator, as if pending moves were done."""
         holders = {task: fence.aggregator for task, fence in self.fences.items()}
         for pending in self._pending.values():
             if pending is not None:
@@ -313,7 +334,7 @@ class Coordinator:
         return workloads(live, holders, work)
 
     def _move(self, task: TaskId, to: NodeId) -> Transact:
-        """Fence first: nobody is told before the row names the new holder."""
+        """Write the new fence row. Orders follow when it is committed."""
         old = self.fences[task]
         new = FenceRow(old.seq + 1, to, self.fleet.aggregators[to].boot)
         transaction = Transaction(
@@ -347,9 +368,23 @@ class Coordinator:
             boot=view.boot,
             number=self._order,
             acked=view.number,
-            tasks=placements(node, view, self.tasks, self.fences, self.leases),
+            tasks=self._placements(node, view),
         )
         return Send(node, orders)
+
+    def _placements(self, node: NodeId, view: AggregatorView) -> tuple[Placement, ...]:
+        """All tasks that the rows give to this boot of an aggregator.
+
+        Leases are listed until the aggregator reports on the task: from then on it knows them.
+        """
+        given = []
+        for task, fence in self.fences.items():
+            if task in self.tasks and fence.aggregator == node and fence.boot == view.boot:
+                report = view.tasks.get(task)
+                is_known = report is not None and report.seq == fence.seq
+                expected = () if is_known else self.leases.sessions(task)
+                given.append(Placement(task, fence.seq, expected))
+        return tuple(given)
 
     def _orders_for_selector(self, node: NodeId, assignments: tuple[Assignment, ...]) -> Send:
         view = self.fleet.selectors[node]
@@ -362,17 +397,40 @@ class Coordinator:
             boot=view.boot,
             number=self._order,
             acked=view.number,
-            advertised=advertised(self.tasks),
+            advertised=self._advertised(),
             wanting=tuple(task for task in self.tasks if self._wants(task)),
-            routes=assignment_map(self.tasks, self.fences),
+            routes=self._assignment_map(),
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
             over=self.over,
             assignments=assignments,
         )
         return Send(node, orders)
 
+    def _advertised(self) -> tuple[Advertised, ...]:
+        """The tasks that selectors may offer to devices."""
+        return tuple(
+            Advertised(task, row.config.requirements)
+            for task, row in self.tasks.items()
+            if row.state == "running"
+        )
+
+    def _assignment_map(self) -> tuple[Route, ...]:
+        """Paper, appendix "Failure Recovery": "assignment maps (model training task to
+        corresponding aggregator identity) refreshed from coordinator on every report".
+
+        A paused task keeps its route: clients that have joined finish.
+        """
+        return tuple(
+            Route(task, fence.aggregator, fence.seq)
+            for task, fence in self.fences.items()
+            if task in self.tasks and fence.aggregator
+        )
+
     def _wants(self, task: TaskId) -> bool:
-        """Demand now, or expected while a check-in is held: a free slot finds a client waiting."""
+        """Is there demand now, or will there be while a check-in is held?
+
+        Then a client is already waiting when a slot becomes free.
+        """
         expected = self._ended_per_s(task) * self._config.hold_s
         return self.demand(task) > 0 or (expected >= 1 and self.tasks[task].state == "running")
 
@@ -381,7 +439,7 @@ class Coordinator:
         return 0.0 if view is None else view.ended_per_s.get(task, 0.0)
 
     def _pace(self) -> float:
-        """Check-ins per second that would fill what is wanted, with a margin."""
+        """Check-ins per second that would meet the demand, with a margin."""
         expected = sum(
             self._ended_per_s(task) + max(0, self.demand(task)) / self._config.heartbeat_s
             for task in self.tasks

@@ -1,8 +1,8 @@
-"""The Coordinator's consolidated view of servers, rebuilt from their reports alone.
+"""What the Coordinator knows about servers, from their reports alone.
 
 Paper: "the Coordinator pools together information from all Aggregators into a consolidated view of
-client demand for every task in the system." Reports tell who is alive; who holds what is decided
-by the fence rows, never here.
+client demand for every task in the system." Reports tell which servers are alive. Which aggregator
+holds a task is decided by the fence rows, not here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from papaya.messages.selection import DeviceClass
 
 
 class AggregatorView:
-    """One boot of one aggregator as its last report shows it."""
+    """One boot of one aggregator, as its last report describes it."""
 
     def __init__(self, boot: float) -> None:
         self.boot = boot
+        # The number of the last report, and when it arrived.
         self.number = -1
         self.heard_at = 0.0
+        # Consecutive heartbeats with a load above 1.
         self.overloaded_beats = 0
         self.tasks: dict[TaskId, TaskReport] = {}
+        # Sessions that end per second, and the counts at the last heartbeat that this comes from.
         self.ended_per_s: dict[TaskId, float] = {}
         self._ended_at_beat: dict[TaskId, tuple[float, int]] = {}
 
@@ -36,7 +39,7 @@ class AggregatorView:
             self._measure(now, report)
 
     def _measure(self, now: float, report: AggregatorReport) -> None:
-        """How fast sessions end: the completions that pace steering expects to repeat."""
+        """Measure how fast sessions end; pace steering expects the same rate to continue."""
         before = self._ended_at_beat
         self._ended_at_beat = {task.task: (now, task.ended) for task in report.tasks}
         self.ended_per_s = {}
@@ -48,7 +51,7 @@ class AggregatorView:
 
 
 class SelectorView:
-    """One boot of one selector: what it holds, less what it was told to forward meanwhile."""
+    """One boot of one selector: the check-ins it holds, less those already assigned."""
 
     def __init__(self, boot: float) -> None:
         self.boot = boot
@@ -69,14 +72,14 @@ class SelectorView:
                     self.held[device_class] -= count
 
     def forward(self, order: int, device_class: DeviceClass, count: int) -> None:
-        """These clients are spoken for until a report shows that the order arrived."""
+        """Count these clients as gone, also in later reports, until the order is acknowledged."""
         self.held[device_class] = self.held.get(device_class, 0) - count
         forwarded = self._in_flight.setdefault(order, {})
         forwarded[device_class] = forwarded.get(device_class, 0) + count
 
 
 class Fleet:
-    """Who reported, and who is silent."""
+    """All servers that have reported."""
 
     def __init__(self, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
@@ -85,7 +88,7 @@ class Fleet:
         self.selectors: dict[NodeId, SelectorView] = {}
 
     def heard_aggregator(self, now: float, report: AggregatorReport) -> bool:
-        """False for a report that is older than one already seen."""
+        """Take in a report. False if it is older than one already seen."""
         view = self.aggregators.get(report.node)
         if view is None or report.boot > view.boot or self._replaces(now, report, view):
             view = self.aggregators[report.node] = AggregatorView(report.boot)
@@ -95,7 +98,7 @@ class Fleet:
         return True
 
     def heard_selector(self, now: float, report: SelectorReport) -> bool:
-        """As for aggregators; those that are silent were dropped before."""
+        """Take in a report. False if it is older than one already seen."""
         view = self.selectors.get(report.node)
         if view is None or report.boot > view.boot:
             view = self.selectors[report.node] = SelectorView(report.boot)
@@ -105,11 +108,11 @@ class Fleet:
         return True
 
     def _replaces(self, now: float, report: AggregatorReport, view: AggregatorView) -> bool:
-        """An earlier boot counts once the later one is dead: the node's clock was set back."""
+        """Accept an earlier boot if the later one is dead: the node's clock was set back."""
         return report.boot < view.boot and self.boot_of(now, report.node) is None
 
     def held(self, rng: Random) -> Iterator[tuple[NodeId, DeviceClass, int]]:
-        """Held check-ins, beginning with a random selector so that none is always served first."""
+        """Held check-ins, starting at a random selector so that no selector is always first."""
         names = list(self.selectors)
         start = int(rng.random() * len(names)) if len(names) > 1 else 0
         for name in names[start:] + names[:start]:
@@ -117,12 +120,15 @@ class Fleet:
                 yield name, device_class, count
 
     def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
-        """Those heard of lately: the ones that may be given a task."""
+        """Aggregators that reported recently and may be given a task."""
         limit = now - self._dead_after_s
         return {node: view for node, view in self.aggregators.items() if view.heard_at > limit}
 
     def boot_of(self, now: float, node: NodeId) -> float | None:
-        """The boot that a node runs, None when it is dead. Silence unlistened to proves nothing."""
+        """The boot that a node runs; None if it is dead.
+
+        Silence only counts from `listens_since`: before that, reports were not processed here.
+        """
         view = self.aggregators.get(node)
         if view is None or max(view.heard_at, self.listens_since) <= now - self._dead_after_s:
             return None

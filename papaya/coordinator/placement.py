@@ -4,7 +4,7 @@
     Aggregators. The Coordinator evenly distributes tasks among available Aggregators using the
     estimated workload of a task [...] the task concurrency and model size."
 
-Pure functions. They never move a task for balance alone.
+These functions never move a task only to balance the load.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from papaya.messages.storage import FenceRow
 
 
 def is_orphan(fence: FenceRow, live_boot: float | None, recovers: bool) -> bool:
-    """Is the boot that holds the task gone? `live_boot` is the one that its node reports from."""
+    """Is the boot that holds the task gone? `live_boot` is the boot its node reports now."""
     if live_boot is not None and live_boot >= fence.boot:
-        return live_boot > fence.boot  # restarted: what held the task is gone for sure
-    # Silence proves nothing until the recovery period is over. Neither does an earlier boot: it is
-    # a late report, or that of a node which restarted after its clock was set back.
+        return live_boot > fence.boot  # restarted: the boot that held the task is gone
+    # The holder is silent, or an earlier boot reported (a late report, or a node that restarted
+    # after its clock was set back). Neither is proof before the recovery period is over.
     return not recovers
 
 
@@ -36,7 +36,7 @@ def workloads(
 
 
 def least_loaded(workloads: Mapping[NodeId, float]) -> NodeId | None:
-    """The aggregator with the least estimated work; the first by name among equals."""
+    """The aggregator with the least estimated work; among equals, the first by name."""
     return min(workloads, key=lambda node: (workloads[node], node), default=None)
 
 
@@ -45,10 +45,10 @@ def relieve(
     tasks: Mapping[TaskId, float],
     workloads: Mapping[NodeId, float],
 ) -> tuple[TaskId, NodeId] | None:
-    """The move that best evens out an overloaded aggregator, or None when none would help.
+    """The move that best relieves an overloaded aggregator, or None if no move helps.
 
-    `tasks` are the overloaded aggregator's own, by workload. A move helps only when the receiver
-    stays below what the giver had: otherwise the overload would just change places.
+    `tasks` are the workloads of the overloaded aggregator's tasks. A move helps only if the
+    receiver ends up with less work than the giver had; otherwise it would be overloaded next.
     """
     others = {node: work for node, work in workloads.items() if node != overloaded}
     target = least_loaded(others)

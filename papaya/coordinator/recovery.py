@@ -3,10 +3,10 @@
     "After the leader election coordinator enters the recovery period (typically 30s) to rebuild
     the current assignment map from aggregator reports and then resumes assignments."
 
-No clock is compared with another: a candidate takes over when it has seen the leader row unchanged
-for a whole lease by its own clock; a leader stops when no renewal that it *sent* within a lease
-was confirmed. The new leader then waits a recovery period, which outlasts every assignment that
-the old one can have made. Decides nothing about tasks or clients.
+Clocks of different servers are never compared. A candidate takes over when it has seen the leader
+row unchanged for a whole lease by its own clock. A leader stops when no renewal that it *sent*
+within a lease was confirmed. The new leader then waits for a recovery period, which is longer than
+any assignment of the old leader can last. Tasks and clients are not decided here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,18 @@ class Leadership:
         self._node = node
         self._boot = boot
         self._config = config
+        # The leader row as last read, and when it was first seen with this value; None before the
+        # first read.
         self._row: LeaderRow | None = None
         self._row_seen_at: float | None = None
+        # The row that a transaction on its way would write, when it was sent, and how many there
+        # have been.
         self._attempt: LeaderRow | None = None
         self._attempted_at = 0.0
         self._attempts = 0
-        self._leads_until = 0.0
+        # The epoch that this candidate leads, 0 while it does not, and the end of its lease.
         self.epoch = 0
+        self._leads_until = 0.0
         self.recovers_until = 0.0
 
     def leads(self, now: float) -> bool:
@@ -45,7 +50,7 @@ class Leadership:
         return now < self.recovers_until
 
     def observe(self, now: float, row: LeaderRow | None) -> None:
-        """What the store says now. It settles an attempt whose outcome was unknown."""
+        """Take in the leader row as just read. Settles an attempt whose outcome was unknown."""
         if self._attempt is not None and row == self._attempt:
             self.confirm(now)
             return
@@ -55,7 +60,7 @@ class Leadership:
             self._abdicate()
 
     def next_attempt(self, now: float) -> Transaction | None:
-        """A renewal for the leader, a claim for a candidate whose time has come, else nothing."""
+        """A renewal if this candidate leads, a claim if the lease has run out, else None."""
         if self._row_seen_at is None:
             return None
         if self.epoch > 0:
@@ -65,14 +70,14 @@ class Leadership:
         return None
 
     def confirm(self, now: float) -> bool:
-        """The attempt is in the store. True when it made this candidate the leader."""
+        """The attempt was committed. True if this candidate is now the leader of a new epoch."""
         assert self._attempt is not None
         elected = self.epoch != self._attempt.epoch
         if elected:
             self.epoch = self._attempt.epoch
             has_predecessor = self._row is not None
             self.recovers_until = now + self._config.recovery_s if has_predecessor else now
-        # Counted from the sending: the row may have been written any time after that.
+        # The lease starts when the attempt was sent: the row may have been written right then.
         self._leads_until = self._attempted_at + self._config.leader_lease_s
         self._row, self._row_seen_at = self._attempt, now
         self._attempt = None
@@ -80,7 +85,7 @@ class Leadership:
 
     def _may_claim(self, now: float) -> bool:
         if self._row is None or self._row.holder == self._node:
-            return True  # nobody led yet, or this very node did: an earlier boot, or a late claim
+            return True  # no leader yet, or this node itself: an earlier boot, or a late claim
         assert self._row_seen_at is not None
         return now - self._row_seen_at >= self._config.leader_lease_s
 
@@ -92,7 +97,7 @@ class Leadership:
         return self._attempt_row(now, self.epoch)
 
     def _attempt_row(self, now: float, epoch: int) -> Transaction:
-        """No two attempts write the same row: one applied late must not pass for a later one."""
+        """Every attempt writes a different row, so a late one cannot be mistaken for a newer."""
         self._attempts += 1
         row = LeaderRow(self._node, self._boot, epoch, self._attempts)
         self._attempt, self._attempted_at = row, now

@@ -8,7 +8,7 @@ leaves unbounded what would be masked.
 from __future__ import annotations
 
 from papaya.attestation.policy import DevicePolicy
-from papaya.config.lifecycle import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
+from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.device.executor import TaskTerms
 from papaya.errors import ProtocolError
 from papaya.learning.evaluation import EVALUATION_LENGTH

@@ -32,7 +32,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from papaya.config.lifecycle import EVALUATION_CLIP
+from papaya.config.task import EVALUATION_CLIP
 from papaya.errors import Diverged, InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 

@@ -1,1 +1,1 @@
-"""What the parts say to each other: one module per conversation, drawn at its top."""
+"""The messages of the protocol: one module per conversation, drawn at its top."""

@@ -1,4 +1,4 @@
-"""What all messages have in common: frozen, typed, tagged, bounded. No rule of the protocol."""
+"""What all messages have in common: they are frozen, typed, tagged and bounded in size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NodeId: TypeAlias = str
 SessionId: TypeAlias = str
 BlobKey: TypeAlias = str
 
-# Bounds on what an untrusted peer may make us hold.
+# Limits on what an untrusted peer can make a server hold.
 MAX_EXCLUDED = 64
 ShortText = Annotated[str, Meta(max_length=128)]
 Name = Annotated[str, Meta(max_length=64, pattern=r"\A[A-Za-z0-9._:/+=@ -]*\Z")]
@@ -27,4 +27,4 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Message(Struct, frozen=True, gc=False, tag=True):
-    """One message. `gc=False` is safe: a frozen message cannot come to hold itself."""
+    """One message. `gc=False` is safe: a frozen message cannot refer to itself."""

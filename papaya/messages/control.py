@@ -1,12 +1,12 @@
-"""Control (paper, "High Client Utilization", "Failure Recovery"): servers among themselves.
+"""Control (paper, "High Client Utilization", "Failure Recovery"): messages between servers.
 
     AGGREGATOR ── AggregatorReport ──▶ COORDINATOR     demand, active, joined; also the heartbeat
                ◀── AggregatorOrders ──                 the tasks this aggregator holds, by row
     SELECTOR   ── SelectorReport ────▶                 held check-ins by device class
                ◀── SelectorOrders ────                 assignments, task list, assignment map
 
-One-way messages: each may be lost, doubled or late. Reports are numbered within a boot of their
-sender; orders carry the leader's epoch and a lower one is ignored.
+All are one-way messages that may be lost, duplicated or late. Reports are numbered within a boot of
+their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from papaya.messages.selection import DeviceClass
 class TaskReport(Struct, frozen=True, gc=False):
     """`joined`: sessions that joined since the last acknowledged report; they confirm leases.
 
-    `ended` counts sessions that ended at this holder; its growth paces the check-ins.
+    `ended` counts the sessions that ended at this holder; its growth sets the pace of check-ins.
     """
 
     task: TaskId
@@ -34,9 +34,9 @@ class TaskReport(Struct, frozen=True, gc=False):
 
 
 class AggregatorReport(Message, frozen=True):
-    """`at` is the sender's clock: joins whose confirm-by lies before it are all in this report.
+    """`at` is the sender's time: all joins with an earlier confirm-by are in this report.
 
-    `load` is work waiting ÷ work that the aggregator can hold; above 1 it is overloaded.
+    `load` is waiting work ÷ work that the aggregator can hold; above 1 it is overloaded.
     """
 
     node: NodeId
@@ -50,7 +50,7 @@ class AggregatorReport(Message, frozen=True):
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """`leases` tells a successor which clients are on their way to it already."""
+    """`leases` are the clients that may already be on their way to a new holder."""
 
     task: TaskId
     seq: int
@@ -58,7 +58,7 @@ class Placement(Struct, frozen=True, gc=False):
 
 
 class AggregatorOrders(Message, frozen=True):
-    """Every task that the rows give to this boot; what is not listed must stop."""
+    """All tasks that the rows give to this boot. It must stop any task that is not listed."""
 
     epoch: int
     leader: NodeId
@@ -74,7 +74,7 @@ class Held(Struct, frozen=True, gc=False):
 
 
 class SelectorReport(Message, frozen=True):
-    """`unfilled` are sessions that found no held client: their leases end at once."""
+    """`unfilled` are assigned sessions for which no client was held; their leases end."""
 
     node: NodeId
     boot: float
@@ -99,7 +99,7 @@ class Route(Struct, frozen=True, gc=False):
 
 
 class Assignment(Struct, frozen=True, gc=False):
-    """Forward this many held clients of the class: one for each session."""
+    """Accept one held client of the class for each session."""
 
     task: TaskId
     seq: int
@@ -109,7 +109,7 @@ class Assignment(Struct, frozen=True, gc=False):
 
 
 class SelectorOrders(Message, frozen=True):
-    """`wanting`: tasks with demand; `over`: tasks that ended while tickets of theirs may be about;
+    """`wanting`: tasks with demand. `over`: tasks that ended but whose clients may still ask.
     `check_ins_per_s`: this selector's share of the pace.
     """
 

@@ -1,15 +1,15 @@
-"""What a task's owner may change while it runs: pure transactions, all compare-and-set.
+"""What a task's owner can change while it runs: compare-and-set transactions.
 
-    running ◀──▶ paused          mark      keep a version whatever its age
-       └──┬────────┘             rollback  go on from an earlier version
-    completed, cancelled         evaluate  pin a version by a task of its own (DESIGN, evaluation)
+    running ◀──▶ paused          mark      keep a version, whatever its age
+       └──┬────────┘             rollback  continue from an earlier version
+    completed, cancelled         evaluate  evaluate a version in a task of its own (docs/adr/0016)
 
-Each requires the very rows that it was made from: one that comes late, or second, is refused and
-changes nothing. Blobs that a transaction names are written by the caller before.
+Each transaction requires exactly the rows that it was made from. One that is late or repeated is
+refused and changes nothing. The caller writes the blobs that a transaction names before it.
 
-A roll-back counts no update twice. The buffers that were open are given up, their members stay
-consumed, and the fence moves on, so that a holder which has not heard of it can write nothing.
-Refused: what cannot come after the state that a task is in; versions that are gone.
+A roll-back counts no update twice: open buffers are dropped, their members stay consumed, and the
+fence gets a new sequence number, so that the current holder can no longer write. Changes that are
+not possible in the state of the task, and versions that no longer exist, are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from papaya.config import (
     StopRule,
     TaskConfig,
 )
-from papaya.config.lifecycle import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
+from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
@@ -66,7 +66,7 @@ _EVALUATION_ID = re.compile(r".*-eval-[0-9]+(-[0-9]+)?")
 
 
 def owner_prefixes(task: TaskId) -> tuple[str, ...]:
-    """What an owner decides by. Not who was consumed: that is most of what a holder reads."""
+    """The rows that an owner needs. Leaves out the consumed rows, which are the largest."""
     return tuple(p for p in holder_prefixes(task) if not p.startswith("consumed/"))
 
 
@@ -96,8 +96,8 @@ class TaskRows:
         if found is None:
             kept = ", ".join(str(version) for version in sorted(self.versions)[-8:])
             raise OperatorError(
-                f"version {number} of task {self.task} is not there (any more)",
-                hint=f"the newest that are kept: {kept}; mark a version to keep it for longer",
+                f"task {self.task} has no version {number}, or it was deleted",
+                hint=f"newest versions: {kept}; mark a version to keep it longer",
             )
         return found
 
@@ -109,7 +109,7 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
         hint = f"papaya task show {task}"
         if row.is_over:
             hint = "submit a new task, from a checkpoint of this one: papaya task export --help"
-        raise OperatorError(f"task {task} is {row.state}, it cannot become {state}", hint=hint)
+        raise OperatorError(f"task {task} is {row.state} and cannot become {state}", hint=hint)
     ended = now if state in ("completed", "cancelled") else 0.0
     changed = structs.replace(row, state=state, why=why, ended=ended)
     return Transaction(
@@ -119,42 +119,42 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
 
 
 def mark(task: TaskId, row: VersionRow, marked: bool) -> Transaction:
-    """Keep a version, or let it go by age."""
+    """Keep a version, or allow it to be deleted by age."""
     if row.restarts and not marked:
         raise OperatorError(
-            f"task {task} was rolled back at version {row.version}, which has to stay",
-            hint="updates from before it are told apart by it",
+            f"version {row.version} of task {task} cannot be unmarked: it records a roll-back",
+            hint="it is needed to recognise updates from before the roll-back",
         )
     key = version_key(task, row.version)
     return Transaction(require=((key, row),), put=((key, structs.replace(row, marked=marked)),))
 
 
 def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) -> Transaction:
-    """A new head with the parameters of an old version and a fresh optimizer state.
+    """A new version with the parameters of an old one and a fresh optimizer state.
 
-    Every write of a holder requires the fence and the optimizer row; both change here, so whatever
-    is on its way from the branch that is given up is refused.
+    Every write of a holder requires the fence and the optimizer row. Both change here, so writes
+    of the abandoned branch that are still on their way are refused.
     """
     task, old = rows.task, rows.version(to_version)
     if rows.row.is_over:
         raise OperatorError(
-            f"task {task} is {rows.row.state}, it cannot be rolled back",
+            f"task {task} is {rows.row.state} and cannot be rolled back",
             hint="submit a new task, from a checkpoint of this one: papaya task export --help",
         )
     head = rows.newest.version + 1
     last = rows.row.config.stop.versions
     if last is not None and head >= last:
         raise OperatorError(
-            f"a roll-back of task {task} makes version {head} and it stops at version {last}: "
-            "nothing would be trained",
+            f"a roll-back of task {task} would create version {head}, but the task stops at "
+            f"version {last}: nothing would be trained",
             hint="submit a new task, from a checkpoint of this one: papaya task export --help",
         )
     seq = rows.fence.seq + 1
-    # Marked: it stays for as long as updates from before it must be told apart.
+    # Marked, so that it is kept: it separates updates from before and after the roll-back.
     version = VersionRow(head, old.parameters, seq, now, marked=True, restarts=True)
     given_up = tuple(m for target in sorted(rows.records) for m in rows.records[target].members)
     consumed = ((consumed_key(task, head), ConsumedRow(head, given_up)),) if given_up else ()
-    # A record that is not there must still not be there, or its members would be forgotten.
+    # Also require absent records to be absent: otherwise the members of a new one would be lost.
     open_targets = sorted({head, head + 1, *rows.records})
     return Transaction(
         require=(
@@ -178,10 +178,10 @@ def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) ->
 
 
 def evaluation_id(task: TaskId, version: int, earlier: int = 0) -> TaskId:
-    """`<task>-eval-<version>`, with a number when there were earlier ones of this version.
+    """`<task>-eval-<version>`, with a number if the version was evaluated before.
 
-    Never used twice: clients, aggregators and blobs may remember an evaluation for longer than its
-    rows are there. Shortened so that it is a task id and still tells tasks apart.
+    An id is never used twice: clients, aggregators and blobs may refer to an evaluation after its
+    rows are deleted. A long task id is shortened and gets a hash.
     """
     suffix = f"-eval-{version}" + (f"-{earlier + 1}" if earlier else "")
     if len(task) + len(suffix) > _MAX_TASK_ID:
@@ -191,18 +191,18 @@ def evaluation_id(task: TaskId, version: int, earlier: int = 0) -> TaskId:
 
 
 def is_evaluation_id(task: TaskId) -> bool:
-    """Such a name is reserved."""
+    """Is the id reserved for evaluations?"""
     return _EVALUATION_ID.fullmatch(task) is not None
 
 
 def evaluation_config(
     config: TaskConfig, version: VersionRow, plan: EvaluationPlan, length: int
 ) -> TaskConfig:
-    """An evaluation is an ordinary task of one step from zero: version 1 is the mean of what its
-    clients upload, each counted as one example. `length` is that of an evaluation's vector.
+    """An evaluation is a task of one step that starts from zero: version 1 is the mean of what its
+    clients upload, each counted as one example. `length` is the length of an evaluation's vector.
     """
     secure = config.secure_aggregation
-    clients = max(plan.clients, config.threshold or 1)  # no smaller sum may be seen
+    clients = max(plan.clients, config.threshold or 1)  # no smaller sum may be revealed
     return TaskConfig(
         task=evaluation_id(config.task, version.version, version.evaluations),
         concurrency=math.ceil(1.5 * clients),
@@ -236,8 +236,8 @@ def evaluate(
     now: float,
     kept_until: float,
 ) -> Transaction:
-    """Submit the evaluation that `config` describes; its version stays until `kept_until`, after
-    which no ticket of the evaluation is valid.
+    """Submit the evaluation that `config` describes, and keep its version until `kept_until`, when
+    all tickets of the evaluation have expired.
     """
     assert config.evaluates is not None
     submitted = submission(config, parameters, optimizer, now)
@@ -259,7 +259,7 @@ def end_evaluation(
     why: str,
     points: tuple[PointRow | None, PointRow] | None = None,
 ) -> Transaction:
-    """It is over. `points`: the point of its version, as it was read and with the result."""
+    """End an evaluation. `points`: the point of its version, as read and with the result."""
     pinned = row.config.evaluates
     assert pinned is not None
     ended = change_state(row, state, now, why)
@@ -272,15 +272,15 @@ def end_evaluation(
 
 
 def forget(row: TaskRow, rows: Mapping[str, Row]) -> Transaction:
-    """Remove every row of an evaluation that is over; its result stays as a point."""
+    """Delete all rows of an evaluation that has ended. Its result stays as a point."""
     if not row.is_over or row.config.evaluates is None:
         raise OperatorError(
-            f"task {row.config.task} is {row.state} and must not be forgotten",
-            hint="only evaluations that ended are removed",
+            f"task {row.config.task} is {row.state} and cannot be deleted",
+            hint="only evaluations that have ended can be deleted",
         )
     task, kinds = row.config.task, ("record", "version", "consumed")
     exact = (task_key(task), fence_key(task), optimizer_key(task))
     under = tuple(f"{kind}/{task}/" for kind in kinds)
-    # One task's name may begin another's: a read by prefix finds both.
+    # A read by prefix also finds tasks whose id starts with this one.
     own = tuple(key for key in rows if key in exact or key.startswith(under))
     return Transaction(require=((task_key(task), row),), delete=own)

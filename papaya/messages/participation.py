@@ -13,7 +13,7 @@
 
 Any request may be answered Aborted or Refused (this session is over) or Retry (try again, maybe
 through another selector). Any request may be repeated: the same answer comes back. "All stages
-happen within a virtual session": none needs the connection or the server of the one before.
+happen within a virtual session": a stage does not need the connection or the server of the last.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Join(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """`evaluates`: do not train, upload what held-out data say of these parameters.
+    """`evaluates`: do not train, but evaluate these parameters on held-out data.
 
-    `secure`: the update will be masked, with an offer of the TSA from the report.
+    `secure`: the update must be masked; the answer to the report carries an offer of the TSA.
     """
 
     ticket: SealedTicket
@@ -81,7 +81,7 @@ class Alive(Message, frozen=True):
 class Report(Message, frozen=True):
     """Training is finished; `examples` is how many the client trained on.
 
-    Under secure aggregation it is 1, whatever the truth: the weight travels under the mask.
+    Under secure aggregation it is always 1: the weight is part of the masked update.
     """
 
     ticket: SealedTicket
@@ -89,9 +89,9 @@ class Report(Message, frozen=True):
 
 
 class SecureOffer(Struct, frozen=True, gc=False):
-    """An offer of the TSA and all that a device needs to believe it.
+    """An offer of the TSA, and everything that a device needs to verify it.
 
-    `parameters` are public parameters in their one encoding, `offer` the signed initial message,
+    `parameters` are the encoded public parameters, `offer` the signed initial message,
     `evidence` and `collateral` the platform's quote and what verifies it, `leaf` the record of the
     TSA binary in the public log.
     """
@@ -106,7 +106,7 @@ class SecureOffer(Struct, frozen=True, gc=False):
 
 
 class UploadGranted(Message, frozen=True):
-    """`version` is the current one: staleness is counted from the client's own to it."""
+    """`version` is the server's current one. Staleness is its distance from the initial version."""
 
     ticket: SealedTicket
     version: Count
@@ -116,18 +116,18 @@ class UploadGranted(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """`upload` is drawn by the client when it encodes the update; another one starts again at 0."""
+    """`upload` is a random id chosen by the client. A new id starts again with chunk 0."""
 
     ticket: SealedTicket
     upload: ShortText
     index: ChunkIndex
     crc32: Crc32
     data: bytes
-    """In a running server a view of the pooled buffer that the bytes were received into."""
+    """In a running server, a view of the pooled buffer that the bytes were received into."""
 
 
 class ChunkOffer(Message, frozen=True):
-    """From the driver, before it reads the body of a chunk. No answer means: read it."""
+    """Sent by the driver before it reads the body of a chunk. No answer means: read it."""
 
     ticket: SealedTicket
     upload: ShortText
@@ -141,7 +141,7 @@ class ChunkReceived(Message, frozen=True):
 
 
 class Complete(Message, frozen=True):
-    """`sealed` is the seed of the mask, readable by the TSA alone."""
+    """`sealed` is the seed of the mask, which only the TSA can read."""
 
     ticket: SealedTicket
     upload: ShortText
@@ -149,13 +149,13 @@ class Complete(Message, frozen=True):
 
 
 class Incomplete(Message, frozen=True):
-    """The server lacks these chunks: send them (again) and complete once more."""
+    """The server does not have these chunks: send them and complete again."""
 
     missing: tuple[ChunkIndex, ...]
 
 
 class Completed(Message, frozen=True):
-    """The end of a trip. `discarded` says why the update is not counted; None means counted."""
+    """The update was processed. `discarded` says why it is not counted; None means counted."""
 
     discarded: DiscardReason | None = None
 
@@ -176,14 +176,14 @@ class Aborted(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The request cannot be served, now or later: forged, expired or against the protocol."""
+    """The request is invalid (forged, expired or against the protocol). Do not repeat it."""
 
     reason: ShortText
     hint: ShortText = ""
 
 
 class Retry(Message, frozen=True):
-    """Not now or not here: send the same request again, maybe through another selector."""
+    """Send the same request again after `after_s`, maybe through another selector."""
 
     reason: ShortText
     after_s: Seconds
@@ -191,7 +191,7 @@ class Retry(Message, frozen=True):
 
 Request = Join | Heartbeat | Report | Chunk | Complete | Leave
 Ticketed = Request | ChunkOffer
-"""What is routed by its ticket."""
+"""Requests that are routed by their ticket."""
 Answer = (
     Joined
     | Alive

@@ -1,7 +1,4 @@
-"""Where each request of a device goes: paths and headers of the device API (docs/spec/protocol.md).
-
-A device and a server agree on these, so neither imports them from the other.
-"""
+"""Paths and headers of the device API (docs/spec/protocol.md), used by devices and servers."""
 
 from __future__ import annotations
 

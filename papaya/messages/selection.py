@@ -1,7 +1,7 @@
 """Selection (paper, "Client Independence"): a device looks for a task with positive client demand.
 
     device                      SELECTOR
-      │ CheckIn ────────────────▶ │   held while a task that fits wants clients, or soon will
+      │ CheckIn ────────────────▶ │   held while a compatible task has demand, or soon will
       │ ◀──────────── Accepted ── │   an assignment ticket for one task
       │ ◀──────────── Rejected ── │   come back within a window (pace steering)
 
@@ -29,7 +29,7 @@ from papaya.messages.base import (
 
 
 class Capabilities(Struct, frozen=True, gc=False):
-    """What a device declares of itself. Coarse on purpose: equal devices are counted together."""
+    """What a device declares. Coarse on purpose, so that many devices are equal."""
 
     engine: Name = "torch"
     modules: Names = ()
@@ -38,7 +38,7 @@ class Capabilities(Struct, frozen=True, gc=False):
 
 
 class DeviceClass(Struct, frozen=True, gc=False):
-    """Devices the Coordinator need not tell apart."""
+    """Devices that are equal for the Coordinator."""
 
     capabilities: Capabilities
     excluded: Excluded = ()
@@ -56,7 +56,7 @@ class DeviceClass(Struct, frozen=True, gc=False):
 
 
 class CheckIn(Message, frozen=True):
-    """`excluded` are the tasks that the device's participation history rules out for now."""
+    """`excluded` are the tasks that the participation history forbids for now."""
 
     protocol: Count
     capabilities: Capabilities
@@ -64,7 +64,7 @@ class CheckIn(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """From the driver, for the same handle: the device hung up and waits no more."""
+    """Sent by the driver, for the handle of a check-in: the device has hung up."""
 
 
 class Accepted(Message, frozen=True):

@@ -3,9 +3,9 @@
     machine ── Transaction ──▶ STATE     if all of `require` hold: all of `put` and `delete`
             ◀── Outcome ──────           committed | refused | unknown (read back before going on)
 
-The rules live in the machines: a store only compares rows. So a fence is `require fence row ==
-mine`, a lease is compare-and-set, and every back end (SQLite, PostgreSQL, the simulator's twin)
-needs this one primitive, atomic and durable. Blobs go first, rows name them after.
+A store only compares rows; the rules are in the machines. A fence is a transaction that requires
+the fence row, and a lease is a compare-and-set. So every back end (SQLite, or the simulator's)
+needs this one primitive, atomic and durable. A blob is written before the row that names it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Row(Struct, frozen=True, gc=False, tag=True):
 
 
 class LeaderRow(Row, frozen=True):
-    """Who leads. Every renewal changes it: who sees it change sees a live leader."""
+    """Who leads. Every renewal changes the row, which shows that the leader is alive."""
 
     holder: NodeId
     boot: float
@@ -33,7 +33,7 @@ class LeaderRow(Row, frozen=True):
 
 
 class EpochRow(Row, frozen=True):
-    """Changes only when the leader does, so that a placement can require it between renewals."""
+    """The leader's epoch. A renewal does not change it, so that a placement can require it."""
 
     epoch: int
 
@@ -42,7 +42,7 @@ TaskState = Literal["running", "paused", "completed", "cancelled"]
 
 
 class TaskRow(Row, frozen=True):
-    """`why` and `ended` tell of a task that is completed or cancelled, and is over."""
+    """`why` and `ended` are set when the task is completed or cancelled."""
 
     config: TaskConfig
     state: TaskState = "running"
@@ -56,7 +56,7 @@ class TaskRow(Row, frozen=True):
 
 
 class FenceRow(Row, frozen=True):
-    """Who holds the task. Every write of an aggregator requires the fence that it was given."""
+    """Which boot of which aggregator holds the task. All of its writes require this row."""
 
     seq: int
     aggregator: NodeId
@@ -64,9 +64,9 @@ class FenceRow(Row, frozen=True):
 
 
 class Member(Struct, frozen=True, gc=False, array_like=True):
-    """One counted update. `keep_until`: no ticket of the session is valid after it.
+    """One counted update. After `keep_until` no ticket of the session is valid.
 
-    `offer`: under secure aggregation, the index by which the TSA knows its seed.
+    `offer`: under secure aggregation, the index of its seed at the TSA.
     """
 
     session: SessionId
@@ -89,11 +89,11 @@ class RecordRow(Row, frozen=True):
 class VersionRow(Row, frozen=True):
     """One server model. `seq` is the fence under which it was committed.
 
-    Kept for as long as it is among the last, a ticket may name it, its owner marked it, or an
-    evaluation pins it (`kept_until`).
-    `restarts`: the owner rolled the task back to an earlier model here; updates that were trained
-    from versions between belong to a branch that was given up.
-    `evaluations`: how many were started, so that no two of them ever have the same name.
+    A version is kept while it is among the last `keep_versions`, a ticket may name it, the owner
+    has marked it, or an evaluation pins it (`kept_until`).
+    `restarts`: at this version the owner rolled the task back to an earlier model. Updates trained
+    from the versions in between are not used any more.
+    `evaluations`: how many evaluations were started; it makes their names unique.
     """
 
     version: int
@@ -107,34 +107,34 @@ class VersionRow(Row, frozen=True):
 
 
 class OptimizerRow(Row, frozen=True):
-    """Server optimizer state that goes with the newest version."""
+    """The server optimizer's state at the newest version."""
 
     version: int
     state: BlobKey
 
 
 class ConsumedRow(Row, frozen=True):
-    """The members of one version, kept until their tickets expire whatever becomes of it."""
+    """The members of one version, kept until their tickets expire."""
 
     version: int
     members: tuple[Member, ...]
 
 
 class ManifestRow(Row, frozen=True):
-    """Names and shapes of a task's tensors, for whoever exports a version."""
+    """Names and shapes of a task's tensors, used to export a version."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class TicketKeyRow(Row, frozen=True):
-    """A key that seals tickets. The newest that every server knows seals; older ones still open."""
+    """A key for tickets. The newest key that all servers know seals; older keys still open."""
 
     key: bytes
     created: float
 
 
 class PointRow(Row, frozen=True):
-    """One version in the history of a task: what stays when the version itself is deleted."""
+    """One version in the history of a task. It stays when the version itself is deleted."""
 
     version: int
     created: float
@@ -144,7 +144,7 @@ class PointRow(Row, frozen=True):
     loss: float | None = None
     perplexity: float | None = None
     evaluated: str = ""
-    """The evaluation's whole result, as JSON."""
+    """The complete result of the evaluation, as JSON."""
 
 
 class Transaction(Struct, frozen=True, gc=False):
@@ -169,7 +169,7 @@ class Rows(Message, frozen=True):
 
 
 class Changed(Message, frozen=True):
-    """From the driver: somebody else changed rows; look at them now rather than later."""
+    """Sent by the driver: rows were changed by someone else, so read them now."""
 
 
 LEADER_KEY = "leader"
@@ -216,7 +216,7 @@ def ticket_key_key(key_id: int) -> str:
 
 
 def holder_prefixes(task: TaskId) -> tuple[str, ...]:
-    """All that a successor reads, in one snapshot, once the fence names it."""
+    """Everything that a new holder reads, in one snapshot."""
     return (
         fence_key(task),
         task_key(task),
@@ -230,8 +230,8 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
 def submission(
     config: TaskConfig, parameters: BlobKey, optimizer: BlobKey, now: float
 ) -> Transaction:
-    """A new task at version 0, held by nobody yet. Refused when the task exists."""
-    # As it will be read back: 1 in a field of floats is written as 1 and comes back as 1.0.
+    """A new task at version 0, not placed yet. Refused if the task exists."""
+    # Convert it as a read would: an int in a float field comes back from the store as a float.
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     task = config.task
     return Transaction(

@@ -1,12 +1,12 @@
-"""Tickets: with them the next stage goes on at any server (paper, "virtual sessions").
+"""Tickets carry the state of a virtual session, so any server can continue it (paper).
 
     AssignmentTicket   from the Selector   session, task, sequence number, confirm-by
     SessionTicket      from join           + initial version, parameters, expiry
     UploadTicket       from report         + frozen staleness, examples, upload-by, offer
 
-Sealed with HMAC-SHA256 under keys that have ids, so that they can be changed. Opening raises
-TicketError for anything that was not sealed here as this kind; expiry is the caller's rule, it
-knows the time.
+A ticket is sealed with HMAC-SHA256. Keys have ids, so that they can be rotated. Opening raises
+TicketError for anything that was not sealed as this kind of ticket by one of the keys. Callers
+check the expiry, since they know the time.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _decoder = msgspec.msgpack.Decoder(AnyTicket)
 
 
 class Keyring:
-    """Ticket keys by id: one seals, all of them open. Machines hold it while keys come and go."""
+    """Ticket keys by id: one seals, all of them open. Machines share it; keys may be replaced."""
 
     def __init__(self, keys: Mapping[int, bytes]) -> None:
         self.replace(keys, sealing=max(keys))
 
     def replace(self, keys: Mapping[int, bytes], sealing: int) -> None:
-        """From here on these keys open, and the one with the id `sealing` seals."""
+        """Use these keys to open tickets, and the key with the id `sealing` to seal them."""
         self._macs = {key_id: hmac.new(key, digestmod="sha256") for key_id, key in keys.items()}
         self._sealing = sealing
 
@@ -73,24 +73,24 @@ class Keyring:
     def open(self, sealed: bytes, kind: type[T]) -> T:
         mac = self._macs.get(int.from_bytes(sealed[_MAC_BYTES:_HEADER_BYTES], "big"))
         if mac is None or len(sealed) <= _HEADER_BYTES:
-            raise TicketError("the ticket was not sealed by this system")
+            raise TicketError("the ticket was sealed with an unknown key")
         if not hmac.compare_digest(_mac(mac, sealed[_MAC_BYTES:]), sealed[:_MAC_BYTES]):
-            raise TicketError("the ticket's seal is broken")
+            raise TicketError("the ticket's seal is invalid")
         ticket = _decode(sealed)
         if type(ticket) is not kind:
-            raise TicketError(f"this is a {type(ticket).__name__}, not a {kind.__name__}")
+            raise TicketError(f"expected a {kind.__name__}, got a {type(ticket).__name__}")
         return ticket
 
 
 def _mac(keyed: hmac.HMAC, signed: bytes) -> bytes:
-    mac = keyed.copy()  # the key is hashed once, not for every ticket
+    mac = keyed.copy()  # avoids hashing the key for every ticket
     mac.update(signed)
     return mac.digest()
 
 
-@lru_cache(maxsize=1 << 12)  # a client shows its ticket again with every request
+@lru_cache(maxsize=1 << 12)  # a client sends the same ticket with every request
 def claim_of(sealed: bytes) -> AnyTicket:
-    """What a ticket claims. Unverified: good for routing and for finding the session."""
+    """What a ticket claims, without verifying it. Use it only to route and find the session."""
     return _decode(sealed)
 
 

@@ -1,6 +1,6 @@
-"""The one parser of untrusted bytes. It can raise ProtocolError and nothing else.
+"""The only parser of untrusted bytes. It raises ProtocolError and nothing else.
 
-Control messages are JSON; unknown fields are ignored so that newer peers can talk to older ones.
+Messages are JSON. Unknown fields are ignored, so that newer peers can talk to older ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _rows = msgspec.json.Decoder(
 
 
 class Parser:
-    """Parses one direction of one conversation; a message of another direction is refused."""
+    """Parses one direction of one conversation, and refuses messages of another."""
 
     def __init__(self, union: object, what: str) -> None:
         self._decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(union)
@@ -48,7 +48,7 @@ class Parser:
     def parse(self, data: bytes | memoryview) -> Message:
         if len(data) > MAX_MESSAGE_BYTES:
             raise ProtocolError(
-                f"{len(data)} bytes are too many for {self._what}, the limit is {MAX_MESSAGE_BYTES}"
+                f"{self._what} has {len(data)} bytes, the limit is {MAX_MESSAGE_BYTES}"
             )
         try:
             return self._decoder.decode(data)
@@ -70,10 +70,10 @@ def encode_row(row: storage.Row) -> bytes:
 
 
 def decode_row(data: bytes) -> storage.Row:
-    """A row that we wrote ourselves; a damaged one is a ProtocolError of the store."""
+    """Decode a row of the state store. Raises ProtocolError if it is damaged."""
     try:
         row: storage.Row = _rows.decode(data)
         return row
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         problem = str(error)[:_QUOTED]
-        raise ProtocolError(f"the state store returned a damaged row: {problem}") from error
+        raise ProtocolError(f"damaged row in the state store: {problem}") from error

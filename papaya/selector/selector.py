@@ -1,15 +1,17 @@
-"""The Selector (paper, "System Components"): the only door for devices.
+"""The Selector (paper, "System Components"): the only server that devices talk to.
 
     "it advertises available tasks to clients, and summarizes current client availability for the
     Coordinator [...]. For client participation, the Selector routes client requests to the
     corresponding Aggregator".
 
-It holds devices that fit a task that wants clients, answers the others at once, and forwards every
-later request by its ticket. It keeps nothing that a crash could lose: devices retry elsewhere.
+It holds a check-in while a task that fits the device needs clients, rejects the others at once, and
+forwards every later request by its ticket. It has no durable state: after a crash, devices retry at
+another selector.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from heapq import nlargest
@@ -18,20 +20,137 @@ from typing import TypeAlias
 from papaya.config import ServerConfig
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
-from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId
-from papaya.messages.control import Assignment, Held, SelectorOrders, SelectorReport
+from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId, TaskId
+from papaya.messages.control import (
+    Advertised,
+    Assignment,
+    Held,
+    Route,
+    SelectorOrders,
+    SelectorReport,
+)
 from papaya.messages.participation import Aborted, Refused, Retry, Ticketed
-from papaya.messages.selection import Accepted, CheckIn, DeviceClass, Gone, Rejected
-from papaya.messages.tickets import AssignmentTicket, Keyring, claim_of
-from papaya.selector.classes import Distinctions
-from papaya.selector.pacing import Pacing
-from papaya.selector.routing import AssignmentMap
+from papaya.messages.selection import (
+    Accepted,
+    Capabilities,
+    CheckIn,
+    DeviceClass,
+    Gone,
+    Rejected,
+)
+from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of
 
 _MAX_REPORTED_CLASSES = 256
+_MAX_CACHED_CLASSES = 64
+# A selector never paces check-ins below this rate: it costs nothing, and keeps a small fleet close
+# by for the next task.
+_MIN_PACE_PER_S = 1.0
+
+
+class Distinctions:
+    """Sorts devices into classes (paper: "summarizes current client availability").
+
+    Only properties that some advertised task requires are kept. So the number of classes, and with
+    it the length of reports, depends on the tasks and not on what devices say about themselves.
+    """
+
+    def __init__(self, advertised: tuple[Advertised, ...] = ()) -> None:
+        wanted = [offer.requirements for offer in advertised]
+        self._tasks = frozenset(offer.task for offer in advertised)
+        self._engines = frozenset(need.engine for need in wanted)
+        self._modules = frozenset(need.module for need in wanted)
+        self._labels = frozenset(label for need in wanted for label in need.labels)
+        self._memory_mb = sorted({0} | {need.min_memory_mb for need in wanted})
+        self._cache: dict[tuple[Capabilities, tuple[str, ...]], DeviceClass] = {}
+
+    def class_of(self, check_in: CheckIn) -> DeviceClass:
+        """Equal for devices that no advertised task distinguishes."""
+        description = (check_in.capabilities, check_in.excluded)
+        found = self._cache.get(description)
+        if found is None:
+            if len(self._cache) >= _MAX_CACHED_CLASSES:
+                self._cache.clear()
+            found = self._cache[description] = self._classify(check_in)
+        return found
+
+    def _classify(self, check_in: CheckIn) -> DeviceClass:
+        device = check_in.capabilities
+        enough = bisect_right(self._memory_mb, device.memory_mb) - 1
+        capabilities = Capabilities(
+            engine=device.engine if device.engine in self._engines else "",
+            modules=tuple(sorted(m for m in device.modules if m in self._modules)),
+            memory_mb=self._memory_mb[enough],
+            labels=tuple(sorted(label for label in device.labels if label in self._labels)),
+        )
+        excluded = tuple(sorted(task for task in check_in.excluded if task in self._tasks))
+        return DeviceClass(capabilities, excluded)
+
+
+class Pacing:
+    """Pace steering: chooses when a rejected device should check in again.
+
+    The selector only sees arrivals. By Little's law, the number of devices that it steers is about
+    arrivals per second x the window that it gives them. So the window that brings the wanted rate
+    is the current window x measured rate ÷ wanted rate. It changes by at most a factor of two per
+    heartbeat, because devices follow a new window only when the old one is over.
+    """
+
+    def __init__(self, now: float, config: ServerConfig) -> None:
+        self._config = config
+        self._since = now
+        self._arrivals = 0
+        self.mean_s = config.min_retry_s
+
+    def arrived(self) -> None:
+        self._arrivals += 1
+
+    def adjust(self, now: float, wanted_per_s: float) -> None:
+        """Call it once per heartbeat."""
+        if now <= self._since:
+            return
+        measured = self._arrivals / (now - self._since)
+        self._since, self._arrivals = now, 0
+        ratio = measured / max(wanted_per_s, _MIN_PACE_PER_S)
+        mean_s = self.mean_s * min(2.0, max(0.5, ratio))
+        self.mean_s = min(self._config.max_retry_s, max(self._config.min_retry_s, mean_s))
+
+    def window(self) -> tuple[float, float]:
+        """A range of seconds, so that devices rejected together do not return together."""
+        return 0.5 * self.mean_s, 1.5 * self.mean_s
+
+
+class AssignmentMap:
+    """Which aggregator holds which task (paper, appendix "Failure Recovery").
+
+    "Client requests are routed by selectors using assignment maps (model training task to
+    corresponding aggregator identity) refreshed from coordinator on every report. Upon [...]
+    selector having stale assignment map clients retry through a different selector."
+
+    The map may be stale or incomplete. It only routes: tickets and fence rows decide.
+    """
+
+    def __init__(self) -> None:
+        self._routes: dict[TaskId, Route] = {}
+        self._over: frozenset[TaskId] = frozenset()
+
+    def replace(self, routes: tuple[Route, ...], over: tuple[TaskId, ...]) -> None:
+        self._routes = {route.task: route for route in routes}
+        self._over = frozenset(over)
+
+    def is_over(self, task: TaskId) -> bool:
+        """The task has ended, so its clients should stop asking for its holder."""
+        return task in self._over
+
+    def route(self, ticket: AnyTicket) -> NodeId | None:
+        """Where a request goes; None if no holder is known or the ticket is newer than the map."""
+        route = self._routes.get(ticket.task)
+        if route is None or ticket.seq > route.seq:
+            return None
+        return route.aggregator
 
 
 class HeldCheckIn:
-    """A held check-in."""
+    """A device that waits for an assignment."""
 
     __slots__ = ("deadline", "device_class", "handle")
 
@@ -41,13 +160,13 @@ class HeldCheckIn:
         self.handle = handle
 
 
-# Oldest first, by the handle, of which each stands for one request. Not a dict: to find the first
-# that is left, a dict passes over all that were taken out before it.
+# Held check-ins by their handle, oldest first. Not a dict: finding the first entry of a dict takes
+# time in proportion to the entries that were removed before it.
 Queue: TypeAlias = OrderedDict[Handle, HeldCheckIn]
 
 
 class Selector:
-    """Invariants: held <= max_held; a held device is answered once, soon after hold_s at most."""
+    """Invariants: held <= max_held; a held device is answered once, within about hold_s."""
 
     def __init__(
         self,
@@ -59,22 +178,33 @@ class Selector:
     ) -> None:
         self.node = node
         self.boot = boot
-        self.held_count = 0
         self._config = config
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
+
+        # Held check-ins: all of them, by device class, and their number.
+        self._in_order: Queue = OrderedDict()
+        self._held: dict[DeviceClass, Queue] = {}
+        self.held_count = 0
+
+        # The newest orders, and when each order of this epoch arrived, by number.
         self._orders: SelectorOrders | None = None
         self._seen: dict[int, float] = {}
+        # What follows from the newest orders: routes, device classes, and a cache of which classes
+        # fit a task that needs clients.
         self._map = AssignmentMap()
-        self._pacing = Pacing(boot, config)
-        self._held: dict[DeviceClass, Queue] = {}
-        self._in_order: Queue = OrderedDict()
-        self._welcome: dict[DeviceClass, bool] = {}
         self._distinctions = Distinctions()
+        self._welcome: dict[DeviceClass, bool] = {}
+        self._pacing = Pacing(boot, config)
+        # Assigned sessions for which no client was held: the report that names each of them first,
+        # and its confirm-by time.
         self._unfilled: dict[SessionId, tuple[int, float]] = {}
+
+        # The number and the time of the last report, and when the next one is due.
         self._number = 0
         self._reported_at = -float("inf")
         self._report_due = boot
+        # The last sweep for expired check-ins, and the next heartbeat.
         self._expired_at = boot
         self._next_beat = boot + config.heartbeat_s
 
@@ -90,7 +220,7 @@ class Selector:
                 return self._on_orders(now, message)
             case Gone():
                 return self._on_gone(now, reply_to)
-        raise ProtocolError(f"a selector does not take {type(message).__name__}")
+        raise ProtocolError(f"a selector does not accept {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
         self._expired_at = now
@@ -115,22 +245,22 @@ class Selector:
         by_class = sum(len(queue) for queue in self._held.values())
         if not waiting == by_class == self.held_count or waiting > self._config.max_held:
             raise InvariantError(
-                f"{self.node}: holds {waiting} check-ins, {by_class} by class, counts "
-                f"{self.held_count}, may hold {self._config.max_held}"
+                f"{self.node}: {waiting} held check-ins, {by_class} by class, held_count is "
+                f"{self.held_count}, max_held is {self._config.max_held}"
             )
 
     # -- selection --------------------------------------------------------------------------
 
     def _on_check_in(self, now: float, check_in: CheckIn, reply_to: Handle) -> Effects:
         if check_in.protocol != PROTOCOL_VERSION:
-            reason = f"protocol {check_in.protocol} is not spoken here, {PROTOCOL_VERSION} is"
+            reason = f"protocol {check_in.protocol} is not supported, only {PROTOCOL_VERSION}"
             return [Reply(reply_to, Refused(reason, "update the client"))]
         if reply_to in self._in_order:
-            return []  # a network that doubles a request: it is held once and answered once
+            return []  # a duplicate of a request that is already held
         self._pacing.arrived()
         device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):
-            return [self._reject(reply_to, "no task that fits wants clients now")]
+            return [self._reject(reply_to, "no compatible task needs clients now")]
         if self.held_count >= self._config.max_held:
             return [self._reject(reply_to, "too many devices are waiting")]
         waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to)
@@ -153,7 +283,7 @@ class Selector:
         return []
 
     def _is_welcome(self, device_class: DeviceClass) -> bool:
-        """Does any advertised task with demand fit?"""
+        """Is the class compatible with an advertised task that has demand?"""
         welcome = self._welcome.get(device_class)
         if welcome is None:
             orders = self._orders
@@ -162,7 +292,7 @@ class Selector:
                 for offer in orders.advertised
             )
             if len(self._welcome) >= self._config.max_held:
-                self._welcome.clear()  # a cache, not a record of everyone who knocked
+                self._welcome.clear()  # keep the cache bounded
             self._welcome[device_class] = welcome
         return welcome
 
@@ -173,12 +303,12 @@ class Selector:
         effects: Effects = []
         while self._in_order and (waiting := self._oldest(self._in_order)).deadline <= now:
             self._let_go(waiting)
-            effects.append(self._reject(waiting.handle, "nothing came up while you waited"))
+            effects.append(self._reject(waiting.handle, "no task needed this device in time"))
             self._report_within(now, self._config.held_report_interval_s)
         return effects
 
     def _let_go(self, waiting: HeldCheckIn) -> None:
-        """It is answered, or gone: either way it is held no longer."""
+        """Stop holding a check-in that is being answered, or whose device has hung up."""
         del self._in_order[waiting.handle]
         queue = self._held[waiting.device_class]
         del queue[waiting.handle]
@@ -200,7 +330,7 @@ class Selector:
         if orders.epoch > epoch:
             self._seen.clear()
         if orders.number in self._seen:
-            return []  # the network doubled it
+            return []  # a duplicate
         self._seen[orders.number] = now
         if last is None or orders.epoch > epoch or orders.number > last.number:
             self._take_map(last, orders)
@@ -210,7 +340,7 @@ class Selector:
         return effects + self._report_if_due(now)
 
     def _forget_orders(self, now: float) -> None:
-        """What can no longer be confirmed need not be remembered."""
+        """Forget orders and sessions whose assignments can no longer be confirmed."""
         limit = now - self._config.confirm_by_s
         self._seen = {number: at for number, at in self._seen.items() if at > limit}
         self._unfilled = {
@@ -230,7 +360,7 @@ class Selector:
     def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
         effects: Effects = []
         if now > assignment.confirm_by:
-            return effects  # nobody could confirm it any more
+            return effects  # too late: no client could confirm it in time
         for session in assignment.sessions:
             queue = self._held.get(assignment.device_class)
             if not queue:
@@ -247,7 +377,7 @@ class Selector:
         return effects
 
     def _report_within(self, now: float, interval_s: float) -> None:
-        """What the Coordinator may wait for goes at once, a change of counts a little later."""
+        """Send a report at most `interval_s` after the last one, or now if that has passed."""
         self._report_due = min(self._report_due, max(now, self._reported_at + interval_s))
 
     def _report_if_due(self, now: float) -> Effects:
@@ -269,7 +399,7 @@ class Selector:
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
     def _summary(self) -> tuple[Held, ...]:
-        """Held check-ins by class; the most common classes when there are too many to report."""
+        """Held check-ins by class; only the largest classes if there are too many to report."""
         held = [Held(kind, len(queue)) for kind, queue in self._held.items()]
         if len(held) > _MAX_REPORTED_CLASSES:
             held = nlargest(_MAX_REPORTED_CLASSES, held, key=lambda entry: entry.count)
@@ -287,5 +417,5 @@ class Selector:
         aggregator = self._map.route(ticket)
         if aggregator is None:
             after_s = self._config.heartbeat_s / 2
-            return [Reply(reply_to, Retry("this selector knows no holder of the task", after_s))]
+            return [Reply(reply_to, Retry("no aggregator is known for the task", after_s))]
         return [Forward(reply_to, aggregator, request)]

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import get_args
 
 from papaya.aggregator.aggregator import Aggregator
-from papaya.aggregator.held_task import HeldTask
-from papaya.aggregator.phase import TaskPhase
+from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.participation import AbortReason, DiscardReason
 from papaya.selector.selector import Selector

@@ -13,12 +13,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from papaya.aggregator import masked_sum as masked
-from papaya.aggregator.held_task import HeldTask
+from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
-from papaya.aggregator.participation import Participation
-from papaya.aggregator.phase import TaskPhase
 from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import NewBlobs, Shards
@@ -86,8 +84,8 @@ def _open_unchecked(self: Keyring, sealed: bytes, kind: type) -> AnyTicket:
     return claim_of(sealed)
 
 
-def _staleness_from_next(self: Participation, held: HeldTask, session: Session) -> int:
-    return max(0, held.ledger.version - session.version - 1)
+def _staleness_from_next(self: HeldTask, session: Session) -> int:
+    return max(0, self.ledger.version - session.version - 1)
 
 
 def _write_without_sync(self: SimulatedAggregatorHost, blobs: NewBlobs) -> None:
@@ -229,7 +227,7 @@ BUGS: dict[str, tuple[_Patch, ...]] = {
         (HeldTask, "room", property(_all_room)),
     ),
     "adoption-without-a-ticket-check": ((Keyring, "open", _open_unchecked),),
-    "staleness-from-the-wrong-version": ((Participation, "_staleness", _staleness_from_next),),
+    "staleness-from-the-wrong-version": ((HeldTask, "_staleness", _staleness_from_next),),
     "fsync-forgotten": ((SimulatedAggregatorHost, "write_blobs", _write_without_sync),),
     "row-before-blob": ((SimulatedAggregatorHost, "_written", _tell_before_writing),),
     "seed-accepted-twice": ((TSA, "accept", _accept_again),),

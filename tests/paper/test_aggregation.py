@@ -193,7 +193,7 @@ def a_round(concurrency: int, over_selection: float) -> tuple[World, list[str]]:
 
 
 def test_a_sync_model_is_updated_once_all_clients_are_ready() -> None:
-    """Figure 2: "The server model is updated once all clients are ready (once the aggregation goal
+    """Figure 1: "The server model is updated once all clients are ready (once the aggregation goal
     is achieved)".
     """
     world, counted = a_round(4, over_selection=0.0)
@@ -211,7 +211,7 @@ def test_over_selection_discards_the_slowest() -> None:
 
 
 def test_updates_still_processing_are_discarded_when_the_goal_is_achieved() -> None:
-    """Figure 2: "once the aggregation goal is achieved, updates from other devices still processing
+    """Figure 1: "once the aggregation goal is achieved, updates from other devices still processing
     are discarded."
     """
     world, node = a_world(a_sync_task(4, 1.0))
@@ -225,7 +225,7 @@ def test_updates_still_processing_are_discarded_when_the_goal_is_achieved() -> N
 
 
 def test_a_client_that_drops_out_is_replaced_in_the_middle_of_the_round() -> None:
-    """Figure 2: "If one client drops out mid-round (e.g., Device E), a new client, (e.g., Device C)
+    """Figure 1: "If one client drops out mid-round (e.g., Device E), a new client, (e.g., Device C)
     is selected to take its place."
     """
     world, node = a_world(a_sync_task(4, 0.0))

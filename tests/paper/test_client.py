@@ -137,7 +137,7 @@ def fail(phone: Phone, times: int) -> None:
     [
         lambda phone: phone.unanswered(),
         lambda phone: phone.wait(30.0),
-        lambda phone: phone.answer(Retry("this selector knows no holder of the task", 0.0)),
+        lambda phone: phone.answer(Retry("no aggregator is known for the task", 0.0)),
     ],
     ids=["selector refuses the connection", "selector died", "selector has a stale map"],
 )
@@ -157,8 +157,8 @@ def test_a_client_retries_through_a_different_selector(happens: Callable[[Phone]
 def test_a_rejected_client_tries_at_another_time() -> None:
     """Client Independence: "rejection (client will try to participate at another time)"."""
     phone = Phone().until(Stage.CHECKING_IN)
-    phone.answer(Rejected("no task that fits wants clients now", 60.0, 180.0))
-    assert phone.endings == [Finish("rejected", "no task that fits wants clients now", 60.0, 180.0)]
+    phone.answer(Rejected("no task needs clients now", 60.0, 180.0))
+    assert phone.endings == [Finish("rejected", "no task needs clients now", 60.0, 180.0)]
     assert phone.wait(10_000.0) == []
 
 

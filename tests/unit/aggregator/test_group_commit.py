@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from papaya.aggregator.buffer import Buffer
+from papaya.aggregator.pipeline import Buffer
 from papaya.aggregator.work import DeleteBlobs, Fold, Snapshot, Step
 from papaya.errors import InvariantError
 from papaya.learning.weighting import WeightedSum

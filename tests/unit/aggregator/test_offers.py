@@ -110,7 +110,7 @@ def test_new_offers_that_are_over_already_are_a_problem_and_are_not_burnt_in_hea
     offers = Offers(CONFIG, 1)
     asked(offers, 0.0)
     given(offers, 5000.0, made(0, expires=3600.0))
-    assert "end in -1400 s" in offers.problem
+    assert "expire in -1400 s" in offers.problem
     assert "clock" in offers.problem
     assert (offers.take(5000.0), asked(offers, 5000.0), offers.next_wake()) == (None, [], 5001.0)
     assert asked(offers, 5001.0) == [GetOffers(CONFIG, 1, 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from papaya.aggregator.phase import TaskPhase
+from papaya.aggregator.held_task import TaskPhase
 from papaya.aggregator.work import Fold, Step, StepFailed
 from papaya.machine import Read, Transact
 from papaya.messages.participation import Alive, ChunkReceived, Completed, Join, Joined

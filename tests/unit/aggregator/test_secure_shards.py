@@ -287,7 +287,7 @@ def test_while_it_is_away_there_are_no_offers_and_no_folds() -> None:
 def test_an_aggregator_without_a_tsa_says_so() -> None:
     config = a_secure_task(1)
     offered = Shards().get_offers(GetOffers(config, SEQ, 8))
-    assert offered.problem == "no TSA runs here"
+    assert offered.problem == "this server has no TSA"
     work = Fold(config, SEQ, TARGET, "a", 1, 0, 0, bytes(64))
     [folded] = Shards().fold_all([(work, {0: bytes(config.update_bytes)})], 0)
     assert folded.refused == "trusted_party_lost"

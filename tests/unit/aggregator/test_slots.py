@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from papaya.aggregator.phase import TaskPhase
+from papaya.aggregator.held_task import TaskPhase
 from papaya.aggregator.upload import ARRIVING, Slots
 from papaya.aggregator.work import Arriving, Drop, Fold
 from papaya.config import ServerConfig

@@ -280,7 +280,7 @@ def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> Non
     printer = Printer("text")
     for ending, reason, task, detail in (
         ("counted", "", "next-word", ""),
-        ("rejected", "no task that fits wants clients now", None, ""),
+        ("rejected", "no compatible task needs clients now", None, ""),
         ("aborted", "task_over", "next-word", ""),
         ("failed", "no update", "next-word", "memory: it took 2 GB"),
         ("stopped", "interrupted", "next-word", "the device was told to stop"),
@@ -288,7 +288,7 @@ def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> Non
         printer.on_event(VisitEnded("phone", 0.0, cast(Ending, ending), reason, task, detail))
     assert capsys.readouterr().out.splitlines() == [
         "phone counted next-word",
-        "phone rejected (no task that fits wants clients now)",
+        "phone rejected (no compatible task needs clients now)",
         "phone aborted next-word (task_over)",
         "phone failed next-word (no update; memory: it took 2 GB)",
         "phone stopped next-word (the device was told to stop)",

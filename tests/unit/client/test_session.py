@@ -288,7 +288,7 @@ def test_no_heartbeat_follows_a_report() -> None:
 
 def test_a_message_that_is_none_of_a_clients_is_refused() -> None:
     phone = Phone().until(Stage.TRAINING)
-    with pytest.raises(ProtocolError, match="does not take Left"):
+    with pytest.raises(ProtocolError, match="does not accept Left"):
         phone.client.receive(phone.now, Left())
     assert phone.stage is Stage.TRAINING
     assert isinstance(the_only(phone.receive(TRAINED)), SendRequest)

@@ -83,5 +83,5 @@ def test_the_task_is_known_from_the_moment_it_is_assigned() -> None:
     phone.answer(Aborted("task_over"))
     assert (phone.client.task, phone.client.joined) == ("next-word", None)
     other = Phone().until(Stage.CHECKING_IN)
-    other.answer(Rejected("no task that fits wants clients now", 1.0, 2.0))
+    other.answer(Rejected("no compatible task needs clients now", 1.0, 2.0))
     assert other.client.task is None

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.config.checks import MAX_COUNT
-from papaya.config.lifecycle import EVALUATION_CLIP
+from papaya.config.task import EVALUATION_CLIP
 from papaya.errors import InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.evaluation import (
     BUCKETS,

@@ -25,8 +25,7 @@ from papaya.messages.tickets import (
     SessionTicket,
     UploadTicket,
 )
-from papaya.selector.routing import AssignmentMap
-from papaya.selector.selector import Selector
+from papaya.selector.selector import AssignmentMap, Selector
 from tests.unit.selector.builders import (
     BOOT,
     EPOCH,
