@@ -14,8 +14,7 @@ import uvloop
 from papaya.http.errors import HttpError
 from papaya.http.exchange import Exchange
 from papaya.http.limits import ListenerLimits
-from papaya.http.listener import Listener, serve
-from papaya.http.listener_state import ListenerState, plain_problem
+from papaya.http.listener import Listener, ListenerState, plain_problem, serve
 from papaya.http.routes import Buffered, HttpRoute, Streamed
 from papaya.http.server_connection import ServerConnection
 
