@@ -32,6 +32,8 @@ from papaya.http.splice import plain_socket
 if TYPE_CHECKING:
     from papaya.http.listener import ListenerState
 
+REQUESTS_PER_TURN = 4  # of one connection, before the loop serves the others
+
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _MAX_REFUSALS = 64  # connections above the limit that get a 503; further ones are just closed
 _FILE_PIECE_BYTES = 256 << 10
@@ -235,9 +237,15 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._advance()
 
     def _advance(self) -> None:
-        """Does what `_pending` and the transport allow. Called by the loop only, never nested."""
+        """Does what `_pending` and the transport allow. Called by the loop only, never nested.
+
+        A peer that pipelines gets a few answers per turn of the loop, or it would stall the others.
+        """
+        last = self._requests + REQUESTS_PER_TURN
         while self._step():
-            pass
+            if self._requests >= last and self._state is ConnectionState.HEAD:
+                self._schedule()
+                break
         self._regulate()
 
     def _step(self) -> bool:

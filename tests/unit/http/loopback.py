@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from ssl import PROTOCOL_TLS_SERVER, SSLContext, create_default_context
 from typing import Any, NamedTuple, TypeVar
 
 import uvloop
@@ -285,3 +286,11 @@ def a_certificate(folder: Path) -> tuple[Path, Path]:
         capture_output=True,
     )
     return certificate, key
+
+
+def tls_contexts(folder: Path) -> tuple[SSLContext, SSLContext]:
+    """The server's and the client's."""
+    certificate, key = a_certificate(folder)
+    server = SSLContext(PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    return server, create_default_context(cafile=certificate)
