@@ -16,6 +16,7 @@ class ListenerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one listener. Timeouts are checked once per `sweep_s`, so up to that much late."""
 
     max_connections: int = 20_000  # a further one is answered 503 and closed
+    max_connections_per_address: int = 20_000  # IPv6: per /64
     max_head_bytes: int = MAX_HEAD_BYTES
     head_timeout_s: float = 10.0  # from connecting, or from the first byte of a later head
     idle_timeout_s: float = 75.0  # between exchanges

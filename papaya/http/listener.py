@@ -6,10 +6,12 @@ import asyncio
 import errno
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
+from functools import partial
 from ssl import SSLContext
 
 import msgspec
 
+from papaya.http.acceptor import Acceptor, bind
 from papaya.http.errors import ListenError
 from papaya.http.exchange import Blame, blames_nobody, log
 from papaya.http.limits import ListenerLimits
@@ -100,19 +102,19 @@ class ListenerState:
 class Listener:
     """An open listener."""
 
-    def __init__(self, server: asyncio.Server, state: ListenerState) -> None:
-        self._server = server
+    def __init__(self, acceptor: Acceptor, state: ListenerState, port: int) -> None:
+        self._acceptor = acceptor
         self._state = state
-        self.port: int = server.sockets[0].getsockname()[1]
+        self.port = port
 
     @property
     def connections(self) -> int:
-        """How many are open now."""
-        return len(self._state.connections)
+        """How many are open now, in a TLS handshake or later."""
+        return self._acceptor.accepted
 
     def close(self) -> None:
         """Accepts no further connections; exchanges that have begun go on."""
-        self._server.close()
+        self._acceptor.close()
         self._state.stop()
 
     async def drain(self, timeout_s: float) -> None:
@@ -131,21 +133,18 @@ async def serve(
     observe: Observe = unobserved,
     blame: Blame = blames_nobody,
     ssl: SSLContext | None = None,
+    proxies: Iterable[str] = (),
 ) -> Listener:
-    """Listens on `host` and `port`; port 0 takes a free one."""
+    """Listens on `host` and `port`; port 0 takes a free one.
+
+    `proxies`: addresses or networks that send the PROXY protocol.
+    """
     limits = limits or ListenerLimits()
-    state = ListenerState(routes, problem, limits, observe, blame)
     try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: ServerConnection(state),
-            host,
-            port,
-            ssl=ssl,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=limits.head_timeout_s if ssl else None,
-        )
+        sockets = await bind(host, port, _BACKLOG)
     except (OSError, OverflowError) as error:
-        await state.empty(0)
         is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise ListenError(host, port, str(error), is_in_use=is_in_use) from error
-    return Listener(server, state)
+    state = ListenerState(routes, problem, limits, observe, blame)
+    acceptor = Acceptor(sockets, partial(ServerConnection, state), limits, ssl, proxies)
+    return Listener(acceptor, state, sockets[0].getsockname()[1])

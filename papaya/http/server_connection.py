@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from papaya.http.acceptor import Admission
 from papaya.http.connection_state import TRANSITIONS, ConnectionState, Progress, Timeouts
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange, Headers, as_refusal, has_body, log, render_head
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 REQUESTS_PER_TURN = 4  # of one connection, before the loop serves the others
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_MAX_REFUSALS = 64  # connections above the limit that get a 503; further ones are just closed
 _FILE_PIECE_BYTES = 256 << 10
 _JOINED_BYTES = 64 << 10  # a body up to this size is copied behind its head, to write once
 _FIRST_BODY_BYTES = 16 << 10
@@ -52,8 +52,9 @@ class ServerConnection(asyncio.BufferedProtocol):
     _transport: asyncio.Transport
     _out: _Outgoing
 
-    def __init__(self, listener: ListenerState) -> None:
+    def __init__(self, listener: ListenerState, admission: Admission | None = None) -> None:
         self._listener = listener  # shared by all connections of the listener
+        self._admission = admission  # its place among the accepted sockets
         self._timeouts = Timeouts(listener.limits, listener.loop.time())
         self._state = ConnectionState.HEAD
         self._pending = b""  # received, not yet parsed and not yet given to a receiver
@@ -75,14 +76,12 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._out = _Outgoing(self._transport)
         self._socket = plain_socket(transport)
-        listener, limits = self._listener, self._listener.limits
-        listener.connections.add(self)
-        too_many = len(listener.connections) - limits.max_connections
-        if too_many > _MAX_REFUSALS:
-            self.abort()
-        elif too_many > 0 or not listener.is_accepting:
-            headers = (("Retry-After", str(limits.retry_after_s)),)
-            self._refuse(503, "too many connections", headers)
+        self._listener.connections.add(self)
+        refusal = self._admission.refusal if self._admission is not None else None
+        if not self._listener.is_accepting:
+            refusal = "the server is stopping"
+        if refusal is not None:
+            self._refuse(503, refusal, (("Retry-After", str(self._listener.limits.retry_after_s)),))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._socket >= 0 and isinstance(self._receiver, Puller):
@@ -119,6 +118,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._drop()
         self._enter(ConnectionState.CLOSED)
         self._listener.left(self)
+        if self._admission is not None:
+            self._admission.release()
 
     def pause_writing(self) -> None:
         self._out.is_full = True
@@ -159,10 +160,10 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     @property
     def peer(self) -> str:
-        name = self._transport.get_extra_info("peername")
-        if not name:
+        if self._admission is None:
             return "unknown"
-        return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        host, port = self._admission.client
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def send_answer(self, exchange: Exchange, status: int, head: str, body: bytes) -> None:
         self._observe(status)
