@@ -33,6 +33,8 @@ class ConnectionState(Enum):
     LINGER = auto()  # the peer to close, after our last answer
     CLOSED = auto()  # the loop, to report the lost connection
 
+    __hash__ = object.__hash__  # that of Enum is slow, and every request changes the state
+
 
 _S = ConnectionState
 TRANSITIONS: dict[ConnectionState, frozenset[ConnectionState]] = {

@@ -39,8 +39,18 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FILE_PIECE_BYTES = 256 << 10
 _JOINED_BYTES = 64 << 10  # a body up to this size is copied behind its head, to write once
 _FIRST_BODY_BYTES = 16 << 10
+# Module constants, because Python 3.11 looks up the members of an enum slowly.
+_IDLE = ConnectionState.IDLE
+_HEAD = ConnectionState.HEAD
+_BODY = ConnectionState.BODY
+_HELD = ConnectionState.HELD
+_DISCARD = ConnectionState.DISCARD
+_ANSWER = ConnectionState.ANSWER
+_FILE = ConnectionState.FILE
+_LINGER = ConnectionState.LINGER
+_CLOSED = ConnectionState.CLOSED
 # Without a receiver, a route answered in these before it took the body.
-_BODY_IS_UNDECIDED = (ConnectionState.BODY, ConnectionState.HELD, ConnectionState.FILE)
+_BODY_IS_UNDECIDED = (_BODY, _HELD, _FILE)
 
 
 class ServerConnection(asyncio.BufferedProtocol):
@@ -56,7 +66,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._listener = listener  # shared by all connections of the listener
         self._admission = admission  # its place among the accepted sockets
         self._timeouts = Timeouts(listener.limits, listener.loop.time())
-        self._state = ConnectionState.HEAD
+        self._state = _HEAD
         self._pending = b""  # received, not yet parsed and not yet given to a receiver
         self._scanned = 0  # this many bytes of `_pending` contain no end of a head
         self._exchange: Exchange | None = None  # the request that has no complete answer yet
@@ -84,13 +94,13 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._refuse(503, refusal, (("Retry-After", str(self._listener.limits.retry_after_s)),))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._socket >= 0 and isinstance(self._receiver, Puller):
-            self._pull(self._receiver)
-        if self._receiver is not None:
-            room = self._room(self._receiver)
-            if room is not None:
-                return room
-        return self._listener.scratch
+        receiver = self._receiver
+        if receiver is None:
+            return self._listener.scratch
+        if self._socket >= 0 and isinstance(receiver, Puller) and not self._pull(receiver):
+            return self._listener.scratch
+        room = self._room(receiver)
+        return self._listener.scratch if room is None else room
 
     def buffer_updated(self, nbytes: int) -> None:
         self._received += nbytes
@@ -98,25 +108,25 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._took(self._receiver, nbytes)
             if self._left:
                 return
-        elif self._state is ConnectionState.LINGER:
+        elif self._state is _LINGER:
             self._left -= nbytes
             if self._left < 0:
                 self.abort()
             return
-        elif self._state is not ConnectionState.CLOSED:
+        elif self._state is not _CLOSED:
             data = bytes(self._listener.scratch[:nbytes])
             self._pending = self._pending + data if self._pending else data
-            if self._state is ConnectionState.IDLE:
-                self._enter(ConnectionState.HEAD)
+            if self._state is _IDLE:
+                self._enter(_HEAD)
         self._advance()
 
     def eof_received(self) -> None:
         self._drop()
-        self._enter(ConnectionState.CLOSED)
+        self._enter(_CLOSED)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._drop()
-        self._enter(ConnectionState.CLOSED)
+        self._enter(_CLOSED)
         self._listener.left(self)
         if self._admission is not None:
             self._admission.release()
@@ -138,22 +148,22 @@ class ServerConnection(asyncio.BufferedProtocol):
         if late is None:
             return
         log.debug("closing the connection from %s: %s", self.peer, late)
-        if unsent or self._state in (ConnectionState.LINGER, ConnectionState.CLOSED):
+        if unsent or self._state in (_LINGER, _CLOSED):
             self.abort()
-        elif self._exchange is not None or (self._state is ConnectionState.HEAD and self._pending):
+        elif self._exchange is not None or (self._state is _HEAD and self._pending):
             self._drop()
             self._refuse(408, late)
         else:
             self._close()
 
     def close_if_idle(self) -> None:
-        is_waiting = self._state in (ConnectionState.IDLE, ConnectionState.HEAD)
+        is_waiting = self._state in (_IDLE, _HEAD)
         if is_waiting and not self._pending:
             self._close()
 
     def abort(self) -> None:
         self._drop()
-        self._enter(ConnectionState.CLOSED)
+        self._enter(_CLOSED)
         self._transport.abort()
 
     # --- Called by an exchange ------------------------------------------------------------------
@@ -180,8 +190,9 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._observe(status)
         self._out.answer(self._complete(head, self._must_close(exchange.head)), b"")
         self._out.take_file(file, size)
-        self._end_receiver()
-        self._enter(ConnectionState.FILE)
+        if self._receiver is not None:
+            self._end_receiver(self._receiver)
+        self._enter(_FILE)
         self._schedule()
 
     def send_problem(
@@ -192,10 +203,10 @@ class ServerConnection(asyncio.BufferedProtocol):
         self.send_answer(exchange, status, head, body)
 
     def hold_body(self, exchange: Exchange, held: bool) -> None:
-        now = ConnectionState.BODY if held else ConnectionState.HELD
+        now = _BODY if held else _HELD
         if exchange is not self._exchange or self._state is not now or not self._left:
             return
-        self._enter(ConnectionState.HELD if held else ConnectionState.BODY)
+        self._enter(_HELD if held else _BODY)
         if self._pending and not held:
             self._schedule()
         else:
@@ -210,17 +221,16 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _regulate(self) -> None:
         """Reads from the socket if there is a use for more bytes, and not otherwise."""
-        match self._state:
-            case ConnectionState.HEAD:
-                # More bytes are useless while `_pending` may contain a whole request.
-                wanted = self._scanned == len(self._pending)
-            case ConnectionState.BODY:
-                wanted = not self._pending
-            case ConnectionState.HELD:
-                wanted = False
-            case _:
-                # Also while a route prepares its answer: only reading shows that the peer closed.
-                wanted = len(self._pending) < self._listener.limits.max_head_bytes
+        if self._state is _HEAD:
+            # More bytes are useless while `_pending` may contain a whole request.
+            wanted = self._scanned == len(self._pending)
+        elif self._state is _BODY:
+            wanted = not self._pending
+        elif self._state is _HELD:
+            wanted = False
+        else:
+            # Also while a route prepares its answer: only reading shows that the peer closed.
+            wanted = len(self._pending) < self._listener.limits.max_head_bytes
         if wanted != self._is_reading and not self._transport.is_closing():
             self._is_reading = wanted
             if wanted:
@@ -244,24 +254,24 @@ class ServerConnection(asyncio.BufferedProtocol):
         """
         last = self._requests + REQUESTS_PER_TURN
         while self._step():
-            if self._requests >= last and self._state is ConnectionState.HEAD:
+            if self._requests >= last and self._state is _HEAD:
                 self._schedule()
                 break
         self._regulate()
 
     def _step(self) -> bool:
         """True if there may be another step."""
-        match self._state:
-            case ConnectionState.HEAD:
-                return bool(self._pending) and not self._out.is_full and self._begin()
-            case ConnectionState.BODY:
-                return bool(self._pending) and self._pour()
-            case ConnectionState.DISCARD:
-                return self._discard()
-            case ConnectionState.FILE:
-                return self._send_piece()
-            case ConnectionState.LINGER | ConnectionState.CLOSED:
-                self._pending = b""
+        state = self._state
+        if state is _HEAD:
+            return bool(self._pending) and not self._out.is_full and self._begin()
+        if state is _BODY:
+            return bool(self._pending) and self._pour()
+        if state is _DISCARD:
+            return self._discard()
+        if state is _FILE:
+            return self._send_piece()
+        if state in (_LINGER, _CLOSED):
+            self._pending = b""
         return False
 
     # --- Requests -------------------------------------------------------------------------------
@@ -295,7 +305,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._route = UNKNOWN_ROUTE if found is None else found[0].path
         self._began_at = self._listener.loop.time()
         self._left = head.length
-        self._enter(ConnectionState.BODY if head.length else ConnectionState.ANSWER)
+        self._enter(_BODY if head.length else _ANSWER)
         try:
             if found is None:
                 raise self._listener.routes.missing(head.path)
@@ -309,7 +319,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             elif len(self._pending) >= head.length:
                 body, self._pending = self._pending[: head.length], self._pending[head.length :]
                 self._left = 0
-                self._enter(ConnectionState.ANSWER)
+                self._enter(_ANSWER)
                 route.handle(exchange, body)
             else:
                 self._receive(exchange, _WholeBody(exchange, route.handle))
@@ -349,13 +359,13 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._left:
             return False
         if self._exchange is not None:
-            self._enter(ConnectionState.ANSWER)
+            self._enter(_ANSWER)
             return False
-        self._enter(ConnectionState.HEAD if self._pending else ConnectionState.IDLE)
+        self._enter(_HEAD if self._pending else _IDLE)
         return True
 
-    def _pull(self, receiver: Receiver) -> None:
-        """Lets the receiver take bytes from the socket.
+    def _pull(self, receiver: Receiver) -> bool:
+        """Lets the receiver take bytes from the socket. True if it needs more.
 
         The transport is asking for a buffer and must not be paused or closed now, so whatever may
         do that is called by the loop later.
@@ -365,13 +375,13 @@ class ServerConnection(asyncio.BufferedProtocol):
             count = receiver.pull(self._socket, self._left)
         except Exception as error:
             self._receiver_failed(receiver, error)
-            return
+            return False
         self._received += count
         self._left -= count
         if not self._left:
-            self._receiver = None
-            self._enter(ConnectionState.ANSWER)
-            self._listener.loop.call_soon(end_receiver, receiver, True)
+            self._end_receiver(receiver)
+            self._enter(_ANSWER)
+        return self._left > 0
 
     def _room(self, receiver: Receiver) -> memoryview | None:
         try:
@@ -386,7 +396,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _receiver_failed(self, receiver: Receiver, error: Exception) -> None:
         """Answers later: a transport must not be closed while it asks for a buffer."""
         self._receiver = None
-        self._enter(ConnectionState.DISCARD)
+        self._enter(_DISCARD)
         self._listener.loop.call_soon(self._failed, self._exchange, receiver, error)
 
     def _took(self, receiver: Receiver, count: int) -> None:
@@ -396,12 +406,12 @@ class ServerConnection(asyncio.BufferedProtocol):
             receiver.received(count)
             if not self._left and self._receiver is receiver:
                 self._receiver = None
-                self._enter(ConnectionState.ANSWER)
+                self._enter(_ANSWER)
                 receiver.finished()
         except Exception as error:
             unfinished, self._receiver = self._receiver, None
             if unfinished is not None:
-                self._enter(ConnectionState.DISCARD)
+                self._enter(_DISCARD)
             self._failed(exchange, unfinished, error)
 
     # --- Answers --------------------------------------------------------------------------------
@@ -442,27 +452,28 @@ class ServerConnection(asyncio.BufferedProtocol):
         return True
 
     def _end_exchange(self, closes: bool) -> None:
-        self._end_receiver()
+        if self._receiver is not None:
+            self._end_receiver(self._receiver)
         self._exchange = None
-        if closes and self._left:
-            self._linger()
-        elif closes:
-            self._close()
-        else:
+        if closes:
             if self._left:
-                self._enter(ConnectionState.DISCARD)
+                self._linger()
             else:
-                self._enter(ConnectionState.HEAD if self._pending else ConnectionState.IDLE)
-            if self._pending:
-                self._schedule()
-            else:
-                self._regulate()
+                self._close()
+            return
+        if self._left:
+            self._enter(_DISCARD)
+        else:
+            self._enter(_HEAD if self._pending else _IDLE)
+        if self._pending:
+            self._schedule()
+        else:
+            self._regulate()
 
-    def _end_receiver(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            # Later, because this may be called by the receiver.
-            self._listener.loop.call_soon(end_receiver, receiver, not self._left)
+    def _end_receiver(self, receiver: Receiver) -> None:
+        """Calls `finished` or `broken` later, because the receiver may be the caller."""
+        self._receiver = None
+        self._listener.loop.call_soon(end_receiver, receiver, not self._left)
 
     def _refuse(self, status: int, text: str, headers: Headers = ()) -> None:
         """Answers a peer that has no exchange, and closes."""
@@ -477,14 +488,14 @@ class ServerConnection(asyncio.BufferedProtocol):
         Closing both while the peer still sends would reset the connection, and the peer would lose
         the answer.
         """
-        self._enter(ConnectionState.LINGER)
+        self._enter(_LINGER)
         self._pending, self._left = b"", self._listener.limits.linger_bytes
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._regulate()
 
     def _close(self) -> None:
-        self._enter(ConnectionState.CLOSED)
+        self._enter(_CLOSED)
         self._transport.close()
 
     def _drop(self) -> None:
