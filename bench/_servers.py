@@ -34,8 +34,9 @@ _POLL_S = 0.05
 class Servers:
     """Processes by what they run: `server`, or the roles."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, program: tuple[str, ...]) -> None:
         self.data = data
+        self.program = program  # how `papaya` is started
         self.pids: dict[str, int] = {}
         self.addresses: dict[str, dict[str, str]] = {}
 
@@ -86,11 +87,13 @@ class Servers:
 
 
 @contextmanager
-def running(server: ServerConfig, *, apart: bool, **settings: object) -> Iterator[Servers]:
+def running(
+    server: ServerConfig, *, apart: bool, program: tuple[str, ...] = (PAPAYA,), **settings: object
+) -> Iterator[Servers]:
     """All roles in one process, or each in its own, with nothing on disk before or after."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="papaya-bench-")))
-        servers = Servers(folder / "data")
+        servers = Servers(folder / "data", program)
         common = {"data": "data", "devices": ANY_PORT, "admin": ANY_PORT, "servers": ANY_PORT}
         deployment = Deployment(server=server, **common | settings)  # type: ignore[arg-type]
         if not apart:
@@ -138,7 +141,7 @@ def _start(
     settings.write_text(_toml(deployment), encoding="utf-8")
     role = [] if name == "server" else [name]
     process = subprocess.Popen(
-        [PAPAYA, "serve", *role, "--config", str(settings), "--format", "json"],
+        [*servers.program, "serve", *role, "--config", str(settings), "--format", "json"],
         stdout=subprocess.PIPE,
         stderr=None if os.environ.get("PAPAYA_BENCH_LOG") else subprocess.DEVNULL,
     )

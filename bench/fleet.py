@@ -117,7 +117,8 @@ def tell(
 
 
 def main() -> None:
-    with running(SERVER, apart=False) as servers:
+    # All devices are on this machine and have the same address.
+    with running(SERVER, apart=False, max_connections_per_address=DEVICES) as servers:
         servers.submit(TASK, np.zeros(MODEL_LENGTH, np.float32))
         uvloop.run(measure(servers))
 

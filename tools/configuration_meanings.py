@@ -92,6 +92,12 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "clients at once as there are slots; a model that does not fit at all is not served.",
         "max_connections": "Connections to one listener at a time; less where the system's limit "
         "on open files (`ulimit -n`) does not allow as many.",
+        "max_connections_per_address": "Connections to the device listener from one client address "
+        "at a time; IPv6 addresses count by their /64. Mobile carriers put many devices behind one "
+        "address. Raise it if all devices come through a proxy that does not speak the PROXY "
+        "protocol.",
+        "proxies": "Addresses or networks of the load balancers in front of the device listener. "
+        "They must send the PROXY protocol (version 1 or 2), which tells the client's address.",
         "drain_s": "How long a stopping server waits for uploads on their way.",
         "server": "The protocol's own settings, see below.",
     },

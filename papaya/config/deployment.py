@@ -8,6 +8,7 @@ Settings of the protocol are in `ServerConfig`, under `[server]`.
 from __future__ import annotations
 
 import re
+from ipaddress import ip_network
 from typing import Literal
 
 from msgspec import Struct
@@ -41,6 +42,8 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fold_threads: int = 2
     upload_memory_mb: int = 1024
     max_connections: int = 5_000
+    max_connections_per_address: int = 1_000
+    proxies: tuple[str, ...] = ()
     drain_s: float = 10.0
     server: ServerConfig = ServerConfig()
 
@@ -78,9 +81,30 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             f"quotes of {self.tsa_platform} need the vendor's collateral",
             "set the path of the JSON file that your collateral service keeps up to date",
         )
-        for field in ("fold_threads", "upload_memory_mb", "max_connections"):
+        for proxy in self.proxies:
+            require(
+                _is_network(proxy),
+                "proxies",
+                proxy,
+                "is not an IP address or network",
+                'write addresses or networks, for example proxies = ["10.0.0.0/8"]',
+            )
+        for field in (
+            "fold_threads",
+            "upload_memory_mb",
+            "max_connections",
+            "max_connections_per_address",
+        ):
             require_count(field, getattr(self, field))
         require_positive_s("drain_s", self.drain_s)
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ip_network(text, strict=False)
+    except ValueError:
+        return False
+    return True
 
 
 def address(field: str, text: str) -> tuple[str, int]:

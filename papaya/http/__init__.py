@@ -1,5 +1,10 @@
-"""HTTP/1.1 as Papaya speaks it: a strict server endpoint, and connections between servers.
+"""HTTP/1.1: a strict server endpoint, and connections between servers.
 
-Bodies are received straight into the buffer where they belong (DESIGN, "Wire"). What is not here:
-chunked encoding, other versions of HTTP, percent-decoding, ranges, redirects, cookies.
+Bodies are received straight into their final buffer (docs/adr/0012-own-http-endpoint.md). Not
+supported: chunked encoding, other versions of HTTP, percent-decoding, ranges, redirects, cookies.
+
+    listener, server_connection, connection_state     the server's side
+    pool, client_connection                           requests to other servers
+    relay, splice                                     passing a body on while it arrives
+    head, exchange, routes, limits, errors            shared by both
 """

@@ -1,6 +1,6 @@
-"""The client's side of one connection to another server: one exchange at a time, read strictly.
+"""The client's side of one connection to another server: one exchange at a time, parsed strictly.
 
-Our own servers are the only peers here, so an answer has a Content-Length or is refused.
+The other side is always one of our servers, so an answer without a Content-Length is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Response(NamedTuple):
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection to `address`. Its pool lends it to one exchange after the other."""
+    """One connection to `address`. Its pool lends it to one exchange after another."""
 
     _transport: asyncio.Transport
 
@@ -39,22 +39,22 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         self.address = address
         self.is_used = False  # it has carried an exchange before
-        self.is_full = False
-        self.is_lost = False
-        self.idle_since = 0.0
-        self.on_room: Callable[[], None] = lambda: None
+        self.is_full = False  # the transport asked us to stop writing
+        self.is_lost = False  # the loop reported the end of the connection
+        self.idle_since = 0.0  # when the last exchange ended
+        self.on_room: Callable[[], None] = lambda: None  # called when `is_full` becomes false
         self._limits = limits
         self._on_lost = on_lost
-        self._is_plain = is_plain
+        self._is_plain = is_plain  # no TLS: bytes may go to the socket directly
         self._loop = asyncio.get_running_loop()
-        self._file = -1
-        self._answer: asyncio.Future[Response] | None = None
-        self._method = ""
-        self._data = bytearray()
-        self._head: ResponseHead | None = None
-        self._held_head = b""  # waits, for one turn of the loop, for the first bytes of its body
-        self._unsent = 0  # of the request's body, not yet given to us
-        self._is_clean = True  # fit for a further exchange
+        self._file = -1  # descriptor of the socket, if `_is_plain`
+        self._answer: asyncio.Future[Response] | None = None  # of the present exchange
+        self._method = ""  # of the present request
+        self._data = bytearray()  # received, not yet parsed
+        self._head: ResponseHead | None = None  # of the answer whose body is being received
+        self._held_head = b""  # a head that waits, for one turn of the loop, for its body
+        self._unsent = 0  # bytes of the request's body that the caller has not given yet
+        self._is_clean = True  # usable for a further exchange
 
     @property
     def can_be_used(self) -> bool:
@@ -62,18 +62,19 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def has_heard(self) -> bool:
-        """At least one byte of the answer has come."""
+        """At least one byte of the answer has arrived."""
         return bool(self._data) or self._head is not None
 
     def begin(
         self, method: str, path: str, headers: Headers, length: int
     ) -> asyncio.Future[Response]:
-        """Sends a head. `length` bytes follow through `send`; the answer may come before them.
+        """Sends a head. `length` bytes must follow through `send`; the answer may come earlier.
 
-        A body that is there already goes out with the head, which spares the far side a wake-up.
+        The head waits for one turn of the loop, so that a body that is ready goes into the same
+        packet and wakes the other server once.
         """
         if not self.can_be_used:
-            raise MisuseError(f"a second exchange began on a connection to {self.address}")
+            raise MisuseError(f"the connection to {self.address} is already in use")
         self._answer = self._loop.create_future()
         self._method = method
         self._unsent = length
@@ -87,12 +88,12 @@ class ClientConnection(asyncio.Protocol):
         return self._answer
 
     def send(self, data: bytes | memoryview, more_follows: bool = False) -> None:
-        """Sends at once. What the socket does not take is copied, so `data` may be used again.
+        """Sends at once. What the socket does not take is copied, so `data` may be reused.
 
-        If more is about to follow, a short beginning waits for it together with the head.
+        With `more_follows`, a short `data` waits for the next bytes together with the head.
         """
         if len(data) > self._unsent:
-            raise MisuseError(f"more was sent to {self.address} than was announced")
+            raise MisuseError(f"the body for {self.address} is longer than its Content-Length")
         self._unsent -= len(data)
         waits = more_follows and self._unsent > 0 and self._held_head != b""
         if waits and len(self._held_head) + len(data) <= MAX_AHEAD_BYTES:
@@ -101,9 +102,9 @@ class ClientConnection(asyncio.Protocol):
             self._put(data)
 
     def pull(self, pipe: Pipe, source: int, count: int) -> int:
-        """Sends up to `count` bytes that have come to the socket `source`; how many, maybe none.
+        """Sends up to `count` bytes that have arrived at the socket `source`; returns how many.
 
-        If the far side is gone they are taken from `source` in vain, and count as any others.
+        If the other server has closed, bytes taken from `source` are lost, but counted.
         """
         if (
             self._file < 0
@@ -114,7 +115,7 @@ class ClientConnection(asyncio.Protocol):
         ):
             return 0
         if count > self._unsent:
-            raise MisuseError(f"more was sent to {self.address} than was announced")
+            raise MisuseError(f"the body for {self.address} is longer than its Content-Length")
         ahead, self._held_head = self._held_head, b""
         sent = 0
         rest = b""
@@ -143,13 +144,13 @@ class ClientConnection(asyncio.Protocol):
         if not self._is_clean or self._transport.is_closing():
             return
         if self._file >= 0 and not self._transport.get_write_buffer_size():
-            # Not through the transport: uvloop would keep a view of a buffer that is used again.
+            # Not through the transport: uvloop would keep a view of a buffer that is reused.
             try:
                 sent = os.writev(self._file, (head, data)) if head else os.write(self._file, data)
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError:
-                # The far side has closed. It may have answered before, so we go on reading.
+                # The other server has closed. It may have answered before, so keep reading.
                 self._is_clean = False
                 return
             data = memoryview(data)[max(0, sent - len(head)) :]
@@ -158,7 +159,7 @@ class ClientConnection(asyncio.Protocol):
             self._transport.write(head + bytes(data))
 
     def end(self) -> bool:
-        """The exchange is over, answered or not. True if the connection is fit for another."""
+        """Ends the exchange, answered or not. True if the connection can carry another one."""
         answer, self._answer = self._answer, None
         answered = answer is not None and answer.done() and not answer.cancelled()
         if answer is not None and not answer.done():
@@ -180,26 +181,26 @@ class ClientConnection(asyncio.Protocol):
         self._is_clean = False
         self._transport.abort()
 
-    # --- What the loop calls --------------------------------------------------------------------
+    # --- Called by the loop ---------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        # Full as soon as the socket is: who sends waits, instead of piling up here. One byte, not
-        # none: a TLS transport is full when it holds as much as the limit, so at 0 it always is.
+        # Full as soon as the socket is, so that bodies wait at their source and not here. The limit
+        # is 1 and not 0, because a TLS transport with limit 0 is always full.
         self._transport.set_write_buffer_limits(high=1, low=0)
         if self._is_plain:
             self._file = self._transport.get_extra_info("socket").fileno()
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            self.abort()  # Nobody asked.
+            self.abort()  # Bytes that belong to no request.
             return
         self._data += data
         try:
             while self._read():
                 pass
         except HttpError as error:
-            message = f"{self.address} does not answer as it should: {error}"
+            message = f"{self.address} sent an invalid response: {error}"
             self._answer.set_exception(HttpError(502, message))
             self.abort()
 
@@ -222,7 +223,7 @@ class ClientConnection(asyncio.Protocol):
         self.on_room()
 
     def _read(self) -> bool:
-        """Takes one head, or the whole body, out of what came; False when more must come."""
+        """Parses one head or one whole body; False if more bytes are needed."""
         if self._head is None:
             end = self._data.find(END_OF_HEAD)
             if (len(self._data) if end < 0 else end) > MAX_HEAD_BYTES:
@@ -248,7 +249,7 @@ class ClientConnection(asyncio.Protocol):
         if not has_body(self._method, head.status):
             return 0
         if head.length is None:
-            raise HttpError(502, "an answer without a Content-Length")
+            raise HttpError(502, "the response has no Content-Length")
         if head.length > self._limits.max_response_bytes:
-            raise HttpError(502, f"an answer of {head.length} bytes is too long")
+            raise HttpError(502, f"a response of {head.length} bytes is too long")
         return head.length

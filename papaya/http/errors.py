@@ -1,16 +1,16 @@
-"""The errors of this package. It knows nothing about Papaya: its users translate them.
+"""The errors of this package, which does not depend on Papaya: its users translate them.
 
-HttpError            the peer: a request or response that is refused, with its status
-└── PeerUnavailable  another server cannot be reached, is busy, or did not answer in time
-ListenError          the operator: this address cannot be listened on
-MisuseError          the program that uses this package broke one of its rules
+HttpError            peer at fault: a refused request or response, with a status
+└── PeerUnavailable  another server is unreachable, busy, or did not answer in time
+ListenError          operator at fault: cannot listen on this address
+MisuseError          the program that uses this package, or the package, has a bug
 """
 
 from __future__ import annotations
 
 
 class HttpError(Exception):
-    """A request or response that is refused, with the status that says so."""
+    """A refused request or response, with the HTTP status that tells the reason."""
 
     def __init__(
         self, status: int, message: str, *, headers: tuple[tuple[str, str], ...] = ()
@@ -21,14 +21,14 @@ class HttpError(Exception):
 
 
 class PeerUnavailable(HttpError):
-    """Another server cannot be reached, is busy, or did not answer in time."""
+    """Another server is unreachable, busy, or did not answer in time."""
 
     def __init__(self, message: str) -> None:
         super().__init__(503, message)
 
 
 class ListenError(Exception):
-    """`host` and `port` cannot be listened on; `is_in_use` if another program has the port."""
+    """Cannot listen on `host` and `port`. `is_in_use`: another program uses the port."""
 
     def __init__(self, host: str, port: int, reason: str, *, is_in_use: bool) -> None:
         super().__init__(f"cannot listen on {host}:{port}: {reason}")

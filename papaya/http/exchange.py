@@ -1,7 +1,7 @@
-"""One request and its answer, as a route sees them; and how the head of an answer is written.
+"""One request and its answer, as a route sees them; and the head of an answer.
 
-A route answers once, now or at any later time on the loop. An exchange whose peer has gone takes an
-answer and does nothing, so nobody who holds one has to ask first.
+A route answers once, now or at any later time on the loop. If the peer has closed the connection,
+an answer does nothing, so callers need not check first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("papaya.http")
 
 Headers = Sequence[tuple[str, str]]
 Blame = Callable[[Exception], HttpError | None]
-"""The refusal that an exception of a route means; None if the server is at fault."""
+"""Translates an exception of a route to the peer's fault; None if the server is at fault."""
 
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n" for s in HTTPStatus}
 _BODILESS = (204, 304)
@@ -48,16 +48,16 @@ class Carrier(Protocol):
 
 
 class Exchange:
-    """A request that waits for its answer."""
+    """A request and its answer."""
 
     __slots__ = ("_answered", "_carrier", "_gone", "_on_gone", "captured", "head")
 
     def __init__(self, carrier: Carrier, head: RequestHead, captured: dict[str, str]) -> None:
         self.head = head
-        self.captured = captured
+        self.captured = captured  # the values of the route's placeholders
         self._carrier = carrier
         self._answered = False
-        self._gone = False
+        self._gone = False  # the peer closed, or was cut off, before the answer
         self._on_gone: list[Callable[[], None]] = []
 
     @property
@@ -67,7 +67,7 @@ class Exchange:
 
     @property
     def is_open(self) -> bool:
-        """An answer would still be sent."""
+        """No answer has been given, and the peer is still there."""
         return not (self._answered or self._gone)
 
     def answer(
@@ -77,7 +77,7 @@ class Exchange:
         headers: Headers = (),
         content_type: str = "application/json",
     ) -> None:
-        """Sends the answer. If the body of the request is not whole yet, the rest is not taken."""
+        """Sends the answer. If part of the request body is missing, it is not received any more."""
         if self._may_answer():
             head = render_head(status, len(body), headers, content_type)
             self._answered = True
@@ -90,13 +90,13 @@ class Exchange:
         content_type: str = "application/octet-stream",
         status: int = 200,
     ) -> None:
-        """Sends a file piece by piece, as fast as the peer takes it; 404 where there is none."""
+        """Sends a file piece by piece, as fast as the peer reads; 404 if there is no such file."""
         if not self._may_answer():
             return
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self.answer_problem(404, "there is no such file")
+            self.answer_problem(404, "no such file")
             return
         try:
             size = os.fstat(file).st_size
@@ -108,27 +108,27 @@ class Exchange:
         self._carrier.send_file(self, status, head, file, size)
 
     def answer_problem(self, status: int, text: str, headers: Headers = ()) -> None:
-        """Answers with an error, in the words of this listener's `problem`."""
+        """Answers with an error, whose body the listener's `problem` makes from `text`."""
         if self._may_answer():
             self._answered = True
             self._carrier.send_problem(self, status, text, headers)
 
     def on_gone(self, callback: Callable[[], None]) -> None:
-        """Calls back, once, if the peer hangs up or is cut off before the route has answered."""
+        """Calls back, once, if the peer closes or is cut off before the route has answered."""
         if self._gone:
             callback()
         elif not self._answered:
             self._on_gone.append(callback)
 
     def pause_reading(self) -> None:
-        """Takes no more of the body, so that the peer has to wait. Time stands still for limits."""
+        """Stops receiving the body, so that the peer has to wait. Timeouts stop meanwhile."""
         self._carrier.hold_body(self, True)
 
     def resume_reading(self) -> None:
         self._carrier.hold_body(self, False)
 
     def lose(self) -> None:
-        """For the connection: no answer of the route can be sent any more."""
+        """Called by the connection when an answer cannot be sent any more."""
         if self.is_open:
             self._gone = True
             callbacks, self._on_gone = self._on_gone, []
@@ -136,7 +136,7 @@ class Exchange:
                 try:
                     callback()
                 except Exception:
-                    log.exception("a callback for a lost exchange failed: %s", self.head.path)
+                    log.exception("an on_gone callback failed for %s", self.head.path)
 
     def _may_answer(self) -> bool:
         if self._answered and not self._gone:
@@ -145,14 +145,14 @@ class Exchange:
 
 
 def render_head(status: int, length: int, headers: Headers, content_type: str) -> str:
-    """The head of an answer, without what the connection adds, and without the empty line."""
+    """The head of an answer, without the connection's own headers and the empty line."""
     text = _STATUS_LINES[status]
     if status not in _BODILESS:
         text += f"Content-Type: {content_type}\r\nContent-Length: {length}\r\n"
     for name, value in headers:
-        # A line break in a value would be a way to write a whole second answer.
+        # A line break in a value could start a second, forged answer.
         if _PRINTABLE.fullmatch(value) is None:
-            raise MisuseError(f"the value of header {name} cannot be sent")
+            raise MisuseError(f"the value of header {name} contains characters that cannot be sent")
         text += f"{name}: {value}\r\n"
     return text
 
@@ -162,15 +162,15 @@ def has_body(method: str, status: int) -> bool:
 
 
 def blames_nobody(error: Exception) -> HttpError | None:
-    """Every exception of a route except HttpError is a fault of the server."""
+    """Treats every exception of a route except HttpError as the server's fault."""
     return None
 
 
 def as_refusal(error: Exception, blame: Blame = blames_nobody) -> HttpError:
-    """What a peer is told of an error: its own fault in words, ours without any."""
+    """The error answer for an exception. A fault of the server is logged and not explained."""
     if isinstance(error, HttpError):
         return error
     if (refusal := blame(error)) is not None:
         return refusal
     log.error("a route failed", exc_info=error)
-    return HttpError(500, "something went wrong on the server's side")
+    return HttpError(500, "internal server error")

@@ -1,9 +1,10 @@
-"""Parses the heads of requests and responses: bytes in, frozen structs out, HttpError otherwise.
+"""Parses the heads of requests and responses: bytes in, frozen structs out, or HttpError.
 
-Strict, because whatever two parsers read differently is a way to smuggle a request past one of
-them (RFC 9112, section 11.2). Refused: every version but HTTP/1.1, any Transfer-Encoding, a second
-or malformed Content-Length, folded lines, bare CR or LF, control characters, a path with empty or
-dotted segments. Nothing is percent-decoded. Messages never quote a header: it may hold a token.
+Strict, because if two parsers read the same bytes differently, a request can be smuggled past one
+of them (RFC 9112, section 11.2). Refused: every version but HTTP/1.1, any Transfer-Encoding, a
+second or malformed Content-Length, folded lines, bare CR or LF, control characters, a path with
+empty or dotted segments. Nothing is percent-decoded. Error messages never quote a header, which may
+hold a token.
 """
 
 from __future__ import annotations
@@ -29,24 +30,25 @@ _DOTTED_OR_EMPTY_SEGMENT = re.compile(r"/(?:/|\.\.?(?:/|\Z))")
 _ORDINARY = bytes([0x09, *range(0x20, 0x7F), *range(0x80, 0x100)])
 _NEVER_IN_A_HEAD = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|(?<!\r)\n|\r(?!\n|\Z)")
 
-# Twice the same of these is an attack or a bug; of others, RFC 9110 joins the values by commas.
+# A repeated one of these is an attack or a bug. Other repeated headers are joined by commas
+# (RFC 9110, section 5.3).
 _SINGLE = ("content-length", "host", "authorization", "expect", "content-type")
 
 
 class RequestHead(msgspec.Struct, frozen=True):
-    """What stands before a body. Header names are in lower case."""
+    """The head of a request. Header names are in lower case."""
 
     method: str
     path: str
-    query: str  # without its "?", as it came
+    query: str  # without its "?", not decoded
     headers: dict[str, str]
     length: int  # of the body
-    closes: bool  # the peer wants no further exchange on this connection
-    expects_continue: bool  # the peer waits for our word before it sends the body
+    closes: bool  # the peer sent `Connection: close`
+    expects_continue: bool  # the peer waits for "100 Continue" before it sends the body
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
-    """What stands before the body of an answer; no length where there was no Content-Length."""
+    """The head of a response. `length` is None without a Content-Length."""
 
     status: int
     headers: dict[str, str]
@@ -55,39 +57,39 @@ class ResponseHead(msgspec.Struct, frozen=True):
 
 
 def check_partial(data: bytes, start: int) -> None:
-    """Refuses the beginning of a head that can only become a malformed one.
+    """Raises if this beginning of a head is malformed, whatever follows.
 
-    Everything before `start` was checked already; a CR at the very end may still get its LF.
+    Everything before `start` was checked already. A CR at the end may still be followed by its LF.
     """
     start = max(0, start - 1)
-    # Fast, for heads as they should be: whatever is not ordinary comes as CR LF.
+    # The fast way, for well-formed heads: all characters that are not ordinary come as CR LF.
     rest = data[start:].translate(None, _ORDINARY)
     if len(rest) == 2 * data.count(b"\r\n", start):
         return
     if _NEVER_IN_A_HEAD.search(data, start):
-        raise HttpError(400, "a control character, or a bare CR or LF, in the head")
+        raise HttpError(400, "the head contains a control character, or a bare CR or LF")
 
 
 def parse_request(data: bytes) -> RequestHead:
-    """`data` ends with the CRLF of its last line; the empty line is not part of it."""
+    """Parses a head without its empty line: `data` ends with the CRLF of the last header."""
     check_partial(data, 0)
     text = data.decode("latin-1")
     line = _REQUEST_LINE.match(text)
     if line is None:
-        raise HttpError(400, "this is not a request line: METHOD /path HTTP/1.1")
+        raise HttpError(400, "malformed request line, expected: METHOD /path HTTP/1.1")
     method, path, query, major, minor = line.groups()
     if major != "1" or minor != "1":
-        raise HttpError(505, f"HTTP/{major}.{minor} is not spoken here, only HTTP/1.1")
+        raise HttpError(505, f"HTTP/{major}.{minor} is not supported, only HTTP/1.1")
     if len(path) > MAX_TARGET_CHARS or (query and len(query) > MAX_TARGET_CHARS):
         raise HttpError(414, f"the path or the query is longer than {MAX_TARGET_CHARS} characters")
     if _DOTTED_OR_EMPTY_SEGMENT.search(path):
-        raise HttpError(400, "a path must not have empty, `.` or `..` segments")
+        raise HttpError(400, "the path contains an empty, `.` or `..` segment")
     headers = _headers(text, line.end())
     if "host" not in headers:
-        raise HttpError(400, "a request needs one Host header")
+        raise HttpError(400, "the Host header is missing")
     if (coding := headers.get("transfer-encoding")) is not None:
         status = 411 if coding.lower() == "chunked" else 501
-        raise HttpError(status, "no Transfer-Encoding is understood: send a Content-Length")
+        raise HttpError(status, "Transfer-Encoding is not supported: send a Content-Length")
     return RequestHead(
         method,
         path,
@@ -100,15 +102,15 @@ def parse_request(data: bytes) -> RequestHead:
 
 
 def parse_response(data: bytes) -> ResponseHead:
-    """The same for what a server of ours answers."""
+    """Parses the head of a response from one of our servers, also without its empty line."""
     check_partial(data, 0)
     text = data.decode("latin-1")
     line = _STATUS_LINE.match(text)
     if line is None:
-        raise HttpError(502, "this is not a status line of HTTP/1.1")
+        raise HttpError(502, "malformed status line")
     headers = _headers(text, line.end())
     if "transfer-encoding" in headers:
-        raise HttpError(502, "an answer with a Transfer-Encoding, which no server of ours sends")
+        raise HttpError(502, "the response has a Transfer-Encoding, which is not supported")
     return ResponseHead(int(line[1]), headers, _length(headers), _closes(headers))
 
 
@@ -120,7 +122,7 @@ def _headers(text: str, at: int) -> dict[str, str]:
         line = match(text, at)
         count += 1
         if line is None:
-            raise HttpError(400, f"header {count} is not `name: value` on one line")
+            raise HttpError(400, f"header {count} is malformed, expected `name: value` on one line")
         if count > MAX_HEADERS:
             raise HttpError(431, f"more than {MAX_HEADERS} headers")
         name = line[1].lower()
@@ -139,7 +141,7 @@ def _length(headers: dict[str, str]) -> int | None:
     if text is None:
         return None
     if _LENGTH.fullmatch(text) is None:
-        raise HttpError(400, "Content-Length is not a plain decimal number")
+        raise HttpError(400, "Content-Length is not a decimal number")
     return int(text)
 
 
@@ -150,5 +152,5 @@ def _closes(headers: dict[str, str]) -> bool:
 
 def _expects_continue(text: str) -> bool:
     if text.lower() != "100-continue":
-        raise HttpError(417, "the only expectation that is met is 100-continue")
+        raise HttpError(417, "the only supported expectation is 100-continue")
     return True

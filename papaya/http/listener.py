@@ -1,50 +1,126 @@
-"""Listening on an address: `serve` starts it, `close` and `drain` end it without cutting anyone."""
+"""Listens on an address: `serve` opens a listener; `close` and `drain` end it gracefully."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from email.utils import formatdate
+from functools import partial
 from ssl import SSLContext
 
-from papaya.http.cut_through import CutThrough
+import msgspec
+
+from papaya.http.acceptor import Acceptor, bind
 from papaya.http.errors import ListenError
-from papaya.http.exchange import Blame, blames_nobody
+from papaya.http.exchange import Blame, blames_nobody, log
 from papaya.http.limits import ListenerLimits
-from papaya.http.listener_state import (
-    ListenerState,
-    Observe,
-    RenderProblem,
-    plain_problem,
-    unobserved,
-)
-from papaya.http.routes import HttpRoute
+from papaya.http.routes import HttpRoute, Routes
+from papaya.http.server_connection import ServerConnection
+
+RenderProblem = Callable[[int, str], bytes]
+"""Makes the body of an error answer from the status and a text."""
+Observe = Callable[[str, int, float], None]
+"""Called for each answer: the route's path template, the status, the seconds since the head."""
 
 _BACKLOG = 4096
 
 
-class Listener:
-    """A listener that is open until it is closed and drained."""
+def plain_problem(status: int, text: str) -> bytes:
+    """The body of an error answer, if the user of this package defines none."""
+    return msgspec.json.encode({"status": status, "problem": text})
 
-    def __init__(self, server: asyncio.Server, service: ListenerState) -> None:
-        self._server = server
-        self._service = service
-        self.port: int = server.sockets[0].getsockname()[1]
+
+def unobserved(route: str, status: int, seconds: float) -> None:
+    """No-op."""
+
+
+class ListenerState:
+    """What the connections of one listener share. All of them run on one loop."""
+
+    def __init__(
+        self,
+        routes: Iterable[HttpRoute],
+        problem: RenderProblem,
+        limits: ListenerLimits,
+        observe: Observe = unobserved,
+        blame: Blame = blames_nobody,
+    ) -> None:
+        self.routes = Routes(routes)
+        self.observe = observe
+        self.problem = problem
+        self.blame = blame  # decides which exceptions of a route are the peer's fault
+        self.limits = limits
+        self.loop = asyncio.get_running_loop()
+        self.is_accepting = True  # False: connections close after their present exchange
+        self.connections: set[ServerConnection] = set()
+        # Heads are received here. All connections can share one buffer, because the loop reports
+        # the bytes to a connection before it asks another one for a buffer.
+        self.scratch = memoryview(bytearray(limits.max_head_bytes))
+        self.date = ""  # the Date header, renewed by each sweep
+        self._all_gone = asyncio.Event()
+        self._sweep()
+
+    def left(self, connection: ServerConnection) -> None:
+        self.connections.discard(connection)
+        if not self.connections:
+            self._all_gone.set()
+
+    def stop(self) -> None:
+        """Begins no further exchanges: each connection closes after its present one."""
+        self.is_accepting = False
+        for connection in tuple(self.connections):
+            connection.close_if_idle()
+
+    async def empty(self, timeout_s: float) -> None:
+        """Waits until all connections have closed, and aborts those left after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._until_all_are_gone()
+        except TimeoutError:
+            for connection in tuple(self.connections):
+                connection.abort()
+            await self._until_all_are_gone()
+        self._timer.cancel()
+
+    async def _until_all_are_gone(self) -> None:
+        while self.connections:
+            self._all_gone.clear()
+            await self._all_gone.wait()
+
+    def _sweep(self) -> None:
+        now = self.loop.time()
+        self.date = f"Date: {formatdate(usegmt=True)}\r\n"
+        self._timer = self.loop.call_later(self.limits.sweep_s, self._sweep)
+        for connection in tuple(self.connections):
+            try:
+                connection.check_timeouts(now)
+            except Exception:
+                log.exception("cannot check the timeouts of a connection")
+
+
+class Listener:
+    """An open listener."""
+
+    def __init__(self, acceptor: Acceptor, state: ListenerState, port: int) -> None:
+        self._acceptor = acceptor
+        self._state = state
+        self.port = port
 
     @property
     def connections(self) -> int:
-        """How many are open now."""
-        return len(self._service.connections)
+        """How many are open now, in a TLS handshake or later."""
+        return self._acceptor.accepted
 
     def close(self) -> None:
-        """Accepts no one any more; exchanges that have begun go on."""
-        self._server.close()
-        self._service.stop()
+        """Accepts no further connections; exchanges that have begun go on."""
+        self._acceptor.close()
+        self._state.stop()
 
     async def drain(self, timeout_s: float) -> None:
-        """Closes, waits for open exchanges, and cuts off what is left after `timeout_s`."""
+        """Closes, waits for open exchanges, and aborts those left after `timeout_s`."""
         self.close()
-        await self._service.empty(timeout_s)
+        await self._state.empty(timeout_s)
 
 
 async def serve(
@@ -57,21 +133,18 @@ async def serve(
     observe: Observe = unobserved,
     blame: Blame = blames_nobody,
     ssl: SSLContext | None = None,
+    proxies: Iterable[str] = (),
 ) -> Listener:
-    """Listens on `host` and `port`; port 0 takes a free one."""
+    """Listens on `host` and `port`; port 0 takes a free one.
+
+    `proxies`: addresses or networks that send the PROXY protocol.
+    """
     limits = limits or ListenerLimits()
-    service = ListenerState(routes, problem, limits, observe, blame)
     try:
-        server = await asyncio.get_running_loop().create_server(
-            lambda: CutThrough(service),
-            host,
-            port,
-            ssl=ssl,
-            backlog=_BACKLOG,
-            ssl_handshake_timeout=limits.head_timeout_s if ssl else None,
-        )
+        sockets = await bind(host, port, _BACKLOG)
     except (OSError, OverflowError) as error:
-        await service.empty(0)
         is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise ListenError(host, port, str(error), is_in_use=is_in_use) from error
-    return Listener(server, service)
+    state = ListenerState(routes, problem, limits, observe, blame)
+    acceptor = Acceptor(sockets, partial(ServerConnection, state), limits, ssl, proxies)
+    return Listener(acceptor, state, sockets[0].getsockname()[1])

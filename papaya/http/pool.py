@@ -1,7 +1,8 @@
-"""Connections to other servers: kept alive, bounded for each peer, never an unbounded queue.
+"""Requests to other servers, over connections that are kept alive and bounded for each server.
 
-Nothing is sent twice, with one exception: a kept connection that turns out to be closed before any
-byte of the answer came is replaced once, for `request`. Callers know what may be repeated further.
+No request is sent twice, with one exception: if a kept connection turns out to be closed before any
+byte of the answer arrived, `request` tries once more on a new one. Callers decide about further
+repetitions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from papaya.http.errors import PeerUnavailable
 from papaya.http.exchange import Headers
 from papaya.http.limits import PeerLimits
 from papaya.http.splice import Pipe, open_pipe
-from papaya.http.upload import StreamedRequest
 
 
 class ConnectionPool:
@@ -26,7 +26,7 @@ class ConnectionPool:
         self._limits = limits or PeerLimits()
         self._ssl = ssl
         self._pools: dict[str, _Pool] = {}
-        self._pipe: Pipe | None = None
+        self._pipe: Pipe | None = None  # opened by the first upload
         self._is_closed = False
 
     async def request(
@@ -47,7 +47,7 @@ class ConnectionPool:
                     fresh = await pool.fresh()
                     response = await self._exchange(pool, fresh, method, path, headers, body)
         except TimeoutError as error:
-            raise PeerUnavailable(f"{address} did not answer in {timeout_s:g} s") from error
+            raise _no_answer(address, timeout_s) from error
         if response is None:
             raise PeerUnavailable(f"{address} closed the connection without an answer")
         return response
@@ -62,9 +62,9 @@ class ConnectionPool:
         timeout_s: float,
         on_room: Callable[[], None] = lambda: None,
     ) -> StreamedRequest:
-        """Begins an exchange whose body is written piece by piece while it is still arriving here.
+        """Begins a request whose body is written piece by piece while it still arrives here.
 
-        Returns at once, and raises PeerUnavailable at once when too many wait already. `on_room` is
+        Returns at once, or raises PeerUnavailable if too many requests wait already. `on_room` is
         called whenever `is_full` has become false, and when the upload is over.
         """
         pool = self._pool(address)
@@ -73,7 +73,7 @@ class ConnectionPool:
         return StreamedRequest(pool, method, path, headers, length, timeout_s, on_room, self._pipe)
 
     async def close(self) -> None:
-        """Cuts everything off, for good."""
+        """Closes all connections; later requests fail."""
         self._is_closed = True
         for pool in tuple(self._pools.values()):
             await pool.close()
@@ -83,42 +83,166 @@ class ConnectionPool:
 
     def _pool(self, address: str) -> _Pool:
         if self._is_closed:
-            raise PeerUnavailable(f"nothing is sent to {address} any more: this server stops")
+            raise PeerUnavailable(f"cannot reach {address}: this server is stopping")
         pool = self._pools.get(address)
         if pool is None:
             if len(self._pools) >= self._limits.max_peers:
                 self._pools = {a: p for a, p in self._pools.items() if p.is_in_use}
             if len(self._pools) >= self._limits.max_peers:
-                raise PeerUnavailable(f"{address} is one server more than can be talked to")
+                raise PeerUnavailable(f"cannot connect to {address}: too many other servers")
             pool = self._pools[address] = _Pool(address, self._limits, self._ssl)
         return pool
 
     async def _exchange(
         self,
         pool: _Pool,
-        link: ClientConnection | None,
+        connection: ClientConnection | None,
         method: str,
         path: str,
         headers: Headers,
         body: bytes,
     ) -> Response | None:
-        """None if a kept connection was closed before any byte of an answer."""
-        if link is None:
-            link = pool.kept() or await pool.lend()
+        """None if a kept connection was closed before any byte of the answer."""
+        if connection is None:
+            connection = pool.kept() or await pool.lend()
         try:
-            answer = link.begin(method, path, headers, len(body))
-            link.send(body)
+            answer = connection.begin(method, path, headers, len(body))
+            connection.send(body)
             return await answer
         except PeerUnavailable:
-            if link.is_used and not link.has_heard:
+            if connection.is_used and not connection.has_heard:
                 return None
             raise
         finally:
-            pool.give_back(link)
+            pool.give_back(connection)
+
+
+class StreamedRequest:
+    """A request whose body is sent while it still arrives from someone else (cut-through).
+
+        upload.write(view)          sends at once, copies what the socket does not take
+        upload.pull(socket, n)      the same without a copy, if the kernel can
+        if upload.is_full: pause    until `on_room` is called
+        upload.answer               may come early: a refusal before the body is sent
+
+    It is full until there is a connection. `answer` becomes the other server's answer or
+    PeerUnavailable; what has not been sent by then is dropped. The timeout runs from the last piece
+    of the body: the body may be slow, the other server may not. It is never repeated, because the
+    bytes are gone.
+    """
+
+    def __init__(
+        self,
+        pool: _Pool,
+        method: str,
+        path: str,
+        headers: Headers,
+        length: int,
+        timeout_s: float,
+        on_room: Callable[[], None],
+        pipe: Pipe | None = None,
+    ) -> None:
+        self._pool = pool
+        self._pipe = pipe  # to splice through; None if that is not possible
+        self._head = (method, path, headers, length)
+        self._on_room = on_room  # called when `is_full` becomes false
+        self._early = bytearray()  # written before there was a connection
+        self._connection: ClientConnection | None = None
+        self._is_over = False  # answered, failed or aborted
+        self._loop = asyncio.get_running_loop()
+        self._moved_at = self._loop.time()  # when the last piece was written
+        self._timeout_s = timeout_s
+        self.answer: asyncio.Future[Response] = self._loop.create_future()
+        self._opening: asyncio.Task[None] | None = None  # waits for a connection
+        if (connection := pool.kept()) is not None:
+            self._use(connection)
+        else:
+            pool.check_room()
+            self._opening = asyncio.create_task(self._open())
+        self._timer = self._loop.call_later(timeout_s, self._check_timeout)
+
+    @property
+    def is_full(self) -> bool:
+        """Nothing should be written now. False after the answer, when writing does nothing."""
+        return not self._is_over and (self._connection is None or self._connection.is_full)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Sends the next bytes of the body. `data` may be reused when this returns."""
+        if self._is_over:
+            return
+        self._moved_at = self._loop.time()
+        if self._connection is None:
+            self._early += data
+        else:
+            self._connection.send(data, more_follows=self._pipe is not None)
+
+    def pull(self, source: int, count: int) -> int:
+        """Sends the next bytes straight from a socket, if possible; returns how many."""
+        if self._is_over or self._connection is None or self._pipe is None:
+            return 0
+        self._moved_at = self._loop.time()
+        return self._connection.pull(self._pipe, source, count)
+
+    def abort(self) -> None:
+        """Ends the request. A connection in the middle of a body is closed."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._timer.cancel()
+        self._early.clear()
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._connection is not None:
+            self._pool.give_back(self._connection)
+        if not self.answer.done():
+            self.answer.cancel()
+
+    async def _open(self) -> None:
+        try:
+            self._use(await self._pool.lend())
+        except Exception as error:
+            self._opening = None
+            self._fail(error)
+        else:
+            self._opening = None
+            self._on_room()
+
+    def _use(self, connection: ClientConnection) -> None:
+        self._connection = connection
+        connection.on_room = self._on_room
+        connection.begin(*self._head).add_done_callback(self._answered)
+        connection.send(bytes(self._early))
+        self._early.clear()
+
+    def _answered(self, answer: asyncio.Future[Response]) -> None:
+        if answer.cancelled():
+            return
+        if (error := answer.exception()) is not None:
+            self._fail(error)
+        elif not self._is_over:
+            self.answer.set_result(answer.result())
+            self._end()
+
+    def _check_timeout(self) -> None:
+        left_s = self._moved_at + self._timeout_s - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._check_timeout)
+        else:
+            self._fail(_no_answer(self._pool.address, self._timeout_s))
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._is_over:
+            self.answer.set_exception(error)
+            self.answer.exception()  # Marks it as retrieved: the caller may ignore it.
+            self._end()
+
+    def _end(self) -> None:
+        self.abort()
+        self._on_room()
 
 
 class _Pool:
-    """The connections to one server. `_open` counts those that exist or are being made."""
+    """The connections to one server."""
 
     def __init__(self, address: str, limits: PeerLimits, ssl: SSLContext | None) -> None:
         self.address = address
@@ -127,9 +251,10 @@ class _Pool:
         self._ssl = ssl
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
-        self._open = 0
-        self._links: set[ClientConnection] = set()
-        self._kept: list[ClientConnection] = []
+        self._open = 0  # connections that exist or are being opened
+        self._connections: set[ClientConnection] = set()  # those that exist
+        self._kept: list[ClientConnection] = []  # those that no exchange uses
+        # Callers in order. Each gets a connection, or None: the permission to open one.
         self._waiting: deque[asyncio.Future[ClientConnection | None]] = deque()
         self._all_lost = asyncio.Event()
 
@@ -138,23 +263,26 @@ class _Pool:
         return self._open > 0
 
     def kept(self) -> ClientConnection | None:
-        """A connection that is open and unused; the last one used, so that the others can age."""
+        """An unused connection: the one used last, so that surplus ones reach their idle limit."""
         while self._kept:
-            link = self._kept.pop()
-            if link.can_be_used and self._loop.time() - link.idle_since < self._limits.idle_s:
-                return link
-            link.abort()
+            connection = self._kept.pop()
+            if (
+                connection.can_be_used
+                and self._loop.time() - connection.idle_since < self._limits.idle_s
+            ):
+                return connection
+            connection.abort()
         return None
 
     def check_room(self) -> None:
-        """Raises at once when one more exchange would have to wait too long in line."""
+        """Raises if the queue for a connection is full."""
         if self._open >= self._limits.max_connections:
             waiting = sum(not future.done() for future in self._waiting)
             if waiting >= self._limits.max_waiting:
                 raise PeerUnavailable(f"too many requests wait for {self.address}")
 
     async def lend(self) -> ClientConnection:
-        """A connection: new if there may be one more, else the next one that is given back."""
+        """A new connection if the limit allows it, else the next one that is given back."""
         self.check_room()
         if self._open < self._limits.max_connections:
             self._open += 1
@@ -162,91 +290,97 @@ class _Pool:
         turn: asyncio.Future[ClientConnection | None] = self._loop.create_future()
         self._waiting.append(turn)
         try:
-            link = await turn
+            connection = await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self._pass_on(turn.result())
             raise
-        if link is None:
+        if connection is None:
             return await self._connect()
-        if link.can_be_used:
-            return link
-        link.abort()  # It died on its way here: the place that it frees is somebody's next turn.
+        if connection.can_be_used:
+            return connection
+        connection.abort()  # It closed meanwhile, which lets the next caller open one.
         return await self.lend()
 
     async def fresh(self) -> ClientConnection:
-        """A connection that has never been used: those that are kept may be as dead as the last."""
+        """A new connection. Closes the kept ones, which are probably dead too."""
         kept, self._kept = self._kept, []
-        for link in kept:
-            link.abort()
+        for connection in kept:
+            connection.abort()
         return await self.lend()
 
-    def give_back(self, link: ClientConnection) -> None:
-        if link.end():
-            link.idle_since = self._loop.time()
-            self._pass_on(link)
+    def give_back(self, connection: ClientConnection) -> None:
+        if connection.end():
+            connection.idle_since = self._loop.time()
+            self._pass_on(connection)
 
     async def close(self) -> None:
         self._is_closed = True
         for turn in self._waiting:
             if not turn.done():
-                turn.set_exception(PeerUnavailable(f"{self.address} is not waited for any more"))
-        if self._links:
-            for link in tuple(self._links):
-                link.abort()
+                turn.set_exception(
+                    PeerUnavailable(f"cannot reach {self.address}: this server is stopping")
+                )
+        if self._connections:
+            for connection in tuple(self._connections):
+                connection.abort()
             self._all_lost.clear()
             await self._all_lost.wait()
 
     async def _connect(self) -> ClientConnection:
-        """The place is counted already; it is given up if nobody answers there."""
+        """Opens a connection, which `_open` counts already; uncounts it on failure."""
         plain = self._ssl is None
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                _, link = await self._loop.create_connection(
+                _, connection = await self._loop.create_connection(
                     lambda: ClientConnection(self.address, self._limits, self._lost, plain),
                     self._host,
                     self._port,
                     ssl=self._ssl,
                 )
         except BaseException as error:
-            self._free_place()
+            self._free_slot()
             if isinstance(error, OSError | TimeoutError):
                 raise PeerUnavailable(f"cannot connect to {self.address}: {error}") from error
             raise
-        if link.is_lost or self._is_closed:
-            link.abort()
-            self._free_place()
+        if connection.is_lost or self._is_closed:
+            connection.abort()
+            self._free_slot()
             raise PeerUnavailable(f"{self.address} closed the connection at once")
-        self._links.add(link)
-        return link
+        self._connections.add(connection)
+        return connection
 
-    def _lost(self, link: ClientConnection) -> None:
-        if link not in self._links:
-            return  # Lost before it was ever lent: `_connect` sees to it.
-        self._links.discard(link)
-        if link in self._kept:
-            self._kept.remove(link)
-        self._free_place()
-        if not self._links:
+    def _lost(self, connection: ClientConnection) -> None:
+        if connection not in self._connections:
+            return  # Lost before it was lent: `_connect` handles it.
+        self._connections.discard(connection)
+        if connection in self._kept:
+            self._kept.remove(connection)
+        self._free_slot()
+        if not self._connections:
             self._all_lost.set()
 
-    def _free_place(self) -> None:
+    def _free_slot(self) -> None:
         self._open -= 1
         if any(not turn.done() for turn in self._waiting):
             self._open += 1
             self._pass_on(None)
 
-    def _pass_on(self, link: ClientConnection | None) -> None:
-        """To the first in line: a connection, or the place to make one."""
+    def _pass_on(self, connection: ClientConnection | None) -> None:
+        """Gives the first waiting caller a connection, or the permission to open one."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
-                turn.set_result(link)
+                turn.set_result(connection)
                 return
-        if link is not None:
-            self._kept.append(link)
+        if connection is not None:
+            self._kept.append(connection)
         else:
-            self._free_place()
+            self._free_slot()
+
+
+def _no_answer(address: str, timeout_s: float) -> PeerUnavailable:
+    return PeerUnavailable(f"{address} did not answer within {timeout_s:g} s")
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

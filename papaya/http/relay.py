@@ -1,7 +1,7 @@
-"""A receiver that passes a body on to another server while it arrives (DESIGN: cut-through).
+"""A receiver that passes a body on to another server while it arrives (cut-through).
 
-It holds no body: what arrives goes to the next socket at once, and while that one is full nothing
-more is read. All relays of a process share one buffer, for it is free again after each piece.
+It stores no body: bytes go to the next socket at once, and while that one is full nothing more is
+read. All relays of a process share one buffer, because it is free again after each piece.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from collections.abc import Callable
 
 from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange, Headers, as_refusal
-from papaya.http.pool import ConnectionPool
-from papaya.http.splice import Puller
-from papaya.http.upload import StreamedRequest
+from papaya.http.pool import ConnectionPool, StreamedRequest
+from papaya.http.routes import Puller
 
-_PIECE_BYTES = 1 << 20  # a whole chunk, when the device was fast
+_PIECE_BYTES = 1 << 20  # one chunk
 
 
 class Relays:
-    """Passes bodies on to other servers, and their answers back."""
+    """Passes bodies on to other servers, and returns their answers."""
 
     def __init__(self, connections: ConnectionPool, *, piece_bytes: int = _PIECE_BYTES) -> None:
         self._connections = connections
@@ -34,10 +33,10 @@ class Relays:
         timeout_s: float,
         answer: Callable[[Exchange, Response], None],
     ) -> Relay:
-        """For a streamed route. `answer` is called with the far side's answer, early or not.
+        """The receiver of a streamed route. `answer` is called with the other server's answer.
 
-        Raises PeerUnavailable (503) at once when too much waits for `address`; later failures are
-        answered the same way.
+        Raises PeerUnavailable (503) at once if too many requests wait for `address`. Later failures
+        are answered with 503 too.
         """
         head = exchange.head
         upload = self._connections.open_upload(
@@ -47,7 +46,7 @@ class Relays:
 
 
 class Relay(Puller):
-    """One body on its way through."""
+    """The receiver of one body."""
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Relay(Puller):
             self._exchange.pause_reading()
 
     def finished(self) -> None:
-        """The far side answers; there is nothing to do here."""
+        """No-op: the other server answers."""
 
     def broken(self) -> None:
         self._upload.abort()

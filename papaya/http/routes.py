@@ -1,7 +1,8 @@
-"""Which route a request takes: literal segments, `{name}` for one, a last `{name...}` for the rest.
+"""Routes: literal segments, `{name}` for one segment, a last `{name...}` for the rest of a path.
 
-A route decides how a body is received. Buffered: the handler gets it whole. Streamed: a receiver
-says where the next bytes go, so the kernel puts them where they belong (DESIGN, "Wire").
+A route decides how a body is received. Buffered: the handler gets the whole body as bytes.
+Streamed: a receiver provides the buffers, so the kernel writes the body to its final place and
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -17,60 +18,75 @@ from papaya.http.exchange import Exchange, log
 
 
 class Receiver(Protocol):
-    """Takes one body. Exactly one of `finished` and `broken` is called, once, and nothing after."""
+    """Takes one body. Its last call is either `finished` or `broken`, once."""
 
     def buffer(self, remaining: int) -> memoryview:
-        """Where the next bytes go; at least one. Asking again without `received` is no surprise.
+        """Where the next bytes go: a buffer of at least one byte.
 
-        What is longer than `remaining` is cut. The buffer must not be resized before `received`
-        has returned.
+        It may be called again before `received`. A buffer longer than `remaining` is cut. It must
+        not be resized before `received` has returned.
         """
         ...
 
     def received(self, count: int) -> None:
-        """The first `count` bytes of the last buffer are there."""
+        """The first `count` bytes of the last buffer are filled."""
         ...
 
     def finished(self) -> None:
-        """The whole body is there."""
+        """The whole body has arrived."""
         ...
 
     def broken(self) -> None:
-        """The rest will never come: the peer died, was cut off, or was answered early."""
+        """The rest will not come: the peer closed, was too slow, or was answered early."""
         ...
 
 
+class Puller:
+    """A receiver that can take its body from the socket by itself.
+
+    A base class and not a Protocol, because `isinstance` is called for every read.
+    """
+
+    def pull(self, file: int, remaining: int) -> int:
+        """Takes up to `remaining` available bytes from the socket and returns how many.
+
+        What it leaves is received as usual. It is called while the transport asks for a buffer and
+        must not pause or close the transport: uvloop would abort the process.
+        """
+        raise NotImplementedError
+
+
 def end_receiver(receiver: Receiver, is_whole: bool) -> None:
-    """The last call that a receiver gets; what it raises has nobody left to be answered."""
+    """Makes the last call of a receiver. An error is logged: there is no peer left to answer."""
     try:
         if is_whole:
             receiver.finished()
         else:
             receiver.broken()
     except Exception:
-        log.exception("a receiver failed at its end")
+        log.exception("a receiver failed in its last call")
 
 
-def everyone(exchange: Exchange) -> bool:
-    """No question is asked."""
+def admit_all(exchange: Exchange) -> bool:
+    """Accepts every request."""
     return True
 
 
 class Buffered(msgspec.Struct, frozen=True):
     """The handler gets the whole body, and answers now or later.
 
-    `admits` is asked before any of the body is kept; False means that it has answered already.
+    `admits` is called before any of the body is kept. If it returns False it has answered already.
     """
 
     method: str
     path: str
     handle: Callable[[Exchange, bytes], None]
     max_body_bytes: int = 0
-    admits: Callable[[Exchange], bool] = everyone
+    admits: Callable[[Exchange], bool] = admit_all
 
 
 class Streamed(msgspec.Struct, frozen=True):
-    """Called with the head. None means that the exchange has been answered already."""
+    """`receive` is called with the head. If it returns None it has answered already."""
 
     method: str
     path: str
@@ -79,6 +95,8 @@ class Streamed(msgspec.Struct, frozen=True):
 
 
 HttpRoute = Buffered | Streamed
+
+UNKNOWN_ROUTE = "unknown"  # the route of a request that has none, in metrics
 
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)(\.\.\.)?\}")
 
@@ -101,7 +119,7 @@ class Routes:
                 self._literal[route.method, route.path] = route
 
     def find(self, method: str, path: str) -> tuple[HttpRoute, dict[str, str]] | None:
-        """The route and what its placeholders captured. Literal paths come first."""
+        """The route and the values of its placeholders. Literal paths come first."""
         route = self._literal.get((method, path))
         if route is not None:
             return route, {}
@@ -111,12 +129,12 @@ class Routes:
         return self.find("GET", path) if method == "HEAD" else None
 
     def missing(self, path: str) -> HttpError:
-        """What to say when no route was found: 405 if another method would do, else 404."""
+        """The error for a path without a route: 405 if another method has one, else 404."""
         known = {method for method, _ in self._literal} | set(self._patterns)
         allow = ", ".join(m for m in sorted(known) if self.find(m, path) is not None)
         if not allow:
-            return HttpError(404, "there is nothing at this path")
-        return HttpError(405, f"this path takes {allow}", headers=(("Allow", allow),))
+            return HttpError(404, "no such path")
+        return HttpError(405, f"this path supports {allow}", headers=(("Allow", allow),))
 
 
 def _compiled(path: str) -> re.Pattern[str]:
@@ -125,12 +143,12 @@ def _compiled(path: str) -> re.Pattern[str]:
     for number, segment in enumerate(segments):
         if (placeholder := _PLACEHOLDER.fullmatch(segment)) is None:
             if "{" in segment:
-                raise MisuseError(f"{path}: a placeholder is a whole segment, `{{name}}`")
+                raise MisuseError(f"{path}: a placeholder must be a whole segment, `{{name}}`")
             parts.append(re.escape(segment))
         elif placeholder[2] is None:
             parts.append(f"(?P<{placeholder[1]}>[^/]+)")
         elif number == len(segments) - 1:
             parts.append(f"(?P<{placeholder[1]}>.+)")
         else:
-            raise MisuseError(f"{path}: only the last segment takes the rest of the path")
+            raise MisuseError(f"{path}: only the last segment can match the rest of the path")
     return re.compile("/".join(parts))

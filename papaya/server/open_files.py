@@ -1,8 +1,8 @@
-"""How many connections this process can have: each is an open file, and so is much else.
+"""How many connections this process can have. Each one is a file descriptor.
 
-A server that runs out of open files stops committing, which needs files too, while those who took
-them stay connected. So the limit is raised as far as the system allows, and listeners are kept
-below what is left after stores, peers and threads have theirs.
+A server without free descriptors cannot write its state or blobs. So the limit is raised as far as
+the system allows, and listeners get what is left after a reserve for stores, peers and threads.
+Each listener has its own share, so devices cannot take the descriptors of the admin listener.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import logging
 import resource
 
 from papaya.errors import OperatorError
+from papaya.http.acceptor import MAX_REFUSED
 
 logger = logging.getLogger("papaya.server")
 
-RESERVED = 256
-LEAST = 512
-PLENTY = 1 << 20
+RESERVED = 256  # for stores, connections to other servers, threads
+LEAST = 512  # fewer are not enough for a server
+PLENTY = 1 << 20  # instead of "unlimited"
 
 
 def raise_limit() -> int:
-    """Raises the soft limit on open files to the hard one. The limit that now holds."""
+    """Raises the soft limit on open files to the hard one, and returns the limit now in force."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return PLENTY
@@ -30,15 +31,18 @@ def raise_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (possible, hard))
             soft = possible
         except (OSError, ValueError) as error:
-            logger.info("the limit on open files stays at %d: %s", soft, error)
+            logger.info("cannot raise the limit on open files above %d: %s", soft, error)
     return soft
 
 
 def connections_within(limit: int, wanted: int, listeners: int) -> int:
-    """Connections for each listener. A further share is for files that are being downloaded."""
+    """Connections for each listener. One more share is for files that are being downloaded.
+
+    A listener has up to MAX_REFUSED further connections, which it answers with 503.
+    """
     if limit < LEAST:
         raise OperatorError(
-            f"this process may open {limit} files, a server needs {LEAST}",
+            f"this process may open {limit} files, but a server needs {LEAST}",
             hint="ulimit -n 65536, or LimitNOFILE=65536 in its systemd unit",
         )
-    return min(wanted, (limit - RESERVED) // (listeners + 1))
+    return min(wanted, (limit - RESERVED - listeners * MAX_REFUSED) // (listeners + 1))

@@ -81,6 +81,8 @@ class Server:
             listeners = 1 + ("selector" in roles) + (not self._is_alone)
             most = connections_within(open_files, most, listeners)
         self._limits = ListenerLimits(max_connections=most)
+        each = deployment.max_connections_per_address
+        self._device_limits = ListenerLimits(max_connections=most, max_connections_per_address=each)
         self._listeners: list[Listener] = []
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
@@ -245,7 +247,14 @@ class Server:
 
     # -- doors --------------------------------------------------------------------------------
 
-    async def _listen(self, name: str, where: str, routes: list[HttpRoute]) -> None:
+    async def _listen(
+        self,
+        name: str,
+        where: str,
+        routes: list[HttpRoute],
+        limits: ListenerLimits | None = None,
+        proxies: tuple[str, ...] = (),
+    ) -> None:
         host, port = address(name, where)
         retry_s = retry_after_s(self.deployment.server.heartbeat_s)
         try:
@@ -253,11 +262,12 @@ class Server:
                 routes,
                 host,
                 port,
-                limits=self._limits,
+                limits=limits or self._limits,
                 problem=partial(problem, retry_s=retry_s),
                 observe=partial(self._operations.observe, name),
                 blame=blame_peer,
                 ssl=self._tls,
+                proxies=proxies,
             )
         except ListenError as error:
             raise _cannot_listen(host, port, error) from error
@@ -268,7 +278,9 @@ class Server:
 
     async def _open_doors(self) -> None:
         if "selector" in self.roles:
-            await self._listen("devices", self.deployment.devices, self._devices_routes())
+            routes, proxies = self._devices_routes(), self.deployment.proxies
+            where = self.deployment.devices
+            await self._listen("devices", where, routes, self._device_limits, proxies)
         await self._listen("admin", self.deployment.admin, self._admin_routes())
 
     def _devices_routes(self) -> list[HttpRoute]:

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from ssl import PROTOCOL_TLS_SERVER, SSLContext, create_default_context
 from typing import Any, NamedTuple, TypeVar
 
 import uvloop
@@ -14,8 +15,7 @@ import uvloop
 from papaya.http.errors import HttpError
 from papaya.http.exchange import Exchange
 from papaya.http.limits import ListenerLimits
-from papaya.http.listener import Listener, serve
-from papaya.http.listener_state import ListenerState, plain_problem
+from papaya.http.listener import Listener, ListenerState, plain_problem, serve
 from papaya.http.routes import Buffered, HttpRoute, Streamed
 from papaya.http.server_connection import ServerConnection
 
@@ -286,3 +286,11 @@ def a_certificate(folder: Path) -> tuple[Path, Path]:
         capture_output=True,
     )
     return certificate, key
+
+
+def tls_contexts(folder: Path) -> tuple[SSLContext, SSLContext]:
+    """The server's and the client's."""
+    certificate, key = a_certificate(folder)
+    server = SSLContext(PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    return server, create_default_context(cafile=certificate)

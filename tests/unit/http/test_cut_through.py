@@ -10,8 +10,7 @@ import pytest
 
 from papaya.http.errors import HttpError
 from papaya.http.exchange import Exchange
-from papaya.http.routes import Streamed
-from papaya.http.splice import Puller
+from papaya.http.routes import Puller, Streamed
 from tests.unit.http.loopback import LOOPS, a_client, a_request, a_server, run
 
 both_loops = pytest.mark.parametrize("loop", LOOPS)

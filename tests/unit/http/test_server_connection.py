@@ -109,8 +109,8 @@ def failing(error: Exception) -> Callable[[Exchange, bytes], None]:
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
-        (ValueError("secret of the server"), 500, "something went wrong"),
-        (MisuseError("secret of the server"), 500, "something went wrong"),
+        (ValueError("secret of the server"), 500, "internal server error"),
+        (MisuseError("secret of the server"), 500, "internal server error"),
         (PeerMistake("the crc is wrong"), 400, "the crc is wrong"),
         (HttpError(403, "not you"), 403, "not you"),
     ],

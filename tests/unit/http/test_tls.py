@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,11 @@ from papaya.http.pool import ConnectionPool
 from tests.unit.http.loopback import (
     LOOPS,
     Shop,
-    a_certificate,
     a_client,
     a_request,
     a_server,
     run,
+    tls_contexts,
 )
 
 BIG = bytes(range(256)) * 12_000
@@ -25,11 +24,7 @@ BIG = bytes(range(256)) * 12_000
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """The server's and the client's."""
-    folder: Path = tmp_path_factory.mktemp("tls")
-    certificate, key = a_certificate(folder)
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(certificate, key)
-    return server, ssl.create_default_context(cafile=certificate)
+    return tls_contexts(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from papaya.config import Deployment
-from papaya.errors import OperatorError, ProtocolError
+from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
 from papaya.server.peers import address_of
 from papaya.server.server import Server
@@ -190,9 +190,11 @@ def test_parts_that_are_stopped_have_not_failed(tmp_path: Path) -> None:
 def test_connections_are_capped_by_open_files(tmp_path: Path) -> None:
     asked = deployment(tmp_path, max_connections=900)
     assert Server(asked)._limits.max_connections == 900
-    assert Server(asked, open_files=256 + 3 * 500)._limits.max_connections == 500
-    assert Server(asked, ("coordinator",), open_files=256 + 3 * 500)._limits.max_connections == 500
-    assert Server(asked, ("selector",), open_files=256 + 4 * 500)._limits.max_connections == 500
+    two, three = 256 + 2 * 64 + 3 * 500, 256 + 3 * 64 + 4 * 500
+    assert Server(asked, open_files=two)._limits.max_connections == 500
+    assert Server(asked, ("coordinator",), open_files=two)._limits.max_connections == 500
+    assert Server(asked, ("selector",), open_files=three)._limits.max_connections == 500
+    assert Server(asked, open_files=two)._device_limits.max_connections == 500
 
 
 def test_a_server_that_takes_fewer_connections_says_so(
@@ -204,7 +206,42 @@ def test_a_server_that_takes_fewer_connections_says_so(
         await server.start()
         await server.stop()
 
-    asyncio.run(run(256 + 3 * 900))
+    asyncio.run(run(256 + 2 * 64 + 3 * 900))
     assert "max_connections" not in caplog.text
-    asyncio.run(run(256 + 3 * 500))
+    asyncio.run(run(256 + 2 * 64 + 3 * 500))
     assert "each listener takes 500 (hint: raise it, with ulimit -n" in caplog.text
+
+
+def test_proxies_and_the_limit_per_address_are_for_devices(tmp_path: Path) -> None:
+    async def run() -> None:
+        asked = deployment(tmp_path, proxies=("127.0.0.1",), max_connections_per_address=1)
+        server = Server(asked)
+        await server.start()
+        try:
+            devices, admin = (
+                int(server.addresses[name].rpartition(":")[2]) for name in ("devices", "admin")
+            )
+            header = b"PROXY TCP4 198.51.100.8 10.0.0.1 4711 443\r\n"
+            request = a_request("GET", "/nowhere")
+            async with a_client(devices) as first, a_client(devices) as second:
+                first.send(header + request)
+                assert (await first.response()).status == 404
+                second.send(header + request)
+                refused = await second.response()
+                assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+            async with a_client(admin) as first, a_client(admin) as second:
+                assert (await first.ask("GET", "/health")).status == 200
+                assert (await second.ask("GET", "/health")).status == 200
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"proxies": ("10.0.0.0/33",)}, {"proxies": ("lb",)}, {"max_connections_per_address": 0}],
+)
+def test_limits_that_make_no_sense_are_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        deployment(tmp_path, **wrong)

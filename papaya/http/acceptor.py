@@ -1,0 +1,227 @@
+"""Accepts connections and limits how many there are, also before their TLS handshake ends.
+
+                                   under both limits          over a limit
+    below `max_connections`        served                     503 with Retry-After
+    at `max_connections`                                      503 with Retry-After
+    and MAX_REFUSED being refused                             not accepted until one has closed
+
+A connection over the limit of its own client address is closed without an answer if MAX_REFUSED
+others are being refused, so that one address cannot stop the others from being accepted.
+
+The kernel's queue holds what is not accepted. Every accepted socket is a descriptor, so a listener
+uses at most `max_connections + MAX_REFUSED` of them, whatever its peers do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterable
+from ipaddress import IPv6Address, ip_address, ip_network
+from ssl import SSLContext
+
+from papaya.http.errors import HttpError
+from papaya.http.exchange import log
+from papaya.http.limits import ListenerLimits
+from papaya.http.proxy_protocol import Client, read_client
+
+MAX_REFUSED = 64  # connections of one listener that are being answered 503
+
+_PER_TURN = 64  # accepted before the loop serves its connections
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_RETRY_S = 1.0
+
+
+class Admission:
+    """The place of one accepted socket, until `release` is called."""
+
+    def __init__(self, acceptor: Acceptor, client: Client, is_refused: bool) -> None:
+        self.client = client  # the real one, if a proxy told it
+        # What to tell the client instead of serving it.
+        self.refusal: str | None = "too many connections" if is_refused else None
+        self._acceptor = acceptor
+        self.key = ""  # under which the client's address is counted; empty if it is not
+        self._is_released = False
+
+    def release(self) -> None:
+        if not self._is_released:
+            self._is_released = True
+            self._acceptor.released(self)
+
+
+class Acceptor:
+    """The listening sockets of one listener and the places of its connections."""
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        make: Callable[[Admission], asyncio.BaseProtocol],
+        limits: ListenerLimits,
+        ssl: SSLContext | None,
+        proxies: Iterable[str],
+    ) -> None:
+        self._sockets = sockets
+        self._make = make  # makes the protocol of a connection
+        self._limits = limits
+        self._ssl = ssl
+        self._proxies = tuple(ip_network(proxy, strict=False) for proxy in proxies)
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()  # not handed to their protocol yet
+        self._served = 0  # accepted sockets that are not refused
+        self._refused = 0  # accepted sockets that are refused
+        self._by_address: Counter[str] = Counter()  # of those that are served
+        self._is_paused = False  # nothing is accepted now
+        self._is_closed = False
+        self._listen()
+
+    @property
+    def accepted(self) -> int:
+        """Sockets that are open now, in a handshake or later."""
+        return self._served + self._refused
+
+    def close(self) -> None:
+        self._pause()
+        self._is_closed = True
+        for listening in self._sockets:
+            listening.close()
+        for task in self._opening:
+            task.cancel()
+
+    def released(self, admission: Admission) -> None:
+        if admission.refusal is None:
+            self._served -= 1
+        else:
+            self._refused -= 1
+        if admission.key:
+            self._by_address[admission.key] -= 1
+            if not self._by_address[admission.key]:
+                del self._by_address[admission.key]
+        if self._is_paused:
+            self._listen()
+
+    def _listen(self) -> None:
+        if not self._is_closed:
+            self._is_paused = False
+            for listening in self._sockets:
+                self._loop.add_reader(listening.fileno(), self._accept, listening)
+
+    def _pause(self) -> None:
+        if not (self._is_paused or self._is_closed):
+            self._is_paused = True
+            for listening in self._sockets:
+                self._loop.remove_reader(listening.fileno())
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_PER_TURN):
+            is_refused = self._served >= self._limits.max_connections
+            if is_refused and self._refused >= MAX_REFUSED:
+                self._pause()
+                return
+            try:
+                connection, peer = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _OUT_OF_FILES:
+                    raise
+                log.warning("cannot accept connections: %s (hint: raise ulimit -n)", error)
+                self._pause()
+                self._loop.call_later(_RETRY_S, self._listen)
+                return
+            connection.setblocking(False)
+            self._served += not is_refused
+            self._refused += is_refused
+            admission = Admission(self, (peer[0], peer[1]), is_refused)
+            task = self._loop.create_task(self._open(connection, admission))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket, admission: Admission) -> None:
+        try:
+            if not await self._admit(connection, admission):
+                connection.close()
+                admission.release()
+                return
+        except BaseException:
+            connection.close()
+            admission.release()
+            raise
+        limits = self._limits
+        handshake_s = limits.head_timeout_s if admission.refusal is None else limits.linger_s
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: self._make(admission),
+                connection,
+                ssl=self._ssl,
+                ssl_handshake_timeout=handshake_s if self._ssl else None,
+            )
+        except OSError as error:  # also every error of TLS; the transport closes the socket
+            log.debug("%s did not finish the TLS handshake: %s", admission.client[0], error)
+            admission.release()
+        except BaseException:
+            admission.release()
+            raise
+
+    async def _admit(self, connection: socket.socket, admission: Admission) -> bool:
+        """Learns the client's address and counts it. False: close without an answer."""
+        if any(ip_address(admission.client[0]) in network for network in self._proxies):
+            try:
+                async with asyncio.timeout(self._limits.head_timeout_s):
+                    admission.client = await read_client(connection) or admission.client
+            except TimeoutError:
+                log.info("proxy %s: no PROXY header in time", admission.client[0])
+                return False
+            except (HttpError, OSError) as error:
+                log.info("proxy %s: %s", admission.client[0], error)
+                return False
+        if admission.refusal is not None:
+            return True
+        key = address_key(admission.client[0])
+        if self._by_address[key] >= self._limits.max_connections_per_address:
+            if self._refused >= MAX_REFUSED:
+                return False
+            admission.refusal = "too many connections from your address"
+            self._served -= 1
+            self._refused += 1
+            return True
+        self._by_address[key] += 1
+        admission.key = key
+        return True
+
+
+def address_key(host: str) -> str:
+    """What counts as one address: an IPv4 address, or the /64 of an IPv6 address."""
+    address = ip_address(host.partition("%")[0])
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return address.packed[:8].hex()
+    return str(address)
+
+
+async def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
+    """Listening sockets on every address of `host`, all with the same port."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    sockets: list[socket.socket] = []
+    try:
+        for family, _, _, _, address in dict.fromkeys(found):
+            listening = socket.socket(family, socket.SOCK_STREAM)
+            sockets.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Accepted sockets inherit it. Small answers must not wait for more bytes.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.setblocking(False)
+            listening.bind((address[0], port, *address[2:]))
+            listening.listen(backlog)
+            port = listening.getsockname()[1]
+    except BaseException:
+        for listening in sockets:
+            listening.close()
+        raise
+    return sockets

@@ -1,0 +1,229 @@
+"""Peers that take connections: every accepted socket counts, and the others are told to wait.
+
+Everything here goes over real sockets. 127.0.0.2 is another client on the same machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from papaya.http.acceptor import MAX_REFUSED, address_key
+from papaya.http.limits import ListenerLimits
+from papaya.http.listener import Listener, serve
+from papaya.http.routes import Buffered
+from tests.unit.http.loopback import (
+    LOOPS,
+    Response,
+    a_client,
+    a_request,
+    responses_of,
+    run,
+    tls_contexts,
+)
+
+both_loops = pytest.mark.parametrize("loop", LOOPS)
+OTHER = ("127.0.0.2", 0)
+WHO = [Buffered("GET", "/who", lambda exchange, _: exchange.answer(200, exchange.peer.encode()))]
+
+Contexts = tuple[ssl.SSLContext, ssl.SSLContext]
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Contexts:
+    """The contexts of the server and of the client."""
+    return tls_contexts(tmp_path_factory.mktemp("tls"))
+
+
+@asynccontextmanager
+async def a_listener(
+    limits: ListenerLimits, tls: Contexts | None = None, proxies: tuple[str, ...] = ()
+) -> AsyncIterator[Listener]:
+    context = tls[0] if tls is not None else None
+    listener = await serve(WHO, "127.0.0.1", 0, limits=limits, ssl=context, proxies=proxies)
+    try:
+        yield listener
+    finally:
+        await listener.drain(0)
+
+
+def silent(stack: ExitStack, listener: Listener, count: int) -> None:
+    """Connections that never send a byte."""
+    for _ in range(count):
+        stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+
+
+async def until_accepted(listener: Listener, count: int) -> None:
+    while listener.connections != count:
+        await asyncio.sleep(0.001)
+
+
+async def ask(listener: Listener, header: bytes = b"", **options: Any) -> Response:
+    async with a_client(listener.port, **options) as client:
+        client.send(header + a_request("GET", "/who"))
+        return await client.response()
+
+
+def assert_told_to_wait(response: Response) -> None:
+    assert response.status == 503
+    assert response.headers["retry-after"] == "5"
+    assert response.headers["connection"] == "close"
+
+
+@both_loops
+def test_connections_count_before_their_tls_handshake(loop: str, tls: Contexts) -> None:
+    async def main() -> None:
+        limits = ListenerLimits(max_connections=3)
+        async with a_listener(limits, tls) as listener:
+            with ExitStack() as stack:
+                silent(stack, listener, 3)
+                await until_accepted(listener, 3)
+                assert_told_to_wait(await ask(listener, ssl=tls[1]))
+            await until_accepted(listener, 0)
+            assert (await ask(listener, ssl=tls[1])).status == 200
+
+    run(main(), loop)
+
+
+@both_loops
+def test_a_handshake_that_does_not_end_in_time_gives_its_place_back(
+    loop: str, tls: Contexts
+) -> None:
+    async def main() -> None:
+        limits = ListenerLimits(max_connections=3, head_timeout_s=0.1)
+        async with a_listener(limits, tls) as listener:
+            with ExitStack() as stack:
+                silent(stack, listener, 3)
+                await until_accepted(listener, 3)
+                await until_accepted(listener, 0)
+                assert (await ask(listener, ssl=tls[1])).status == 200
+
+    run(main(), loop)
+
+
+@both_loops
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_everybody_above_the_limit_is_told_to_wait(loop: str, is_tls: bool, tls: Contexts) -> None:
+    """Also if more come at once than are refused at the same time: nobody gets a bare close."""
+    options: dict[str, Any] = {"ssl": tls[1]} if is_tls else {}
+
+    async def main() -> None:
+        limits = ListenerLimits(max_connections=1)
+        async with (
+            a_listener(limits, tls if is_tls else None) as listener,
+            a_client(listener.port, **options) as first,
+        ):
+            assert (await first.ask("GET", "/who")).status == 200
+            asking = [ask(listener, **options) for _ in range(3 * MAX_REFUSED)]
+            for response in await asyncio.gather(*asking):
+                assert_told_to_wait(response)
+            assert (await first.ask("GET", "/who")).status == 200
+
+    run(main(), loop)
+
+
+@both_loops
+def test_one_address_cannot_take_the_places_of_others(loop: str) -> None:
+    async def main() -> None:
+        limits = ListenerLimits(max_connections=1000, max_connections_per_address=3)
+        async with a_listener(limits) as listener:
+            with ExitStack() as stack:
+                silent(stack, listener, 3)
+                await until_accepted(listener, 3)
+                assert_told_to_wait(await ask(listener))
+                assert (await ask(listener, local_addr=OTHER)).status == 200
+                # Not even if it keeps everyone busy who could refuse it.
+                silent(stack, listener, 2 * MAX_REFUSED)
+                await until_accepted(listener, 3 + MAX_REFUSED)
+                assert (await ask(listener, local_addr=OTHER)).status == 200
+            await until_accepted(listener, 0)
+            assert (await ask(listener)).status == 200
+
+    run(main(), loop)
+
+
+@both_loops
+@pytest.mark.parametrize("is_tls", [False, True])
+def test_behind_a_proxy_clients_count_by_their_own_address(
+    loop: str, is_tls: bool, tls: Contexts
+) -> None:
+    def ask_by_proxy(listener: Listener, client: str) -> Response:
+        """The header goes before TLS, so this client is written by hand."""
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as plain:
+            plain.sendall(f"PROXY TCP4 {client} 10.0.0.1 4711 443\r\n".encode())
+            connection = tls[1].wrap_socket(plain, server_hostname="127.0.0.1") if is_tls else plain
+            connection.sendall(a_request("GET", "/who", headers=[("Connection", "close")]))
+            data = b""
+            while piece := connection.recv(1 << 16):
+                data += piece
+            if is_tls:
+                connection.close()
+        (response,) = responses_of(data)
+        return response
+
+    async def main() -> None:
+        limits = ListenerLimits(max_connections_per_address=1)
+        context = tls if is_tls else None
+        async with a_listener(limits, context, ("192.0.2.0/24", "127.0.0.1")) as listener:
+            with socket.create_connection(("127.0.0.1", listener.port)) as holding:
+                holding.sendall(b"PROXY TCP4 198.51.100.7 10.0.0.1 4711 443\r\n")
+                await until_accepted(listener, 1)
+                response = await asyncio.to_thread(ask_by_proxy, listener, "198.51.100.8")
+                assert response.body == b"198.51.100.8:4711"
+                assert_told_to_wait(await asyncio.to_thread(ask_by_proxy, listener, "198.51.100.7"))
+
+    run(main(), loop)
+
+
+@both_loops
+def test_only_a_configured_proxy_may_name_another_address(loop: str) -> None:
+    header = b"PROXY TCP4 198.51.100.8 10.0.0.1 4711 443\r\n"
+
+    async def main() -> None:
+        async with a_listener(ListenerLimits(), proxies=("127.0.0.2",)) as listener:
+            assert (await ask(listener, header)).status == 400
+            assert (await ask(listener)).body.startswith(b"127.0.0.1:")
+            response = await ask(listener, header, local_addr=OTHER)
+            assert response.body == b"198.51.100.8:4711"
+            async with a_client(listener.port, local_addr=OTHER) as proxy:
+                proxy.send(a_request("GET", "/who"))
+                assert await proxy.rest() == b"", "a proxy must send the header"
+
+    run(main(), loop)
+
+
+def test_without_free_descriptors_accepting_waits_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("papaya.http.acceptor._RETRY_S", 0.01)
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
+    accept = socket.socket.accept
+
+    def no_descriptors(listening: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(listening)
+
+    async def main() -> None:
+        async with a_listener(ListenerLimits()) as listener:
+            monkeypatch.setattr(socket.socket, "accept", no_descriptors)
+            assert (await ask(listener)).status == 200
+
+    run(main())
+    assert not failures
+    assert "cannot accept connections" in caplog.text
+
+
+def test_what_counts_as_one_address() -> None:
+    assert address_key("192.0.2.7") != address_key("192.0.2.8")
+    assert address_key("2001:db8:1:2::7") == address_key("2001:db8:1:2:ffff::8")
+    assert address_key("2001:db8:1:2::7") != address_key("2001:db8:1:3::7")
+    assert address_key("::ffff:192.0.2.7") == address_key("192.0.2.7")
+    assert address_key("fe80::1%eth0") == address_key("fe80::2%eth0")
