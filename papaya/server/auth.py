@@ -22,16 +22,20 @@ import time
 import traceback
 from base64 import urlsafe_b64encode
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
+
 from papaya.config.deployment import Deployment
 from papaya.credentials.token_files import MAX_TOKEN_CHARS, TOKEN_FORM, Secret, read_or_make
 from papaya.errors import OperatorError
+from papaya.http.exchange import Exchange
+from papaya.http.routes import Buffered, HttpRoute
 
 logger = logging.getLogger("papaya.auth")
 
@@ -251,3 +255,26 @@ def _own_verifier(path: str) -> DeviceVerifier:
         )
     found: DeviceVerifier = verifier
     return found
+
+
+def guarded(routes: Iterable[HttpRoute], secret: Secret, refusal: bytes) -> list[HttpRoute]:
+    """The same routes, but a request without the token gets 401 and `refusal`, and its body is not
+    kept.
+    """
+
+    def checked(exchange: Exchange) -> bool:
+        if admits(secret, exchange.head.headers.get("authorization")):
+            return True
+        exchange.answer(401, refusal, (("WWW-Authenticate", "Bearer"),))
+        return False
+
+    return [_guarded(route, checked) for route in routes]
+
+
+def _guarded(route: HttpRoute, is_admitted: Callable[[Exchange], bool]) -> HttpRoute:
+    if isinstance(route, Buffered):
+        return msgspec.structs.replace(route, admits=is_admitted)
+    receive = route.receive
+    return msgspec.structs.replace(
+        route, receive=lambda exchange: receive(exchange) if is_admitted(exchange) else None
+    )

@@ -19,6 +19,7 @@ from papaya.aggregator.held_task import HeldTask
 from papaya.aggregator.phase import TaskPhase
 from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.participation import AbortReason, DiscardReason
+from papaya.messages.storage import Outcome
 from papaya.selector.selector import Selector
 from papaya.server.metrics import (
     Collector,
@@ -71,6 +72,7 @@ class DriverMetrics:
     """What no machine knows. A route is a template: `/v1/uploads/{upload}/chunks/{index}`."""
 
     def __init__(self, registry: Registry) -> None:
+        self.registry = registry
         counter, gauge, histogram = registry.counter, registry.gauge, registry.histogram
         self.requests = counter(
             "papaya_http_requests_total", "Requests answered.", "listener", "route", "status"
@@ -103,6 +105,10 @@ class DriverMetrics:
         self.commit_seconds = histogram(
             "papaya_store_commit_seconds", "From asking for a transaction to its outcome."
         )
+
+    def observe_commit(self, seconds: float, outcome: Outcome) -> None:
+        self.commits.add(1, outcome)
+        self.commit_seconds.observe(seconds)
 
 
 def workers_collector(workers: Workers) -> Collector:

@@ -26,7 +26,7 @@ from papaya.server.collectors import (
     workers_collector,
 )
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.metrics import CONTENT_TYPE, Registry
+from papaya.server.metrics import CONTENT_TYPE
 from papaya.server.peers import Peers
 from papaya.server.state_thread import StateThread
 
@@ -34,10 +34,10 @@ from papaya.server.state_thread import StateThread
 class Health:
     """The metrics of one process."""
 
-    def __init__(self, now: Now, state: StateThread) -> None:
+    def __init__(self, driver: DriverMetrics, now: Now, state: StateThread) -> None:
         self._state = state
-        self.registry = Registry()
-        self.driver = DriverMetrics(self.registry)
+        self.driver = driver
+        self.registry = driver.registry
         self._now = now
         self._hosts: list[Host] = []
         self._listeners: dict[str, Listener] = {}

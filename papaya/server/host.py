@@ -30,23 +30,15 @@ from papaya.errors import ProtocolError
 from papaya.machine import Effect, Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, ChunkOffer, Refused, Retry
-from papaya.messages.storage import Outcome, Row, Rows, Transacted, Transaction
-from papaya.server.arrivals import ArrivingBodies
-from papaya.server.buffers import BufferPool
+from papaya.messages.storage import Outcome, Row, Rows, Transacted
+from papaya.server.buffers import ArrivingBodies, BufferPool
+from papaya.server.state_thread import AsyncState
 from papaya.server.workers import Workers
 
 logger = logging.getLogger("papaya.server")
 
-# A store that failed is asked again after a breath, not at the speed of the loop.
+# Back off before retrying a failed store.
 _UNKNOWN_DELAY_S = 1.0
-
-
-class StateAccess(Protocol):
-    """The state store; callbacks come on the loop."""
-
-    def transact(self, transaction: Transaction, done: Callable[[Outcome], None]) -> None: ...
-
-    def read(self, prefixes: tuple[str, ...], done: Callable[[dict[str, Row]], None]) -> None: ...
 
 
 class Messenger(Protocol):
@@ -61,7 +53,7 @@ class Host:
     """One machine of this process. All calls are on the loop."""
 
     def __init__(
-        self, machine: Machine, clock: Clock, state: StateAccess, messenger: Messenger
+        self, machine: Machine, clock: Clock, state: AsyncState, messenger: Messenger
     ) -> None:
         self.machine = machine
         self._clock = clock
@@ -147,20 +139,22 @@ class Host:
             to.answer(message)
 
     def _transact(self, effect: Transact) -> None:
-        self._state.transact(effect.transaction, partial(self._transacted, effect.token))
+        done = asyncio.ensure_future(self._state.transact(effect.transaction))
+        done.add_done_callback(partial(self._on_transacted, effect.token))
 
-    def _transacted(self, token: int, outcome: Outcome) -> None:
-        done = partial(self.deliver, Transacted(token, outcome))
-        if outcome == "unknown":
-            self._loop.call_later(_UNKNOWN_DELAY_S, done)
+    def _on_transacted(self, token: int, done: asyncio.Future[Outcome]) -> None:
+        deliver = partial(self.deliver, Transacted(token, done.result()))
+        if done.result() == "unknown":
+            self._loop.call_later(_UNKNOWN_DELAY_S, deliver)
         else:
-            done()
+            deliver()
 
     def _read(self, effect: Read) -> None:
-        self._state.read(effect.prefixes, partial(self._rows, effect.token))
+        done = asyncio.ensure_future(self._state.read(effect.prefixes))
+        done.add_done_callback(partial(self._on_read, effect.token))
 
-    def _rows(self, token: int, rows: dict[str, Row]) -> None:
-        self.deliver(Rows(token, tuple(rows.items())))
+    def _on_read(self, token: int, done: asyncio.Future[dict[str, Row]]) -> None:
+        self.deliver(Rows(token, tuple(done.result().items())))
 
 
 class AggregatorHost(Host):
@@ -172,7 +166,7 @@ class AggregatorHost(Host):
         self,
         machine: Aggregator,
         clock: Clock,
-        state: StateAccess,
+        state: AsyncState,
         messenger: Messenger,
         workers: Workers,
         pool: BufferPool,

@@ -18,7 +18,9 @@ from typing import Any
 
 from papaya.errors import ProtocolError
 from papaya.http.errors import HttpError
+from papaya.http.exchange import Exchange
 from papaya.http.pool import ConnectionPool
+from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Retry
@@ -146,3 +148,16 @@ class Peers:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def message_route(peers: Peers) -> HttpRoute:
+    """One-way messages to a machine of this process. 204 means received, not processed."""
+
+    def on_message(exchange: Exchange, body: bytes) -> None:
+        host = peers.hosts.get(exchange.head.headers.get(TO_HEADER, ""))
+        if host is None:
+            raise ProtocolError("this message is for a node that does not run here")
+        host.deliver(wire.between_servers.parse(body))
+        exchange.answer(TAKEN)
+
+    return Buffered("POST", MESSAGES_PATH, on_message, wire.MAX_MESSAGE_BYTES)

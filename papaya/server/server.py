@@ -36,17 +36,21 @@ from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import TASKS, Changed, TaskRow
 from papaya.selector.selector import Selector
 from papaya.server import public_log
-from papaya.server.admin.administration import Administration
+from papaya.server.admin.blobs import ThreadedBlobs
+from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import CoordinatorLive
-from papaya.server.admin.stores import ThreadedBlobs
-from papaya.server.auth import verifier_for
+from papaya.server.admin.routes import AdminRoutes
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.supervisor import Supervisor
+from papaya.server.auth import guarded, verifier_for
 from papaya.server.buffers import BufferPool
+from papaya.server.collectors import DriverMetrics
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.internal_api import guarded, message_route
-from papaya.server.measured_state import MeasuredState
+from papaya.server.metrics import Registry
 from papaya.server.open_files import connections_within
+from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
@@ -91,10 +95,13 @@ class Server:
     # -- up and down --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._resources = await Resources.open(self.deployment, self._name())
+        metrics = DriverMetrics(Registry())
+        self._resources = await Resources.open(
+            self.deployment, self._name(), metrics.observe_commit
+        )
         try:
             self._tls = server_context(self.deployment)
-            self._operations = Health(self._resources.clock.now, self._resources.state)
+            self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
             for role in self.roles:
@@ -171,7 +178,7 @@ class Server:
         keys = self._resources.keys
         await keys.refresh(now)
         if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:
-            rows = await self._resources.awaited.read((TASKS,))
+            rows = await self._resources.state.read((TASKS,))
             lives = (
                 ticket_life_s(row.config, self.deployment.server)
                 for row in rows.values()
@@ -204,7 +211,7 @@ class Server:
     def _make_host(self, role: Role) -> Host:
         shared, server = self._resources, self.deployment.server
         node, boot, keyring = self._node(role), shared.clock.now(), shared.keys.keyring
-        around = (shared.clock, self._state(), shared.peers)
+        around = (shared.clock, shared.state, shared.peers)
         match role:
             case "coordinator":
                 return Host(Coordinator(node, boot, server, SystemRandom()), *around)
@@ -229,12 +236,9 @@ class Server:
             threads,
             observe=self._operations.driver.work_seconds.observe,
         )
-        around = (shared.clock, self._state(), shared.peers)
+        around = (shared.clock, shared.state, shared.peers)
         tell_s = deployment.server.heartbeat_s / _TELLS_PER_HEARTBEAT
         return AggregatorHost(machine, *around, workers, pool, tell_s)
-
-    def _state(self) -> MeasuredState:
-        return MeasuredState(self._resources.state, self._operations.driver)
 
     def _tsa(self) -> Tsa:
         self._tsa_connection = TsaConnection(self.deployment, self._resources.clock.now)
@@ -294,24 +298,24 @@ class Server:
     def _admin_routes(self) -> list[HttpRoute]:
         routes = self._operations.routes()
         if "coordinator" in self.roles:
-            administration = self._administration()
-            self._look_after(administration.run())
             refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
             token = self._resources.admin_token
-            routes += guarded(administration.routes(), token, refusal)
+            routes += guarded(self._administration().routes(), token, refusal)
         return routes
 
-    def _administration(self) -> Administration:
+    def _administration(self) -> AdminRoutes:
+        """The admin API; starts the supervisor beside it."""
         shared, host = self._resources, self._hosts["coordinator"]
         assert isinstance(host.machine, Coordinator)
-        return Administration(
-            shared.awaited,
-            ThreadedBlobs(shared.blobs),
-            CoordinatorLive(host.machine, shared.clock.now, self.roles),
-            shared.clock.now,
-            changed=lambda: host.deliver(Changed()),
-            server=self.deployment.server,
-        )
+        state, blobs, now = shared.state, ThreadedBlobs(shared.blobs), shared.clock.now
+        history, server = TaskHistory(state), self.deployment.server
+        live = CoordinatorLive(host.machine, now, self.roles)
+
+        def changed() -> None:
+            host.deliver(Changed())
+
+        self._look_after(Supervisor(state, blobs, history, server, now, changed).run())
+        return AdminRoutes(AdminService(state, blobs, history, live, now, changed, server))
 
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources

@@ -16,38 +16,23 @@ Which key seals is decided at each refresh. A key leaves this process for the st
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Protocol
 
 from papaya.errors import OperatorError
-from papaya.messages.storage import (
-    TICKET_KEYS,
-    Outcome,
-    Row,
-    TicketKeyRow,
-    Transaction,
-    ticket_key_key,
-)
+from papaya.messages.storage import TICKET_KEYS, TicketKeyRow, Transaction, ticket_key_key
 from papaya.messages.tickets import Keyring
 from papaya.secagg.words import Entropy
+from papaya.server.state_thread import AsyncState
 
 KEY_BYTES = 32
 _ATTEMPTS = 5
 _FIRST = 1
 
 
-class TicketKeyState(Protocol):
-    """What is asked of the state store."""
-
-    async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]: ...
-
-    async def transact(self, transaction: Transaction) -> Outcome: ...
-
-
 class TicketKeys:
     """One server's view of the keys. `keyring` stays the same object; `refresh` changes it."""
 
     def __init__(
-        self, state: TicketKeyState, rows: dict[int, TicketKeyRow], now: float, publish_s: float
+        self, state: AsyncState, rows: dict[int, TicketKeyRow], now: float, publish_s: float
     ) -> None:
         self._state = state
         self._publish_s = publish_s
@@ -114,7 +99,7 @@ class TicketKeys:
 
 
 async def load_or_create(
-    state: TicketKeyState, now: float, entropy: Entropy, publish_s: float
+    state: AsyncState, now: float, entropy: Entropy, publish_s: float
 ) -> TicketKeys:
     """The keys in the store; the first one is made by whoever comes first."""
     for _ in range(_ATTEMPTS):
@@ -131,7 +116,7 @@ async def load_or_create(
     )
 
 
-async def _read(state: TicketKeyState) -> dict[int, TicketKeyRow]:
+async def _read(state: AsyncState) -> dict[int, TicketKeyRow]:
     rows = await state.read((TICKET_KEYS,))
     return {
         int(key.removeprefix(TICKET_KEYS)): row

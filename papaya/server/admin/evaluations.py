@@ -23,7 +23,8 @@ from papaya.learning.parameters import FLOAT32, FLOAT64
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow, task_key
-from papaya.server.admin.stores import AdminBlobs, AdminState
+from papaya.server.admin.blobs import AdminBlobs
+from papaya.server.state_thread import AsyncState
 
 
 def is_due(plan: EvaluationPlan, newest: int, tried: Iterable[int], *, is_last: bool) -> bool:
@@ -46,7 +47,7 @@ def check_plan(config: TaskConfig) -> None:
         ) from error
 
 
-async def running(state: AdminState, task: TaskId, version: VersionRow) -> TaskId | None:
+async def running(state: AsyncState, task: TaskId, version: VersionRow) -> TaskId | None:
     """The evaluation of this version that is not over yet."""
     if version.evaluations == 0:
         return None
@@ -56,7 +57,7 @@ async def running(state: AdminState, task: TaskId, version: VersionRow) -> TaskI
 
 
 async def start(
-    state: AdminState,
+    state: AsyncState,
     blobs: AdminBlobs,
     config: TaskConfig,
     version: VersionRow,

@@ -20,7 +20,7 @@ from papaya.messages.storage import (
     consumed_key,
     point_key,
 )
-from papaya.server.admin.stores import AdminState
+from papaya.server.state_thread import AsyncState
 
 _AT_ONCE = 64
 
@@ -28,7 +28,7 @@ _AT_ONCE = 64
 class TaskHistory:
     """Points by task and version. Each task's are read once and then kept in step."""
 
-    def __init__(self, state: AdminState) -> None:
+    def __init__(self, state: AsyncState) -> None:
         self._state = state
         self._points: dict[TaskId, dict[int, PointRow]] = {}
 

@@ -37,10 +37,10 @@ from papaya.messages.storage import (
     task_key,
 )
 from papaya.server.admin import evaluations
+from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import Live
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
-from papaya.server.admin.stores import AdminBlobs, AdminState
 from papaya.server.admin.views import (
     Evaluate,
     Mark,
@@ -51,6 +51,7 @@ from papaya.server.admin.views import (
     TaskView,
     VersionView,
 )
+from papaya.server.state_thread import AsyncState
 
 OPTIMIZERS = "optimizer/"
 NEWEST = "newest"
@@ -64,7 +65,7 @@ class AdminService:
 
     def __init__(
         self,
-        state: AdminState,
+        state: AsyncState,
         blobs: AdminBlobs,
         history: TaskHistory,
         live: Live,

@@ -32,8 +32,9 @@ from papaya.messages.storage import (
     version_key,
 )
 from papaya.server.admin import evaluations
+from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.admin.history import TaskHistory
-from papaya.server.admin.stores import AdminBlobs, AdminState
+from papaya.server.state_thread import AsyncState
 
 logger = logging.getLogger("papaya.admin")
 
@@ -50,7 +51,7 @@ class Supervisor:
 
     def __init__(
         self,
-        state: AdminState,
+        state: AsyncState,
         blobs: AdminBlobs,
         history: TaskHistory,
         server: ServerConfig,

@@ -17,7 +17,8 @@ from papaya.credentials.token_files import Secret
 from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
 from papaya.http.routes import Buffered
-from papaya.server.internal_api import guarded
+from papaya.server.admin.routes import AdminRoutes
+from papaya.server.auth import guarded
 from papaya.server.metrics import Registry
 from tests.unit.server.admin.builders import System
 
@@ -50,7 +51,7 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
         system = System(folder)
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
-        routes = guarded(system.administration.routes(), Secret(TOKEN), b"{}")
+        routes = guarded(AdminRoutes(system.service).routes(), Secret(TOKEN), b"{}")
         metrics = Registry()
 
         def on_metrics(exchange: Exchange, body: bytes) -> None:
