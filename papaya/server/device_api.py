@@ -25,9 +25,9 @@ from papaya.messages.participation import Refused, Retry
 from papaya.messages.paths import PARAMETERS_PATH, PATHS
 from papaya.messages.selection import CheckIn, Gone
 from papaya.server.auth import UNDECIDED, DeviceAuth
-from papaya.server.collectors import DriverMetrics
 from papaya.server.device_openapi import device_document
 from papaya.server.host import Host
+from papaya.server.metrics import DriverMetrics
 from papaya.server.replies import (
     BAD_REQUEST,
     NOT_FOUND,
@@ -124,7 +124,7 @@ class Door:
             self._let_go(exchange, waiting, _STOPPING)
 
     def _count_answer(self, message: Message) -> None:
-        self._metrics.answers.add(1, type(message).__name__)
+        self._metrics.answers.labels(type(message).__name__).inc()
 
     def _on_openapi(self, exchange: Exchange, body: bytes) -> None:
         exchange.answer(200, _openapi())
@@ -162,7 +162,7 @@ class Door:
         if self._is_closing:
             answer(exchange, _STOPPING)
             return
-        self._metrics.check_ins.add()
+        self._metrics.check_ins.inc()
         self._hold(identity or exchange, exchange, message)
 
     def _hold(self, key: object, exchange: Exchange, message: Message) -> None:

@@ -44,11 +44,10 @@ from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
 from papaya.server.auth import guarded, verifier_for
 from papaya.server.buffers import BufferPool
-from papaya.server.collectors import DriverMetrics
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.metrics import Registry
+from papaya.server.metrics import DriverMetrics
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
@@ -95,7 +94,7 @@ class Server:
     # -- up and down --------------------------------------------------------------------------
 
     async def start(self) -> None:
-        metrics = DriverMetrics(Registry())
+        metrics = DriverMetrics()
         self._resources = await Resources.open(
             self.deployment, self._name(), metrics.observe_commit
         )
@@ -234,7 +233,7 @@ class Server:
             shared.blobs,
             self._on_work_done,
             threads,
-            observe=self._operations.driver.work_seconds.observe,
+            observe=self._operations.driver.observe_work,
         )
         around = (shared.clock, shared.state, shared.peers)
         tell_s = deployment.server.heartbeat_s / _TELLS_PER_HEARTBEAT
@@ -259,7 +258,7 @@ class Server:
                 port,
                 limits=self._limits,
                 problem=partial(problem, retry_s=retry_s),
-                observe=partial(self._operations.observe, name),
+                observe=partial(self._operations.driver.observe_request, name),
                 blame=blame_peer,
                 ssl=self._tls,
             )

@@ -29,8 +29,8 @@ from papaya.messages.participation import MAX_CHUNKS, Chunk, ChunkOffer, Refused
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, TICKET_HEADER
 from papaya.messages.tickets import claim_of
 from papaya.selector.selector import Selector
-from papaya.server.collectors import DriverMetrics
 from papaya.server.host import AggregatorHost
+from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import Peers, address_of
 from papaya.server.replies import WaitingDevice, answer, pass_on
 
@@ -124,7 +124,7 @@ class Uploads:
             return None
         host = self._aggregators().get(to)
         if host is None:
-            self._bytes.add(offer.length, "passed_on")
+            self._bytes.labels("passed_on").inc(offer.length)
             return self._pass_on(exchange, to)
         return self._take_in(host, offer, crc32, waiting)
 
@@ -154,7 +154,7 @@ class Uploads:
         if buffer is None:
             waiting.answer(Retry("all upload buffers are taken", _BUSY_RETRY_S))
             return None
-        self._bytes.add(offer.length, "taken_in")
+        self._bytes.labels("taken_in").inc(offer.length)
         return ArrivingChunk(host, owner, buffer, offer, crc32, waiting)
 
     def _pass_on(self, exchange: Exchange, to: NodeId) -> Receiver:
