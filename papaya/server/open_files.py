@@ -1,8 +1,7 @@
-"""How many connections this process can have: each is an open file, and so is much else.
+"""The number of connections that fit into this process's limit on open files.
 
-A server that runs out of open files stops committing, which needs files too, while those who took
-them stay connected. So the limit is raised as far as the system allows, and listeners are kept
-below what is left after stores, peers and threads have theirs.
+A server without free file descriptors cannot commit, while its connections stay open. So the limit
+is raised as far as the system allows, and a part of it is reserved for stores, peers and threads.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ PLENTY = 1 << 20
 
 
 def raise_limit() -> int:
-    """Raises the soft limit on open files to the hard one. The limit that now holds."""
+    """Raise the soft limit on open files to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return PLENTY
@@ -35,10 +34,10 @@ def raise_limit() -> int:
 
 
 def connections_within(limit: int, wanted: int, listeners: int) -> int:
-    """Connections for each listener. A further share is for files that are being downloaded."""
+    """Connections for each listener. One more share is for files that are being downloaded."""
     if limit < LEAST:
         raise OperatorError(
             f"this process may open {limit} files, a server needs {LEAST}",
-            hint="ulimit -n 65536, or LimitNOFILE=65536 in its systemd unit",
+            hint="set ulimit -n 65536, or LimitNOFILE=65536 in its systemd unit",
         )
     return min(wanted, (limit - RESERVED) // (listeners + 1))

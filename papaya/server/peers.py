@@ -1,11 +1,11 @@
 """Messages between servers: within the process by a call, to others by HTTP.
 
     Send      one-way; may be lost; in order to each peer, bounded, the oldest are dropped
-    Forward   a device's request to the task's aggregator; the answer goes back as it came
+    Forward   a device's request to the task's aggregator; the answer is passed back unchanged
 
-A node's id carries its address (`aggregator@10.0.0.7:8752`), so a route or a report is all that it
-takes to reach it. Every request shows the servers' token. It repeats nothing: machines do. Bodies
-have connections of their own, so that slow devices cannot keep heartbeats and orders waiting.
+A node's id contains its address (`aggregator@10.0.0.7:8752`). Every request has the servers' token.
+Nothing is retried here: the machines do that. Bodies of chunks have connections of their own, so
+that slow devices do not delay heartbeats and orders.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def address_of(node: NodeId) -> str:
     """`host:port` of a node that runs elsewhere."""
     _, at, address = node.partition("@")
     if not at:
-        raise ProtocolError(f"node {node!r} names no address", hint="it should be role@host:port")
+        raise ProtocolError(f"node {node!r} has no address", hint="write it as role@host:port")
     return address
 
 
@@ -61,7 +61,7 @@ class Peers:
     ) -> None:
         """`relays` are for the bodies of chunks.
 
-        `retry_s`: when devices come again while their aggregator cannot be reached.
+        `retry_s`: when devices should retry while their aggregator cannot be reached.
         """
         self.hosts: dict[NodeId, Host] = {}
         self.relays = relays
@@ -88,7 +88,7 @@ class Peers:
             queue.append(message)
 
     def forward(self, request: WaitingDevice, to: NodeId, message: Message) -> None:
-        """Chunks take another way: `papaya/server/uploads.py`."""
+        """Pass a request on. Chunks are passed on in `papaya/server/uploads.py`."""
         host = self.hosts.get(to)
         if host is not None:
             host.deliver(message, request)
@@ -103,7 +103,7 @@ class Peers:
         await self.relays.close()
 
     async def _send_all(self, to: NodeId) -> None:
-        """Until the queue is empty; the next message starts it again."""
+        """Send until the queue is empty; the next message starts it again."""
         queue = self._queues[to]
         headers = (*self.headers, (TO_HEADER, to))
         try:

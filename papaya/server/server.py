@@ -1,12 +1,13 @@
-"""A server process: one role or all of them, up and down again.
+"""A server process with one role or all of them: start and stop.
 
     devices   ──▶ selector       check-in, participation, chunks, parameters
-    servers   ──▶ all roles      messages among servers, what selectors pass on (roles apart only)
+    servers   ──▶ all roles      messages among servers, requests that selectors pass on; only if
+                                 the roles run in several processes
     admin     ──▶ coordinator    the admin API; /metrics and /health for every role
 
-Restarting is recovering: everything that decides is in the state store, so a server that was killed
-comes up at the last committed version, with optimizer state and open buffer, and adopts the clients
-that are still training. `stop` lets uploads that are on their way finish first.
+A restart is a recovery. All decisions are in the state store, so a server that was killed starts
+at the last committed version, with optimizer state and open buffer, and adopts the clients that are
+still training. `stop` lets running uploads finish first.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class Server:
         roles: tuple[Role, ...] = ROLES,
         open_files: int | None = None,
     ) -> None:
-        """`open_files`: what the process may have open; None does not look at it."""
+        """`open_files`: the limit on open files; None does not check it."""
         self.deployment = deployment
         self.roles = roles
         self.addresses: dict[str, str] = {}
-        self.failed = asyncio.Event()  # it should be stopped, and started again
+        self.failed = asyncio.Event()  # set if the process should be restarted
         self._is_alone = roles == ROLES and not deployment.coordinators
         most = deployment.max_connections
         if open_files is not None:
@@ -91,7 +92,7 @@ class Server:
         self._door: Door | None = None
         self._tsa_connection: TsaConnection | None = None
 
-    # -- up and down --------------------------------------------------------------------------
+    # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
         metrics = DriverMetrics()
@@ -118,7 +119,7 @@ class Server:
             raise
 
     async def stop(self) -> None:
-        """Clean: no new devices, uploads on their way get their answer, then everything closes."""
+        """Take no new devices, answer running uploads, then close everything."""
         if self._door is not None:
             self._door.close()
         await self._uploads_are_over()
@@ -138,8 +139,8 @@ class Server:
         asked, given = self.deployment.max_connections, self._limits.max_connections
         if given < asked:
             logger.warning(
-                "max_connections = %d does not fit into the limit on open files: each listener "
-                "takes %d (hint: raise it, with ulimit -n or LimitNOFILE)",
+                "max_connections = %d is above the limit on open files: each listener takes %d "
+                "(hint: raise the limit with ulimit -n or LimitNOFILE)",
                 asked,
                 given,
             )
@@ -158,20 +159,20 @@ class Server:
         self._background.append(task)
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
-        """None of them ends by itself: a server without it would look alive and not be."""
+        """Background work should never end: without it the server would only look alive."""
         if not task.cancelled():
-            logger.critical("a part of the server has failed", exc_info=task.exception())
+            logger.critical("background work of the server has failed", exc_info=task.exception())
             self.failed.set()
 
     async def _refresh_keys(self) -> None:
-        """Every heartbeat, so that a key is known everywhere before it seals."""
+        """Read the keys every heartbeat, so that all servers know a key before it seals."""
         shared = self._resources
         while True:
             await asyncio.sleep(self.deployment.server.heartbeat_s)
             try:
                 await self._refresh_once(shared.clock.now())
             except PapayaError:
-                logger.exception("the ticket keys could not be read; the old ones stay in use")
+                logger.exception("cannot read the ticket keys; the old ones stay in use")
 
     async def _refresh_once(self, now: float) -> None:
         keys = self._resources.keys
@@ -188,7 +189,7 @@ class Server:
     # -- roles --------------------------------------------------------------------------------
 
     def _name(self) -> str:
-        """Among the processes of one data folder, which tell each other apart by address."""
+        """A name that is unique among the processes of one data folder."""
         if self._is_alone:
             return "server"
         name = f"{'-'.join(self.roles)}@{self.deployment.servers}"
@@ -204,7 +205,7 @@ class Server:
             return (self._node("coordinator"),)
         raise OperatorError(
             f"{' and '.join(self.roles)} cannot run without a coordinator",
-            hint='name the servers address of each in the file: coordinators = ["host:8752"]',
+            hint='list the `servers` address of each in the file: coordinators = ["host:8752"]',
         )
 
     def _make_host(self, role: Role) -> Host:
@@ -246,7 +247,7 @@ class Server:
     def _on_work_done(self, result: Message) -> None:
         self._hosts["aggregator"].deliver(result)
 
-    # -- doors --------------------------------------------------------------------------------
+    # -- listeners ----------------------------------------------------------------------------
 
     async def _listen(self, name: str, where: str, routes: list[HttpRoute]) -> None:
         host, port = address(name, where)
@@ -331,6 +332,6 @@ def _cannot_listen(host: str, port: int, error: ListenError) -> OperatorError:
     if error.is_in_use:
         return OperatorError(
             f"{host}:{port} is in use by another program",
-            hint=f"stop it, or choose another port; `ss -ltnp 'sport = :{port}'` shows who it is",
+            hint=f"stop it, or choose another port; `ss -ltnp 'sport = :{port}'` shows which",
         )
     return OperatorError(str(error), hint="give an address of this machine and a port above 1023")

@@ -163,7 +163,7 @@ def test_a_bug_is_answered_without_its_details_and_logged(
         assert bench.machine.heard == [Alive(), Left()]
 
     on_a_loop(run)
-    assert "could not take Alive" in caplog.text
+    assert "failed on Alive" in caplog.text
 
 
 def test_it_wakes_the_machine_when_it_is_due_and_not_before() -> None:
@@ -241,4 +241,4 @@ def test_an_effect_that_fails_does_not_take_the_others_with_it(
             await asyncio.sleep(0.001)
 
     on_a_loop(run)
-    assert "Reply could not be carried out" in caplog.text
+    assert "effect Reply failed" in caplog.text
