@@ -63,7 +63,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "papaya/secagg": ("numpy", "cryptography"),
     "papaya/tsa": ("numpy", "cryptography"),
     "papaya/verifiable_log": ("numpy", "cryptography"),
-    "papaya/learning": ("msgspec", "numpy", "numba"),
+    "papaya/learning": ("msgspec", "numpy", "numba", "safetensors"),
     "papaya/learning/torch": ("msgspec", "numpy", "torch"),
 }
 

@@ -1,9 +1,9 @@
-"""TLS by two options: `tls_certificate` and `tls_key`. Version 1.2 at least.
+"""TLS 1.2 or later, configured by `tls_certificate` and `tls_key`.
 
-Without them everything is in the clear, which is for one machine or for a proxy in front that ends
-TLS. Servers and the command line check the certificates of servers that they call, against
-`tls_authority` or else the system's roots. It refuses keys that need a passphrase: nobody is there
-to type it. Certificates are read at the start only.
+Without them connections are not encrypted, which is meant for one machine, or behind a proxy that
+terminates TLS. Servers and the command line verify the certificates of servers that they call,
+against `tls_authority` or the system's roots. Keys with a passphrase are refused, because a server
+cannot ask for it. Certificates are read at the start only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PROTOCOLS = ("http/1.1",)
 
 
 def server_context(deployment: Deployment) -> ssl.SSLContext | None:
-    """For every listener; None when TLS is off."""
+    """The context of every listener; None without TLS."""
     certificate, key = deployment.tls_certificate, deployment.tls_key
     if certificate is None or key is None:
         return None
@@ -41,7 +41,7 @@ def server_context(deployment: Deployment) -> ssl.SSLContext | None:
 
 
 def client_context(authority: str | None = None) -> ssl.SSLContext:
-    """For calls to servers: name and certificate are checked, always."""
+    """The context for calls to servers; it always checks name and certificate."""
     if authority is not None:
         _require_readable("tls_authority", authority)
     try:
@@ -57,14 +57,14 @@ def client_context(authority: str | None = None) -> ssl.SSLContext:
 
 
 def between_servers(deployment: Deployment) -> ssl.SSLContext | None:
-    """For calls to other servers of the same installation; None when TLS is off."""
+    """The context for calls to servers of the same installation; None without TLS."""
     if deployment.tls_certificate is None:
         return None
     return client_context(deployment.tls_authority)
 
 
 def _require_readable(field: str, path: str) -> None:
-    """OpenSSL does not say which of its files is missing."""
+    """Check a file here, because OpenSSL does not say which file is missing."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise IsADirectoryError(errno.EISDIR, "it is not a file")

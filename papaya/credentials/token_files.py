@@ -1,13 +1,13 @@
-"""Secrets in the data folder: one file each, made at the first start, readable by their owner.
+"""Secrets in the data folder: one file each, created at the first start, readable by the owner.
 
     admin.token     opens the admin API
     server.token    servers show it to each other
     device.token    all devices show it, when `device_tokens` is "shared"
     device.key      signs the tokens of single devices, when `device_tokens` is "signed"
 
-Whoever brings a secret of his own writes the file before the first start. A file that its group may
-write or that others may touch is refused, as ssh does; one that its group may only read is taken,
-for that is how orchestrators mount secrets. Nothing here prints, logs or quotes a secret.
+To use your own secret, write the file before the first start. A file that the group may write, or
+that others may read or write, is refused, as in ssh; a file that the group may read is accepted,
+because orchestrators mount secrets that way. Secrets are never printed, logged or quoted.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from papaya.store.folders import make_folder, sync_folder, unusable
 SecretName = Literal["admin.token", "server.token", "device.token", "device.key"]
 
 MAX_TOKEN_CHARS = 512
-# What RFC 6750 allows behind `Bearer`. Shorter ones can be guessed.
+# What RFC 6750 allows after `Bearer`. Shorter tokens can be guessed.
 TOKEN_FORM = re.compile(rf"(?=.{{16,{MAX_TOKEN_CHARS}}}\Z)[A-Za-z0-9._~+/-]+=*")
 _TOO_OPEN = 0o027
 
 
 class Secret:
-    """Text that shows itself only to who asks with `reveal`."""
+    """A text that only `reveal` returns."""
 
     __slots__ = ("_text",)
 
@@ -43,18 +43,18 @@ class Secret:
         return self._text
 
     def matches(self, presented: str) -> bool:
-        """In a time that says nothing about where they differ."""
+        """Compare in constant time."""
         return hmac.compare_digest(self._text.encode(), presented.encode())
 
     def __repr__(self) -> str:
         return "Secret(…)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a secret is not for copying around")
+        raise TypeError("a secret cannot be pickled")
 
 
 def read_or_make(folder: Path, name: SecretName) -> Secret:
-    """The secret of that name; 32 random bytes in hex if there is none yet."""
+    """Read the secret of that name; create 32 random bytes in hex if there is none."""
     make_folder(folder)
     path = folder / name
     if not path.exists():
@@ -91,7 +91,7 @@ def read(path: Path) -> Secret:
 
 
 def _make(path: Path) -> None:
-    """Whole or not at all: of two processes that start at once, both read the same one."""
+    """Create the file atomically: two processes that start at once read the same secret."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="ascii") as file:
@@ -100,7 +100,7 @@ def _make(path: Path) -> None:
             os.fsync(file.fileno())
         os.link(temporary, path)
     except FileExistsError:
-        pass  # another process was faster
+        pass  # another process has created it
     finally:
         os.unlink(temporary)
     sync_folder(path.parent)

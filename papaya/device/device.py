@@ -1,4 +1,4 @@
-"""A device: visit after visit, when it is eligible, and never against its own history.
+"""A device: makes visits while it is eligible and its own history allows it.
 
 For an app:
 
@@ -105,7 +105,7 @@ class Device:
     # -- visits -----------------------------------------------------------------------------
 
     async def visit(self) -> Finish:
-        """One visit, eligible or not at its start; it is left if the device becomes ineligible."""
+        """Make one visit, eligible or not; leave it if the device becomes ineligible."""
         history = await asyncio.to_thread(self._history.load, self._config.participation_floor_s)
         machine = Client(
             self._equipment.selectors, self._capabilities, history, self._config, self._rng
@@ -127,7 +127,7 @@ class Device:
         return finish
 
     async def run_forever(self, visits: int | None = None) -> None:
-        """Until `stop()`, or until so many visits ended as trips: counted or discarded."""
+        """Make visits until `stop()`, or until so many ended as trips (counted or discarded)."""
         sweeping = asyncio.create_task(self._sweep_forever())
         try:
             await self._visit_forever(visits)
@@ -140,7 +140,7 @@ class Device:
         while not self._stopping.is_set():
             try:
                 finish = await self._visit_if_eligible()
-            except OperatorError as error:  # a full disk, a locked file: not for ever, perhaps
+            except OperatorError as error:  # for example a full disk or a locked file; it may pass
                 self._tell_trouble(error)
                 await self._wait(self._back_off())
                 continue
@@ -161,7 +161,7 @@ class Device:
         return None
 
     async def _sweep_forever(self) -> None:
-        """What a policy says must go goes, whether the device takes part in anything or not."""
+        """Delete expired examples, also while the device does not take part."""
         while True:
             try:
                 await asyncio.to_thread(self.store.sweep, self._process.now())
@@ -173,7 +173,7 @@ class Device:
         self._notify(Troubled(self.name, self._process.now(), str(error)))
 
     def stop(self, even_sending: bool = False) -> None:
-        """No further visit; the present one is left. An upload goes on unless told otherwise."""
+        """Leave the current visit and start no other. An upload goes on, unless told otherwise."""
         self._stopping.set()
         if self._visit is not None:
             self._visit.interrupt("the device was told to stop", even_sending)
@@ -207,7 +207,7 @@ class Device:
             pass
 
     async def _watch(self, visit: DeviceVisit) -> None:
-        """On a metered network not even an upload goes on: it would cost the owner money."""
+        """Leave when ineligible. On a metered network uploads stop too: they cost money."""
         while True:
             await asyncio.sleep(self._process.pacing.eligibility_poll_s)
             if reasons := await self._process.reasons_against():

@@ -1,12 +1,11 @@
 """The device's one SQLite file, which holds its examples and its history.
 
-Private (mode 0600), durable (synchronous=FULL), and able to forget: `scrub` rewrites the file from
-the rows that are left. `secure_delete` alone is not enough: it zeroes a row where it lies, but not
-the copies that stay behind when rows move between pages. There is no write-ahead log, which would
-keep old pages for as long as another process reads.
+The file is private (mode 0600) and durable (synchronous=FULL). `scrub` removes deleted data by
+rewriting the file. `secure_delete` alone is not enough: it overwrites a deleted row, but not the
+copies that remain when rows move between pages. There is no write-ahead log, because it would keep
+old pages for as long as another process reads.
 
-May be called from any thread; one call at a time does its work. Whatever SQLite or the disk refuses
-is an OperatorError.
+Thread-safe: calls run one at a time. Errors of SQLite or the disk are OperatorErrors.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _IN_MEMORY = ":memory:"
 
 
 class DeviceFile:
-    """One connection. `schema` is run at each opening, so it says IF NOT EXISTS."""
+    """One connection. `schema` runs at each opening, so it must say IF NOT EXISTS."""
 
     def __init__(self, path: StrPath, schema: str) -> None:
         self.path = path
@@ -56,7 +55,7 @@ class DeviceFile:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All of it or nothing; durable when it is over. Only inside one may the rest be called."""
+        """An atomic transaction, durable at its end. Call the methods below only inside one."""
         with self._lock, self._explained():
             self._database.execute("BEGIN IMMEDIATE").close()
             try:
@@ -77,12 +76,12 @@ class DeviceFile:
             return cursor.rowcount
 
     def delete(self, statement: str, *values: object) -> None:
-        """Rows that must leave the file, too, at the next `scrub`."""
+        """Delete rows; the next `scrub` removes their bytes from the file."""
         if self.change(statement, *values):
             self.change(f"PRAGMA user_version={_DELETED}")
 
     def scrub(self) -> None:
-        """Nothing of what was deleted is in the file when it returns."""
+        """Remove the bytes of deleted rows from the file."""
         with self._lock, self._explained():
             [[state]] = self.rows("PRAGMA user_version")
             if state == _DELETED:
@@ -104,10 +103,10 @@ class DeviceFile:
 
 
 def _make_private(path: Path) -> None:
-    """A new file that only its owner may read; one that is there stays as its owner has it.
+    """Create the file with mode 0600; the mode of an existing file is not changed.
 
-    It is linked into place and never opened here: to close any descriptor of a database drops the
-    locks that this process holds on it, which several connections of a device do.
+    The file is linked into place and never opened here: closing any descriptor of a database
+    releases the locks that this process has on it through other connections.
     """
     if path.exists():
         return
@@ -116,6 +115,6 @@ def _make_private(path: Path) -> None:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        pass  # another process was faster
+        pass  # another process has created it
     finally:
         os.unlink(temporary)

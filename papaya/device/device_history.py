@@ -1,8 +1,8 @@
-"""The participation history on disk: what `papaya/client/history.py` needs to survive a restart.
+"""The participation history on disk (`papaya/client/history.py`), kept across restarts.
 
-Durable before the first byte of an update leaves the device, and written by a compare-and-set: a
-second process on the same file, which read the history before the first one recorded, is refused.
-Then nothing is sent: a participation may be lost, never doubled.
+A participation is durable before the first byte of an update leaves the device. It is written by a
+compare-and-set: a second process on the same file that read an older history is refused and sends
+nothing. So a participation may be lost, but never counted twice.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WHERE task = ? AND count = ?
 
 
 class DeviceHistory:
-    """One device's participations, in the file that also holds its examples."""
+    """One device's participations, in the same file as its examples."""
 
     def __init__(self, path: StrPath) -> None:
         self._file = DeviceFile(path, _SCHEMA)
-        self._evaluations: dict[TaskId, TaskId] = {}  # which ones it met, until it is closed
+        self._evaluations: dict[TaskId, TaskId] = {}  # the tasks that this process has recorded
 
     def close(self) -> None:
         self._file.close()
@@ -56,7 +56,7 @@ class DeviceHistory:
         return History(floor_s, entries, self._evaluations)
 
     def remember(self, task: TaskId, participated: Participated) -> None:
-        """Durable when it returns. Raises if it is not the next participation after the last."""
+        """Write a participation durably. Raises if it is not the next one after the last."""
         new = participated
         values = (new.count, new.last_at, new.gap_s, new.limit, task)
         with self._file.transaction():

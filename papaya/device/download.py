@@ -1,9 +1,9 @@
-"""Parameters by key, from a CDN or the selectors; every device of a process shares a download.
+"""Downloads parameters by key, from a CDN or the selectors, once for all devices of a process.
 
-A key ends in the hash of what it names, so it does not matter who serves it: bytes that do not have
-the hash are thrown away and the next source is asked. A download is bounded by what the model's
-length allows. A key that is not of the known form is asked of nobody. No token is shown: parameters
-are public under their hash, and whoever runs a CDN has no business with it.
+A key ends in the hash of its content, so any source will do: bytes with another hash are dropped
+and the next source is tried. A download is bounded by the length of the model. A key of an unknown
+form is refused. No token is sent: parameters are public under their hash, and a CDN must not learn
+the token.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _STALLED_S = 30.0
 
 
 def task_of(key: BlobKey) -> TaskId:
-    """The task that a blob belongs to. An evaluation reads parameters of another task."""
+    """The task that a blob belongs to; an evaluation reads parameters of another task."""
     return _parse(key)["task"]
 
 
 def _parse(key: BlobKey) -> re.Match[str]:
     if (parsed := _KEY.fullmatch(key)) is None:
-        raise ProtocolError("the server named parameters by a key of an unknown form")
+        raise ProtocolError("the server sent a parameters key of an unknown form")
     return parsed
 
 
 class Downloads:
-    """Invariant: what is cached has the hash of its key, and is at most `cache_bytes` in all."""
+    """Invariant: cached data has the hash of its key; the cache has at most `cache_bytes`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Downloads:
         self._running: dict[tuple[BlobKey, int], asyncio.Task[bytes]] = {}
 
     async def get(self, key: BlobKey, model_length: int, selectors: Sequence[str]) -> bytes:
-        """The parameters, or ProtocolError when no source has them."""
+        """The parameters, or ProtocolError if no source has them."""
         limit = 4 * model_length + _HEADER_BYTES
         if (found := self._cached.get(key)) is not None:
             self._cached.move_to_end(key)
@@ -66,7 +66,7 @@ class Downloads:
             running = asyncio.create_task(self._download(key, limit, selectors))
             self._running[flight] = running
             running.add_done_callback(lambda task: self._landed(flight, task))
-        # One device that leaves does not take the download from the others.
+        # A device that leaves does not cancel the download for the others.
         return await asyncio.shield(running)
 
     async def aclose(self) -> None:
@@ -78,14 +78,14 @@ class Downloads:
     def _landed(self, flight: tuple[BlobKey, int], task: asyncio.Task[bytes]) -> None:
         del self._running[flight]
         if not task.cancelled():
-            task.exception()  # seen, even if every device that waited has left
+            task.exception()  # retrieve the exception, also if no device waits any more
 
     async def _download(self, key: BlobKey, limit: int, selectors: Sequence[str]) -> bytes:
         digest = _parse(key)["hash"]
         sources = [f"{selector}/v1/parameters" for selector in selectors]
         if self._blobs_url is not None:
             sources.insert(0, self._blobs_url)
-        problem = "nobody to ask"
+        problem = "no source is configured"
         for source in sources:
             try:
                 body = await self._fetch(f"{source}/{key}", limit)
@@ -96,7 +96,7 @@ class Downloads:
                 self._keep(key, body)
                 return body
             problem = "the bytes do not have the hash of their key"
-        raise ProtocolError(f"the parameters cannot be had: {problem}")
+        raise ProtocolError(f"cannot download the parameters: {problem}")
 
     async def _fetch(self, url: str, limit: int) -> bytes:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_read=_STALLED_S)

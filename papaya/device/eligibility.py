@@ -3,18 +3,18 @@ unmetered network.
 
 Three probes for Linux, each replaceable by anything with `condition` and `check()`:
 
-    idle        the one-minute load average is below half of the cores. Linux has no one answer to
-                "does a person use this machine"; load is there on every machine, needs no rights,
-                and sees games and compilers as well as people. Our own training is load too: a
-                device that trains passes what its trainings add as `own_load`.
-    charging    some mains or USB supply is online, or no battery of the system is discharging. A
+    idle        the one-minute load average is below half of the cores. Linux has no general way to
+                tell whether a person uses the machine; the load is available everywhere, needs no
+                rights, and also covers games and compilers. `own_load` is the part of the load
+                that our own training causes; it is subtracted.
+    charging    a mains or USB supply is online, or no battery of the system is discharging. A
                 machine without a battery counts as charging. /sys/class/power_supply
-    unmetered   NetworkManager says "no" or "no (guessed)". Where there is no NetworkManager nobody
-                knows: that counts as metered, unless `unknown_is_unmetered`, because a wrong guess
+    unmetered   NetworkManager says "no" or "no (guessed)". Without NetworkManager the network
+                counts as metered, unless `unknown_is_unmetered` is set, because a wrong guess
                 would cost the device's owner money.
 
-A probe that cannot tell says so and counts as "not eligible": the owner can overrule it, by name
-(`assume`), and only the owner.
+A probe that cannot tell counts as "not eligible". Only the owner can overrule it, by name
+(`assume`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_OUTPUT = 1 << 16
 
 
 class Ineligible(NamedTuple):
-    """One reason why not. It stays on the device: no server is told."""
+    """A reason against taking part. It is not sent to any server."""
 
     condition: Condition
     reason: str
@@ -47,7 +47,7 @@ class Probe(Protocol):
     def condition(self) -> Condition: ...
 
     def check(self) -> str | None:
-        """None if the condition holds, else why not. May block for seconds; raises nothing."""
+        """None if the condition holds, else the reason. May block for seconds; never raises."""
         ...
 
 
@@ -93,7 +93,7 @@ class ChargingProbe:
             return "the power supplies cannot be read"
         for supply in supplies:
             kind = _line(supply / "type")
-            if kind == "Battery" and _line(supply / "scope") != "Device":  # a mouse's is another
+            if kind == "Battery" and _line(supply / "scope") != "Device":  # not a mouse
                 batteries.append(_line(supply / "status"))
             elif kind not in ("Battery", "") and _line(supply / "online") not in ("0", ""):
                 return None
@@ -116,12 +116,12 @@ class UnmeteredProbe:
         known = [answer for answer in answers if answer.startswith("no")]
         if known or self._unknown_is_unmetered:
             return None
-        return "nobody here knows whether the network is metered"
+        return "cannot tell whether the network is metered"
 
     def _ask(self) -> list[str]:
-        """NetworkManager's word on each device: yes, no, "yes (guessed)", "no (guessed)", unknown.
+        """What NetworkManager reports for each device: yes, no, "yes (guessed)", "no (guessed)".
 
-        Devices that carry nothing are "unknown" and do not count.
+        Unused devices are "unknown" and left out.
         """
         try:
             done = subprocess.run(
@@ -139,7 +139,7 @@ class UnmeteredProbe:
 
 
 class Eligibility:
-    """All probes together. `assume` names conditions that the owner answers for."""
+    """All probes together. `assume` names conditions that the owner declares to hold."""
 
     def __init__(self, probes: Sequence[Probe] | None = None, assume: Collection[str] = ()) -> None:
         for condition in assume:
@@ -148,14 +148,14 @@ class Eligibility:
                     "assume",
                     condition,
                     f"is not one of {', '.join(CONDITIONS)}",
-                    "name what you answer for, for example idle,charging",
+                    "name conditions to assume, for example idle,charging",
                 )
         if probes is None:
             probes = (IdleProbe(), ChargingProbe(), UnmeteredProbe())
         self._probes = [probe for probe in probes if probe.condition not in assume]
 
     def check(self) -> list[Ineligible]:
-        """Every reason why not; none means eligible."""
+        """All reasons against taking part; an empty list means eligible."""
         reasons = [(probe.condition, probe.check()) for probe in self._probes]
         return [Ineligible(condition, why) for condition, why in reasons if why is not None]
 

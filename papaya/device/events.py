@@ -1,6 +1,6 @@
-"""What a device tells its own side, an app or a command, about what it does.
+"""Events that a device reports to its app or command.
 
-Events stay on the device. They name tasks and reasons, never tokens, tickets or examples.
+Events are not sent to a server. They contain tasks and reasons, never tokens, tickets or examples.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from papaya.client.work import Ending
 
 
 class Event(Struct, frozen=True, tag=True, tag_field="event"):
-    """Something happened at `device`, at `at` seconds since 1970."""
+    """An event of `device`, at `at` seconds since 1970."""
 
     device: str
     at: float
 
 
 class StageReached(Event, frozen=True):
-    """A visit went on; `stage` is one of `papaya.client.client.Stage`."""
+    """A visit reached a stage, one of `papaya.client.client.Stage`."""
 
     stage: str
     task: str | None
 
 
 class VisitEnded(Event, frozen=True, tag="Ended"):
-    """A visit is over. `detail` is what the server is not told; `task` is None if none was given
-    to the device.
-    """
+    """A visit is over. `detail` is not sent to the server; `task` is None if none was assigned."""
 
     ending: Ending
     reason: str
@@ -39,7 +37,7 @@ class VisitEnded(Event, frozen=True, tag="Ended"):
 
 
 class VisitScheduled(Event, frozen=True, tag="Waiting"):
-    """The next visit starts in so many seconds."""
+    """The next visit starts after `seconds`."""
 
     seconds: float
 
@@ -49,13 +47,13 @@ class NotEligible(Event, frozen=True):
 
 
 class Troubled(Event, frozen=True):
-    """The device's own files cannot be used; it tries again later."""
+    """The device cannot use its own files; it will retry."""
 
     problem: str
 
 
 class SelectorUnreachable(Event, frozen=True, tag="Unreachable"):
-    """A server stopped to answer; told once, until it answers again."""
+    """A server stopped answering. Reported once, until it answers again."""
 
     server: str
     problem: str
@@ -69,4 +67,4 @@ Notify: TypeAlias = Callable[[Event], None]
 
 
 def nobody(event: Event) -> None:
-    """For a device that nobody watches."""
+    """No-op."""

@@ -1,18 +1,18 @@
 """The example store (paper, "Client Runtime"): training examples on the device, in SQLite.
 
-An app adds examples to collections; a task that the collection's policy allows reads them; what is
-expired or surplus is deleted, not hidden: no call returns it any more, and after the next `sweep`,
-which the device's runtime calls every few minutes, its bytes are in none of the files any more
-(`papaya/device/device_file.py`). What a flash controller or a snapshot below the file system keeps,
-no program can delete.
+An app adds examples to collections, and tasks that the collection's policy allows read them.
+Expired and surplus examples are deleted: no call returns them any more, and `sweep`, which the
+device's runtime calls every few minutes, removes their bytes from the files
+(`papaya/device/device_file.py`). Copies that a flash controller or a file-system snapshot keeps
+cannot be deleted by a program.
 
-Every example lies on one side of the train / validation / test split, by a hash of its content: no
-state, the same on every call, and equal examples lie on the same side. Policies are kept in the
-file, so that the app which adds examples and the process which trains on them obey the same ones.
+A hash of its content decides whether an example is for training, validation or test, so the split
+needs no state and equal examples are on the same side. Policies are stored in the file, so that the
+app that adds examples and the process that trains on them apply the same ones.
 
 Refused: a collection that the device's owner did not declare, a task that its policy does not
-allow, an example over the limit. A server has no part in any of this. Retention is judged by the
-`now` of the caller: a clock that is set back keeps examples for longer by as much.
+allow, an example over the limit. Servers cannot change any of this. Retention uses the caller's
+`now`: setting the clock back keeps examples for longer.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ CREATE TABLE IF NOT EXISTS collection (name TEXT PRIMARY KEY, policy BLOB NOT NU
 
 
 class UseRefused(OperatorError):
-    """A task asked for examples that their owner does not let it use."""
+    """A task asked for examples that the owner's policy does not allow."""
 
 
 def bucket_of(example: bytes) -> int:
-    """Where an example lies on the scale that the split divides."""
+    """The position of an example on the scale that the split divides."""
     return int.from_bytes(sha256(b"papaya split\0" + example).digest()[:4], "big")
 
 
@@ -64,7 +64,7 @@ def split_of(example: bytes, policy: UsePolicy) -> Split:
 
 
 def _bounds(split: Split, policy: UsePolicy) -> tuple[int, int]:
-    """Validation and test lie at the ends, so that a change of one moves nothing of the other."""
+    """Validation and test are at the two ends: changing one share does not move the other."""
     validation = round(policy.validation * _BUCKETS)
     test = min(_BUCKETS, max(validation, _BUCKETS - round(policy.test * _BUCKETS)))
     match split:
@@ -80,7 +80,7 @@ class ExampleStore:
     """One device's examples. May be called from any thread."""
 
     def __init__(self, path: StrPath, policies: UsePolicies | None = None) -> None:
-        """`policies` declares collections, or declares them anew; the others stay as they are."""
+        """`policies` declares or replaces collections; all others are unchanged."""
         self._policies: dict[str, UsePolicy] = {}
         self._file = DeviceFile(path, _SCHEMA)
         try:
@@ -103,7 +103,7 @@ class ExampleStore:
         return self._policies
 
     def declare(self, policies: UsePolicies) -> None:
-        """Declare collections, or declare them anew."""
+        """Declare or replace collections."""
         with self._current():
             check_collections({**self._policies, **policies})
             for name, policy in policies.items():
@@ -115,11 +115,11 @@ class ExampleStore:
         self._policies |= policies
 
     def add(self, collection: str, examples: Iterable[bytes], now: float) -> int:
-        """All of them or none; returns how many. Those that are surplus are deleted at once."""
+        """Add all or none, and return their number. Surplus examples are deleted at once."""
         return self._add(collection, examples, now, only_new=False)
 
     def add_new(self, collection: str, examples: Iterable[bytes], now: float) -> int:
-        """Those whose content was not in the collection before; returns how many."""
+        """Add examples whose content is not in the collection yet, and return their number."""
         return self._add(collection, examples, now, only_new=True)
 
     def query(
@@ -131,7 +131,7 @@ class ExampleStore:
         newest_first: bool,
         now: float,
     ) -> list[bytes]:
-        """At most `limit` examples that `task` may use; never an expired one."""
+        """At most `limit` examples that `task` may use; no expired ones."""
         order = "added_at DESC, id DESC" if newest_first else "added_at ASC, id ASC"
         select = (
             "SELECT content FROM (SELECT added_at, id, content, sum(length(content)) OVER "
@@ -161,7 +161,7 @@ class ExampleStore:
         return found
 
     def drop(self, collection: str) -> None:
-        """Forget a collection: its policy and every example of it."""
+        """Delete a collection: its policy and all its examples."""
         with self._current():
             self._policy(collection)
             self._file.delete("DELETE FROM example WHERE collection = ?", collection)
@@ -170,7 +170,7 @@ class ExampleStore:
         self._file.scrub()
 
     def sweep(self, now: float) -> None:
-        """Delete what is expired or surplus, from the files as well."""
+        """Delete expired and surplus examples, and remove their bytes from the file."""
         with self._current():
             self._sweep(now)
         self._file.scrub()
@@ -179,7 +179,7 @@ class ExampleStore:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """A transaction, under the policies that hold now, whichever process declared them."""
+        """A transaction with the current policies, which another process may have changed."""
         select = "SELECT name, policy FROM collection"
         with self._file.transaction():
             self._policies = {name: self._parsed(text) for name, text in self._file.rows(select)}

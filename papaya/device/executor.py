@@ -1,11 +1,11 @@
-"""What a device asks of whatever trains for it, and what comes back. Knows no engine.
+"""The interface between a device and an engine that trains: jobs, results, failures.
 
-Paper, "Client Runtime": "The Executor [...] executes the training or evaluation job". A device
-names one of its own task files, never a program that came over the network. The parameters are the
-blob as it was downloaded.
+It is the executor of the paper's "Client Runtime", without any engine. A job names one of the
+device's own task files, never a program from the network. The parameters are the blob as it was
+downloaded.
 
-Everything that goes wrong inside a job is `JobFailed` with a reason for the log; the device goes
-on with its session, which reports the failure.
+A job that fails raises `JobFailed` with a reason for the log; the device goes on with its session,
+which reports the failure.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from papaya.config import TaskConfig
 from papaya.learning.definition import Examples
 
 LOADER: Final = "load_examples"
-"""The function of a task file that makes examples of a text, if there is one."""
+"""The optional function of a task file that makes examples from a text."""
 
 FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
 
 
 class TaskTerms(Struct, frozen=True):
-    """What a task file says about privacy, for the device to compare with what a server says."""
+    """The privacy settings of a task file, which the device compares with the server's."""
 
     secure: bool
     model_length: int
@@ -46,7 +46,7 @@ class TaskTerms(Struct, frozen=True):
 
 
 class TaskFile(Struct, frozen=True):
-    """A task file that this device has, as its executor has found it."""
+    """A task file of this device, as its executor has loaded it."""
 
     path: str
     task: str
@@ -64,9 +64,9 @@ class TaskFile(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """Train or evaluate by one task file. `volume`: how many examples the device could train on.
+    """Train or evaluate with one task file. `volume`: how many examples the device could train on.
 
-    "load" has the file's `load_examples` make examples of texts, which `examples` holds.
+    "load" calls the file's `load_examples` on the texts in `examples`.
     """
 
     kind: Literal["train", "evaluate", "load"]
@@ -80,7 +80,7 @@ class Job(Struct, frozen=True):
 class JobResult(Struct, frozen=True):
     """Bytes to upload, and the weight: the examples trained on, or 1 for an evaluation.
 
-    Of "load": the examples of each text, as MessagePack, and how many they are.
+    For "load": the examples of each text, as MessagePack, and their number.
     """
 
     update: bytes
@@ -88,7 +88,7 @@ class JobResult(Struct, frozen=True):
 
 
 class JobFailed(Exception):
-    """A job that gave no result. `kind` is for counters, the message for people."""
+    """A job without a result. `kind` is for counters, the message for people."""
 
     def __init__(self, kind: FailureKind, reason: str) -> None:
         super().__init__(reason)
@@ -101,9 +101,9 @@ class Executor(Protocol):
 
     @property
     def tasks(self) -> tuple[TaskFile, ...]:
-        """What it can run."""
+        """The task files that it can run."""
         ...
 
     async def run(self, job: Job, timeout_s: float) -> JobResult:
-        """The result, or JobFailed within the timeout."""
+        """Return the result, or raise JobFailed within the timeout."""
         ...

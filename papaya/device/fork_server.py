@@ -1,13 +1,13 @@
 """The process that jobs are forked from: it imports torch and the device's task files once.
 
-DESIGN: "Training runs in a child process with limits, from one fork-server that imported the engine
-once." Started by `papaya/device/sandbox.py`, never by hand. It has one thread, and it never runs a
-backward pass itself: torch refuses gradients in a child whose parent has computed some.
+`papaya/device/sandbox.py` starts it. Forking is fast because the engine is imported once. It has
+one thread and never runs a backward pass itself: torch refuses gradients in a child whose parent
+has computed some.
 
-A job is a fork with a process group of its own, low priority, limits on memory, processor time and
-files, no file descriptors but the pipe for its result, and it dies with this process. Whatever
-becomes of a job, this process answers and lives on. It ends when its sandbox does (EOF), and ends
-its jobs with all that they started. Only if it is killed itself, what a job has started may stay.
+A job is a fork with its own process group, low priority, limits on memory, processor time and
+files, and no file descriptor except the pipe for its result; it is killed when this process ends.
+This process answers for every job, however the job ends. It ends with its sandbox (EOF), and kills
+its jobs and the processes that they started. Only if it is killed itself may such processes remain.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class JobLimits(msgspec.Struct, frozen=True):
-    """`memory_mb` counts address space beyond what this process has when it forks."""
+    """`memory_mb` is address space beyond that of this process when it forks."""
 
     memory_mb: int
     niceness: int
 
 
 class Child(msgspec.Struct):
-    """A running job and what it has written so far. None: its result may be of any size."""
+    """A running job and its output so far. A size of None allows a result of any size."""
 
     id: int
     pid: int
@@ -78,7 +78,7 @@ class Child(msgspec.Struct):
 
 
 class ForkServer:
-    """Forks a child for each order, and answers for it."""
+    """Forks a child for each job and reports its result."""
 
     def __init__(self, host: socket.socket, engines: dict[str, TorchEngine], limits: JobLimits):
         self._host = host
@@ -89,7 +89,7 @@ class ForkServer:
         self._selector.register(host, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Until the host closes its end."""
+        """Serve until the host closes its end."""
         try:
             while True:
                 for key, _ in self._selector.select():
@@ -124,13 +124,13 @@ class ForkServer:
         except OSError as error:
             os.close(output)
             os.close(pipe)
-            reason = f"no process for it: {error.strerror}"
+            reason = f"cannot fork: {error.strerror}"
             self._answer(Failed(order.id, JobProblem("unavailable", reason)))
             return
         if pid == 0:
             _be_a_job(pipe, order, engine, self._limits, parent)
         os.close(pipe)
-        with contextlib.suppress(OSError):  # the child does it too; whoever is first
+        with contextlib.suppress(OSError):  # the child does it too; either may be first
             os.setpgid(pid, pid)
         most = (_LOADED_BYTES if update_bytes is None else update_bytes) + _SPARE_BYTES
         child = Child(order.id, pid, output, most, update_bytes, bytearray())
@@ -139,7 +139,7 @@ class ForkServer:
 
     def _on_output(self, child: Child) -> None:
         if child.id not in self._children:
-            return  # it was ended by an order in the same round of events
+            return  # it was killed in the same round of events
         data = os.read(child.pipe, _READ_BYTES)
         child.written += data
         if len(child.written) > child.max_bytes:
@@ -150,7 +150,7 @@ class ForkServer:
             self._finish(child, None)
 
     def _finish(self, child: Child, outcome: JobOutcome | None) -> None:
-        """End it, whatever is left of it, and tell the host. None: its exit status says why."""
+        """Kill what is left of it and tell the host. Without an outcome, use the exit status."""
         status = self._reap(child)
         match outcome or _obituary(status):
             case frames.Success(result=result):
@@ -159,8 +159,8 @@ class ForkServer:
                 self._answer(Failed(child.id, problem))
 
     def _reap(self, child: Child) -> int:
-        # A status that is already decided does not change by this signal, and it reaches the
-        # processes that a job may have started.
+        # This does not change the status of a job that has ended, and it reaches processes that
+        # the job has started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         self._selector.unregister(child.pipe)
@@ -188,7 +188,7 @@ def _outcome(child: Child) -> JobOutcome:
             memoryview(child.written)[frames.HEADER_BYTES :]
         )
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return JobProblem("crashed", "wrote something that is no result")
+        return JobProblem("crashed", "wrote an invalid result")
     if isinstance(outcome, frames.Success) and child.update_bytes not in (
         None,
         len(outcome.result.update),
@@ -221,20 +221,20 @@ def _be_a_job(
             data = frames.frame(_problem(error))
         _write(pipe, data)
     finally:
-        os._exit(0)  # no clean-up of the parent's objects, and no way back into its loop
+        os._exit(0)  # skip clean-up of the parent's objects, and never return to its loop
 
 
 def _confine(pipe: int, cpu_s: int, limits: JobLimits, parent: int) -> None:
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # it died before it could be watched
+        os._exit(1)  # it ended before the signal was set up
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
     os.closerange(3, pipe)
     os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    with contextlib.suppress(OSError):  # if memory runs out all the same, this goes first
+    with contextlib.suppress(OSError):  # the kernel kills this process first when memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
     os.nice(limits.niceness)
     for kind, limit in (
@@ -245,7 +245,7 @@ def _confine(pipe: int, cpu_s: int, limits: JobLimits, parent: int) -> None:
     ):
         hard = resource.getrlimit(kind)[1]
         soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-        # At the soft limit of processor time comes a signal that tells why, at the hard one not.
+        # The soft limit of processor time sends a distinct signal; the hard limit does not.
         resource.setrlimit(kind, (soft, hard if kind == resource.RLIMIT_CPU else soft))
 
 

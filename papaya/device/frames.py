@@ -1,11 +1,11 @@
-"""What a sandbox and its fork-server say to each other, over one socket pair.
+"""Messages between a sandbox and its fork-server, over one socket pair.
 
 sandbox → Start → fork-server ─fork→ job        Ready | Unloadable, once, after the files are loaded
         ← Done | Failed ←─────────pipe─┘        Kill ends a job; its answer is Failed
 
 A frame is eight bytes of length, little-endian, and one message in MessagePack. Nothing is
-pickled. The child's end of a pipe is not tsa: the fork-server bounds what it reads and decodes
-it into `JobOutcome` only.
+pickled. The child is not trusted: the fork-server bounds what it reads from the pipe and
+decodes it into `JobOutcome` only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Unloadable(Struct, frozen=True, tag=True):
 
 
 class JobProblem(Struct, frozen=True, tag=True):
-    """A job that failed, as it says itself."""
+    """A failure that the job reports itself."""
 
     kind: FailureKind
     reason: str
@@ -57,7 +57,7 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class Success(Struct, frozen=True, tag=True):
-    """A job's result, as the job itself says."""
+    """A result that the job reports itself."""
 
     result: JobResult
 

@@ -1,8 +1,8 @@
-"""What a server may choose for a device, and where the device's own limits end it.
+"""The device's own limits on what a server may choose for it.
 
-A server names timeouts, heartbeats, waiting times and sizes. A device obeys them within bounds that
-its owner set: no server can make it hold a session for a day, wait for a year, send heartbeats in a
-tight loop or download more than it has room for.
+A server sends timeouts, heartbeat intervals, waiting times and sizes. A device follows them within
+bounds that its owner set: no server can make it hold a session for a day, wait for a year, send
+heartbeats in a tight loop or download more than it has room for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from papaya.messages.selection import Rejected
 
 
 class DeviceLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The device's own. A shorter time that the server names is obeyed."""
+    """Bounds on the values that a server sends; values within them are used as they are."""
 
     max_training_s: float = 600.0
     max_upload_s: float = 600.0
@@ -34,7 +34,7 @@ class DeviceLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         require_count("max_model_bytes", self.max_model_bytes)
 
     def bounded(self, answer: Message) -> Message:
-        """The same answer, with nothing in it beyond this device's limits."""
+        """The same answer, with its values bounded by these limits."""
         match answer:
             case Joined():
                 heartbeat_s = max(self.min_heartbeat_s, answer.heartbeat_s)
@@ -60,7 +60,7 @@ class DeviceLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class CheckInPacing(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """When a device acts by itself: between visits, and when it is told to stop."""
+    """The device's own intervals: between visits, and when it stops."""
 
     pause_s: float = 60.0
     backoff_s: float = 5.0

@@ -1,4 +1,4 @@
-"""How much memory a device declares: a power of two, so that equal devices are counted together."""
+"""The memory that a device declares: a power of two, so that similar devices form one class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def memory_mb(root: Path = Path("/")) -> int:
-    """Rounded down; 0, which asks for the smallest tasks, where nobody knows."""
+    """Megabytes, rounded down to a power of two; 0 if unknown."""
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemTotal:"):

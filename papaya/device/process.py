@@ -1,4 +1,4 @@
-"""What the devices of one process share: connections, downloads, training slots, eligibility."""
+"""Shared by the devices of one process: connections, downloads, training slots, eligibility."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _LOAD_PERIOD_S = 60.0
 
 
 class OwnLoad:
-    """What our own trainings add to the one-minute load average, which follows them slowly.
+    """The part of the one-minute load average that our own training causes.
 
-    The kernel's average decays by e every minute; so does this one. Without it, a device would
-    find its machine busy because it trains, and leave.
+    It decays by e every minute, like the kernel's average. Without it, a device would find its
+    machine busy because of its own training, and leave.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -51,8 +51,8 @@ class OwnLoad:
 class DeviceProcess:
     """Open it with `async with`, inside the loop that its devices run in.
 
-    `assume` names conditions of eligibility that the owner answers for; `eligibility` replaces the
-    probes altogether.
+    `assume` names eligibility conditions that the owner declares to hold; `eligibility` replaces
+    the probes.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DeviceProcess:
 
     @asynccontextmanager
     async def training_slot(self) -> AsyncIterator[None]:
-        """At most `max_parallel` trainings at a time; the others wait, and their session runs."""
+        """At most `max_parallel` trainings at a time. Waiting does not pause the session."""
         async with self._slots:
             self._own_load.change(+1)
             try:
@@ -109,7 +109,7 @@ class DeviceProcess:
                 self._own_load.change(-1)
 
     async def reasons_against(self) -> list[Ineligible]:
-        """Why no device of this process may take part now; as old as a poll, not older."""
+        """Reasons against taking part now, at most `eligibility_poll_s` old."""
         async with self._checking:
             if self.now() >= self._checked_at + self.pacing.eligibility_poll_s:
                 self._reasons = await asyncio.to_thread(self._eligibility.check)

@@ -1,7 +1,7 @@
-"""Many devices in one process: started together, stopped together, none harms another.
+"""Runs many devices in one process; the failure of one does not affect the others.
 
-On SIGTERM or SIGINT every device leaves its session: uploads that are on their way may end within
-`drain_s`, the others say goodbye at once, and after `leave_s` more the process ends whatever comes.
+On SIGTERM or SIGINT every device leaves its session. Running uploads have `drain_s` to finish, the
+other devices leave at once, and after another `leave_s` the process ends in any case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DeviceRuntime:
         self._stopping.set()
 
     async def run(self, visits: int | None = None) -> None:
-        """Until every device made its `visits`, or until `stop()`."""
+        """Run until every device made its `visits`, or until `stop()`."""
         running = [asyncio.create_task(device.run_forever(visits)) for device in self._devices]
         stopped = asyncio.create_task(self._stopping.wait())
         try:
@@ -55,7 +55,7 @@ class DeviceRuntime:
         while not stopped.done() and pending != {stopped}:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # a device that fails is a bug or a broken disk: say so
+                task.result()  # a bug or a broken disk: report it
         for even_sending, seconds in ((False, self._pacing.drain_s), (True, self._pacing.leave_s)):
             if left := [task for task in running if not task.done()]:
                 for device in self._devices:

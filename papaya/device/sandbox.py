@@ -1,18 +1,18 @@
 """Runs a device's jobs in child processes with limits; the device's process survives all of them.
 
-DESIGN: training runs in a child process with limits, from one fork-server that imported the engine
-once (`papaya/device/fork_server.py`). This side has no torch: a process that hosts many devices
-stays small. The fork-server is another program that is started, not a fork of this process, which
-has threads and sockets.
+Jobs are forked from one fork-server that imported the engine once
+(`papaya/device/fork_server.py`). This side does not import torch, so a process with many devices
+stays small. The fork-server is a new program, not a fork of this process, which has threads and
+sockets.
 
-What a job cannot do: outlive its timeout or this process, take more memory than it may, write
-files, keep this process or the next job from going on. A fork-server that dies fails its jobs and
-is started again for the next one, at most every few seconds.
+A job cannot outlive its timeout or this process, exceed its memory limit, write files, or block
+this process or the next job. If the fork-server dies, its jobs fail, and it is started again for
+the next job, at most every few seconds.
 
-What this is not: a boundary against hostile code. A task file runs with the rights of the user who
-started the device, it can read that user's files and open sockets, and a flaw in torch's native
-code is a flaw in a process of that user. Run task files that you have read, as a user that owns
-little. Variables of the environment that start with PAPAYA_ (tokens) are not handed on.
+This is no boundary against hostile code. A task file runs with the rights of the user who started
+the device: it can read that user's files and open sockets, and a flaw in torch's native code is a
+flaw in a process of that user. Run only task files that you have read, as a user with few rights.
+Environment variables that start with PAPAYA_ (tokens) are not passed on.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GONE: Final = "the sandbox is closed"
 
 
 class Sandbox:
-    """An executor that forks. `memory_mb` is per job, beside the engine that all of them share."""
+    """An executor that forks. `memory_mb` is per job, in addition to the shared engine."""
 
     def __init__(
         self,
@@ -65,16 +65,16 @@ class Sandbox:
 
     @property
     def tasks(self) -> tuple[TaskFile, ...]:
-        """What the task files turned out to be."""
+        """The loaded task files."""
         return self._tasks
 
     async def start(self) -> None:
-        """Load the task files, or OperatorError."""
+        """Load the task files, or raise OperatorError."""
         server = await self._alive()
         self._tasks = server.tasks
 
     async def run(self, job: Job, timeout_s: float) -> JobResult:
-        """The result, or JobFailed. Waiting for a free place counts towards the timeout."""
+        """Run a job. Waiting for a free place counts towards the timeout."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             async with asyncio.timeout_at(deadline):
@@ -128,7 +128,7 @@ class Sandbox:
 
 
 class _ForkServer:
-    """The other process, as seen from here."""
+    """The fork-server process and its jobs."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _ForkServer:
                 await self._kill(id_, result)
 
     async def _kill(self, id_: int, result: asyncio.Future[JobResult]) -> None:
-        """The place of a job is free only when the job is gone."""
+        """Kill a job and wait for its end; its place is free only then."""
         if self.is_dead:
             return
         await self._send(Kill(id_))
@@ -193,11 +193,11 @@ class _ForkServer:
         if not done:
             self._process.kill()
             await asyncio.wait([result])
-        result.exception()  # it failed, as it should
+        result.exception()  # expected: it was killed
 
     async def _send(self, order: Order) -> None:
         self._writer.write(frames.frame(order))
-        with contextlib.suppress(ConnectionError):  # the listener tells every job
+        with contextlib.suppress(ConnectionError):  # the listener fails every job
             await self._writer.drain()
 
     async def close(self) -> None:
@@ -249,7 +249,7 @@ def _ending(status: int) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """One thread for every library, Papaya where it is here, and no tokens."""
+    """One thread per library, the same Papaya on the path, and no tokens."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PAPAYA_")}
     paths = [_PACKAGES, kept.get("PYTHONPATH", "")]
     threads = dict.fromkeys(

@@ -1,12 +1,12 @@
-"""A device's requests over HTTP: one message out, one message back, or nothing.
+"""A device's requests over HTTP: one message out, and one message or nothing back.
 
     POST /v1/check-in | join | heartbeat | report | complete | leave     the message as JSON
     PUT  /v1/uploads/{upload}/chunks/{index}     raw bytes; Papaya-Ticket, Papaya-Crc32
 
-Whatever is not a message of `wire.to_device` is no answer: garbage, a proxy's page, a body over the
-limit, a broken stream, silence. Answers are bounded by the device's `DeviceLimits` before a machine
-sees them. No redirect is followed, no cookie kept, nothing is unpacked, and the token goes to the
-configured servers alone.
+Anything except a message of `wire.to_device` counts as no answer: garbage, a proxy's page, a body
+over the limit, a broken stream, silence. Answers are bounded by `DeviceLimits` before the machine
+sees them. Redirects are not followed, cookies not kept, bodies not decompressed, and the token is
+sent only to the configured servers.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from papaya.messages.participation import Chunk
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
 from papaya.messages.selection import CheckIn
 
-# The longest is a grant with its offer: 256 KiB of collateral and 64 KiB of quote, as base64.
+# The longest answer is a grant with its offer: 256 KiB collateral, 64 KiB quote, in base64.
 MAX_ANSWER_BYTES = 512 << 10
 _SILENT = 3
 _NO_TIMEOUT = aiohttp.ClientTimeout()
 _PIECE_BYTES = 64 << 10
 _SEND_BUFFER_BYTES = 128 << 10
 _TELLS_PER_TIMEOUT = 4
-# What a peer, the network or the name service can make a request end with.
+# The errors that a peer, the network or the name service can cause.
 BROKEN = (aiohttp.ClientError, TimeoutError, OSError, ValueError, EOFError)
 
 
 def check_url(url: str) -> str:
-    """A server's address as `http://host:port`, without a slash at its end."""
+    """A server's address as `http://host:port`, without a trailing slash."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-        raise ConfigError.of("server", url, "is no address", "write http://127.0.0.1:8750")
+        raise ConfigError.of("server", url, "is not an address", "write http://127.0.0.1:8750")
     return url.rstrip("/")
 
 
 def check_urls(urls: Sequence[str]) -> tuple[str, ...]:
     if not urls:
-        raise ConfigError.of("server", urls, "no server is named", "--server http://127.0.0.1:8750")
+        raise ConfigError.of("server", urls, "no server is given", "--server http://127.0.0.1:8750")
     return tuple(check_url(url) for url in urls)
 
 
@@ -84,7 +84,7 @@ async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
 
 
 class Selectors:
-    """The selectors of one process's devices. `told` hears when one falls silent or is back."""
+    """The selectors of one process's devices. `told` gets changes of reachability."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class Selectors:
         timeout_s: float,
         moving: Callable[[], None] = lambda: None,
     ) -> Message | None:
-        """None: no answer came, or nothing that is one.
+        """Send a message. Returns None without a valid answer.
 
-        A long body has `timeout_s` for each piece, and `moving` is told a few times in that time.
+        A long body has `timeout_s` for each piece, and `moving` is called a few times in that time.
         """
         method, path, headers, body = _http(message)
-        if token is not None and isinstance(message, CheckIn):  # from then on tickets do
+        if token is not None and isinstance(message, CheckIn):  # later requests have tickets
             headers["Authorization"] = f"Bearer {token.reveal()}"
         try:
             async with (
@@ -135,7 +135,7 @@ class Selectors:
         return self._limits.bounded(answer)
 
     def _mark(self, selector: str, problem: str | None) -> None:
-        """One request may be lost; a server that never answered, or not three times, is silent."""
+        """Report a server as silent if it never answered, or failed three times in a row."""
         before = self._failures.get(selector, _SILENT - 1)
         after = 0 if problem is None else min(before + 1, _SILENT)
         self._failures[selector] = after
@@ -146,7 +146,7 @@ class Selectors:
 def _in_pieces(
     body: bytes, patience: asyncio.Timeout, timeout_s: float, moving: Callable[[], None]
 ) -> bytes | AsyncIterator[memoryview]:
-    """A body that takes as long as the line needs, while it moves."""
+    """Send a body in pieces, so that a slow connection has enough time."""
     if len(body) <= _PIECE_BYTES:
         return body
 
@@ -165,7 +165,7 @@ def _in_pieces(
 
 
 def _socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """One that holds little of what is sent, so that what it has taken has nearly arrived."""
+    """A socket with a small send buffer, so that what it accepts is nearly delivered."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)

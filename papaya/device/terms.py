@@ -1,8 +1,7 @@
-"""What a device agrees to before it masks: its own task file, and its owner's limits.
+"""The terms under which a device masks an update: its own task file and its owner's limits.
 
-DESIGN 7: the third of a device's checks. Nothing here comes from a server: the task file is the
-device's copy, the limits are its owner's. Refused (ProtocolError): a task without a clip, which
-leaves unbounded what would be masked.
+Nothing here comes from a server: the task file is the device's copy. Refused (ProtocolError): a
+task without a clip, because masked values would be unbounded.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from papaya.secagg.participant import ParticipantPolicy
 def agreed_policy(
     owner: DevicePolicy, task: TaskId, terms: TaskTerms, *, evaluates: bool
 ) -> ParticipantPolicy:
-    """Sums of no fewer clients than the file and the owner say, whichever is more."""
+    """Requires the larger of the two thresholds, the file's and the owner's."""
     minimum_threshold = max(owner.minimum_threshold, terms.threshold or 1)
     if evaluates:
         return ParticipantPolicy(

@@ -1,8 +1,8 @@
-"""Texts as examples: which files are texts, and an example for each line.
+"""Text files as examples: which files are texts, and one example per line.
 
-Python's standard library is a set of texts that is on every machine: a few files are long and many
-are short, and each has words of its own, heavy-tailed and non-IID as the texts of people are.
-Tests, and tables that a program wrote, are left out. Nothing is downloaded.
+The sources of Python's standard library are texts that every machine has: a few long files, many
+short ones, each with its own vocabulary, so heavy-tailed and non-IID like the texts of people.
+Tests and generated tables are left out. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final
 from papaya.errors import OperatorError
 
 LIBRARY: Final = Path(os.__file__).parent
-LEAST_BYTES: Final = 4096  # of a text of the library: a dozen examples to be evaluated on
+LEAST_BYTES: Final = 4096  # so that a text of the library has a dozen examples for evaluation
 _LEFT_OUT: Final = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__")
 )
@@ -25,23 +25,23 @@ _LOOKED_AT_BYTES: Final = 4096
 
 
 def lines(text: str) -> list[bytes]:
-    """Each line that is not empty."""
+    """The lines that are not empty."""
     return [line.encode() for line in text.splitlines() if line.strip()]
 
 
 def texts_in(folder: Path) -> list[Path]:
-    """Every text of a folder and its folders, in order; no hidden ones."""
+    """All texts below a folder, in order, except hidden ones."""
     found = sorted(file for file in folder.rglob("*") if file.is_file() and _is_text(folder, file))
     if not found:
         raise OperatorError(
             f"there are no texts in {folder}",
-            hint="any file counts that is not hidden and has no zero byte near its beginning",
+            hint="a text is a file that is not hidden and has no zero byte near its start",
         )
     return found
 
 
 def library_texts(library: Path = LIBRARY) -> list[Path]:
-    """The long ones, in order."""
+    """The long texts of the standard library, in order."""
     return sorted(_library_texts(library))
 
 

@@ -1,7 +1,7 @@
-"""Who does a device's work: the interface, the executor behind it, a stand-in that trains nothing.
+"""Trainers: the interface, one that runs an executor, and one that trains nothing (for tests).
 
-Paper, "Client Runtime": the executor trains on local data. A trainer decides which tasks it knows:
-a task that it does not know by name is left, whatever a server says of it.
+Paper, "Client Runtime": the executor trains on local data. A trainer decides which tasks it knows;
+a device leaves a task that its trainer does not know by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
 
 _LOAD_S = 600.0
-_LOAD_BYTES = 8 << 20  # of text at a time
+_LOAD_BYTES = 8 << 20  # of text per job
 
 
 class TrainingRequest(Struct, frozen=True):
@@ -51,26 +51,26 @@ class Trainer(Protocol):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The hashes of the task files that this device has."""
+        """The hashes of this device's task files."""
         ...
 
     def knows(self, program: TaskId) -> bool: ...
 
     def terms(self, program: TaskId) -> TaskTerms | None:
-        """What the device's own file says about privacy; None where there is no file."""
+        """The privacy settings of the device's own task file; None without a file."""
         ...
 
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
-        """Raises PapayaError when it cannot; ends its work when it is cancelled."""
+        """Train. Raises PapayaError on failure; stops when it is cancelled."""
         ...
 
 
 class ExecutorTrainer:
-    """Runs the task files that this device has on the examples that it allows them.
+    """Runs this device's task files on the examples that their policies allow.
 
-    `aliases` are further names of tasks, for owners who submit a file under another name than its
-    own. An evaluation reads the validation examples: its results stop tasks and choose versions, so
-    the test examples stay unseen.
+    `aliases` are more names of tasks, for owners who submit a file under another name. An
+    evaluation uses the validation examples, not the test examples: its results stop tasks and
+    choose versions.
     """
 
     engine = "torch"
@@ -127,7 +127,7 @@ class ExecutorTrainer:
             parameters=assignment.parameters,
             examples=tuple(examples),
             seed=self._rng.getrandbits(63),
-            # Under a mask a bucket of few clients would tell too much of them: all share one.
+            # In a masked sum a bucket with few clients would reveal too much: use one for all.
             volume=0 if assignment.secure else volume,
         )
         try:
@@ -137,7 +137,7 @@ class ExecutorTrainer:
         return Trained(result.update, result.examples)
 
     async def load_examples(self, task_file: Path, texts: Sequence[str]) -> list[list[bytes]]:
-        """What the file's own `load_examples` makes of each text, in a child process as well."""
+        """The examples that the file's `load_examples` makes of each text, in a child process."""
         loaded: list[list[bytes]] = []
         for lot in _lots([text.encode() for text in texts]):
             try:
@@ -145,7 +145,7 @@ class ExecutorTrainer:
             except JobFailed as error:
                 raise OperatorError(
                     f"{LOADER} of {task_file} failed: {error.reason}",
-                    hint="it takes the text of a file and returns a list of bytes",
+                    hint="load_examples takes the text of a file and returns a list of bytes",
                 ) from error
             loaded += msgpack.decode(result.update, type=list[list[bytes]])
         return loaded
@@ -161,7 +161,7 @@ class ExecutorTrainer:
 
 
 def _lots(texts: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """One after the other until they are large together."""
+    """Split texts into groups of limited size."""
     lot: list[bytes] = []
     for text in texts:
         lot.append(text)
@@ -181,7 +181,7 @@ async def sandboxed(
     memory_mb: int = 1024,
     max_parallel: int | None = None,
 ) -> AsyncIterator[ExecutorTrainer]:
-    """Trains by these task files, in child processes with limits."""
+    """A trainer for these task files, in child processes with limits."""
     sandbox = Sandbox(task_files, memory_mb=memory_mb, max_parallel=max_parallel)
     try:
         await sandbox.start()
@@ -191,10 +191,10 @@ async def sandboxed(
 
 
 class ProtocolTrainer:
-    """Waits as long as training would, and uploads what `update(session, length)` says. Any model
-    that it is to evaluate has a loss of 1.
+    """Waits as long as training would, then uploads `update(session, length)`.
 
-    For load and chaos tests: `seconds` and `examples` draw how long and on how many.
+    For load and chaos tests. `seconds` and `examples` draw the duration and the number of
+    examples. Every evaluation has a loss of 1.
     """
 
     engine = "torch"

@@ -1,13 +1,13 @@
-"""Whom a device masks its updates for: the checks before a seal, and the seal.
+"""The device's checks of a TSA before it masks an update, and the seal.
 
-DESIGN 7, order of checks: the quote, the measurement in the public log, the parameters by the
-device's own policy, the signature of the offer; it aborts on the first that fails, and nothing is
-masked before. The log is read where auditors read it; a checkpoint that it has shown is on the disk
-before anything else is looked at, and the next one must continue it, and the one in the policy.
-Without a policy of its owner a device believes nobody.
+The checks, in this order: the quote; the measurement in the public log; the parameters, by the
+device's own policy; the signature of the offer. The first failure aborts, and nothing is masked
+before all have passed. The log is read from the same place as auditors read it. A checkpoint is
+written to disk before it is used, and each checkpoint must extend the earlier ones and the one in
+the policy. Without a policy of its owner a device trusts no TSA.
 
-A seal is asked for once per update: that is the client's rule (`papaya/client/client.py`), whose
-stages never lead back to sealing. Here every call is another update.
+The client asks for one seal per update (`papaya/client/client.py`). Here every call is another
+update.
 
 `seal` blocks on the network, on a host that may be hostile: it has half a minute for all of the
 log, holds no lock meanwhile, and `seal_aside` keeps it on threads of its own.
@@ -42,7 +42,7 @@ from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
 from papaya.verifiable_log.over_http import over_http
 from papaya.verifiable_log.reader import LogReader
 
-# Believed for so long without asking the log again: an identity key lives as long as its process.
+# How long a verified identity is trusted without reading the log again.
 _BELIEVED_S = 600.0
 _MOST_BELIEVED = 64
 # For all files of the log together; an upload has 120 s unless its server says otherwise.
@@ -50,7 +50,7 @@ _LOG_S = 30.0
 
 
 class Trust:
-    """One process's view of TSAs, by its owner's policy. Threads may share it."""
+    """Verifies TSAs by the owner's policy, for one process. Thread-safe."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Trust:
             ) from error
 
     async def seal_aside(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
-        """On threads of its own: a slow log delays other seals, and nothing else of a process."""
+        """Seal on a separate thread: a slow log delays other seals and nothing else."""
         call = partial(self.seal, work, terms, evaluates=evaluates)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
-        """Raises ProtocolError at the first check that fails."""
+        """Make all checks, then seal. Raises ProtocolError at the first check that fails."""
         offered = work.offer
         try:
             parameters = PublicParameters.decode(offered.parameters)
@@ -98,8 +98,8 @@ class Trust:
             raise ProtocolError(f"{error.reason}: {error}") from error
         except OSError as error:
             raise OperatorError(
-                f"what was seen of the log cannot be kept: {error}",
-                hint="nothing was masked: make room for the file, and let the device write it",
+                f"cannot store the checkpoint of the log: {error}",
+                hint="nothing was masked; check the free space and the permissions of the file",
             ) from error
         return Sealed(done.masked.tobytes(), done.sealed)
 
@@ -117,7 +117,7 @@ class Trust:
 
     def _verify(self, work: Seal, digest: bytes) -> Verified:
         offered = work.offer
-        # The platform's name is checked by the policy: whatever is no platform is refused there.
+        # The policy refuses an unknown platform.
         evidence = Evidence(offered.platform, offered.evidence, offered.collateral)  # type: ignore[arg-type]
         try:
             reader = self._reader()
@@ -134,19 +134,19 @@ class Trust:
         )
 
     def _reader(self) -> LogReader:
-        """From all that was ever seen of the log. One thread's own, and for one reading."""
+        """A reader that starts from the newest checkpoint seen. For one thread and one reading."""
         fetch = over_http(self.policy.log_url, all_s=self._log_s)
         pinned = self.policy.log_checkpoint.encode() or None
         return RememberingReader(fetch, self.policy.log_policy(), self._memory, pinned)
 
 
 def read_policy(path: Path) -> DevicePolicy:
-    """The owner's policy, a TOML file."""
+    """Read the owner's policy, a TOML file."""
     try:
         found: DevicePolicy = msgspec.toml.decode(path.read_bytes(), type=DevicePolicy)
     except OSError as error:
         raise OperatorError(
-            f"{path} cannot be read: {error.strerror}", hint="name the file of your policy"
+            f"{path} cannot be read: {error.strerror}", hint="check the path of the policy file"
         ) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(

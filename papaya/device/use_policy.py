@@ -1,15 +1,15 @@
-"""What a device's owner allows: collections of examples, who may use them, how long they stay.
+"""The owner's policies: which tasks may use a collection of examples, and how long it is kept.
 
 Paper, "Client Runtime": the example store "enforces data use and retention policies". Policies are
 declared on the device, in TOML or by the app, and never by a server:
 
     [collections.keyboard]
-    tasks = ["next-word", "emoji-*"]   # who may train on it; nobody unless named
+    tasks = ["next-word", "emoji-*"]   # tasks that may train on it; none by default
     max_age_s = 2592000                # then an example is deleted
     max_count = 10000                  # the oldest go first
     max_bytes = 67108864
 
-Nothing is allowed by default: a collection without `tasks` is kept and used by nobody.
+Nothing is allowed by default: no task may use a collection without `tasks`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One visit: the Client machine under asyncio. What the machine asks is done here, nothing more.
+"""One visit: runs the Client machine under asyncio and carries out its effects.
 
 Every effect becomes a task whose outcome comes back as a message; one loop feeds the machine, so
 that it never sees two things at once. `Remember` is the exception: it is durable before the effect
@@ -48,7 +48,7 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class Equipment(NamedTuple):
-    """What one device brings to its visits."""
+    """What one device uses in its visits."""
 
     process: DeviceProcess
     selectors: tuple[str, ...]
@@ -60,7 +60,7 @@ class Equipment(NamedTuple):
 
 
 class DeviceVisit:
-    """Cancelled, it vanishes without a word, as a device that lost its power does."""
+    """One visit. If cancelled, it stops without a message, like a device that lost its power."""
 
     def __init__(
         self, machine: Client, equipment: Equipment, reached: Callable[[Stage], None]
@@ -92,8 +92,8 @@ class DeviceVisit:
             await self._cancel(list(self._tasks))
 
     def interrupt(self, detail: str, even_sending: bool = False) -> None:
-        """Leave. An update that is already on its way is sent to its end, unless told otherwise:
-        the participation is spent, and the rest takes seconds.
+        """Leave. A running upload is finished, unless told otherwise: the participation is already
+        recorded, and the rest takes seconds.
         """
         if even_sending or self.machine.stage not in _SENDING:
             self.detail = detail
@@ -191,7 +191,7 @@ class DeviceVisit:
             raise ProtocolError(
                 f"the device's own file of {program!r} {asked} secure aggregation, the server's "
                 f"task {told} it",
-                hint="give devices the very file that was submitted",
+                hint="give devices exactly the file that was submitted",
             )
         limit = self._process.limits.max_model_bytes
         if 4 * max(joined.model_length, joined.update_length) > limit:
@@ -230,7 +230,8 @@ class DeviceVisit:
         try:
             if trust is None or terms is None:
                 raise ProtocolError(
-                    "this device believes no TSA", hint="papaya client --trust FILE"
+                    "this device has no trust policy for secure aggregation",
+                    hint="papaya client --trust FILE",
                 )
             done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
         except Exception as error:  # whatever goes wrong, nothing was masked
@@ -256,7 +257,7 @@ def _check_update(trained: Trained, length: int) -> None:
 
 
 def _in_words(error: Exception) -> str:
-    """For the device's own log: what is wrong, and what to do next."""
+    """The error and its hint, for the device's own log."""
     if not isinstance(error, PapayaError):
         return f"{type(error).__name__}: {error}"
     return f"{error}; hint: {error.hint}" if error.hint else str(error)

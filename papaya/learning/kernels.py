@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from typing import ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -27,20 +27,20 @@ from papaya.learning.parameters import FLOAT32, Tensor, Vector
 Update: TypeAlias = Sequence[Vector]
 """The pieces of one update, in order."""
 
-# Coordinates: 1 MiB of the total and as much of scratch, which the outer caches hold. Smaller
-# blocks would fit the inner ones, but each call costs, and returns to the interpreter, which the
-# event loop may be using just then.
+# Coordinates: 1 MiB of the total and 1 MiB of scratch fit into the outer caches. Smaller blocks
+# would fit into the inner caches, but need more calls, each of which takes the GIL.
 _BLOCK: Final = 1 << 18
+_WIDTH: Final = 8  # updates that the compiled loop reads at once
 _SMALL: Final = 1024  # coordinates: below this, preparing blocks costs more than the arithmetic
 
 
 class Kernel(ABC):
-    """One way of adding. It keeps nothing: any number of threads may use it at once."""
+    """A way to add updates. It has no state: any number of threads may use it at once."""
 
     name: ClassVar[str]
 
     def add_all(self, total: Tensor, updates: Sequence[Update], factors: Sequence[float]) -> None:
-        """Updates that are cut at the same places share a pass. Raising leaves the total alone."""
+        """Updates cut at the same places share a pass. An error leaves the total unchanged."""
         if len(updates) != len(factors):
             raise InvariantError(f"{len(factors)} factors for {len(updates)} updates")
         alike: dict[tuple[int, ...], tuple[list[Update], list[float]]] = {}
@@ -62,11 +62,11 @@ class Kernel(ABC):
 
     @abstractmethod
     def _add(self, total: Tensor, deltas: Sequence[Vector], factors: Sequence[float]) -> None:
-        """All of one length, which is checked."""
+        """Add vectors of the length of the total; the caller has checked them."""
 
 
 def _cuts(total: Tensor, update: Update) -> tuple[int, ...]:
-    """The lengths of an update's pieces, which must fit."""
+    """The lengths of an update's pieces; InvariantError if they do not fit the total."""
     sizes = []
     for piece in update:
         if piece.ndim != 1 or piece.dtype != FLOAT32:  # numpy would broadcast, or cast
@@ -91,7 +91,7 @@ class _Numpy(Kernel):
             sums = total[start : start + _BLOCK]
             products = scratch[: sums.size]
             for delta, factor in zip(deltas, factors, strict=True):
-                # The dtype also decides in which precision the factor is taken.
+                # The dtype also sets the precision of the factor.
                 block = delta[start : start + _BLOCK]
                 np.multiply(block, factor, out=products, dtype=total.dtype)
                 np.add(sums, products, out=sums)
@@ -100,25 +100,63 @@ class _Numpy(Kernel):
 NUMPY: Final[Kernel] = _Numpy()
 
 
+def _loop(
+    total: Any,
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+    e: Any,
+    f: Any,
+    g: Any,
+    h: Any,
+    by_a: Any,
+    by_b: Any,
+    by_c: Any,
+    by_d: Any,
+    by_e: Any,
+    by_f: Any,
+    by_g: Any,
+    by_h: Any,
+) -> None:
+    for i in range(total.size):
+        sums = total[i] + by_a * a[i] + by_b * b[i] + by_c * c[i] + by_d * d[i]
+        total[i] = sums + by_e * e[i] + by_f * f[i] + by_g * g[i] + by_h * h[i]
+
+
+def _compile() -> Any:
+    """`_loop` for read-only, contiguous, aligned float32 streams. ImportError without numba.
+
+    No fast-math: LLVM must neither fuse a product into a sum nor reorder them, or the bits would
+    differ from numpy's.
+    """
+    from numba import njit, types
+
+    total = types.Array(types.float32, 1, "C")
+    stream = types.Array(types.float32, 1, "C", readonly=True)
+    signature = types.void(total, *[stream] * _WIDTH, *[types.float32] * _WIDTH)
+    try:
+        return njit([signature], nogil=True, cache=True)(_loop)
+    except RuntimeError:  # numba finds no writable folder for its cache
+        return njit([signature], nogil=True)(_loop)
+
+
 class _Compiled(Kernel):
     name = "numba"
 
     def __init__(self) -> None:
-        from papaya.learning import compiled
-
-        self._add_eight = compiled.add_eight
-        self._width = compiled.WIDTH
+        self._add_eight = _compile()
 
     def _add(self, total: Tensor, deltas: Sequence[Vector], factors: Sequence[float]) -> None:
         if total.dtype != FLOAT32:
             NUMPY._add(total, deltas, factors)
             return
         rounded = list(np.array(factors, FLOAT32))
-        for first in range(0, len(deltas), self._width):
-            streams = [_aligned(delta) for delta in deltas[first : first + self._width]]
-            weights = rounded[first : first + self._width]
-            # Zero times a stream that is in the cache anyway costs next to nothing.
-            spare = self._width - len(streams)
+        for first in range(0, len(deltas), _WIDTH):
+            streams = [_aligned(delta) for delta in deltas[first : first + _WIDTH]]
+            weights = rounded[first : first + _WIDTH]
+            # Pad with zero times the first stream, which is in the cache anyway.
+            spare = _WIDTH - len(streams)
             padded = (*streams, *(streams[:1] * spare), *weights, *([np.float32(0)] * spare))
             self._add_eight(total, *padded)
 
@@ -129,13 +167,13 @@ def _aligned(delta: Vector) -> Vector:
 
 @cache
 def compiled() -> Kernel:
-    """From numba's cache, or compiled now, which takes a second. ImportError without numba."""
+    """Loaded from numba's cache, or compiled in about a second. ImportError without numba."""
     return _Compiled()
 
 
 @cache
 def fastest() -> Kernel:
-    """What a server should use here; its `name` says which it is."""
+    """The fastest kernel that is installed; its `name` says which."""
     try:
         return compiled()
     except ImportError:

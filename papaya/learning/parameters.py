@@ -5,8 +5,11 @@ aggregating them". Everything that is added, stepped or masked is one vector; na
 live in the `Manifest`, which the owner publishes once.
 
 A stored vector has exactly one encoding, because blobs are named by their hash: metadata and
-tensors are sorted by name and a file that would not be written the same way is refused. (The
-safetensors library writes metadata in a random order; it reads these files, though.)
+tensors are sorted by name, and a file that would be written differently is refused. That is why the
+safetensors library is not used here, although it can read these files: it writes metadata in a
+random order; it accepts unaligned data and unknown fields in the header; it does not return the
+metadata of bytes; and it copies every tensor (20 MB: 2.6 ms with the check for finite values,
+instead of 1.3 ms here without a copy).
 
 Refused: a tensor that is missing, unknown, not float32, of another shape or not finite; a file
 with another header, size or dtype than the reader expects. Reading raises ProtocolError and
@@ -40,8 +43,8 @@ _MAX_HEADER_BYTES: Final = 1 << 16
 class Manifest(msgspec.Struct, frozen=True):
     """The names and shapes of a model's tensors, in the order in which the vector holds them.
 
-    Raises ValueError on nonsense, which msgspec reports as a validation error when the manifest
-    came over the wire.
+    Raises ValueError for an invalid manifest; msgspec reports that as a validation error when the
+    manifest came over the wire.
     """
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
@@ -69,7 +72,7 @@ class Manifest(msgspec.Struct, frozen=True):
         return sum(math.prod(shape) for _, shape in self.tensors)
 
     def flatten(self, tensors: Mapping[str, npt.ArrayLike]) -> Vector:
-        """Copy a model's tensors into one vector, or say which of them does not fit."""
+        """Copy a model's tensors into one vector. An error names the tensor that does not fit."""
         names = [name for name, _ in self.tensors]
         if missing := [name for name in names if name not in tensors]:
             raise OperatorError(
@@ -128,7 +131,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def encode(vector: Vector, metadata: Mapping[str, str]) -> bytes:
-    """The one file that holds these parameters and this metadata."""
+    """The canonical file of these parameters and this metadata."""
     _checked("parameters", (vector.size,), vector)
     return encode_tensors({"parameters": vector}, metadata)
 
@@ -148,7 +151,7 @@ def encode_tensors(tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[st
 def tensor_pieces(
     tensors: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]
 ) -> list[bytes | memoryview]:
-    """The same file in pieces: a header, and views of the vectors as they are now."""
+    """The same file in pieces: a header, and views of the vectors (not copies)."""
     names = sorted(tensors)
     arrays = [np.ascontiguousarray(tensors[name]) for name in names]
     kinds = dict.fromkeys((array.dtype, array.shape) for array in arrays)
@@ -163,8 +166,8 @@ def decode_tensors(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read-only views of exactly these vectors, and the metadata, or ProtocolError.
 
-    Only the metadata is believed: the header is written again from what the reader expects and
-    must be the header that was found.
+    Only the metadata is taken from the file. The header is written again from what the reader
+    expects, and the file must start with exactly that header.
     """
     metadata = _metadata(data)
     try:

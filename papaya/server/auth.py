@@ -1,13 +1,13 @@
-"""Who may talk to us: bearer tokens of devices, of servers among each other, and of the admin API.
+"""Bearer tokens of devices, of servers among each other, and of the admin API.
 
     shared                 every device shows the token in device.token
     signed                 each device has its own, made by `papaya token make`: id, expiry, HMAC
     none                   everybody; INSECURE, and the log says so at every start
     package.module:name    the operator's own `DeviceVerifier`, called without arguments
 
-A token lets a device talk to the server; what it may do there is for tickets to say. A verifier
-that raises or takes too long refuses. No token is ever logged: of an error in a verifier only its
-class and place are, because its message may quote what it was given.
+A token lets a device check in; what it may do after that is in its tickets. A verifier that raises
+or takes too long refuses the device. Tokens are never logged. Of an error in a verifier only the
+class and the line are logged, because the message may contain the token.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ import time
 import traceback
 from base64 import urlsafe_b64encode
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
+import msgspec
+
 from papaya.config.deployment import Deployment
 from papaya.credentials.token_files import MAX_TOKEN_CHARS, TOKEN_FORM, Secret, read_or_make
 from papaya.errors import OperatorError
+from papaya.http.exchange import Exchange
+from papaya.http.routes import Buffered, HttpRoute
 
 logger = logging.getLogger("papaya.auth")
 
@@ -52,24 +56,24 @@ class Undecided(Enum):
 
 UNDECIDED: Final = Undecided.UNDECIDED
 Verdict: TypeAlias = str | None
-"""A device's identity, "" when its token names nobody in particular, None when it is refused."""
+"""A device's identity, "" if its token is shared, None if it is refused."""
 
 
 class DeviceVerifier(Protocol):
-    """What the operator may bring. It is awaited on the server's loop, so it must not block."""
+    """The operator's own verifier. It is awaited on the server's loop, so it must not block."""
 
     async def verify(self, token: str) -> Verdict: ...
 
 
 @runtime_checkable
 class ImmediateVerifier(Protocol):
-    """A verifier that needs to ask nobody: it is not awaited."""
+    """A verifier that answers at once and is not awaited."""
 
     def verify_now(self, token: str) -> Verdict: ...
 
 
 class SharedToken:
-    """One token for all: it says that a device belongs here, not which one it is."""
+    """One token for all devices; it does not identify a device."""
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
@@ -81,7 +85,7 @@ class SharedToken:
 class SignedTokens:
     """`papaya1.DEVICE.EXPIRES.MAC`: HMAC-SHA256 over all before the last dot, base64url.
 
-    Compared as text, so that one device and expiry have one token and no other spelling of it.
+    Compared as text, so that each device and expiry have exactly one valid token.
     """
 
     def __init__(self, key: Secret, now: Callable[[], float] = time.time) -> None:
@@ -116,14 +120,14 @@ class SignedTokens:
 
 
 class OpenDoor:
-    """Lets everybody in."""
+    """Accepts every device."""
 
     def verify_now(self, token: str) -> Verdict:
         return ""
 
 
 def bearer(authorization: str | None) -> str | None:
-    """The token of an Authorization header, None when it is not exactly `Bearer <token>`."""
+    """The token of an Authorization header, None if it is not exactly `Bearer <token>`."""
     start = len(_SCHEME)
     if authorization is None or len(authorization) > start + MAX_TOKEN_CHARS:
         return None
@@ -134,16 +138,16 @@ def bearer(authorization: str | None) -> str | None:
 
 
 def admits(secret: Secret, authorization: str | None) -> bool:
-    """For the admin API and for other servers: does the header hold this very token?"""
+    """Whether the header has this token; for the admin API and for other servers."""
     token = bearer(authorization)
     return token is not None and secret.matches(token)
 
 
 class DeviceAuth:
-    """What the device API asks. `verify_now` first; `verify` where that is UNDECIDED.
+    """Verifies devices. Call `verify_now` first, and `verify` if that returns UNDECIDED.
 
-    Whom an operator's own verifier let in is remembered for a minute, by the hash of the token, so
-    that a device that checks in again at once does not ask a database again. Refusals are not
+    A device that the operator's own verifier accepted is remembered for a minute, by the hash of
+    its token, so that another check-in does not query a database again. Refusals are not
     remembered.
     """
 
@@ -203,22 +207,22 @@ def _digest(token: str) -> bytes:
 
 
 def _checked(verdict: object) -> Verdict:
-    """True is no identity: a verifier that says so was not written for this."""
+    """Check the type: a verifier that returns True, for example, has another interface."""
     if verdict is None or isinstance(verdict, str):
         return verdict
-    raise TypeError("a verifier answers with a str or None")
+    raise TypeError("a verifier must return a str or None")
 
 
 def _log_failure(error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
-    logger.error("a device is refused: its verifier failed, %s at %s", type(error).__name__, place)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown line"
+    logger.error("device refused: the verifier raised %s at %s", type(error).__name__, place)
 
 
 def verifier_for(
     deployment: Deployment, data: Path, now: Callable[[], float] = time.time
 ) -> DeviceAuth:
-    """What `device_tokens` asks for; makes the file that it needs."""
+    """The verifier that `device_tokens` names; creates the token file that it needs."""
     match deployment.device_tokens:
         case "shared":
             return DeviceAuth(SharedToken(read_or_make(data, "device.token")))
@@ -226,7 +230,7 @@ def verifier_for(
             return DeviceAuth(SignedTokens(read_or_make(data, "device.key"), now))
         case "none":
             logger.warning(
-                'INSECURE: device_tokens = "none": whoever reaches %s takes part in training',
+                'INSECURE: device_tokens = "none": anyone who reaches %s can take part in training',
                 deployment.devices,
             )
             return DeviceAuth(OpenDoor())
@@ -238,11 +242,11 @@ def _own_verifier(path: str) -> DeviceVerifier:
     module, _, name = path.partition(":")
     try:
         verifier = getattr(import_module(module), name)()
-    except Exception as error:  # the operator's code: whatever it does is his to mend
+    except Exception as error:  # the operator's code may raise anything
         raise OperatorError(
-            f"the verifier {path} cannot be made: {type(error).__name__}: {error}",
-            hint="install its package where papaya runs, or set PYTHONPATH; what is behind "
-            "the colon is called without arguments",
+            f"the verifier {path} cannot be created: {type(error).__name__}: {error}",
+            hint="install its package beside papaya, or set PYTHONPATH; the name after the colon "
+            "is called without arguments",
         ) from error
     if not inspect.iscoroutinefunction(getattr(verifier, "verify", None)):
         raise OperatorError(
@@ -251,3 +255,26 @@ def _own_verifier(path: str) -> DeviceVerifier:
         )
     found: DeviceVerifier = verifier
     return found
+
+
+def guarded(routes: Iterable[HttpRoute], secret: Secret, refusal: bytes) -> list[HttpRoute]:
+    """The same routes, but a request without the token gets 401 and `refusal`, and its body is not
+    kept.
+    """
+
+    def checked(exchange: Exchange) -> bool:
+        if admits(secret, exchange.head.headers.get("authorization")):
+            return True
+        exchange.answer(401, refusal, (("WWW-Authenticate", "Bearer"),))
+        return False
+
+    return [_guarded(route, checked) for route in routes]
+
+
+def _guarded(route: HttpRoute, is_admitted: Callable[[Exchange], bool]) -> HttpRoute:
+    if isinstance(route, Buffered):
+        return msgspec.structs.replace(route, admits=is_admitted)
+    receive = route.receive
+    return msgspec.structs.replace(
+        route, receive=lambda exchange: receive(exchange) if is_admitted(exchange) else None
+    )

@@ -1,20 +1,28 @@
-"""Reusable memory for chunks: a fixed number of buffers of one size.
+"""Memory for chunks that are being received: a pool of buffers, and a bound per upload.
 
-DESIGN 5, memory bounded by slots: when all buffers are out, `take` says so and the peer is asked to
-come back. A buffer is received into, travels with its chunk to the aggregator, and comes back when
-the update is folded, refused or dropped, from whatever thread that happens on.
+The pool has a fixed number of buffers of one size, so memory is bounded: when all are in use,
+`take` returns None and the peer is asked to come back. A buffer is received into, travels with its
+chunk to the aggregator, and returns to the pool when the update is folded, refused or dropped, on
+any thread.
+
+A ticket names one upload, and an upload has a bounded number of bodies being received. Otherwise
+one ticket could take every buffer. When the machine takes an upload's slot back, its bodies are
+aborted.
 """
 
 from __future__ import annotations
 
 from threading import Lock
+from typing import Protocol
 
+from papaya.aggregator.upload import ARRIVING, Owner
 from papaya.errors import InvariantError
 from papaya.learning.weighting import BytesLike
+from papaya.messages.base import SessionId, TaskId
 
 
 class BufferPool:
-    """Invariant: a buffer is either free or out, and out once. Threads may share it."""
+    """Invariant: each buffer is either free or in use once. Thread-safe."""
 
     def __init__(self, count: int, size: int) -> None:
         self.count = count
@@ -28,19 +36,19 @@ class BufferPool:
         return self.count - len(self._out)
 
     def take(self) -> memoryview | None:
-        """A whole buffer with whatever was in it, or None when all are out."""
+        """A whole buffer with arbitrary content, or None if all are in use."""
         with self._lock:
             if self._free:
                 buffer = self._free.pop()
             elif len(self._out) < self.count:
-                buffer = bytearray(self.size)  # memory is used only once it is needed
+                buffer = bytearray(self.size)  # allocated on first use
             else:
                 return None
             self._out[id(buffer)] = buffer
             return memoryview(buffer)
 
     def give_back(self, data: BytesLike) -> None:
-        """The view itself or any part of it. Bytes that are not pooled, as in tests, are let go."""
+        """Take the view, or any part of it. Bytes that are not pooled, as in tests, are ignored."""
         if not isinstance(data, memoryview):
             return
         with self._lock:
@@ -48,3 +56,40 @@ class BufferPool:
             if buffer is None:
                 raise InvariantError("a buffer was given back twice, or belongs to another pool")
             self._free.append(buffer)
+
+
+class Body(Protocol):
+    def break_off(self) -> None:
+        """Answer the peer and read no more of the body."""
+        ...
+
+
+class ArrivingBodies:
+    """Bodies that are being received, by upload. Invariant: at most `ARRIVING` per upload."""
+
+    def __init__(self) -> None:
+        self._bodies: dict[Owner, list[Body]] = {}
+
+    def has_room(self, owner: Owner) -> bool:
+        return len(self._bodies.get(owner, ())) < ARRIVING
+
+    def add(self, owner: Owner, body: Body) -> None:
+        self._bodies.setdefault(owner, []).append(body)
+
+    def remove(self, owner: Owner, body: Body) -> None:
+        """Call it when the body is complete or broken."""
+        bodies = self._bodies.get(owner, [])
+        if body in bodies:
+            bodies.remove(body)
+            if not bodies:
+                del self._bodies[owner]
+
+    def break_off(self, task: TaskId, session: SessionId | None) -> None:
+        """Abort the bodies of one session, or of the whole task if `session` is None."""
+        if session is not None:
+            owners = [(task, session)]
+        else:
+            owners = [owner for owner in self._bodies if owner[0] == task]
+        for owner in owners:
+            for body in self._bodies.pop(owner, ()):
+                body.break_off()

@@ -34,22 +34,23 @@ def _with_new_names(document: dict[str, Any]) -> dict[str, Any]:
                 raise ConfigError.of(
                     old, renamed[old], f"is the old name of {new}", f"remove {old}"
                 )
-            logger.warning("%s is now called %s; the old name goes away in 0.4.0", old, new)
+            logger.warning("%s is now called %s; the old name will be removed in 0.4.0", old, new)
             renamed[new] = renamed.pop(old)
     return renamed
 
 
 def read_deployment(path: Path) -> Deployment:
-    """The TOML file at `path`; relative paths in it start at its folder."""
+    """Read the TOML file at `path`; relative paths in it start at its folder."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
         found = msgspec.convert(_with_new_names(document), Deployment)
     except OSError as error:
         raise OperatorError(
-            f"{path} cannot be read: {error.strerror}", hint="papaya serve needs no file at all"
+            f"{path} cannot be read: {error.strerror}",
+            hint="check the path, or run papaya serve without a file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}", hint="mend the line it names") from error
+        raise ConfigError(f"{path} is not TOML: {error}", hint="correct that line") from error
     except msgspec.ValidationError as error:
         raise ConfigError(
             f"{path}: {error}", hint="docs/configuration.md lists every field"

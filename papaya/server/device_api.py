@@ -1,9 +1,8 @@
-"""The door for devices: HTTP requests in, messages to the selector, answers out.
+"""The HTTP API for devices: passes requests to the selector and sends its answers.
 
-A device shows its token when it checks in; from then on its tickets say what it may do, and no
-server can be talked into more. One device identity is held once: checking in again lets the
-earlier request go. Parameters are public under their hash, immutable, and made to be cached. Sums
-and optimizer state have no address here.
+A device shows its token when it checks in; after that its tickets say what it may do. Each device
+identity is held once: another check-in ends the earlier request. Parameters are public under their
+hash, immutable, and can be cached. Sums and optimizer state are not served.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from papaya.messages.participation import Refused, Retry
 from papaya.messages.paths import PARAMETERS_PATH, PATHS
 from papaya.messages.selection import CheckIn, Gone
 from papaya.server.auth import UNDECIDED, DeviceAuth
-from papaya.server.collectors import DriverMetrics
 from papaya.server.device_openapi import device_document
 from papaya.server.host import Host
+from papaya.server.metrics import DriverMetrics
 from papaya.server.replies import (
     BAD_REQUEST,
     NOT_FOUND,
@@ -54,7 +53,7 @@ def participation_routes(
     deliver: Callable[[Message, WaitingDevice], None],
     count: Callable[[Message], None] | None = None,
 ) -> list[HttpRoute]:
-    """Requests that carry a ticket: at a selector's door and, passed on, at an aggregator's."""
+    """Routes of requests that carry a ticket, at a selector and at an aggregator."""
     return [
         Buffered("POST", path, partial(_on_request, kind, deliver, count), MAX_REQUEST_BYTES)
         for kind, path in PATHS.items()
@@ -75,14 +74,14 @@ def _on_request(
 
 
 def parse(kind: type[Message], exchange: Exchange, body: bytes) -> Message | None:
-    """The message, or None when the device was told what is wrong with it."""
+    """The message, or None after answering that it is invalid."""
     try:
         message = wire.from_device.parse(body)
     except ProtocolError as error:
         answer(exchange, Refused(str(error)[:128], error.hint[:128]), BAD_REQUEST)
         return None
     if type(message) is not kind:
-        reason = f"{type(message).__name__} does not belong here, {kind.__name__} does"
+        reason = f"{type(message).__name__} was sent to the path of {kind.__name__}"
         answer(exchange, Refused(reason), BAD_REQUEST)
         return None
     return message
@@ -94,7 +93,7 @@ def _openapi() -> bytes:
 
 
 class Door:
-    """Check-ins, and parameters for whoever knows their key."""
+    """Check-ins, and parameters by key."""
 
     def __init__(
         self, selector: Host, auth: DeviceAuth, blobs: FolderBlobs, metrics: DriverMetrics
@@ -118,13 +117,13 @@ class Door:
         ]
 
     def close(self) -> None:
-        """No further check-ins: those that are held are told to come again, and not assigned."""
+        """Take no more check-ins, and tell the held ones to come again."""
         self._is_closing = True
         for exchange, waiting in tuple(self._held.values()):
             self._let_go(exchange, waiting, _STOPPING)
 
     def _count_answer(self, message: Message) -> None:
-        self._metrics.answers.add(1, type(message).__name__)
+        self._metrics.answers.labels(type(message).__name__).inc()
 
     def _on_openapi(self, exchange: Exchange, body: bytes) -> None:
         exchange.answer(200, _openapi())
@@ -151,7 +150,7 @@ class Door:
 
     def _admit(self, exchange: Exchange, body: bytes, identity: str | None) -> None:
         if not exchange.is_open:
-            return  # it hung up while it was verified
+            return  # it disconnected during verification
         if identity is None:
             refused = Refused("the device token is missing or not valid", _TOKEN_HINT)
             answer(exchange, refused, UNAUTHORIZED)
@@ -162,11 +161,11 @@ class Door:
         if self._is_closing:
             answer(exchange, _STOPPING)
             return
-        self._metrics.check_ins.add()
+        self._metrics.check_ins.inc()
         self._hold(identity or exchange, exchange, message)
 
     def _hold(self, key: object, exchange: Exchange, message: Message) -> None:
-        """A device that checks in again has given up its earlier request."""
+        """Hold a check-in. It ends an earlier check-in of the same device."""
         if (earlier := self._held.get(key)) is not None:
             self._let_go(*earlier, Retry("you checked in again", 0.0))
         waiting = WaitingDevice(exchange, partial(self._on_answer, key))
@@ -203,6 +202,6 @@ class Door:
         try:
             path = self._blobs.path(key)
         except MissingBlob:
-            answer(exchange, Refused("these parameters are gone"), NOT_FOUND)
+            answer(exchange, Refused("these parameters have been deleted"), NOT_FOUND)
         else:
             exchange.answer_file(path, headers)

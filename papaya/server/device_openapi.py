@@ -1,7 +1,8 @@
 """The device API as OpenAPI: what `papaya/server/device_api.py` and `uploads.py` serve.
 
-A client in another language needs this and the dialogue in `papaya/messages/participation.py`. The
-message in the body decides; the status tells proxies and logs. Every request may be repeated.
+A client in another language needs this and the dialogue in `papaya/messages/participation.py`. A
+client needs only the message in the body; the status is for proxies and logs. Every request may be
+repeated.
 """
 
 from __future__ import annotations

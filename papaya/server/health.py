@@ -1,7 +1,7 @@
-"""What an operator looks at: /health and /metrics on the admin listener of every role.
+"""/health and /metrics, on the admin listener of every role.
 
-Both need no token: they tell counts and names of tasks, nothing that a device sent. /health is 503
-while the state store fails: such a server answers everyone and gets nothing done.
+Neither needs a token: they show counts and names of tasks, nothing that a device sent. /health
+answers 503 while the state store fails, because the server then makes no progress.
 """
 
 from __future__ import annotations
@@ -17,54 +17,50 @@ from papaya.http.exchange import Exchange
 from papaya.http.listener import Listener
 from papaya.http.routes import Buffered, HttpRoute
 from papaya.selector.selector import Selector
-from papaya.server.collectors import (
+from papaya.server.host import AggregatorHost, Host
+from papaya.server.metrics import (
+    CONTENT_TYPE,
+    AggregatorCollector,
+    CoordinatorCollector,
     DriverMetrics,
     Now,
-    aggregator_collector,
-    coordinator_collector,
-    selector_collector,
-    workers_collector,
+    SelectorCollector,
+    WorkersCollector,
 )
-from papaya.server.host import AggregatorHost, Host
-from papaya.server.metrics import CONTENT_TYPE, Registry
 from papaya.server.peers import Peers
 from papaya.server.state_thread import StateThread
 
 
 class Health:
-    """The metrics of one process."""
+    """Answers /health and /metrics of one process."""
 
-    def __init__(self, now: Now, state: StateThread) -> None:
+    def __init__(self, driver: DriverMetrics, now: Now, state: StateThread) -> None:
         self._state = state
-        self.registry = Registry()
-        self.driver = DriverMetrics(self.registry)
+        self.driver = driver
         self._now = now
         self._hosts: list[Host] = []
         self._listeners: dict[str, Listener] = {}
         self._peers: Peers | None = None
 
     def watch(self, hosts: Iterable[Host]) -> None:
+        register = self.driver.registry.register
         for host in hosts:
             self._hosts.append(host)
             match host.machine:
                 case Coordinator() as coordinator:
-                    self.registry.collect(coordinator_collector(coordinator, self._now))
+                    register(CoordinatorCollector(coordinator, self._now))
                 case Selector() as selector:
-                    self.registry.collect(selector_collector(selector))
+                    register(SelectorCollector(selector))
                 case Aggregator() as aggregator:
-                    self.registry.collect(aggregator_collector(aggregator, self._now))
+                    register(AggregatorCollector(aggregator, self._now))
             if isinstance(host, AggregatorHost):
-                self.registry.collect(workers_collector(host.workers))
+                register(WorkersCollector(host.workers))
 
     def watch_peers(self, peers: Peers) -> None:
         self._peers = peers
 
     def watch_listener(self, name: str, listening: Listener) -> None:
         self._listeners[name] = listening
-
-    def observe(self, listener: str, route: str, status: int, seconds: float) -> None:
-        self.driver.requests.add(1, listener, route, str(status))
-        self.driver.request_seconds.observe(seconds, listener, route)
 
     def routes(self) -> list[HttpRoute]:
         return [
@@ -85,6 +81,5 @@ class Health:
         if self._peers is not None:
             self.driver.lost_messages.set(self._peers.lost)
         for name, listening in self._listeners.items():
-            self.driver.connections.set(listening.connections, name)
-        text = self.registry.text()
-        exchange.answer(200, text.encode(), content_type=CONTENT_TYPE)
+            self.driver.connections.labels(name).set(listening.connections)
+        exchange.answer(200, self.driver.text(), content_type=CONTENT_TYPE)

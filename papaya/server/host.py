@@ -1,8 +1,8 @@
-"""Runs a machine under asyncio: messages and timers in, effects carried out.
+"""Runs a machine under asyncio: delivers messages and timers, carries out effects.
 
-`papaya/sim/hosts.py` is the same under virtual time. Everything happens on one event loop; what
-blocks (the state store, heavy work) happens on threads and comes back as messages. A machine that
-raises has not changed: its peer is answered and the server lives on.
+`papaya/sim/hosts.py` does the same under virtual time. Everything runs on one event loop, except
+blocking work (the state store, heavy work), which runs on threads and whose results are messages.
+If a machine raises, its state is unchanged; the peer gets an answer and the server goes on.
 """
 
 from __future__ import annotations
@@ -30,23 +30,15 @@ from papaya.errors import ProtocolError
 from papaya.machine import Effect, Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, ChunkOffer, Refused, Retry
-from papaya.messages.storage import Outcome, Row, Rows, Transacted, Transaction
-from papaya.server.arrivals import ArrivingBodies
-from papaya.server.buffers import BufferPool
+from papaya.messages.storage import Outcome, Row, Rows, Transacted
+from papaya.server.buffers import ArrivingBodies, BufferPool
+from papaya.server.state_thread import AsyncState
 from papaya.server.workers import Workers
 
 logger = logging.getLogger("papaya.server")
 
-# A store that failed is asked again after a breath, not at the speed of the loop.
+# Back off before retrying a failed store.
 _UNKNOWN_DELAY_S = 1.0
-
-
-class StateAccess(Protocol):
-    """The state store; callbacks come on the loop."""
-
-    def transact(self, transaction: Transaction, done: Callable[[Outcome], None]) -> None: ...
-
-    def read(self, prefixes: tuple[str, ...], done: Callable[[dict[str, Row]], None]) -> None: ...
 
 
 class Messenger(Protocol):
@@ -61,7 +53,7 @@ class Host:
     """One machine of this process. All calls are on the loop."""
 
     def __init__(
-        self, machine: Machine, clock: Clock, state: StateAccess, messenger: Messenger
+        self, machine: Machine, clock: Clock, state: AsyncState, messenger: Messenger
     ) -> None:
         self.machine = machine
         self._clock = clock
@@ -82,7 +74,7 @@ class Host:
         self._arm()
 
     def stop(self) -> None:
-        """From here on the machine hears nothing, as if the process had died."""
+        """Deliver nothing more to the machine, as if the process had died."""
         self._is_running = False
         if self._timer is not None:
             self._timer.cancel()
@@ -95,27 +87,27 @@ class Host:
         except ProtocolError as error:
             self._answer(reply_to, Refused(str(error)[:128], error.hint[:128]))
         except Exception:
-            logger.exception("%s could not take %s", self.machine.node, type(message).__name__)
+            logger.exception("%s failed on %s", self.machine.node, type(message).__name__)
             self._answer(reply_to, Retry("the server has a problem", 1.0))
         else:
             self.perform(effects)
 
     def perform(self, effects: Effects) -> None:
-        """Each on its own: one that fails must not take the others with it."""
+        """Carry out each effect, also if an earlier one fails."""
         try:
             for effect in effects:
                 try:
                     self._carry_out[type(effect)](effect)
                 except Exception:
                     kind = type(effect).__name__
-                    logger.exception("%s: %s could not be carried out", self.machine.node, kind)
+                    logger.exception("%s: effect %s failed", self.machine.node, kind)
         finally:
             self._arm()
 
     # -- timers -----------------------------------------------------------------------------
 
     def _arm(self) -> None:
-        """One timer is enough: an early one re-arms itself when it fires."""
+        """Set the timer, unless it fires earlier anyway; it sets itself again then."""
         due = self.machine.next_wake()
         if due < self._armed_for and self._is_running:
             if self._timer is not None:
@@ -132,7 +124,7 @@ class Host:
             try:
                 effects = self.machine.wake(now)
             except Exception:
-                logger.exception("%s could not wake", self.machine.node)
+                logger.exception("%s failed in wake()", self.machine.node)
                 self._timer = self._loop.call_later(_UNKNOWN_DELAY_S, self._on_timer)
                 return
         self.perform(effects)
@@ -147,24 +139,26 @@ class Host:
             to.answer(message)
 
     def _transact(self, effect: Transact) -> None:
-        self._state.transact(effect.transaction, partial(self._transacted, effect.token))
+        done = asyncio.ensure_future(self._state.transact(effect.transaction))
+        done.add_done_callback(partial(self._on_transacted, effect.token))
 
-    def _transacted(self, token: int, outcome: Outcome) -> None:
-        done = partial(self.deliver, Transacted(token, outcome))
-        if outcome == "unknown":
-            self._loop.call_later(_UNKNOWN_DELAY_S, done)
+    def _on_transacted(self, token: int, done: asyncio.Future[Outcome]) -> None:
+        deliver = partial(self.deliver, Transacted(token, done.result()))
+        if done.result() == "unknown":
+            self._loop.call_later(_UNKNOWN_DELAY_S, deliver)
         else:
-            done()
+            deliver()
 
     def _read(self, effect: Read) -> None:
-        self._state.read(effect.prefixes, partial(self._rows, effect.token))
+        done = asyncio.ensure_future(self._state.read(effect.prefixes))
+        done.add_done_callback(partial(self._on_read, effect.token))
 
-    def _rows(self, token: int, rows: dict[str, Row]) -> None:
-        self.deliver(Rows(token, tuple(rows.items())))
+    def _on_read(self, token: int, done: asyncio.Future[dict[str, Row]]) -> None:
+        self.deliver(Rows(token, tuple(done.result().items())))
 
 
 class AggregatorHost(Host):
-    """Adds heavy work on threads, and chunks in pooled buffers."""
+    """A host with heavy work on threads and chunks in pooled buffers."""
 
     machine: Aggregator
 
@@ -172,13 +166,13 @@ class AggregatorHost(Host):
         self,
         machine: Aggregator,
         clock: Clock,
-        state: StateAccess,
+        state: AsyncState,
         messenger: Messenger,
         workers: Workers,
         pool: BufferPool,
         tell_arriving_s: float,
     ) -> None:
-        """`tell_arriving_s`: how often the machine hears of a body that is still arriving."""
+        """`tell_arriving_s`: how often the machine is told that a body is still being received."""
         super().__init__(machine, clock, state, messenger)
         self.tell_arriving_s = tell_arriving_s
         self.pool = pool
@@ -202,7 +196,7 @@ class AggregatorHost(Host):
         return self._clock.now()
 
     def wants(self, offer: ChunkOffer, reply_to: Handle) -> bool:
-        """Should the body be read? If not, the machine has answered."""
+        """Whether to read the body. If not, the machine has already answered."""
         try:
             effects = self.machine.receive(self._clock.now(), offer, reply_to)
         except ProtocolError as error:
@@ -212,7 +206,7 @@ class AggregatorHost(Host):
         return not any(isinstance(effect, Reply) and effect.to is reply_to for effect in effects)
 
     def take(self, chunk: Chunk, buffer: memoryview, reply_to: Handle) -> None:
-        """A chunk is there. Its buffer stays with the upload, or goes back to the pool."""
+        """Deliver a complete chunk. Its buffer stays with the upload, or returns to the pool."""
         self._kept = None
         self.deliver(chunk, reply_to)
         if self._kept is not chunk.data:

@@ -1,8 +1,8 @@
 """OpenAPI 3.1 from descriptions of routes; schemas come from the message types that are parsed.
 
-Nothing is described twice: bounds of a field are the bounds that the parser enforces. It describes,
-it does not serve: handlers belong to the listener. Patterns are written as every language's regular
-expressions understand them (`^…$` for Python's `\\A…\\Z`), and bytes in JSON as padded base64.
+The bounds of a field are those that the parser enforces. Patterns are written so that regular
+expressions of every language understand them (`^…$` for Python's `\\A…\\Z`), and bytes in JSON are
+padded base64.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Raw(NamedTuple):
 
 
 class ApiAnswer(NamedTuple):
-    """What may come back under one status: one of several messages, raw bytes, or no body.
+    """An answer with one status: one of several messages, raw bytes, or no body.
 
-    Without a status it stands for every status that is not listed.
+    Without a status it describes every status that is not listed.
     """
 
     status: int | None
@@ -63,7 +63,7 @@ class ApiRoute(NamedTuple):
 
 
 class Api(NamedTuple):
-    """What stands above the routes. `tokens` are bearer schemes: name and description."""
+    """Title and description. `tokens` are bearer schemes: name and description."""
 
     title: str
     version: str
@@ -150,7 +150,7 @@ def _content(body: tuple[type | Raw, ...], schema_of: dict[type, Json]) -> Json:
 
 
 def _portable(schema: Any) -> Any:
-    """The same schema without what only Python and msgspec understand."""
+    """The same schema without constructs that only Python and msgspec understand."""
     if isinstance(schema, list | tuple):
         return [_portable(item) for item in schema]
     if not isinstance(schema, dict):

@@ -1,11 +1,11 @@
 """Messages between servers: within the process by a call, to others by HTTP.
 
     Send      one-way; may be lost; in order to each peer, bounded, the oldest are dropped
-    Forward   a device's request to the task's aggregator; the answer goes back as it came
+    Forward   a device's request to the task's aggregator; the answer is passed back unchanged
 
-A node's id carries its address (`aggregator@10.0.0.7:8752`), so a route or a report is all that it
-takes to reach it. Every request shows the servers' token. It repeats nothing: machines do. Bodies
-have connections of their own, so that slow devices cannot keep heartbeats and orders waiting.
+A node's id contains its address (`aggregator@10.0.0.7:8752`). Every request has the servers' token.
+Nothing is retried here: the machines do that. Bodies of chunks have connections of their own, so
+that slow devices do not delay heartbeats and orders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 
 from papaya.errors import ProtocolError
 from papaya.http.errors import HttpError
+from papaya.http.exchange import Exchange
 from papaya.http.pool import ConnectionPool
+from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Retry
@@ -47,7 +49,7 @@ def address_of(node: NodeId) -> str:
     """`host:port` of a node that runs elsewhere."""
     _, at, address = node.partition("@")
     if not at:
-        raise ProtocolError(f"node {node!r} names no address", hint="it should be role@host:port")
+        raise ProtocolError(f"node {node!r} has no address", hint="write it as role@host:port")
     return address
 
 
@@ -59,7 +61,7 @@ class Peers:
     ) -> None:
         """`relays` are for the bodies of chunks.
 
-        `retry_s`: when devices come again while their aggregator cannot be reached.
+        `retry_s`: when devices should retry while their aggregator cannot be reached.
         """
         self.hosts: dict[NodeId, Host] = {}
         self.relays = relays
@@ -86,7 +88,7 @@ class Peers:
             queue.append(message)
 
     def forward(self, request: WaitingDevice, to: NodeId, message: Message) -> None:
-        """Chunks take another way: `papaya/server/uploads.py`."""
+        """Pass a request on. Chunks are passed on in `papaya/server/uploads.py`."""
         host = self.hosts.get(to)
         if host is not None:
             host.deliver(message, request)
@@ -101,7 +103,7 @@ class Peers:
         await self.relays.close()
 
     async def _send_all(self, to: NodeId) -> None:
-        """Until the queue is empty; the next message starts it again."""
+        """Send until the queue is empty; the next message starts it again."""
         queue = self._queues[to]
         headers = (*self.headers, (TO_HEADER, to))
         try:
@@ -146,3 +148,16 @@ class Peers:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def message_route(peers: Peers) -> HttpRoute:
+    """One-way messages to a machine of this process. 204 means received, not processed."""
+
+    def on_message(exchange: Exchange, body: bytes) -> None:
+        host = peers.hosts.get(exchange.head.headers.get(TO_HEADER, ""))
+        if host is None:
+            raise ProtocolError("this message is for a node that does not run here")
+        host.deliver(wire.between_servers.parse(body))
+        exchange.answer(TAKEN)
+
+    return Buffered("POST", MESSAGES_PATH, on_message, wire.MAX_MESSAGE_BYTES)

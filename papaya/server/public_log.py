@@ -1,9 +1,9 @@
 """The public log of TSA binaries, served as static files where devices and auditors read it.
 
-DESIGN, "The log is read where auditors read it". A release is appended by `papaya log append`,
-wherever the log's key is kept. Only for a TSA that this server starts itself, whose
-software evidence proves nothing anyway, a log is made here too, so that the same checks can be
-tried on one machine; it is named INSECURE.
+Devices read the same log as auditors, so that a server cannot show them different entries. A
+release is appended by `papaya log append`, on the machine that has the log's key. If this server
+starts its own TSA, whose software evidence proves nothing, it also makes a log, so that the same
+checks run on one machine; that log is named INSECURE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = "INSECURE.papaya.invalid/one-machine"
 
 
 def route(folder: Path) -> HttpRoute:
-    """Tiles never change; a checkpoint does."""
+    """The files of the log. Tiles never change; a checkpoint does."""
 
     def on_file(exchange: Exchange, body: bytes) -> None:
         path = exchange.captured["path"]
@@ -43,9 +43,9 @@ def route(folder: Path) -> HttpRoute:
 
 
 def own_record(data: Path, measurement: bytes) -> int:
-    """The leaf of this very binary in the server's own log, appended if it is not there.
+    """The leaf of this binary in the server's own log, appended if it is missing.
 
-    Every aggregator on this data folder, and every thread of it, may ask at the same time.
+    Several aggregators on this data folder, and several threads, may call it at the same time.
     """
     with (data / "log.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,7 +75,7 @@ def _own_record(data: Path, measurement: bytes) -> int:
 
 
 def _own_key(path: Path) -> SignerKey:
-    """Its public half beside it, there whenever the log is."""
+    """The log's key. The public key is written beside it before the log exists."""
     if path.exists():
         key = SignerKey.parse(path.read_text().strip())
     else:
@@ -88,7 +88,7 @@ def _own_key(path: Path) -> SignerKey:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """All of it or nothing: the server may be killed, and others wait for the file."""
+    """Write the file atomically: the server may be killed, and others wait for the file."""
     temporary = path.with_name(f"{path.name}.new")
     temporary.unlink(missing_ok=True)
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)

@@ -1,7 +1,7 @@
-"""Replies to devices: one JSON message, and a status as a courtesy.
+"""Replies to devices: one JSON message, with a matching HTTP status.
 
-The message decides; a client needs nothing but the body. An answer that asks for patience also
-carries Retry-After, so that everything between understands it too.
+A client needs only the message in the body; the status is for proxies and logs. `Retry` also sets
+the header Retry-After.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from papaya.messages.participation import Refused, Retry
 
 OK, NOT_MODIFIED = 200, 304
 BAD_REQUEST, UNAUTHORIZED, FORBIDDEN, NOT_FOUND, BUSY = 400, 401, 403, 404, 503
-# The same request may do better next time: a slow line, a server that is busy, broken or gone.
+# Temporary problems: the same request may succeed later.
 _PASSING = (408, 429, 500, 502, 503, 504)
 
 
 class WaitingDevice:
-    """A device that waits for the answer to one request. The handle that machines pass around."""
+    """A device that waits for the answer to one request; the `Handle` of the machines."""
 
     __slots__ = ("_exchange", "_observe")
 
@@ -44,7 +44,7 @@ class WaitingDevice:
 
 
 def pass_on(exchange: Exchange, response: Response) -> None:
-    """The answer of another server, as it came."""
+    """Send the answer of another server unchanged."""
     after = response.headers.get("retry-after")
     exchange.answer(response.status, response.body, (("Retry-After", after),) if after else ())
 
@@ -57,19 +57,19 @@ def answer(exchange: Exchange, message: Message, status: int | None = None) -> N
 
 
 def blame_peer(error: Exception) -> HttpError | None:
-    """A peer that broke the protocol is told so; every other exception is our own fault."""
+    """A 400 if the peer broke the protocol; None if the exception is our own fault."""
     return HttpError(400, str(error)) if isinstance(error, ProtocolError) else None
 
 
 def retry_after_s(heartbeat_s: float) -> float:
-    """When to come again if a server cannot be reached: in time for its successor, which adopts
+    """When to retry if a server cannot be reached: soon enough for its successor, which adopts
     running clients for one heartbeat.
     """
     return min(1.0, heartbeat_s / 4)
 
 
 def problem(status: int, text: str, retry_s: float = 1.0) -> bytes:
-    """The body of an error of the HTTP layer itself, in the words of the protocol."""
+    """The message for an error of the HTTP layer: Retry or Refused, by status."""
     reason = text[:128]
     if status in _PASSING:
         return wire.encode(Retry(reason, after_s=retry_s))

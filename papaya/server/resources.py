@@ -1,14 +1,15 @@
-"""What all roles of one process share: state, blobs, clock, ticket keys, tokens, connections.
+"""Shared by all roles of one process: state, blobs, clock, ticket keys, tokens, connections.
 
-Made in this order from the data folder, closed in the reverse one. It refuses a folder that another
-process already serves under the same name: two boots of one node at a time would take each other
-for dead.
+They are opened from the data folder in this order and closed in reverse. Refused: a folder that
+another process already serves under the same name, because two running instances of one node would
+each declare the other dead.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TextIO
@@ -19,7 +20,7 @@ from papaya.credentials.tls import between_servers
 from papaya.credentials.token_files import Secret, read_or_make
 from papaya.errors import OperatorError
 from papaya.http.pool import ConnectionPool
-from papaya.server.awaited_state import AwaitedState
+from papaya.messages.storage import Outcome
 from papaya.server.peers import Peers
 from papaya.server.replies import retry_after_s
 from papaya.server.state_thread import StateThread
@@ -34,7 +35,6 @@ class Resources:
 
     clock: Clock
     state: StateThread
-    awaited: AwaitedState
     blobs: FolderBlobs
     keys: TicketKeys
     peers: Peers
@@ -47,29 +47,33 @@ class Resources:
         self._exits = AsyncExitStack()
 
     @classmethod
-    async def open(cls, deployment: Deployment, name: str) -> Resources:
-        """`name` is what this process is called in the folder."""
+    async def open(
+        cls, deployment: Deployment, name: str, observe: Callable[[float, Outcome], None]
+    ) -> Resources:
+        """`name` is unique among the processes of one data folder.
+
+        `observe` is called with the duration and the outcome of each transaction.
+        """
         resources = cls(deployment)
         try:
-            await resources._open(name)
+            await resources._open(name, observe)
         except BaseException:
             await resources.close()
             raise
         return resources
 
-    async def _open(self, name: str) -> None:
+    async def _open(self, name: str, observe: Callable[[float, Outcome], None]) -> None:
         make_folder(self.data)
         self._exits.enter_context(_locked(self.data / f"{name}.lock"))
         self.clock = Clock()
         self.admin_token = read_or_make(self.data, "admin.token")
         self.server_token = read_or_make(self.data, "server.token")
         self.blobs = FolderBlobs(self.data / "blobs")
-        self.state = StateThread(SqliteState(self.data / "state.db"))
+        self.state = StateThread(SqliteState(self.data / "state.db"), observe=observe)
         self._exits.push_async_callback(self.state.close)
-        self.awaited = AwaitedState(self.state)
         heartbeat_s = self.deployment.server.heartbeat_s
         publish_s = 3 * heartbeat_s
-        self.keys = await load_or_create(self.awaited, self.clock.now(), os.urandom, publish_s)
+        self.keys = await load_or_create(self.state, self.clock.now(), os.urandom, publish_s)
         tls = between_servers(self.deployment)
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
         self.peers = Peers(ConnectionPool(ssl=tls), ConnectionPool(ssl=tls), token, retry_s)

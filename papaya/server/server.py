@@ -1,12 +1,13 @@
-"""A server process: one role or all of them, up and down again.
+"""A server process with one role or all of them: start and stop.
 
     devices   ──▶ selector       check-in, participation, chunks, parameters
-    servers   ──▶ all roles      messages among servers, what selectors pass on (roles apart only)
+    servers   ──▶ all roles      messages among servers, requests that selectors pass on; only if
+                                 the roles run in several processes
     admin     ──▶ coordinator    the admin API; /metrics and /health for every role
 
-Restarting is recovering: everything that decides is in the state store, so a server that was killed
-comes up at the last committed version, with optimizer state and open buffer, and adopts the clients
-that are still training. `stop` lets uploads that are on their way finish first.
+A restart is a recovery. All decisions are in the state store, so a server that was killed starts
+at the last committed version, with optimizer state and open buffer, and adopts the clients that are
+still training. `stop` lets running uploads finish first.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import TASKS, Changed, TaskRow
 from papaya.selector.selector import Selector
 from papaya.server import public_log
-from papaya.server.admin.administration import Administration
+from papaya.server.admin.blobs import ThreadedBlobs
+from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import CoordinatorLive
-from papaya.server.admin.stores import ThreadedBlobs
-from papaya.server.auth import verifier_for
+from papaya.server.admin.routes import AdminRoutes
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.supervisor import Supervisor
+from papaya.server.auth import guarded, verifier_for
 from papaya.server.buffers import BufferPool
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.internal_api import guarded, message_route
-from papaya.server.measured_state import MeasuredState
+from papaya.server.metrics import DriverMetrics
 from papaya.server.open_files import connections_within
+from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
@@ -70,11 +74,11 @@ class Server:
         roles: tuple[Role, ...] = ROLES,
         open_files: int | None = None,
     ) -> None:
-        """`open_files`: what the process may have open; None does not look at it."""
+        """`open_files`: the limit on open files; None does not check it."""
         self.deployment = deployment
         self.roles = roles
         self.addresses: dict[str, str] = {}
-        self.failed = asyncio.Event()  # it should be stopped, and started again
+        self.failed = asyncio.Event()  # set if the process should be restarted
         self._is_alone = roles == ROLES and not deployment.coordinators
         most = deployment.max_connections
         if open_files is not None:
@@ -90,13 +94,16 @@ class Server:
         self._door: Door | None = None
         self._tsa_connection: TsaConnection | None = None
 
-    # -- up and down --------------------------------------------------------------------------
+    # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
-        self._resources = await Resources.open(self.deployment, self._name())
+        metrics = DriverMetrics()
+        self._resources = await Resources.open(
+            self.deployment, self._name(), metrics.observe_commit
+        )
         try:
             self._tls = server_context(self.deployment)
-            self._operations = Health(self._resources.clock.now, self._resources.state)
+            self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
             for role in self.roles:
@@ -114,7 +121,7 @@ class Server:
             raise
 
     async def stop(self) -> None:
-        """Clean: no new devices, uploads on their way get their answer, then everything closes."""
+        """Take no new devices, answer running uploads, then close everything."""
         if self._door is not None:
             self._door.close()
         await self._uploads_are_over()
@@ -134,8 +141,8 @@ class Server:
         asked, given = self.deployment.max_connections, self._limits.max_connections
         if given < asked:
             logger.warning(
-                "max_connections = %d does not fit into the limit on open files: each listener "
-                "takes %d (hint: raise it, with ulimit -n or LimitNOFILE)",
+                "max_connections = %d is above the limit on open files: each listener takes %d "
+                "(hint: raise the limit with ulimit -n or LimitNOFILE)",
                 asked,
                 given,
             )
@@ -154,26 +161,26 @@ class Server:
         self._background.append(task)
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
-        """None of them ends by itself: a server without it would look alive and not be."""
+        """Background work should never end: without it the server would only look alive."""
         if not task.cancelled():
-            logger.critical("a part of the server has failed", exc_info=task.exception())
+            logger.critical("background work of the server has failed", exc_info=task.exception())
             self.failed.set()
 
     async def _refresh_keys(self) -> None:
-        """Every heartbeat, so that a key is known everywhere before it seals."""
+        """Read the keys every heartbeat, so that all servers know a key before it seals."""
         shared = self._resources
         while True:
             await asyncio.sleep(self.deployment.server.heartbeat_s)
             try:
                 await self._refresh_once(shared.clock.now())
             except PapayaError:
-                logger.exception("the ticket keys could not be read; the old ones stay in use")
+                logger.exception("cannot read the ticket keys; the old ones stay in use")
 
     async def _refresh_once(self, now: float) -> None:
         keys = self._resources.keys
         await keys.refresh(now)
         if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:
-            rows = await self._resources.awaited.read((TASKS,))
+            rows = await self._resources.state.read((TASKS,))
             lives = (
                 ticket_life_s(row.config, self.deployment.server)
                 for row in rows.values()
@@ -184,7 +191,7 @@ class Server:
     # -- roles --------------------------------------------------------------------------------
 
     def _name(self) -> str:
-        """Among the processes of one data folder, which tell each other apart by address."""
+        """A name that is unique among the processes of one data folder."""
         if self._is_alone:
             return "server"
         name = f"{'-'.join(self.roles)}@{self.deployment.servers}"
@@ -200,13 +207,13 @@ class Server:
             return (self._node("coordinator"),)
         raise OperatorError(
             f"{' and '.join(self.roles)} cannot run without a coordinator",
-            hint='name the servers address of each in the file: coordinators = ["host:8752"]',
+            hint='list the `servers` address of each in the file: coordinators = ["host:8752"]',
         )
 
     def _make_host(self, role: Role) -> Host:
         shared, server = self._resources, self.deployment.server
         node, boot, keyring = self._node(role), shared.clock.now(), shared.keys.keyring
-        around = (shared.clock, self._state(), shared.peers)
+        around = (shared.clock, shared.state, shared.peers)
         match role:
             case "coordinator":
                 return Host(Coordinator(node, boot, server, SystemRandom()), *around)
@@ -229,14 +236,11 @@ class Server:
             shared.blobs,
             self._on_work_done,
             threads,
-            observe=self._operations.driver.work_seconds.observe,
+            observe=self._operations.driver.observe_work,
         )
-        around = (shared.clock, self._state(), shared.peers)
+        around = (shared.clock, shared.state, shared.peers)
         tell_s = deployment.server.heartbeat_s / _TELLS_PER_HEARTBEAT
         return AggregatorHost(machine, *around, workers, pool, tell_s)
-
-    def _state(self) -> MeasuredState:
-        return MeasuredState(self._resources.state, self._operations.driver)
 
     def _tsa(self) -> Tsa:
         self._tsa_connection = TsaConnection(self.deployment, self._resources.clock.now)
@@ -245,7 +249,7 @@ class Server:
     def _on_work_done(self, result: Message) -> None:
         self._hosts["aggregator"].deliver(result)
 
-    # -- doors --------------------------------------------------------------------------------
+    # -- listeners ----------------------------------------------------------------------------
 
     async def _listen(
         self,
@@ -264,7 +268,7 @@ class Server:
                 port,
                 limits=limits or self._limits,
                 problem=partial(problem, retry_s=retry_s),
-                observe=partial(self._operations.observe, name),
+                observe=partial(self._operations.driver.observe_request, name),
                 blame=blame_peer,
                 ssl=self._tls,
                 proxies=proxies,
@@ -306,24 +310,24 @@ class Server:
     def _admin_routes(self) -> list[HttpRoute]:
         routes = self._operations.routes()
         if "coordinator" in self.roles:
-            administration = self._administration()
-            self._look_after(administration.run())
             refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
             token = self._resources.admin_token
-            routes += guarded(administration.routes(), token, refusal)
+            routes += guarded(self._administration().routes(), token, refusal)
         return routes
 
-    def _administration(self) -> Administration:
+    def _administration(self) -> AdminRoutes:
+        """The admin API; starts the supervisor beside it."""
         shared, host = self._resources, self._hosts["coordinator"]
         assert isinstance(host.machine, Coordinator)
-        return Administration(
-            shared.awaited,
-            ThreadedBlobs(shared.blobs),
-            CoordinatorLive(host.machine, shared.clock.now, self.roles),
-            shared.clock.now,
-            changed=lambda: host.deliver(Changed()),
-            server=self.deployment.server,
-        )
+        state, blobs, now = shared.state, ThreadedBlobs(shared.blobs), shared.clock.now
+        history, server = TaskHistory(state), self.deployment.server
+        live = CoordinatorLive(host.machine, now, self.roles)
+
+        def changed() -> None:
+            host.deliver(Changed())
+
+        self._look_after(Supervisor(state, blobs, history, server, now, changed).run())
+        return AdminRoutes(AdminService(state, blobs, history, live, now, changed, server))
 
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources
@@ -340,6 +344,6 @@ def _cannot_listen(host: str, port: int, error: ListenError) -> OperatorError:
     if error.is_in_use:
         return OperatorError(
             f"{host}:{port} is in use by another program",
-            hint=f"stop it, or choose another port; `ss -ltnp 'sport = :{port}'` shows who it is",
+            hint=f"stop it, or choose another port; `ss -ltnp 'sport = :{port}'` shows which",
         )
     return OperatorError(str(error), hint="give an address of this machine and a port above 1023")

@@ -1,22 +1,23 @@
-"""A state store on one thread, for machines that live on an asyncio loop.
+"""Runs a state store on one thread, for machines and coroutines on an asyncio loop.
 
-    loop ── Transact, Read ──▶ queue ──▶ thread ──▶ store (it blocks: syncs, waits for locks)
-         ◀── done(outcome | rows), in the order in which they were asked ──
+    loop ── transact, read ──▶ queue ──▶ thread ──▶ store (blocks on disk syncs and locks)
+         ◀── futures, completed in the order of the calls ──
 
-Transactions that wait together share one sync. A read that fails is repeated until it succeeds, as
-papaya/machine.py promises; everything behind it waits. It refuses nothing: machines keep few
-operations on their way, so the queue needs no bound.
+Transactions that wait in the queue together share one disk sync. A read that fails is repeated
+until it succeeds, as papaya/machine.py promises; the operations behind it wait. The queue has no
+bound: machines keep few operations in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing, suppress
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import NamedTuple, Protocol
+from time import perf_counter
+from typing import NamedTuple, Protocol, TypeVar
 
 from papaya.errors import PapayaError
 from papaya.messages.storage import Outcome, Row, Transaction
@@ -28,9 +29,11 @@ FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 _READ_FAILED = "the last read failed"
 
+T = TypeVar("T")
+
 
 class StateStore(Protocol):
-    """What is asked of a store. An error of a write is an outcome, an error of a read is raised."""
+    """A store that blocks. A failed write is an outcome, a failed read raises."""
 
     def transact_all(self, transactions: Sequence[Transaction]) -> list[Outcome]: ...
 
@@ -39,46 +42,83 @@ class StateStore(Protocol):
     def close(self) -> None: ...
 
 
+class AsyncState(Protocol):
+    """The same store as code on the loop uses it."""
+
+    def transact(self, transaction: Transaction) -> Awaitable[Outcome]: ...
+
+    def read(self, prefixes: tuple[str, ...]) -> Awaitable[dict[str, Row]]: ...
+
+
 class _Write(NamedTuple):
     transaction: Transaction
-    done: Callable[[Outcome], None]
+    outcome: asyncio.Future[Outcome]
+    asked_at: float
 
 
 class _Read(NamedTuple):
     prefixes: tuple[str, ...]
-    done: Callable[[dict[str, Row]], None]
+    rows: asyncio.Future[dict[str, Row]]
+
+
+def _unobserved(seconds: float, outcome: Outcome) -> None:
+    """No-op."""
 
 
 class StateThread:
-    """Owns the store: `close` closes it. To be made and called on the loop."""
+    """Owns the store: `close` closes it. Create and call it on the loop."""
 
-    def __init__(self, store: StateStore, *, first_retry_s: float = FIRST_RETRY_S) -> None:
+    def __init__(
+        self,
+        store: StateStore,
+        *,
+        observe: Callable[[float, Outcome], None] = _unobserved,
+        first_retry_s: float = FIRST_RETRY_S,
+    ) -> None:
+        """`observe` is called on the loop with the duration and the outcome of each transaction."""
         self._store = store
+        self._observe = observe
         self._first_retry_s = first_retry_s
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Write | _Read | None] = SimpleQueue()
-        self.problem = ""  # why the last commit or read failed; empty when it did not
+        self.problem = ""  # why the last commit or read failed; empty if it succeeded
         self._closing = Event()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._thread = Thread(target=self._run, name="papaya-state", daemon=True)
         self._thread.start()
 
-    def transact(self, transaction: Transaction, done: Callable[[Outcome], None]) -> None:
-        self._queue.put(_Write(transaction, done))
+    def transact(self, transaction: Transaction) -> asyncio.Future[Outcome]:
+        outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        self._queue.put(_Write(transaction, outcome, perf_counter()))
+        return outcome
 
-    def read(self, prefixes: tuple[str, ...], done: Callable[[dict[str, Row]], None]) -> None:
-        self._queue.put(_Read(prefixes, done))
+    def read(self, prefixes: tuple[str, ...]) -> asyncio.Future[dict[str, Row]]:
+        rows: asyncio.Future[dict[str, Row]] = self._loop.create_future()
+        self._queue.put(_Read(prefixes, rows))
+        return rows
 
     async def close(self) -> None:
-        """Finish what was given, then close the store. A read that fails now is not repeated."""
+        """Finish all queued operations, then close the store.
+
+        A read that fails from now on is not repeated, and its future never completes.
+        """
         if not self._closing.is_set():
             self._closing.set()
             self._queue.put(None)
         await asyncio.shield(self._closed)
-        self._thread.join()  # it has nothing left to do
+        self._thread.join()  # `_closed` is the last thing the thread sets
+
+    # -- on the loop ------------------------------------------------------------------------
+
+    def _on_outcomes(self, writes: list[_Write], outcomes: Sequence[Outcome]) -> None:
+        for write, outcome in zip(writes, outcomes, strict=True):
+            self._observe(perf_counter() - write.asked_at, outcome)
+            _complete(write.outcome, outcome)
+
+    # -- on the thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        """However it ends, the store is closed and whoever waits for that is told."""
+        """Close the store and complete `_closed`, even after an error."""
         try:
             with closing(self._store):
                 self._serve()
@@ -86,7 +126,7 @@ class StateThread:
             self.problem = "the state store's thread has failed"
             logger.exception(self.problem)
         finally:
-            with suppress(RuntimeError):  # the loop is gone: nobody waits
+            with suppress(RuntimeError):  # the loop is closed: nothing waits for this
                 self._loop.call_soon_threadsafe(self._closed.set_result, None)
 
     def _serve(self) -> None:
@@ -99,7 +139,7 @@ class StateThread:
                 asked = self._queue.get()
 
     def _write(self, first: _Write) -> _Write | _Read | None:
-        """Commit it together with the writes that wait behind it; give back what comes next."""
+        """Commit `first` with the writes queued behind it; return the operation after them."""
         writes = [first]
         while len(writes) < MAX_SHARED and not self._queue.empty():
             asked = self._queue.get()
@@ -113,12 +153,11 @@ class StateThread:
     def _commit(self, writes: list[_Write]) -> None:
         try:
             outcomes = self._store.transact_all([write.transaction for write in writes])
-        except Exception:  # a bug in the store must not stop the machines without a word
+        except Exception:  # a bug in the store must not leave the machines without an outcome
             logger.exception("the state store failed in %d transactions", len(writes))
             outcomes = ["unknown"] * len(writes)
         self.problem = "the last commit failed" if "unknown" in outcomes else ""
-        for write, outcome in zip(writes, outcomes, strict=True):
-            self._loop.call_soon_threadsafe(write.done, outcome)
+        self._loop.call_soon_threadsafe(self._on_outcomes, writes, outcomes)
 
     def _read(self, read: _Read) -> None:
         wait_s = self._first_retry_s
@@ -127,15 +166,20 @@ class StateThread:
                 rows = self._store.read(read.prefixes)
             except PapayaError as error:
                 self.problem = _READ_FAILED
-                logger.error("%s; again in %.1f s; hint: %s", error, wait_s, error.hint)
+                logger.error("%s; retrying in %.1f s; hint: %s", error, wait_s, error.hint)
             except Exception:
                 self.problem = _READ_FAILED
-                logger.exception("a read of %s failed; again in %.1f s", read.prefixes, wait_s)
+                logger.exception("cannot read %s; retrying in %.1f s", read.prefixes, wait_s)
             else:
                 if self.problem == _READ_FAILED:
                     self.problem = ""
-                self._loop.call_soon_threadsafe(read.done, rows)
+                self._loop.call_soon_threadsafe(_complete, read.rows, rows)
                 return
             if self._closing.wait(wait_s):
                 return
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+
+def _complete(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():  # a coroutine that waited for it may have been cancelled
+        future.set_result(result)

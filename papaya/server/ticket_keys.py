@@ -1,53 +1,38 @@
 """Ticket keys in the state store, shared by all servers: published first, used to seal later.
 
-    rotate      a new row: from here on servers find it, each at its next heartbeat
-    publish_s   later every server has read it, and each begins to seal with it
-    retire      an older key goes once nothing that it sealed can still be valid
+    rotate      write a new row; each server reads it at its next heartbeat
+    publish_s   after this time every server has read it and starts to seal with it
+    retire      delete an older key when no ticket that it sealed can still be valid
 
-A ticket sealed by one server must open at every other, also at one that read the rows a heartbeat
-ago. So a server seals with a key only when the key is `publish_s` old by its row and, unless it was
-there when the server started, was seen here for `publish_s`: a write whose outcome was unknown may
-appear late, and then its row looks older than it is. `publish_s` covers a heartbeat between reads,
-a heartbeat by which clocks disagree, and a heartbeat that a commit may take.
+Every server must be able to open a ticket that another one sealed, also if it read the rows a
+heartbeat ago. So a server seals with a key only if the key's row is `publish_s` old and the server
+has known the key for `publish_s` (or since its start). The second rule is needed because a write
+with an unknown outcome may appear late, and its row then looks older than it is. `publish_s` covers
+a heartbeat between reads, a heartbeat of clock difference, and a heartbeat for the commit.
 
-Which key seals is decided at each refresh. A key leaves this process for the state store only.
+Each refresh decides which key seals. Keys are written to the state store and nowhere else.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Protocol
 
 from papaya.errors import OperatorError
-from papaya.messages.storage import (
-    TICKET_KEYS,
-    Outcome,
-    Row,
-    TicketKeyRow,
-    Transaction,
-    ticket_key_key,
-)
+from papaya.messages.storage import TICKET_KEYS, TicketKeyRow, Transaction, ticket_key_key
 from papaya.messages.tickets import Keyring
 from papaya.secagg.words import Entropy
+from papaya.server.state_thread import AsyncState
 
 KEY_BYTES = 32
 _ATTEMPTS = 5
 _FIRST = 1
 
 
-class TicketKeyState(Protocol):
-    """What is asked of the state store."""
-
-    async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]: ...
-
-    async def transact(self, transaction: Transaction) -> Outcome: ...
-
-
 class TicketKeys:
     """One server's view of the keys. `keyring` stays the same object; `refresh` changes it."""
 
     def __init__(
-        self, state: TicketKeyState, rows: dict[int, TicketKeyRow], now: float, publish_s: float
+        self, state: AsyncState, rows: dict[int, TicketKeyRow], now: float, publish_s: float
     ) -> None:
         self._state = state
         self._publish_s = publish_s
@@ -57,7 +42,7 @@ class TicketKeys:
         self._use(now)
 
     def sealing_key(self, now: float) -> int:
-        """The newest that everybody knows; the oldest when that can be said of none."""
+        """The newest key that all servers know; the oldest key if there is no such key."""
         known = [key_id for key_id in self._rows if self._is_known_everywhere(now, key_id)]
         return max(known, default=min(self._rows))
 
@@ -65,9 +50,9 @@ class TicketKeys:
         return now - self._rows[max(self._rows)].created
 
     async def refresh(self, now: float) -> None:
-        """To be called every heartbeat. Raises what the store raises; the keys then stay."""
+        """Call it every heartbeat. If the store raises, the keys stay as they are."""
         rows = await _read(self._state)
-        if rows:  # nobody deletes the newest: rows that are gone are a store that was replaced
+        if rows:  # no server deletes the newest key: without rows, the store was replaced
             self._rows = rows
             self._seen_at = {key_id: self._seen_at.get(key_id, now) for key_id in rows}
         self._use(now)
@@ -75,8 +60,8 @@ class TicketKeys:
     async def rotate(self, now: float, entropy: Entropy, ticket_life_s: float) -> bool:
         """Publish a new key and retire old ones. False while the last one is not in use yet.
 
-        `ticket_life_s` is the longest that any ticket is valid, over all tasks. Of two servers that
-        rotate at once one succeeds, and both know the key afterwards.
+        `ticket_life_s` is the longest validity of a ticket, over all tasks. If two servers rotate
+        at the same time, one succeeds, and both know the new key afterwards.
         """
         await self.refresh(now)
         newest = max(self._rows)
@@ -89,13 +74,13 @@ class TicketKeys:
             delete=tuple(map(ticket_key_key, self._retired(now, ticket_life_s))),
         )
         await self._state.transact(transaction)
-        await self.refresh(now)  # whatever the outcome was, the rows tell
+        await self.refresh(now)  # the rows show whether it was committed
         return max(self._rows) > newest
 
     def _retired(self, now: float, ticket_life_s: float) -> list[int]:
-        """Keys whose successor has been sealing at every server for longer than a ticket lives."""
-        # Committed, read, seen for publish_s, used at the refresh after that, clocks that disagree:
-        # the slowest server may seal with the old key for two publish_s, and a third is for safety.
+        """Keys whose successor has sealed at every server for longer than a ticket is valid."""
+        # Commit, read, wait for publish_s, next refresh, clock difference: the slowest server may
+        # seal with the old key for two publish_s. The third is a safety margin.
         since_s = ticket_life_s + 3 * self._publish_s
         ids = sorted(self._rows)
         return [
@@ -114,24 +99,24 @@ class TicketKeys:
 
 
 async def load_or_create(
-    state: TicketKeyState, now: float, entropy: Entropy, publish_s: float
+    state: AsyncState, now: float, entropy: Entropy, publish_s: float
 ) -> TicketKeys:
-    """The keys in the store; the first one is made by whoever comes first."""
+    """The keys in the store; creates the first key if there is none."""
     for _ in range(_ATTEMPTS):
         rows = await _read(state)
         if rows:
             return TicketKeys(state, rows, now, publish_s)
         first = ticket_key_key(_FIRST)
         row = TicketKeyRow(entropy(KEY_BYTES), now)
-        # Read back, always: only a key that is in the store may seal anything.
+        # Always read it back: only a key that is in the store may seal.
         await state.transact(Transaction(require=((first, None),), put=((first, row),)))
     raise OperatorError(
-        "the first ticket key could not be stored",
-        hint="the log says why the state store does not commit: is its disk full?",
+        "cannot store the first ticket key",
+        hint="the log says why the state store failed; check for a full disk",
     )
 
 
-async def _read(state: TicketKeyState) -> dict[int, TicketKeyRow]:
+async def _read(state: AsyncState) -> dict[int, TicketKeyRow]:
     rows = await state.read((TICKET_KEYS,))
     return {
         int(key.removeprefix(TICKET_KEYS)): row

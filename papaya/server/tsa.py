@@ -1,10 +1,10 @@
 """The TSA beside a server: its connection, its child process, its evidence.
 
-A connection that broke is made again, and the call repeated if it is still the same TSA; one
-that was restarted in between has another identity and knows none of the old offers, which
-`papaya/aggregator/tsa.py` tells as lost. The child is started when a task first asks for it. It
-outlives a server that is killed, so that the next one finds its open groups; a server that stops
-cleanly ends it, and what it held is lost and counted. Calls block, so they belong on threads.
+After a connection breaks, the call is repeated on a new one if it is still the same TSA. A TSA that
+restarted has another identity and does not know the old offers; `papaya/aggregator/tsa.py` reports
+them as lost. The child process is started when a task first needs it. It outlives a server that is
+killed, so that the next server finds its open groups; a server that stops cleanly ends it, and its
+contents are lost and counted. Calls block, so make them on threads.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger("papaya.server")
 
 _COLLATERAL_LIFE_S = 3600.0
 _PID_FILE = "tsa.pid"
-_LONGEST_SOCKET_PATH = 100  # the kernel takes 107
+_LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 T = TypeVar("T")
 
 
 class TsaConnection:
-    """Implements `Tsa` over a connection that is made when it is needed. Threads may share it."""
+    """Implements `Tsa` over a connection that is opened when needed. Thread-safe."""
 
     def __init__(self, deployment: Deployment, now: Callable[[], float]) -> None:
         self._deployment = deployment
@@ -73,7 +73,7 @@ class TsaConnection:
         self._call(lambda client: client.release(parameters, group, members, take))
 
     def forget(self, parameters_hash: bytes) -> None:
-        """Said to the TSA that is there: none is started to be told this."""
+        """Tell a running TSA to forget. None is started for this."""
         if self._client is not None:
             self._call(lambda client: client.forget(parameters_hash))
 
@@ -86,7 +86,7 @@ class TsaConnection:
     # -- the connection -----------------------------------------------------------------------
 
     def _call(self, ask: Callable[[TsaClient], T]) -> T:
-        """Repeated once, on a new connection to the same TSA: it does nothing twice."""
+        """Call, and repeat once on a new connection. Safe: the TSA does nothing twice."""
         client = self._connected()
         try:
             return ask(client)
@@ -106,7 +106,7 @@ class TsaConnection:
             return self._client
 
     def _connect(self) -> TsaClient:
-        """To the one that runs; on one machine it is started if none does."""
+        """Connect to the running TSA; on one machine, start it if none runs."""
         address = self._deployment.tsa or self._own_address
         try:
             return TsaClient(address)
@@ -136,28 +136,28 @@ class TsaConnection:
             "that proves nothing; only devices that are told to will believe it"
         )
         command = [sys.executable, "-m", "papaya", "serve", "tsa"]
-        words = self._data / "tsa.log"  # not our own stderr: whoever reads that waits for its end
+        words = self._data / "tsa.log"  # not stderr: its reader would wait for the child
         with words.open("wb") as stderr:
             child = subprocess.Popen(
                 [*command, "--listen", self._own_address],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                start_new_session=True,  # a Ctrl-C for the server is not meant for it
+                start_new_session=True,  # Ctrl-C on the server must not end it
             )
         if self._child is not None:
-            self._child.poll()  # the one before has ended: nobody else would take note of it
+            self._child.poll()  # collect the exit status of the previous child
         assert child.stdout is not None
         with child.stdout:
-            is_listening = child.stdout.readline() != b""  # it says where, once it does
+            is_listening = child.stdout.readline() != b""  # it prints its address when it is ready
         if not is_listening:
             child.wait()
-            raise Unavailable(f"the TSA did not start; its own words are in {words}")
+            raise Unavailable(f"the TSA did not start; its output is in {words}")
         self._child = child
         (self._data / _PID_FILE).write_text(f"{child.pid}\n")
 
     def _end_child(self) -> None:
-        """Ours, or the one that a killed predecessor left on the same folder."""
+        """End our child, or the one that a killed server left on the same folder."""
         try:
             pid = int((self._data / _PID_FILE).read_text())
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -199,10 +199,13 @@ class TsaConnection:
 
 
 def _private_folder() -> Path:
-    """A short path for sockets whose own folder has a long one; nobody else's, or none."""
-    folder = Path("/tmp") / f"papaya-{os.getuid()}"  # TMPDIR may be as long
+    """A folder with a short path for sockets, for a data folder with a long one.
+
+    Refused if it does not belong to this user alone.
+    """
+    folder = Path("/tmp") / f"papaya-{os.getuid()}"  # not TMPDIR, which may be as long
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
-        raise Unavailable(f"{folder} is not this user's alone: the TSA has no place")
+        raise Unavailable(f"{folder} does not belong to this user alone")
     return folder

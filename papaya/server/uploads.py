@@ -3,10 +3,10 @@
     device ── PUT ──▶ SELECTOR ── offer: where? ──▶ same process: into a pooled buffer
                                                  ▶ other server: cut through, piece by piece
 
-Paper, "Participation": "the client uploads the model in chunks". The bytes are looked at once, by
-the aggregator. A body is refused before it is read when the machine does not want it, when two of
-the same upload are on their way already, or when no buffer is free. Only a whole chunk reaches a
-machine; of a slow one it hears that bytes arrive.
+Paper, "Participation": "the client uploads the model in chunks". Only
+the aggregator reads the bytes. A body is refused before it is read if the machine does not want it,
+if two bodies of the same upload are being received already, or if no buffer is free. A machine gets
+complete chunks only; while a slow one is being received, it is told so.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from papaya.messages.participation import MAX_CHUNKS, Chunk, ChunkOffer, Refused
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, TICKET_HEADER
 from papaya.messages.tickets import claim_of
 from papaya.selector.selector import Selector
-from papaya.server.collectors import DriverMetrics
 from papaya.server.host import AggregatorHost
+from papaya.server.metrics import DriverMetrics
 from papaya.server.peers import Peers, address_of
 from papaya.server.replies import WaitingDevice, answer, pass_on
 
@@ -78,7 +78,7 @@ class ArrivingChunk:
         self._host.arrivals.remove(self._owner, self)
         offer = self._offer
         data = self._buffer[: offer.length]
-        # A machine only asks for its length and its checksum, and passes it on to be kept.
+        # A machine uses only its length and checksum, and passes it on to be kept.
         chunk = Chunk(offer.ticket, offer.upload, offer.index, self._crc32, data)  # type: ignore[arg-type]
         self._host.take(chunk, self._buffer, self._waiting)
 
@@ -87,12 +87,12 @@ class ArrivingChunk:
         self._host.pool.give_back(self._buffer)
 
     def break_off(self) -> None:
-        """The endpoint calls `broken` afterwards."""
+        """Answer the device. The endpoint calls `broken` afterwards."""
         self._waiting.answer(Retry("the upload has lost its slot", 0.0))
 
 
 class Uploads:
-    """The chunk route of a listener. `selector` is None at an aggregator's own door."""
+    """The chunk route of a listener. `selector` is None on an aggregator's own listener."""
 
     def __init__(
         self,
@@ -124,12 +124,12 @@ class Uploads:
             return None
         host = self._aggregators().get(to)
         if host is None:
-            self._bytes.add(offer.length, "passed_on")
+            self._bytes.labels("passed_on").inc(offer.length)
             return self._pass_on(exchange, to)
         return self._take_in(host, offer, crc32, waiting)
 
     def _destination(self, offer: ChunkOffer, waiting: WaitingDevice) -> NodeId | None:
-        """Where the chunk goes; None when the selector has answered instead."""
+        """Where the chunk goes; None if the selector has answered instead."""
         if self._selector is None:
             return next(iter(self._aggregators()))
         for effect in self._selector.receive(self._clock.now(), offer, waiting):
@@ -145,16 +145,16 @@ class Uploads:
     ) -> Receiver | None:
         if not host.wants(offer, waiting):
             return None
-        claim = claim_of(offer.ticket)  # the machine has opened the ticket and found it good
+        claim = claim_of(offer.ticket)  # the machine has verified the ticket
         owner = (claim.task, claim.session)
         if not host.arrivals.has_room(owner):
-            waiting.answer(Retry("chunks of this upload are already on their way", _BUSY_RETRY_S))
+            waiting.answer(Retry("chunks of this upload are already being received", _BUSY_RETRY_S))
             return None
         buffer = host.pool.take()
         if buffer is None:
-            waiting.answer(Retry("all upload buffers are taken", _BUSY_RETRY_S))
+            waiting.answer(Retry("all upload buffers are in use", _BUSY_RETRY_S))
             return None
-        self._bytes.add(offer.length, "taken_in")
+        self._bytes.labels("taken_in").inc(offer.length)
         return ArrivingChunk(host, owner, buffer, offer, crc32, waiting)
 
     def _pass_on(self, exchange: Exchange, to: NodeId) -> Receiver:
@@ -167,7 +167,7 @@ class Uploads:
 
 
 def parse_offer(exchange: Exchange) -> tuple[ChunkOffer, int]:
-    """What the head of a chunk says, or ProtocolError."""
+    """Read the head of a chunk request, or raise ProtocolError."""
     headers, captured = exchange.head.headers, exchange.captured
     upload, index = captured["upload"], captured["index"]
     crc32 = headers.get(CRC32_HEADER, "")
@@ -177,7 +177,7 @@ def parse_offer(exchange: Exchange) -> tuple[ChunkOffer, int]:
         raise ProtocolError(f"chunks are numbered from 0 to {MAX_CHUNKS - 1}")
     if _CRC32.fullmatch(crc32) is None:
         raise ProtocolError(
-            "the chunk has no usable checksum",
+            "the chunk has no valid checksum",
             hint=f"send its crc32 as 8 lower-case hex digits in the header {CRC32_HEADER}",
         )
     if exchange.head.length == 0:
@@ -193,6 +193,6 @@ def _ticket(text: str) -> bytes:
         return binascii.a2b_base64(text.encode("ascii"), strict_mode=True)
     except (ValueError, binascii.Error) as error:
         raise ProtocolError(
-            "the chunk has no usable ticket",
+            "the chunk has no valid ticket",
             hint=f"send the upload ticket as base64 in the header {TICKET_HEADER}",
         ) from error

@@ -1,29 +1,37 @@
 """Threads that carry out an aggregator's heavy work (paper, "Parallel Model Aggregation").
 
-    "placing it into an in-memory queue [...] the ID of the thread performing intermediate
-    aggregation is hashed to choose one of the intermediate aggregates"
+    "This update is then pushed into an in-memory queue on the Aggregator. A different thread
+    drains the queue [...] the ID of the thread performing intermediate aggregation is hashed to
+    choose one of the intermediate aggregates."
 
-    loop ── perform(work) ──▶ lanes (papaya/server/work_order.py) ──▶ threads ──▶ shards, blobs
+    loop ── perform(work) ──▶ WorkOrder, one lane per task ──▶ threads ──▶ shards, blobs
          ◀── deliver(result) ──
 
-A blob that cannot be written is tried again until it can: its result is told only afterwards, and
-no thread waits for it meanwhile. A missing blob, and any error that nobody expected, are told as
-Lost; what was given for the task before it is restored is then let go, because the machine loads
-the task again and asks for those updates once more. The queue needs no bound of its own: the
-machine's upload slots are its bound.
+Order (papaya/aggregator/work.py): the folds of a task run at the same time as each other, up to
+eight of one buffer in one call. Everything else runs alone in its lane, after all earlier work:
+
+    Snapshot             waits for earlier folds; later folds wait until the sum is cut
+    Restore, Drop        wait for earlier folds; later folds wait until they are done
+    Step, DeleteBlobs    do not hold up folds
+
+Writing a blob is retried until it succeeds, without blocking a thread; the result is delivered
+after that. A missing blob or an unexpected error is delivered as Lost. The task's earlier work is
+then skipped until Restore, because the machine loads the task again and asks for those updates
+again. The queue needs no bound of its own: the machine's upload slots bound it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from threading import Condition, Lock, Thread
 from time import perf_counter
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -46,11 +54,11 @@ from papaya.aggregator.work import (
 from papaya.errors import MissingBlob, OperatorError, PapayaError
 from papaya.learning.kernels import fastest
 from papaya.messages.base import BlobKey, Message, TaskId
-from papaya.server.buffers import BufferPool as BufferPool
-from papaya.server.work_order import FoldJob, LoneJob, WorkOrder
+from papaya.server.buffers import BufferPool
 
 logger = logging.getLogger("papaya.workers")
 
+TOGETHER: Final = 8  # streams that the compiled kernel reads at once
 FIRST_RETRY_S = 0.1
 LONGEST_RETRY_S = 5.0
 
@@ -84,16 +92,127 @@ class Counters(Struct):
 
 
 def threaded_shards(threads: int, pool: BufferPool, tsa: Tsa | None = None) -> Shards:
-    """What workers need: a shard for each thread, locks, and buffers that go back to their pool."""
+    """Shards for worker threads: one per thread, with locks; buffers go back to their pool."""
     return Shards(threads, kernel=fastest(), lock=Lock, release=pool.give_back, tsa=tsa)
 
 
 def _unobserved(seconds: float, work: str) -> None:
-    """Nobody keeps times."""
+    """No-op."""
+
+
+class FoldJob(NamedTuple):
+    """Uploads for one buffer."""
+
+    task: TaskId
+    given: list[tuple[Fold, UploadChunks]]
+
+
+class LoneJob:
+    """Work that runs alone in its lane, and its progress."""
+
+    def __init__(self, task: TaskId, work: Snapshot | Restore | Step | Drop | DeleteBlobs) -> None:
+        self.task = task
+        self.work = work
+        self.attempts = 0
+        self.result: Message | None = None
+        self.unwritten: Sequence[tuple[BlobKey, bytes | Pieces]] = []
+        self.is_computed = False
+        self.began_at = 0.0
+
+    @property
+    def seq(self) -> int | None:
+        return None if isinstance(self.work, DeleteBlobs) else self.work.seq
+
+    @property
+    def lets_folds_pass(self) -> bool:
+        return isinstance(self.work, Step | DeleteBlobs)
+
+
+class _Lane:
+    __slots__ = ("folding", "is_open", "lone", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Fold, UploadChunks] | LoneJob] = deque()
+        self.folding = 0
+        self.lone: LoneJob | None = None
+        self.is_open = True
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.folding and self.lone is None
+
+    def next(self, task: TaskId) -> FoldJob | LoneJob | None:
+        if not self.waiting:
+            return None
+        first = self.waiting[0]
+        if not isinstance(first, LoneJob):
+            if not self.is_open:
+                return None
+            self.folding += 1
+            return FoldJob(task, list(self._alike(first[0])))
+        if self.lone is not None or (self.folding and not first.lets_folds_pass):
+            return None
+        self.waiting.popleft()
+        self.lone = first
+        self.is_open = first.lets_folds_pass
+        return first
+
+    def _alike(self, first: Fold) -> Iterator[tuple[Fold, UploadChunks]]:
+        for _ in range(TOGETHER):
+            head = self.waiting[0] if self.waiting else None
+            if not isinstance(head, tuple) or _buffer_of(head[0]) != _buffer_of(first):
+                return
+            self.waiting.popleft()
+            yield head
+
+
+def _buffer_of(fold: Fold) -> tuple[int, int]:
+    return fold.seq, fold.target
+
+
+class WorkOrder:
+    """All work that is not done yet. Tasks take turns. Not thread-safe: the workers lock it."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[TaskId, _Lane] = {}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._lanes
+
+    @property
+    def waiting_folds(self) -> int:
+        waiting = (given for lane in self._lanes.values() for given in lane.waiting)
+        return sum(not isinstance(given, LoneJob) for given in waiting)
+
+    def put(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
+        self._lanes.setdefault(task, _Lane()).waiting.append(given)
+
+    def next(self) -> FoldJob | LoneJob | None:
+        """A job that may run now, or None. Call `done` with it afterwards."""
+        for task, lane in self._lanes.items():
+            job = lane.next(task)
+            if job is not None:
+                self._lanes[task] = self._lanes.pop(task)  # the other tasks are next
+                return job
+        return None
+
+    def open(self, job: LoneJob) -> None:
+        """The sum is cut: later folds may start while the blob is written."""
+        self._lanes[job.task].is_open = True
+
+    def done(self, job: FoldJob | LoneJob) -> None:
+        lane = self._lanes[job.task]
+        if isinstance(job, FoldJob):
+            lane.folding -= 1
+        else:
+            lane.lone, lane.is_open = None, True
+        if lane.is_idle:
+            del self._lanes[job.task]
 
 
 class Workers:
-    """To be made and called on the event loop, where results are delivered too."""
+    """Create and call it on the event loop; results are delivered there too."""
 
     def __init__(
         self,
@@ -105,7 +224,7 @@ class Workers:
         observe: Callable[[float, str], None] = _unobserved,
         first_retry_s: float = FIRST_RETRY_S,
     ) -> None:
-        """`observe` is told, on any thread, how long a fold, snapshot, step or restore took."""
+        """`observe` gets the seconds of each fold, snapshot, step and restore, on any thread."""
         self.counters = Counters()
         self._observe = observe
         self._shards = shards
@@ -113,15 +232,15 @@ class Workers:
         self._deliver = deliver
         self._first_retry_s = first_retry_s
         self._loop = asyncio.get_running_loop()
-        self._changed = Condition()  # its lock guards everything below, and the counters
+        self._changed = Condition()  # its lock guards the fields below and the counters
         self._lanes = WorkOrder()
         self._again: list[LoneJob] = []
         self._lost: dict[TaskId, int] = {}
         self._is_closing = False
         self._is_stopped = False
-        self._retries: dict[LoneJob, asyncio.TimerHandle] = {}  # of the loop alone
+        self._retries: dict[LoneJob, asyncio.TimerHandle] = {}  # used on the loop only
         self._idle = asyncio.Event()
-        # Offers are asked for beside all other work: nothing waits for them but clients.
+        # A thread of its own: only clients wait for offers, and other work must not wait.
         self._offers = ThreadPoolExecutor(1, "papaya-offers")
         self._threads = [
             Thread(target=self._run, args=(i,), name=f"papaya-worker-{i}", daemon=True)
@@ -139,7 +258,7 @@ class Workers:
     # -- on the loop ------------------------------------------------------------------------
 
     def perform(self, work: HeavyWork) -> None:
-        """Uploads change at once; everything else happens on threads, in the order of its task."""
+        """Change uploads now; run everything else on threads, in the order of its task."""
         match work:
             case GetOffers():
                 self._offers.submit(self._get_offers, work)
@@ -166,7 +285,7 @@ class Workers:
         try:
             offered = self._shards.get_offers(work)
         except Exception as error:
-            logger.exception("offers for %s", work.config.task)
+            logger.exception("cannot get offers for %s", work.config.task)
             offered = Offered(work.config.task, work.seq, problem=str(error) or repr(error))
         self._call(self._deliver_all, [offered])
 
@@ -174,7 +293,7 @@ class Workers:
         try:
             self._shards.forget(work)
         except Exception:
-            logger.exception("the TSA and %s, which is over", work.config.task)
+            logger.exception("cannot tell the TSA to forget task %s", work.config.task)
 
     def _give(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         with self._changed:
@@ -183,7 +302,7 @@ class Workers:
             self._changed.notify()
 
     async def close(self) -> None:
-        """Finish what was given, then stop. What cannot be written now is not told."""
+        """Finish all given work, then stop. Work whose blobs cannot be written has no result."""
         with self._changed:
             self._is_closing = True
         for job in list(self._retries):
@@ -194,14 +313,14 @@ class Workers:
             self._changed.notify_all()
         self._offers.shutdown(wait=True, cancel_futures=True)
         for thread in self._threads:
-            thread.join()  # it has nothing left to do
+            thread.join()  # returns at once: `_is_stopped` ends the thread
 
     async def drain(self) -> None:
-        """Until nothing is left to do, and the results have given nothing new."""
+        """Wait until no work is left, including work that results lead to."""
         while True:
             while not self._lanes.is_idle:
                 await self._idle.wait()
-            await asyncio.sleep(0)  # what was told before this is delivered now
+            await asyncio.sleep(0)  # deliver the results that were scheduled before this
             if self._lanes.is_idle:
                 return
 
@@ -256,7 +375,7 @@ class Workers:
             self._call(self._become_idle)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        with suppress(RuntimeError):  # the loop is gone: there is nobody left to tell
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _fold(self, job: FoldJob, shard: int) -> None:
@@ -281,7 +400,7 @@ class Workers:
         self._call(self._deliver_all, results)
 
     def _work_alone(self, job: LoneJob) -> bool:
-        """Whether it is done with; if not, it will be tried again."""
+        """Return False if the job will be tried again."""
         if job.seq is not None and self._is_lost(job.task, job.seq):
             if isinstance(job.work, Snapshot | Step):
                 return True
@@ -306,7 +425,7 @@ class Workers:
         return True
 
     def _compute(self, job: LoneJob) -> None:
-        """Everything but writing. It may be done again from the start."""
+        """Everything except writing blobs. Repeating it after an error is safe."""
         job.began_at = perf_counter()
         shards, work = self._shards, job.work
         match work:
@@ -330,11 +449,11 @@ class Workers:
                     self._tidy(job, partial(self._blobs.delete, key))
 
     def _tidy(self, job: LoneJob, delete: Callable[[], None]) -> None:
-        """Garbage that stays harms nobody, and the next holder sweeps it."""
+        """Delete garbage. A failure is only logged: the next holder sweeps the folder."""
         try:
             delete()
         except (OSError, OperatorError) as error:
-            self._complain(job, error, "left behind")
+            self._complain(job, error, "not deleted")
 
     def _write(self, job: LoneJob) -> None:
         key, data = job.unwritten[0]
@@ -356,11 +475,11 @@ class Workers:
                 self.counters.snapshots += 1
 
     def _will_try_again(self, job: LoneJob, error: OSError | OperatorError) -> bool:
-        """Unless the workers close: then it is not told, so nobody believes that it happened."""
+        """Schedule a retry, unless the workers are closing; the job then has no result."""
         job.attempts += 1
         with self._changed:
             is_over = self._is_closing
-        self._complain(job, error, "given up, for the server stops" if is_over else "trying again")
+        self._complain(job, error, "giving up, the server is stopping" if is_over else "will retry")
         if not is_over:
             self._call(self._try_later, job)
         return not is_over
@@ -369,10 +488,10 @@ class Workers:
         with self._changed:
             self.counters.storage_errors += 1
         kind = type(job.work).__name__
-        hint = error.hint if isinstance(error, PapayaError) else "look at the disk"
+        hint = error.hint if isinstance(error, PapayaError) else "check the disk"
         logger.warning("%s of %s: %s; %s (hint: %s)", kind, job.task, error, then, hint)
 
-    # -- what is lost -----------------------------------------------------------------------
+    # -- lost work --------------------------------------------------------------------------
 
     def _is_lost(self, task: TaskId, seq: int) -> bool:
         with self._changed:
@@ -384,7 +503,7 @@ class Workers:
         else:
             logger.error("work of %s failed unexpectedly", task, exc_info=error)
         if seq is None:
-            return  # blobs that stay undeleted harm nobody
+            return  # undeleted blobs do no harm
         with self._changed:
             self.counters.lost += 1
             is_known = self._lost.get(task) == seq

@@ -171,7 +171,7 @@ def test_a_task_is_evaluated_by_plan_and_ends_at_its_last_version(supervisors: i
     supervised(cluster, supervisors)
     cluster.run(3600, lambda: is_over(cluster))
     assert task_row(cluster).state == "completed"
-    assert task_row(cluster).why == "version 12 is made"
+    assert task_row(cluster).why == "version 12 is reached"
 
     # The last version is evaluated although the task is over.
     cluster.run(cluster.engine.now + 600)

@@ -38,7 +38,7 @@ def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> Non
         crowded = structs.replace(TERMS, threshold=GOAL + 1)
         for number, (believed, label, terms, reason) in enumerate(
             (
-                (None, "masked", TERMS, "believes no TSA"),
+                (None, "masked", TERMS, "no trust policy"),
                 (unbelieving, "masked", TERMS, "software"),
                 (careful, "masked", TERMS, f"at least {GOAL + 1}"),
                 (known, "masked", strict, "its task file says 2"),

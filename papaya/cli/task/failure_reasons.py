@@ -31,10 +31,12 @@ def without_update(client: AdminClient, task: str) -> dict[str, int]:
 
 
 def counted(metrics: str, task: str) -> dict[str, int]:
-    series = rf'^{_COUNTER}\{{task="{re.escape(task)}",reason="(\w+)"\}} (\d+)$'
+    # The order of labels is not specified, and a value may be written as 7, 7.0 or 7e+06.
+    name, reason = rf'task="{re.escape(task)}"', r'reason="(\w+)"'
+    series = rf"^{_COUNTER}\{{(?:{name},{reason}|{reason},{name})\}} (\S+)$"
     found: dict[str, int] = {}
-    for reason, times in re.findall(series, metrics, re.MULTILINE):
-        found[reason] = found.get(reason, 0) + int(times)
+    for first, second, times in re.findall(series, metrics, re.MULTILINE):
+        found[first or second] = found.get(first or second, 0) + int(float(times))
     return {r: found[r] for r in sorted(found, key=lambda r: (-found[r], r)) if found[r]}
 
 

@@ -1,1 +1,1 @@
-"""For the model's owner and the operator: the admin API, and the supervisor of tasks' lives."""
+"""The admin API for owners and operators, and the supervisor of tasks."""

@@ -1,8 +1,8 @@
-"""Evaluations: when one is due, how it starts, and what its one version says.
+"""Evaluations: when one is due, how it starts, and how its result is read.
 
-DESIGN, "Learning and aggregation": an evaluation is a task that pins a version. Its own version 1
-is the mean over K clients of (Σ loss, Σ examples, 1) per bucket of data volume, so K times that are
-the sums. `papaya/messages/owner.py` has the rows, `papaya/learning/evaluation.py` the vector.
+An evaluation is a task that pins a version of another task. Its own version 1 is the mean over K
+clients of (Σ loss, Σ examples, 1) per bucket of data volume, so K times the mean are the sums.
+`papaya/messages/owner.py` has the rows, `papaya/learning/evaluation.py` the vector.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from papaya.learning.parameters import FLOAT32, FLOAT64
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow, task_key
-from papaya.server.admin.stores import AdminBlobs, AdminState
+from papaya.server.admin.blobs import AdminBlobs
+from papaya.server.state_thread import AsyncState
 
 
 def is_due(plan: EvaluationPlan, newest: int, tried: Iterable[int], *, is_last: bool) -> bool:
-    """The first version that is seen, as a baseline, then every so many, and the last one."""
+    """Due are the first version (a baseline), then every `every_versions`, and the last one."""
     last = max(tried, default=None)
     return last is None or newest >= last + (1 if is_last else plan.every_versions)
 
 
 def check_plan(config: TaskConfig) -> None:
-    """Refuses a plan by which no evaluation could ever start."""
+    """Refuse a plan with which no evaluation could start."""
     if config.evaluation is None:
         return
     try:
@@ -41,13 +42,13 @@ def check_plan(config: TaskConfig) -> None:
         owner.evaluation_config(config, first, config.evaluation, EVALUATION_LENGTH)
     except ConfigError as error:
         raise OperatorError(
-            f"no evaluation could start by the plan of task {config.task}: {error}",
+            f"no evaluation could start with the plan of task {config.task}: {error}",
             hint="change evaluation.clients or evaluation.timeout_s",
         ) from error
 
 
-async def running(state: AdminState, task: TaskId, version: VersionRow) -> TaskId | None:
-    """The evaluation of this version that is not over yet."""
+async def running(state: AsyncState, task: TaskId, version: VersionRow) -> TaskId | None:
+    """The evaluation of this version that is still running, if any."""
     if version.evaluations == 0:
         return None
     last = owner.evaluation_id(task, version.version, version.evaluations - 1)
@@ -56,7 +57,7 @@ async def running(state: AdminState, task: TaskId, version: VersionRow) -> TaskI
 
 
 async def start(
-    state: AdminState,
+    state: AsyncState,
     blobs: AdminBlobs,
     config: TaskConfig,
     version: VersionRow,
@@ -69,14 +70,14 @@ async def start(
     initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
     for key, data in initial:
         await blobs.put(key, data)
-    # It is given up after its timeout; who joined last may hold a ticket for a while longer.
+    # After its timeout, the last client to join may still have a valid ticket.
     kept_until = now + plan.timeout_s + ticket_life_s(evaluation, server) + server.dead_after_s
     change = owner.evaluate(evaluation, version, initial[0][0], initial[1][0], now, kept_until)
     return evaluation, await state.transact(change)
 
 
 async def result(blobs: AdminBlobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:
-    """What the evaluation's version 1 says; ProtocolError when clients uploaded nonsense."""
+    """The result in the evaluation's version 1; ProtocolError if clients sent invalid sums."""
     data = await blobs.get(version.parameters)
     mean = parameters.decode(data, EVALUATION_LENGTH).astype(FLOAT64)
     pinned = evaluation.config.evaluates

@@ -1,8 +1,7 @@
-"""The history of a task: one point for each version, which stays when the version is deleted.
+"""The history of a task: one point per version, kept when the version is deleted.
 
-Points are written once, when a version is first seen, from its row and the members that it
-consumed. What an evaluation finds is added to them later. Several processes may write: a point that
-another was faster with is left as it is.
+A point is written once, when a version is first seen, from its row and its members. The result of
+an evaluation is added later. Several processes may write: a point that exists is not changed.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from papaya.messages.storage import (
     consumed_key,
     point_key,
 )
-from papaya.server.admin.stores import AdminState
+from papaya.server.state_thread import AsyncState
 
 _AT_ONCE = 64
 
 
 class TaskHistory:
-    """Points by task and version. Each task's are read once and then kept in step."""
+    """Points by task and version, cached after the first read of a task."""
 
-    def __init__(self, state: AdminState) -> None:
+    def __init__(self, state: AsyncState) -> None:
         self._state = state
         self._points: dict[TaskId, dict[int, PointRow]] = {}
 
@@ -41,7 +40,7 @@ class TaskHistory:
         return found
 
     def forget(self, task: TaskId) -> None:
-        """Somebody else wrote, or may have written: read again when it is needed."""
+        """Drop the cached points of a task that another process may have written."""
         self._points.pop(task, None)
 
     def forget_all_but(self, tasks: Mapping[TaskId, object]) -> None:
@@ -67,9 +66,7 @@ class TaskHistory:
 
 
 def point(version: VersionRow, consumed: Row | None) -> PointRow:
-    """What a version was made of. One at which the owner rolled back was made of nothing: what it
-    consumed was given up.
-    """
+    """The point of a version. A version made by a roll-back has no members: they were dropped."""
     members: tuple[Member, ...] = ()
     if isinstance(consumed, ConsumedRow) and not version.restarts:
         members = consumed.members

@@ -1,7 +1,7 @@
-"""What a coordinator knows at this moment: who was heard, what is wanted, who is active.
+"""The coordinator's current view: live servers, client demand, active clients.
 
-Read off the machine between two events, never changed. A coordinator that does not lead hears no
-reports, so it knows nothing of the kind.
+Read from the machine between two events. A coordinator that does not lead gets no reports, so its
+view is empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from papaya.server.admin.views import AggregatorStatus, SelectorStatus
 
 
 class LiveTask(Struct, frozen=True):
-    """`demand` has the clients that are assigned but not yet confirmed taken off."""
+    """`demand` excludes clients that are assigned but not yet confirmed."""
 
     holder: NodeId
     active: int

@@ -1,4 +1,4 @@
-"""Why the admin API refused, each with its HTTP status. Any other OperatorError is a 400."""
+"""Errors of the admin API with their HTTP status. Any other OperatorError is a 400."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from papaya.errors import OperatorError
 
 
 class AdminProblem(OperatorError):
-    """A request that was understood and refused."""
+    """A valid request that was refused."""
 
     status: ClassVar[int] = 400
 
@@ -20,18 +20,18 @@ class NotFound(AdminProblem):
 
 
 class Conflict(AdminProblem):
-    """It exists, it changed meanwhile, or it cannot come after the present state."""
+    """It exists already, it has changed, or the current state does not allow it."""
 
     status = 409
 
 
 class Uncertain(AdminProblem):
-    """The store gave no answer: it may have been done, or may still be."""
+    """The outcome is unknown: the change may or may not have been made."""
 
     status = 503
 
 
 class NoStorage(AdminProblem):
-    """The disk is full or broken: nothing was kept, and nothing is wrong with the request."""
+    """The disk is full or broken. Nothing was stored; the request itself is fine."""
 
     status = 507

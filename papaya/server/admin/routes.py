@@ -7,9 +7,9 @@
     POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
     GET  /admin/status
 
-Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. The token is checked by whoever
-serves these routes. Bodies are bounded: JSON to 1 MiB, parameters by the length that is declared
-first.
+Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. `guarded` in
+papaya/server/auth.py checks the token. Bodies are bounded: JSON to 1 MiB, parameters by
+`model_length`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STATES: dict[str, TaskState] = {"pause": "paused", "resume": "running", "cancel
 
 
 class AdminRoutes:
-    """Carries requests to the service. Every request is answered, whatever goes wrong."""
+    """Passes requests to the service. Every request is answered, also after an error."""
 
     def __init__(self, service: AdminService) -> None:
         self._service = service
@@ -166,7 +166,7 @@ async def _told(exchange: Exchange, answer: Awaitable[None]) -> None:
 
 
 def as_problem(error: Exception) -> tuple[int, ProblemBody]:
-    """What the caller is told: his own faults in words, ours without any."""
+    """The answer to an error: the caller's errors in detail, internal errors without."""
     match error:
         case AdminProblem():
             return error.status, ProblemBody(str(error), error.hint)
@@ -175,7 +175,7 @@ def as_problem(error: Exception) -> tuple[int, ProblemBody]:
         case OperatorError() | ProtocolError():
             return 400, ProblemBody(str(error), error.hint)
     logger.error("an admin request failed", exc_info=error)
-    return 500, ProblemBody("something went wrong on the server's side", "look into its log")
+    return 500, ProblemBody("internal error of the server", "look into the server's log")
 
 
 def _task(exchange: Exchange) -> str:

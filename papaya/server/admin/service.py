@@ -2,10 +2,10 @@
 
     submit    parameters first, as a blob; then the task that names them
     look      tasks, one task, points, versions, parameters, status
-    change    pause, resume, cancel, roll back, mark, evaluate: compare-and-set, all of them
+    change    pause, resume, cancel, roll back, mark, evaluate: each a compare-and-set
 
-Whoever calls has shown the admin token. Refused: what is not there (404), what changed meanwhile or
-cannot come after the present state (409), what is wrong in itself (400).
+The caller has been checked for the admin token. Refused: a missing task or version (404), a row
+that has changed or a change that the current state does not allow (409), an invalid request (400).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from papaya.messages.storage import (
     task_key,
 )
 from papaya.server.admin import evaluations
+from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import Live
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
-from papaya.server.admin.stores import AdminBlobs, AdminState
 from papaya.server.admin.views import (
     Evaluate,
     Mark,
@@ -51,6 +51,7 @@ from papaya.server.admin.views import (
     TaskView,
     VersionView,
 )
+from papaya.server.state_thread import AsyncState
 
 OPTIMIZERS = "optimizer/"
 NEWEST = "newest"
@@ -60,11 +61,11 @@ _ROLL_BACK_ATTEMPTS = 10
 
 
 class AdminService:
-    """All that owners and operators may ask of a running system."""
+    """All requests of owners and operators."""
 
     def __init__(
         self,
-        state: AdminState,
+        state: AsyncState,
         blobs: AdminBlobs,
         history: TaskHistory,
         live: Live,
@@ -104,7 +105,7 @@ class AdminService:
         )
 
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
-        """As the supervisor of this process knows them: at most a turn behind the rows."""
+        """The points as the supervisor of this process knows them: at most one turn old."""
         await self._rows(task)
         return tuple(p for p in await self._points(task) if p.version > after)[:_MAX_POINTS]
 
@@ -113,7 +114,7 @@ class AdminService:
         return tuple(_version_view(row) for _, row in sorted(found.versions.items()))
 
     async def parameters(self, task: TaskId, version: str) -> tuple[VersionRow, Path]:
-        """The version's row, and the file that holds its parameters; it may be deleted soon."""
+        """The version's row, and the file of its parameters, which may be deleted soon."""
         found = await self._rows(task)
         if version != NEWEST and not (version.isascii() and version.isdecimal()):
             raise OperatorError(f"version {version[:20]!r} is no number", hint="or: newest")
@@ -147,8 +148,8 @@ class AdminService:
         return (await self.task(task)).task
 
     async def roll_back(self, task: TaskId, request: RollBack) -> VersionView:
-        """A busy task commits many times a second. Which head is left makes no difference to its
-        owner, so a roll-back that came too late for one is tried on the next.
+        """Roll back, and retry on a newer head: a busy task commits many times a second, and the
+        owner does not care which head is replaced.
         """
         outcome, head = "refused", 0
         for _ in range(_ROLL_BACK_ATTEMPTS):
@@ -160,13 +161,13 @@ class AdminService:
         return _version_view(_version(await self._rows(task), head))
 
     async def _prepare_roll_back(self, task: TaskId, version: int) -> tuple[int, Transaction]:
-        """The new head, and the transaction that makes it; the blob that it names is written."""
+        """Write the blob of the new head; return the head and its transaction."""
         found = await self._rows(task)
         _version(found, version)
         config, head = found.row.config, found.newest.version + 1
         optimizer = server_optimizer(config.optimizer)
         fresh = optimizer.encode_state(optimizer.initial_state(config.model_length))
-        # Under the present fence: its holder does not sweep it, and a later one is refused below.
+        # Under the current fence: its holder does not sweep it, and a later fence is refused below.
         key = blob_key(task, found.fence.seq, f"optimizer-{head}", fresh)
         try:
             change = owner.rollback(found, version, key, self.now())
@@ -190,7 +191,7 @@ class AdminService:
         row = found.newest if request.version is None else _version(found, request.version)
         config = found.row.config
         if config.evaluates is not None:
-            raise OperatorError(f"{task} is itself an evaluation", hint="name the task it is of")
+            raise OperatorError(f"{task} is itself an evaluation", hint="name the task instead")
         plan = config.evaluation or EvaluationPlan()
         plan = EvaluationPlan(
             clients=request.clients or plan.clients,
@@ -208,16 +209,16 @@ class AdminService:
         return Started(evaluation.task, row.version)
 
     async def write(self, change: Transaction) -> None:
-        """Commit, or say why not."""
+        """Commit, or raise the reason."""
         self._settle(await self.state.transact(change))
 
     def _settle(self, outcome: str) -> None:
         if outcome == "refused":
-            raise Conflict("it changed meanwhile", hint="look again, then repeat the command")
+            raise Conflict("it has changed", hint="look again, then repeat the command")
         if outcome == "unknown":
             raise Uncertain(
-                "the state store did not say whether it was done",
-                hint="look at the task before you repeat the command; the server's log says more",
+                "the outcome is unknown: the state store did not answer",
+                hint="check the task before you repeat the command; see the server's log",
             )
         self._changed()
 
@@ -230,7 +231,7 @@ class AdminService:
         return TaskRows(task, rows)
 
     async def _view(self, row: TaskRow, heads: Mapping[str, Row]) -> TaskView:
-        """The newest version is that of the optimizer row; the points behind it say how good."""
+        """A task in one line. The optimizer row has the newest version."""
         optimizer = heads.get(optimizer_key(row.config.task))
         head = optimizer.version if isinstance(optimizer, OptimizerRow) else 0
         return self._line(row, head, await self._points(row.config.task))

@@ -1,9 +1,9 @@
-"""A new task comes in two steps: its parameters as a blob, then the task that names them.
+"""Submits a task in two steps: its parameters as a blob, then the task that names them.
 
-DESIGN, "The device": what an owner sends is the manifest, shapes and initial parameters, nothing
-executable. Parameters are one canonical safetensors file, which is read completely before anything
-is stored. Refused: a task that exists, an id that evaluations have, a manifest of another length, a
-parameters file of another length or with NaN.
+An owner sends the manifest and initial parameters, and nothing executable. Parameters are one
+canonical safetensors file, which is read completely before anything is stored. Refused: a task that
+exists, an id reserved for evaluations, a manifest of another length, a parameters file of another
+length or with NaN.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
-MAX_HEADER_BYTES = 8 + (1 << 16)  # in front of the numbers in a parameters file
+MAX_HEADER_BYTES = 8 + (1 << 16)  # the header of a parameters file
 
 
 def max_parameters_bytes(model_length: int) -> int:
@@ -36,8 +36,8 @@ def max_parameters_bytes(model_length: int) -> int:
 async def store_parameters(
     service: AdminService, task: TaskId, model_length: int, data: bytes
 ) -> Stored:
-    """Keep the parameters of version 0 of a task that will be submitted."""
-    TaskConfig(task=task, concurrency=1, model_length=model_length)  # refuses what cannot be
+    """Store the parameters of version 0 of a task that will be submitted."""
+    TaskConfig(task=task, concurrency=1, model_length=model_length)  # checks both
     await _require_new(service, task)
     key = await asyncio.to_thread(_checked_key, task, model_length, data)
     await service.blobs.put(key, data)
@@ -91,7 +91,7 @@ async def _require_new(service: AdminService, task: TaskId) -> None:
 
 
 async def _require_parameters(service: AdminService, new: NewTask) -> None:
-    """They must be those of this task: another task's blobs are deleted with it."""
+    """They must belong to this task: another task's blobs are deleted with that task."""
     config = new.config
     if not new.parameters.startswith(f"{config.task}/0/version-0-"):
         raise OperatorError(

@@ -1,12 +1,13 @@
-"""Looks after tasks: writes their history, evaluates them by plan, ends them by their stop rule.
+"""Supervises tasks: writes their history, starts planned evaluations, applies stop rules.
 
-One runs beside every coordinator, about once a second, on rows alone. Every write is compare-and-
-set and whatever is refused is looked at again in the next turn, so any number of them do what one
-does. (Two that see different newest versions in the same second may start two evaluations of a
-task; that costs a few clients.) What a coordinator should know at once is told through `changed`.
+One runs beside every coordinator, about once a second, and works on rows only. Every write is a
+compare-and-set, and a refused write is tried again in the next turn, so several supervisors give
+the same result as one. (Two that see different newest versions in the same second may start two
+evaluations of a task, which costs a few clients.) `changed` tells the coordinator to read the rows
+now.
 
-It refuses to guess: an evaluation whose sums make no sense is cancelled, and says why. It never
-touches the rows that fences guard, except to remove evaluations that are long over.
+An evaluation with invalid sums is cancelled with the reason. Rows under a fence are not changed,
+except to remove old evaluations.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ from papaya.messages.storage import (
     version_key,
 )
 from papaya.server.admin import evaluations
+from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.admin.history import TaskHistory
-from papaya.server.admin.stores import AdminBlobs, AdminState
+from papaya.server.state_thread import AsyncState
 
 logger = logging.getLogger("papaya.admin")
 
 TURN_S = 1.0
-# As long as the coordinator tells selectors that a task is over.
+# For as long as the coordinator tells selectors that a task is over.
 REMEMBER_S = 3600.0
 _ALL_SEQS = 2**62
 
@@ -46,11 +48,11 @@ Versions = dict[int, VersionRow]
 
 
 class Supervisor:
-    """Holds no state of its own; `history` is a copy of the points."""
+    """Has no state of its own; `history` is a cache of the points."""
 
     def __init__(
         self,
-        state: AdminState,
+        state: AsyncState,
         blobs: AdminBlobs,
         history: TaskHistory,
         server: ServerConfig,
@@ -68,7 +70,7 @@ class Supervisor:
         self._history = history
 
     async def run(self) -> None:
-        """Until cancelled. An error costs one turn: of one task, if it is that task's."""
+        """Run until cancelled. An error skips one turn, of one task if possible."""
         while True:
             with _one_error_at_a_time("this turn"):
                 await self.turn()
@@ -110,7 +112,7 @@ class Supervisor:
         points = await self._history.points(row.config.task)
         tried = [p.version for p in points.values() if p.evaluated]
         tried += [e.config.evaluates.version for e in own if e.config.evaluates is not None]
-        # The versions are read after `own`: what another supervisor started meanwhile shows here.
+        # Versions are read after `own`, so they show what another supervisor started since.
         tried += [version for version, found in versions.items() if found.evaluations]
         newest = versions[max(versions)]
         if evaluations.is_due(plan, newest.version, tried, is_last=row.is_over):
@@ -129,7 +131,7 @@ class Supervisor:
             await self._forget(row)
 
     async def _settle(self, row: TaskRow, of: TaskRow | None) -> None:
-        """Has it ended? Then its task's history gets the result."""
+        """End an evaluation that is done, and write its result to the task's history."""
         now = self._now()
         made = await self._version(row.config.task, 1)
         if made is not None:
@@ -162,7 +164,7 @@ class Supervisor:
         await self._write(change, f"{row.config.task} is cancelled: {why}")
 
     async def _forget(self, row: TaskRow) -> None:
-        """Rows first, blobs after."""
+        """Delete the rows, then the blobs."""
         task: TaskId = row.config.task
         rows = await self._state.read(holder_prefixes(task))
         if await self._state.transact(owner.forget(row, rows)) == "committed":
@@ -186,7 +188,7 @@ class Supervisor:
         ]
         why = verdict(rule, row.submitted, self._now(), losses)
         if rule.versions is not None and newest >= rule.versions:
-            why = f"version {rule.versions} is made"
+            why = f"version {rule.versions} is reached"
         if why is not None:
             change = owner.change_state(row, "completed", self._now(), why)
             await self._write(change, f"task {row.config.task} is completed: {why}")
@@ -199,7 +201,7 @@ class Supervisor:
 
 @contextmanager
 def _one_error_at_a_time(what: str) -> Iterator[None]:
-    """What goes wrong with one task must not keep the supervisor from the others."""
+    """Log an error and go on with the next task."""
     try:
         yield
     except PapayaError as error:

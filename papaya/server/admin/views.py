@@ -1,7 +1,7 @@
-"""What the admin API takes and gives, as typed JSON. `papaya task` and `papaya status` read it.
+"""Requests and answers of the admin API, as typed JSON, for `papaya task` and `papaya status`.
 
-Unknown fields are ignored by readers, so that an older command understands a newer server. No
-field holds a secret.
+Readers ignore unknown fields, so that an older command understands a newer server. No field
+contains a secret.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class ProblemBody(Struct, frozen=True):
-    """Every answer that is not a success."""
+    """The body of every error."""
 
     error: str
     hint: str = ""
@@ -54,7 +54,7 @@ class Mark(Struct, frozen=True):
 
 
 class Evaluate(Struct, frozen=True):
-    """None: the newest version, the plan's number of clients."""
+    """None means the newest version, and the plan's number of clients."""
 
     version: Version | None = None
     clients: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
@@ -62,7 +62,7 @@ class Evaluate(Struct, frozen=True):
 
 
 class TaskView(Struct, frozen=True, kw_only=True):
-    """A task in one line. What only the leading coordinator knows is None anywhere else."""
+    """A task in one line. Fields that only the leading coordinator knows are else None."""
 
     task: TaskId
     state: TaskState
@@ -80,9 +80,9 @@ class TaskView(Struct, frozen=True, kw_only=True):
     demand: int | None = None
     utilization: float | None = None
     held: int | None = None
-    """Held check-ins of devices that fit."""
+    """Held check-ins of eligible devices."""
     evaluated: int | None = None
-    """The newest version that was evaluated: `loss` and `perplexity` are of this one."""
+    """The newest evaluated version, to which `loss` and `perplexity` belong."""
     loss: float | None = None
     perplexity: float | None = None
 
@@ -92,7 +92,7 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
     config: TaskConfig
     manifest: Tensors
     points: tuple[PointRow, ...]
-    """The newest, oldest of them first."""
+    """The newest points, in order of version."""
     versions_per_minute: float
     warnings: tuple[str, ...]
 
@@ -128,7 +128,7 @@ class SelectorStatus(Struct, frozen=True):
 class SystemStatus(Struct, frozen=True, kw_only=True):
     """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`.
 
-    `just_started`: not every server had its turn to report yet.
+    `just_started`: some servers may not have reported yet.
     """
 
     roles: tuple[str, ...]

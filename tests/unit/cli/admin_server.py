@@ -10,6 +10,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
+from prometheus_client import CollectorRegistry, generate_latest
+
 from papaya.cli import status
 from papaya.cli.main import CommandParser
 from papaya.cli.task import task
@@ -17,8 +19,8 @@ from papaya.credentials.token_files import Secret
 from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
 from papaya.http.routes import Buffered
-from papaya.server.internal_api import guarded
-from papaya.server.metrics import Registry
+from papaya.server.admin.routes import AdminRoutes
+from papaya.server.auth import guarded
 from tests.unit.server.admin.builders import System
 
 T = TypeVar("T")
@@ -29,7 +31,7 @@ class AdminServer:
     """A running one. `call` runs a coroutine on its loop."""
 
     def __init__(
-        self, system: System, loop: asyncio.AbstractEventLoop, url: str, metrics: Registry
+        self, system: System, loop: asyncio.AbstractEventLoop, url: str, metrics: CollectorRegistry
     ) -> None:
         self.system = system
         self.url = url
@@ -50,11 +52,11 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
         system = System(folder)
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
-        routes = guarded(system.administration.routes(), Secret(TOKEN), b"{}")
-        metrics = Registry()
+        routes = guarded(AdminRoutes(system.service).routes(), Secret(TOKEN), b"{}")
+        metrics = CollectorRegistry()
 
         def on_metrics(exchange: Exchange, body: bytes) -> None:
-            exchange.answer(200, metrics.text().encode())
+            exchange.answer(200, generate_latest(metrics))
 
         listening = await serve([*routes, Buffered("GET", "/metrics", on_metrics)], "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.port}"

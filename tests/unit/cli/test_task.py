@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from msgspec import structs
+from prometheus_client import Counter
 
 from papaya.cli.admin_client import TOKEN_VARIABLE, AdminClient, ServerUnreachable
 from papaya.cli.task import watch
@@ -365,17 +366,17 @@ def test_show_tells_how_sessions_ended_that_brought_no_update(
     assert run(server, "task", "show", "next-word") == 0
     assert "no update" not in capsys.readouterr().out
     labels = ("task", "reason")
-    aborted = server.metrics.counter("papaya_task_sessions_aborted_total", "", *labels)
-    discarded = server.metrics.counter("papaya_task_updates_discarded_total", "", *labels)
-    aborted.add(7, "next-word", "left")
-    aborted.add(9, "next-word-2", "silent")
-    aborted.add(0, "next-word", "stale")
-    discarded.add(2, "next-word", "over_norm")
+    aborted = Counter("papaya_task_sessions_aborted", "", labels, registry=server.metrics)
+    discarded = Counter("papaya_task_updates_discarded", "", labels, registry=server.metrics)
+    aborted.labels("next-word", "left").inc(7)
+    aborted.labels("next-word-2", "silent").inc(9)
+    aborted.labels("next-word", "stale").inc(0)
+    discarded.labels("next-word", "over_norm").inc(2)
     assert run(server, "task", "show", "next-word") == 0
     out, err = capsys.readouterr()
     assert "no update    9 sessions so far: 7 left, 2 over_norm\n" in out
     assert "these devices left by themselves" in err
-    discarded.add(10, "next-word", "round_over")
+    discarded.labels("next-word", "round_over").inc(10)
     assert run(server, "task", "show", "next-word") == 0
     assert "hint" not in capsys.readouterr().err
 

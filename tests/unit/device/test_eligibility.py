@@ -98,8 +98,8 @@ def saying(text: str) -> tuple[str, ...]:
         ("no (guessed)\n\nunknown", None),
         ("yes", "a network is metered"),
         ("no\n\nyes (guessed)", "a network is metered"),
-        ("unknown", "nobody here knows whether the network is metered"),
-        ("", "nobody here knows whether the network is metered"),
+        ("unknown", "cannot tell whether the network is metered"),
+        ("", "cannot tell whether the network is metered"),
     ],
 )
 def test_unmetered_is_what_network_manager_says(text: str, reason: str | None) -> None:

@@ -183,7 +183,7 @@ def test_jobs_run_side_by_side_and_beyond_the_limit_in_turn(bench: Bench) -> Non
         ("python-memory", "memory", "MemoryError"),
         ("torch-memory", "memory", "allocate memory"),
         ("flood", "crashed", "wrote"),
-        ("garbage", "crashed", "no result"),
+        ("garbage", "crashed", "invalid result"),
         ("descriptors", "refused", r"ValueError: \[0, 1, 2, \d+\]"),
         ("environment", "refused", r"ValueError: \[\]"),
         ("threads", "refused", r"ValueError: \(1, 1\)"),

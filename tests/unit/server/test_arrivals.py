@@ -8,8 +8,7 @@ from papaya.aggregator.upload import ARRIVING
 from papaya.aggregator.work import Arriving
 from papaya.messages.base import Message
 from papaya.messages.participation import Chunk, ChunkOffer, Retry
-from papaya.server.arrivals import ArrivingBodies
-from papaya.server.buffers import BufferPool
+from papaya.server.buffers import ArrivingBodies, BufferPool
 from papaya.server.host import AggregatorHost
 from papaya.server.replies import WaitingDevice
 from papaya.server.uploads import ArrivingChunk

@@ -299,7 +299,7 @@ def test_no_tokens_are_insecure_and_the_log_says_so(
         ("operators_verifier:needs", "argument"),
         ("operators_verifier:Sync", "has no `async def verify`"),
         ("broken_verifier:Own", "ZeroDivisionError"),
-        (".:Own", "cannot be made"),
+        (".:Own", "cannot be created"),
     ],
 )
 def test_a_verifier_that_cannot_be_used_is_explained(

@@ -15,10 +15,9 @@ from papaya.messages.base import Message
 from papaya.messages.participation import Retry
 from papaya.messages.selection import Capabilities, CheckIn, Gone, Rejected
 from papaya.server.auth import DeviceAuth, OpenDoor
-from papaya.server.collectors import DriverMetrics
 from papaya.server.device_api import Door
 from papaya.server.host import Host
-from papaya.server.metrics import Registry
+from papaya.server.metrics import DriverMetrics
 from papaya.server.replies import WaitingDevice, problem
 from papaya.store.blobs import FolderBlobs
 from tests.unit.http.loopback import Client, a_client, a_request
@@ -74,7 +73,7 @@ async def until(holds: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def a_door(folder: Path, auth: DeviceAuth) -> AsyncIterator[Building]:
     selector = Selector()
-    door = Door(cast(Host, selector), auth, FolderBlobs(folder), DriverMetrics(Registry()))
+    door = Door(cast(Host, selector), auth, FolderBlobs(folder), DriverMetrics())
     listening = await serve(door.routes(), "127.0.0.1", 0, problem=partial(problem, retry_s=1.0))
     try:
         yield Building(door, selector, listening)

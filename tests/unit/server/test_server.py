@@ -119,7 +119,7 @@ def test_roles_apart_take_messages_only_from_servers(tmp_path: Path) -> None:
 
 def test_the_address_of_a_node_is_in_its_name() -> None:
     assert address_of("aggregator@10.0.0.7:8752") == "10.0.0.7:8752"
-    with pytest.raises(ProtocolError, match="names no address"):
+    with pytest.raises(ProtocolError, match="has no address"):
         address_of("aggregator")
 
 
@@ -209,7 +209,7 @@ def test_a_server_that_takes_fewer_connections_says_so(
     asyncio.run(run(256 + 2 * 64 + 3 * 900))
     assert "max_connections" not in caplog.text
     asyncio.run(run(256 + 2 * 64 + 3 * 500))
-    assert "each listener takes 500 (hint: raise it, with ulimit -n" in caplog.text
+    assert "each listener takes 500 (hint: raise the limit with ulimit -n" in caplog.text
 
 
 def test_proxies_and_the_limit_per_address_are_for_devices(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from threading import Event, get_ident
+from typing import Any
 
 import pytest
 
@@ -64,15 +65,19 @@ def test_answers_come_in_order_on_the_loop_and_work_is_done_on_one_other_thread(
     async def use(thread: StateThread) -> None:
         loop_thread = get_ident()
 
-        def hear(answer: object) -> None:
+        def hear(future: asyncio.Future[object]) -> None:
             assert get_ident() == loop_thread
-            heard.append(answer)
+            heard.append(future.result())
 
-        thread.read(("first",), hear)
-        thread.transact(change(1), hear)
-        thread.transact(change(2), hear)
-        thread.read(("last",), hear)
-        thread.transact(change(3), hear)
+        futures: list[asyncio.Future[Any]] = [
+            thread.read(("first",)),
+            thread.transact(change(1)),
+            thread.transact(change(2)),
+            thread.read(("last",)),
+            thread.transact(change(3)),
+        ]
+        for future in futures:
+            future.add_done_callback(hear)
         assert heard == []
         store.let.set()
         await thread.close()
@@ -91,9 +96,9 @@ def test_no_more_than_a_bounded_number_share_a_sync() -> None:
     store = FakeStore()
 
     async def use(thread: StateThread) -> None:
-        thread.read((), lambda rows: None)
+        thread.read(())
         for value in range(MAX_SHARED + 1):
-            thread.transact(change(value), lambda outcome: None)
+            thread.transact(change(value))
         store.let.set()
         await thread.close()
 
@@ -105,8 +110,8 @@ def test_transactions_that_wait_together_have_their_own_outcomes(tmp_path: Path)
     heard: list[Outcome] = []
 
     async def use(thread: StateThread) -> None:
-        for transaction in (change(1), change(2), change(2, before=1), change(3, before=1)):
-            thread.transact(transaction, heard.append)
+        changes = (change(1), change(2), change(2, before=1), change(3, before=1))
+        heard.extend(await asyncio.gather(*map(thread.transact, changes)))
         await thread.close()
 
     run(SqliteState(tmp_path / "state.sqlite"), use)
@@ -123,17 +128,14 @@ def test_a_read_that_fails_is_repeated_and_what_is_behind_it_waits(
     store.let.set()
 
     async def use(thread: StateThread) -> None:
-        read = asyncio.get_running_loop().create_future()
-        outcome = asyncio.get_running_loop().create_future()
-        thread.read(("a",), read.set_result)
-        thread.transact(change(1), outcome.set_result)
+        read, outcome = thread.read(("a",)), thread.transact(change(1))
         assert await read == {"a": EpochRow(1)}
         assert await outcome == "committed"
         await thread.close()
 
     run(store, use)
     assert store.calls == [("a",), ("a",), ("a",), 1, "close"]
-    assert "the disk sleeps; again in 0.0 s; hint: wake it" in caplog.text
+    assert "the disk sleeps; retrying in 0.0 s; hint: wake it" in caplog.text
     assert "RuntimeError: a bug" in caplog.text
 
 
@@ -143,8 +145,9 @@ def test_a_write_that_raises_has_an_unknown_outcome(caplog: pytest.LogCaptureFix
     heard: list[Outcome] = []
 
     async def use(thread: StateThread) -> None:
-        thread.transact(change(1), heard.append)
+        outcome = thread.transact(change(1))
         await thread.close()
+        heard.append(outcome.result())
 
     run(store, use)
     assert heard == ["unknown"]
@@ -153,17 +156,16 @@ def test_a_write_that_raises_has_an_unknown_outcome(caplog: pytest.LogCaptureFix
 
 def test_to_close_does_not_wait_for_a_disk_that_cannot_be_read() -> None:
     store = FakeStore(*[OperatorError("the disk is gone") for _ in range(10_000)])
-    heard: list[object] = []
 
     async def use(thread: StateThread) -> None:
-        thread.read(("a",), heard.append)
+        read = thread.read(("a",))
         store.let.set()
         store.reading.wait()
         await thread.close()
         await thread.close()  # a second time changes nothing
+        assert not read.done()
 
     run(store, use)
-    assert heard == []
     assert store.calls[-1] == "close"
 
 
@@ -174,13 +176,10 @@ def test_it_tells_whether_the_store_works() -> None:
 
     async def use(thread: StateThread) -> None:
         for _ in range(2):
-            outcome = asyncio.get_running_loop().create_future()
-            thread.transact(change(1), outcome.set_result)
-            await outcome
+            await thread.transact(change(1))
             problems.append(thread.problem)
         store.failures = [OperatorError("the disk is gone") for _ in range(10_000)]
-        read = asyncio.get_running_loop().create_future()
-        thread.read((), read.set_result)
+        read = thread.read(())
         while not thread.problem:
             await asyncio.sleep(0.001)
         problems.append(thread.problem)
@@ -198,10 +197,8 @@ def test_a_read_that_works_does_not_hide_a_commit_that_did_not() -> None:
     store.let.set()
 
     async def use(thread: StateThread) -> None:
-        read = asyncio.get_running_loop().create_future()
-        thread.transact(change(1), lambda outcome: None)
-        thread.read((), read.set_result)
-        await read
+        thread.transact(change(1))
+        await thread.read(())
         assert thread.problem == "the last commit failed"
         await thread.close()
 
@@ -220,3 +217,33 @@ def test_a_store_that_cannot_be_closed_does_not_keep_the_server_from_stopping(
 
     run(Unclosable(), use)
     assert "the disk is gone" in caplog.text
+
+
+def test_each_transaction_is_observed_with_its_outcome(tmp_path: Path) -> None:
+    observed: list[tuple[float, Outcome]] = []
+
+    async def use() -> None:
+        store = SqliteState(tmp_path / "state.sqlite")
+        thread = StateThread(
+            store, observe=lambda seconds, outcome: observed.append((seconds, outcome))
+        )
+        await asyncio.gather(thread.transact(change(1)), thread.transact(change(2)))
+        await thread.read(("a",))
+        await thread.close()
+
+    asyncio.run(use())
+    assert [outcome for _, outcome in observed] == ["committed", "refused"]
+    assert all(seconds > 0 for seconds, _ in observed)
+
+
+def test_a_coroutine_that_is_cancelled_does_not_disturb_the_others() -> None:
+    store = FakeStore()
+
+    async def use(thread: StateThread) -> None:
+        cancelled, other = thread.transact(change(1)), thread.transact(change(2))
+        cancelled.cancel()
+        store.let.set()
+        assert await other == "committed"
+        await thread.close()
+
+    run(store, use)

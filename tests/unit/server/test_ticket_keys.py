@@ -101,7 +101,7 @@ def test_processes_that_start_at_once_agree(outcomes: list[str]) -> None:
 def test_a_store_that_does_not_commit_is_the_operators_to_mend() -> None:
     state = FakeState()
     state.outcomes = ["unknown"] * 100
-    with pytest.raises(OperatorError, match="could not be stored") as failed:
+    with pytest.raises(OperatorError, match="cannot store") as failed:
         load(state)
     assert "disk" in failed.value.hint
     assert state.rows == {}

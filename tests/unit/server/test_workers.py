@@ -21,7 +21,8 @@ from papaya.aggregator.work import (
 from papaya.learning import parameters
 from papaya.learning.kernels import fastest
 from papaya.learning.parameters import FLOAT32
-from papaya.server.workers import BufferPool, threaded_shards
+from papaya.server.buffers import BufferPool
+from papaya.server.workers import threaded_shards
 from tests.unit.server.worker_builders import (
     LENGTH,
     OTHER,

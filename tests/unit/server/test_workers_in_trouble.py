@@ -51,7 +51,7 @@ def test_a_full_disk_is_tried_again_and_holds_up_no_fold(
     assert the_sum(blobs, snapshotted) == [1, 2, 3, 4]
     assert driver.workers.counters.storage_errors == 3
     assert len(driver.of(Folded)) == 2
-    assert "the disk is full; trying again (hint: make room)" in caplog.text
+    assert "the disk is full; will retry (hint: make room)" in caplog.text
 
 
 def test_closing_gives_up_what_cannot_be_written_and_tells_nobody() -> None:
@@ -163,7 +163,7 @@ def test_what_cannot_be_deleted_holds_nothing_up(caplog: pytest.LogCaptureFixtur
     driver = run(test, Stubborn(WORDS))
     assert [type(told) for told in driver.told] == [Restored, Folded, Snapshotted]
     assert driver.workers.counters.storage_errors == 3
-    assert "left behind" in caplog.text
+    assert "not deleted" in caplog.text
 
 
 def test_a_result_that_cannot_be_delivered_does_not_take_the_others_with_it(

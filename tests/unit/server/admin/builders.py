@@ -14,9 +14,11 @@ from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, Row, TaskRow, Transaction
 from papaya.server.admin import submissions
-from papaya.server.admin.administration import Administration
+from papaya.server.admin.blobs import ThreadedBlobs
+from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import LiveTask
-from papaya.server.admin.stores import ThreadedBlobs
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.supervisor import Supervisor
 from papaya.server.admin.views import AggregatorStatus, NewTask, SelectorStatus, TaskView
 from papaya.store.blobs import FolderBlobs
 from papaya.store.state import SqliteState
@@ -70,7 +72,7 @@ class StoredState:
 
 
 class System:
-    """An administration on real stores."""
+    """The admin service and the supervisor on real stores."""
 
     def __init__(self, folder: Path) -> None:
         self.store = SqliteState(folder / "state.db")
@@ -79,15 +81,14 @@ class System:
         self.live = FakeLive()
         self.time = 1000.0
         self.changes = 0
-        self.administration = Administration(
-            self.state,
-            ThreadedBlobs(self.blobs),
-            self.live,
-            lambda: self.time,
-            self._changed,
-            ServerConfig(),
-        )
-        self.service = self.administration.service
+        self.history = TaskHistory(self.state)
+        stores = (self.state, ThreadedBlobs(self.blobs), self.history)
+        server = ServerConfig()
+        self.service = AdminService(*stores, self.live, self.now, self._changed, server)
+        self.supervisor = Supervisor(*stores, server, self.now, self._changed)
+
+    def now(self) -> float:
+        return self.time
 
     def _changed(self) -> None:
         self.changes += 1
@@ -95,10 +96,10 @@ class System:
     def change(self, transaction: Transaction) -> None:
         """Something that others write; what is copied here is read again."""
         assert self.store.transact(transaction) == "committed"
-        self.administration.history.forget_all_but({})
+        self.history.forget_all_but({})
 
     async def turn(self) -> None:
-        await self.administration.supervisor.turn()
+        await self.supervisor.turn()
 
     async def submit(self, config: TaskConfig = TASK) -> TaskView:
         data = encoded(config)

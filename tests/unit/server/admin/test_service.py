@@ -116,7 +116,7 @@ BAD_SUBMISSIONS: dict[str, tuple[TaskConfig, str]] = {
     "an id of a repeated one": (structs.replace(TASK, task="x-eval-3-2"), "like an evaluation"),
     "a plan that cannot start": (
         structs.replace(TASK, task="other", evaluation=EvaluationPlan(clients=MAX_COUNT)),
-        "no evaluation could start by the plan of task other: concurrency",
+        "no evaluation could start with the plan of task other: concurrency",
     ),
     "another length": (structs.replace(TASK, task="other", model_length=7), "6 parameters"),
 }
@@ -267,10 +267,10 @@ def test_refused_and_unknown_writes_are_told_apart(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         await system.submit()
         system.state.outcome = "refused"
-        with pytest.raises(Conflict, match="it changed meanwhile"):
+        with pytest.raises(Conflict, match="it has changed"):
             await system.service.set_state("next-word", "paused")
         system.state.outcome = "unknown"
-        with pytest.raises(Uncertain, match="did not say whether"):
+        with pytest.raises(Uncertain, match="outcome is unknown"):
             await system.service.set_state("next-word", "paused")
         assert system.changes == 1  # only the submission
 

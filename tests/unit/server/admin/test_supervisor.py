@@ -29,8 +29,8 @@ from papaya.messages.storage import (
     version_key,
 )
 from papaya.server.admin import evaluations
+from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
-from papaya.server.admin.stores import ThreadedBlobs
 from papaya.server.admin.supervisor import Supervisor
 from papaya.server.admin.views import Evaluate
 from tests.unit.server.admin.builders import TASK, System, a_system, encoded

@@ -1,7 +1,6 @@
-"""What the admin side asks of the stores, to be awaited, and blobs on threads.
+"""Blobs as the admin API and the supervisor use them: awaited, on threads.
 
-Rows are read and changed by the same transactions as the machines'. Everything here may fail as
-the stores do: an outcome may be unknown, a disk may be full.
+A full disk raises NoStorage, which the admin API answers with 507.
 """
 
 from __future__ import annotations
@@ -13,21 +12,12 @@ from typing import Protocol
 
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
-from papaya.messages.storage import Outcome, Row, Transaction
 from papaya.server.admin.problems import NoStorage
 from papaya.store.blobs import FolderBlobs, Piece
 
 
-class AdminState(Protocol):
-    """Rows; `papaya/server/awaited_state.py`."""
-
-    async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]: ...
-
-    async def transact(self, transaction: Transaction) -> Outcome: ...
-
-
 class AdminBlobs(Protocol):
-    """Immutable bytes by key. A missing blob raises MissingBlob, a disk without room NoStorage."""
+    """Immutable bytes by key. A missing blob raises MissingBlob, a full disk NoStorage."""
 
     async def get(self, key: BlobKey) -> bytes: ...
 
