@@ -16,8 +16,8 @@ from msgspec import structs
 from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.config.checks import require
 from papaya.errors import ConfigError
-from papaya.sim.cluster import ClusterConfig
-from papaya.sim.report import RunReport, Watched, regime_name
+from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.report import RunReport, RunWatch, regime_name
 
 _MAX_HOURS = 10_000
 _MAX_SAMPLES = 3600
@@ -54,13 +54,14 @@ def simulate(
         remedy = f"choose it between 0 and {until_s:g}, or leave it out"
         raise ConfigError.of("warm_up_s", warm_up_s, "leaves no window to report on", remedy)
     sample_s = float(max(1, math.ceil(until_s / _MAX_SAMPLES)))
-    cluster = Watched(config, seed, warm_up_s=warm_up_s, sample_s=sample_s)
+    watch = RunWatch(warm_up_s=warm_up_s, sample_s=sample_s)
+    cluster = Cluster(config, seed, observers=[watch])
     steps = max(100, math.ceil(until_s / 60))
     for step in range(1, steps + 1):
         cluster.run(until_s * step / steps)
         if progress is not None:
-            progress(_moment(cluster, until_s))
-    return cluster.report()
+            progress(_moment(watch, until_s))
+    return watch.report()
 
 
 def compare(
@@ -117,7 +118,7 @@ def _switched(task: TaskConfig, regime: AsyncFL | SyncFL) -> TaskConfig:
     return structs.replace(task, regime=regime)
 
 
-def _moment(cluster: Watched, until_s: float) -> Moment:
-    active = sum(cluster.active(task) for task in cluster.watches)
-    versions = sum(watch.version for watch in cluster.watches.values())
-    return Moment(cluster.engine.now, until_s, active, versions)
+def _moment(watch: RunWatch, until_s: float) -> Moment:
+    active = sum(watch.active(task) for task in watch.watches)
+    versions = sum(each.version for each in watch.watches.values())
+    return Moment(watch.cluster.engine.now, until_s, active, versions)

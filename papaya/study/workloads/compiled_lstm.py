@@ -13,8 +13,8 @@ The vector of parameters is described in lstm_trainers.py. For a batch of B sequ
     cell[t] = f cell[t - 1] + i g;  hidden[t] = o tanh(cell[t]);  scores = hidden[t] W_out^T + b_out
 
 where table[word] = embedding[word] W_ih^T + b_ih + b_hh is computed once for each word that occurs.
-Row 0 of `hidden` and `cell` is the state of zeros before the first word. `turned` are W_ih, W_hh and
-W_out transposed, so that every product adds whole rows.
+Row 0 of `hidden` and `cell` is the state of zeros before the first word. `turned` holds W_ih, W_hh
+and W_out transposed, so that every product adds whole rows.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from papaya.study import identity, lab
 from papaya.study.identity import closure, code_digest, digest
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
-from papaya.study.trace import Recorded
+from papaya.study.trace import Recorder
 from papaya.study.workloads.embedding import EmbeddingWorkload
 from tests.unit.study.learners import a_cluster
 
@@ -129,7 +129,7 @@ def test_nothing_of_a_recording_stays_in_memory(tmp_path: Path) -> None:
     try:
         recorder = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload())
         recorder.record([structs.replace(COURSE, updates=5)])
-        assert not [each for each in gc.get_objects() if type(each) is Recorded]
+        assert not [each for each in gc.get_objects() if type(each) is Recorder]
     finally:
         gc.enable()
 
