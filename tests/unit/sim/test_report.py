@@ -33,7 +33,7 @@ from papaya.sim.observer import Observer
 from papaya.sim.plots import draw, without_short_dips
 from papaya.sim.population import PopulationConfig
 from papaya.sim.report import RunReport, RunWatch, ks_statistic
-from papaya.sim.simulate import Moment, compare, protocol_tasks, simulate
+from papaya.sim.simulate import Moment, protocol_tasks, simulate
 
 ROOT = Path(__file__).parents[3]
 POPULATION = PopulationConfig(size=100_000, latency_mean_s=10.0, dropout=0.1)
@@ -152,9 +152,12 @@ def test_who_took_part_is_compared_with_all_who_could() -> None:
     """ "two-sample Kolmogorov-Smirnov test [...] to measure the goodness of fit between AsyncFL,
     SyncFL with over-selection, and the ground truth distribution": over-selection drops the slow.
     """
-    config = ClusterConfig(tasks=protocol_tasks(concurrency=130))
-    reports = compare(config, seed=1, hours=0.6)
-    asynchronous, over_selected, full = (report.tasks[0] for report in reports.values())
+    asynchronous, over_selected, full = (
+        simulate(
+            ClusterConfig(tasks=protocol_tasks(regime=regime, concurrency=130)), seed=1, hours=0.6
+        ).tasks[0]
+        for regime in (AsyncFL(), SyncFL(0.3), SyncFL(0.0))
+    )
     assert asynchronous.execution_s.ks < 0.04
     assert over_selected.execution_s.ks > 0.07
     assert over_selected.examples.ks > 0.07
@@ -329,7 +332,8 @@ def test_a_warm_up_without_a_window_is_refused() -> None:
 
 
 def test_a_plot_is_a_picture_of_every_report(tmp_path: Path) -> None:
-    reports = compare(a_cluster(), 3, 0.1)
+    regimes = (AsyncFL(GOAL), SyncFL(0.3), SyncFL(0.0))
+    reports = {str(each): simulate(a_cluster(each), 3, 0.1) for each in regimes}
     path = draw(reports, tmp_path / "new" / "plot.png", "A title")
     pixels = imread(path)
     assert pixels.shape[0] > 500
