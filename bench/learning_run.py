@@ -8,7 +8,7 @@ Two processes, one after the other, so one core is to spare:
 
     record   the machines, every message of the protocol, and their trace. Uploads are four numbers
              long: whom the servers select and count, and when, does not depend on their length
-    learn    the arithmetic of the model, a perceptron: each client trains along the trace, and
+    learn    the arithmetic of the model `embedding`: each client trains along the trace, and
              updates of its full length are weighted and summed, version by version
 
 So no byte of a real update passes through the machines: how fast they carry those is measured
@@ -39,7 +39,7 @@ from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import PopulationConfig
 from papaya.study.replay import Rates, learn
 from papaya.study.trace import Trace, record
-from papaya.study.workloads.perceptron import Perceptron, Prototypes
+from papaya.study.workloads.embedding import EmbeddingWorkload
 
 SEED = 1
 FLEET = 10**8
@@ -50,8 +50,8 @@ SAMPLE_S = 20.0  # what a million updates would be sampled at
 FULL, TENTH = 1_000_000, 100_000
 FULL_S, MEMORY_MB = 480.0, 2_000.0
 RATES = Rates(
-    client=ClientSGD(rate=0.1),
-    optimizer=OptimizerConfig(kind="fedadam", rate=0.002, beta1=0.0, epsilon=1e-5),
+    client=ClientSGD(rate=1.0),
+    optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.0, epsilon=1e-5),
 )
 POPULATION = PopulationConfig(size=FLEET)
 
@@ -94,7 +94,7 @@ def do_record(path: Path, updates: int) -> dict[str, Any]:
 def do_learn(path: Path, updates: int) -> dict[str, Any]:
     """The model along what was counted."""
     trace = Trace.load(path)
-    workload = Perceptron(Prototypes(population=POPULATION))
+    workload = EmbeddingWorkload(POPULATION)
     curve = learn(trace, workload, RATES)
     first, last = curve.points[0], curve.points[-1]
     require(curve.diverged is None, str(curve.diverged))

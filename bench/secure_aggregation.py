@@ -36,7 +36,7 @@ from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import Unmasking
 from papaya.secagg.words import BLOCK, WORD, Reals, Words, blocks
-from papaya.study.tee_transfer import (
+from papaya.study.experiments.tee_transfer import (
     DESIGNS,
     GOALS,
     MODEL_BYTES,
@@ -231,7 +231,7 @@ def bench_transfer(plot: Path | None) -> None:
             naive_ms=1e3 * (naive[goal].seconds or 0.0),
         )  # fmt: skip
     if plot is not None:
-        from papaya.study.transfer_plot import draw_transfer
+        from papaya.study.experiments.tee_transfer import draw_transfer
 
         draw_transfer(transfers, plot)
 

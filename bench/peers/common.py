@@ -1,11 +1,11 @@
-"""What all systems share: clients, first model, rounds, judge, and the talk with `run.py`.
+"""What all systems share: clients, first model, rounds, judge, and the dialogue with `run.py`.
 
     run.py  -> {"rounds": [2, 12]}        train these rounds
     system  <- {"cpu_s": 0.8, "wall_s": 0.81}
     run.py  -> {"judge": true}
     system  <- {"loss": 1.23}
 
-Lines of JSON on a system's standard input and output; before the first it says who it is. A system
+Lines of JSON on a system's standard input and output; the first line names its versions. A system
 gets `Data`, trains one cohort at a time and gives its parameters back in the layout of `SHAPES`,
 where the same numpy code judges all of them.
 Imports numpy and nothing else, so that every virtual environment can read it.
@@ -29,8 +29,7 @@ Array = npt.NDArray[Any]
 COHORT = 100
 COHORTS = 20  # ordinary ones: round r trains cohort r modulo this
 BATCH = 32
-RATES = {"perceptron": 0.1, "lstm": 1.0}
-FEATURES, HIDDEN, CLASSES = 64, 32, 10
+RATE = 1.0
 VOCABULARY, EMBEDDING, CELLS, STEPS = 100, 32, 64, 20
 
 _MEDIAN, _SIGMA, _CAP = 20, 1.2, 1500
@@ -48,8 +47,6 @@ class Data:
     def __init__(self, path: Path) -> None:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file)
-        self.model = path.stem
-        self.rate = RATES[self.model]
         self.inputs, self.targets = arrays.pop("inputs"), arrays.pop("targets")
         self.offsets: Array = arrays.pop("offsets")
         self.held_out = arrays.pop("held_inputs"), arrays.pop("held_targets")
@@ -73,7 +70,7 @@ class Data:
         """Mean cross-entropy on data that no client has."""
         wide = {name: value.astype(np.float64) for name, value in parameters.items()}
         inputs, targets = self.held_out
-        scores = _FORWARD[self.model](wide, inputs)
+        scores = _forward(wide, inputs)
         scores -= scores.max(axis=-1, keepdims=True)
         chosen = np.take_along_axis(scores, targets[..., None].astype(np.int64), axis=-1)
         return float((np.log(np.exp(scores).sum(axis=-1)) - chosen[..., 0]).mean())
@@ -91,15 +88,15 @@ class System(Protocol):
         """The current model, in the layout and under the names of the first one."""
 
 
-def write(folder: Path, model: str, seed: int) -> Path:
+def write(folder: Path, seed: int) -> Path:
     """The clients and the first model, drawn once for all systems."""
     draw = np.random.default_rng(seed)
     volumes = _MEDIAN * np.exp(_SIGMA * draw.standard_normal(COHORTS * COHORT))
     examples = np.clip(np.rint(volumes), 1, _CAP).astype(np.int64)
     examples = np.concatenate([np.arange(1, BATCH + 1), examples])
     offsets = np.concatenate([[0], np.cumsum(examples)])
-    inputs, targets = _EXAMPLES[model](draw, int(offsets[-1]) + _HELD_OUT)
-    path = folder / f"{model}.npz"
+    inputs, targets = _sentences(draw, int(offsets[-1]) + _HELD_OUT)
+    path = folder / "clients.npz"
     columns: dict[str, Any] = {
         "offsets": offsets,
         "inputs": inputs[:-_HELD_OUT],
@@ -107,7 +104,7 @@ def write(folder: Path, model: str, seed: int) -> Path:
         "held_inputs": inputs[-_HELD_OUT:],
         "held_targets": targets[-_HELD_OUT:],
     }
-    np.savez(path, **columns, **_first_model(draw, model))
+    np.savez(path, **columns, **_first_model(draw))
     return path
 
 
@@ -148,14 +145,6 @@ def _timed(system: System, data: Data, rounds: range) -> dict[str, object]:
     return {"wall_s": time.perf_counter() - wall_s, "cpu_s": time.process_time() - cpu_s}
 
 
-def _vectors(draw: np.random.Generator, count: int) -> tuple[Array, Array]:
-    """Classes that a linear model separates, but for some noise."""
-    inputs = draw.standard_normal((count, FEATURES), np.float32)
-    scores = inputs @ draw.standard_normal((FEATURES, CLASSES), np.float32)
-    scores += 2 * draw.standard_normal(scores.shape, np.float32)
-    return inputs, scores.argmax(axis=1).astype(np.int32)
-
-
 def _sentences(draw: np.random.Generator, count: int) -> tuple[Array, Array]:
     """A Markov chain: each word is followed by one of a few others, mostly by the first."""
     followers = draw.integers(0, VOCABULARY, (VOCABULARY, _SUCCESSORS))
@@ -167,42 +156,29 @@ def _sentences(draw: np.random.Generator, count: int) -> tuple[Array, Array]:
     return np.ascontiguousarray(words[:, :-1]), np.ascontiguousarray(words[:, 1:])
 
 
-def _first_model(draw: np.random.Generator, model: str) -> dict[str, Any]:
+def _first_model(draw: np.random.Generator) -> dict[str, Any]:
     """Uniform, within one over the root of a row's inputs; biases start at zero."""
     arrays = {}
-    for name, shape in SHAPES[model].items():
+    for name, shape in SHAPES.items():
         bound = 1 / np.sqrt(shape[0])
         drawn = draw.uniform(-bound, bound, shape) if len(shape) > 1 else np.zeros(shape)
         arrays[name] = drawn.astype(np.float32)
     return arrays
 
 
-SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "perceptron": {
-        "hidden": (FEATURES, HIDDEN),
-        "hidden_bias": (HIDDEN,),
-        "output": (HIDDEN, CLASSES),
-        "output_bias": (CLASSES,),
-    },
-    # Gates in PyTorch's order (input, forget, cell, output) and with its two biases, both trained.
-    "lstm": {
-        "embedding": (VOCABULARY, EMBEDDING),
-        "input": (EMBEDDING, 4 * CELLS),
-        "recurrent": (CELLS, 4 * CELLS),
-        "input_bias": (4 * CELLS,),
-        "recurrent_bias": (4 * CELLS,),
-        "output": (CELLS, VOCABULARY),
-        "output_bias": (VOCABULARY,),
-    },
+# Gates in PyTorch's order (input, forget, cell, output) and with its two biases, both trained.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embedding": (VOCABULARY, EMBEDDING),
+    "input": (EMBEDDING, 4 * CELLS),
+    "recurrent": (CELLS, 4 * CELLS),
+    "input_bias": (4 * CELLS,),
+    "recurrent_bias": (4 * CELLS,),
+    "output": (CELLS, VOCABULARY),
+    "output_bias": (VOCABULARY,),
 }
 
 
-def _perceptron(p: dict[str, Array], inputs: Array) -> Array:
-    hidden: Array = np.maximum(inputs @ p["hidden"] + p["hidden_bias"], 0)
-    return hidden @ p["output"] + p["output_bias"]
-
-
-def _lstm(p: dict[str, Array], inputs: Array) -> Array:
+def _forward(p: dict[str, Array], inputs: Array) -> Array:
     cell = hidden = np.zeros((len(inputs), CELLS))
     scores = np.empty((*inputs.shape, VOCABULARY))
     for step in range(STEPS):
@@ -218,7 +194,3 @@ def _lstm(p: dict[str, Array], inputs: Array) -> Array:
 def _sigmoid(values: Array) -> Array:
     result: Array = 1 / (1 + np.exp(-values))
     return result
-
-
-_EXAMPLES = {"perceptron": _vectors, "lstm": _sentences}
-_FORWARD = {"perceptron": _perceptron, "lstm": _lstm}

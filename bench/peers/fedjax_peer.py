@@ -15,14 +15,9 @@ from typing import Any, ClassVar
 import fedjax
 import jax
 import jax.numpy as jnp
-from common import BATCH, CELLS, Array, Data, serve
+from common import BATCH, CELLS, RATE, Array, Data, serve
 
 Tree = Any
-
-
-def perceptron(p: Tree, inputs: Any) -> Any:
-    hidden = jax.nn.relu(inputs @ p["hidden"] + p["hidden_bias"])
-    return hidden @ p["output"] + p["output_bias"]
 
 
 def word_model(p: Tree, inputs: Any) -> Any:
@@ -46,15 +41,10 @@ def cross_entropy(scores: Any, targets: Any) -> Any:
     return -chosen.mean()
 
 
-def perceptron_loss(p: Tree, batch: Tree) -> Any:
-    return cross_entropy(perceptron(p, batch["inputs"]), batch["targets"])
-
-
 def word_loss(p: Tree, batch: Tree) -> Any:
     return cross_entropy(word_model(p, batch["inputs"]), batch["targets"].T)
 
 
-LOSSES = {"perceptron": perceptron_loss, "lstm": word_loss}
 VERSIONS = {name: version(name) for name in ("fedjax", "jax", "jaxlib", "dm-haiku")}
 
 
@@ -71,8 +61,8 @@ class FedJax:
     versions: ClassVar = VERSIONS
 
     def __init__(self, data: Data) -> None:
-        gradient = jax.grad(LOSSES[data.model])
-        self._train_each = fedjax.for_each_client(*client_steps(gradient, data.rate))
+        gradient = jax.grad(word_loss)
+        self._train_each = fedjax.for_each_client(*client_steps(gradient))
         self._server_optimizer = fedjax.optimizers.sgd(1.0)
         self._parameters = jax.tree_util.tree_map(jnp.asarray, data.first_model)
         self._state = self._server_optimizer.init(self._parameters)
@@ -94,8 +84,8 @@ class FedJax:
             yield difference, len(self._clients[client])
 
 
-def client_steps(gradient: Any, rate: float) -> tuple[Any, Any, Any]:
-    optimizer = fedjax.optimizers.sgd(rate)
+def client_steps(gradient: Any) -> tuple[Any, Any, Any]:
+    optimizer = fedjax.optimizers.sgd(RATE)
 
     def init(server: Tree, _: None) -> Tree:
         return {"parameters": server, "optimizer": optimizer.init(server)}

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import fedjax
 import jax
 import jax.numpy as jnp
-from common import BATCH, Array, Data, serve
+from common import BATCH, RATE, Array, Data, serve
 from fedjax.algorithms.fed_avg import federated_averaging
-from fedjax_peer import LOSSES, VERSIONS, client_datasets
+from fedjax_peer import VERSIONS, client_datasets, word_loss
 
 
 class FedJaxStock:
@@ -23,14 +23,14 @@ class FedJaxStock:
     versions: ClassVar = VERSIONS
 
     def __init__(self, data: Data) -> None:
-        gradient = jax.grad(LOSSES[data.model])
+        gradient = jax.grad(word_loss)
 
         def keyed(parameters: Any, batch: Any, _: Any) -> Any:
             return gradient(parameters, batch)
 
         self._algorithm = federated_averaging(
             keyed,
-            fedjax.optimizers.sgd(data.rate),
+            fedjax.optimizers.sgd(RATE),
             fedjax.optimizers.sgd(1.0),
             fedjax.ShuffleRepeatBatchHParams(batch_size=BATCH, num_epochs=1, seed=1),
         )

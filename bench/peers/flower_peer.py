@@ -13,7 +13,7 @@ from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
-from common import BATCH, Array, Data, serve
+from common import BATCH, RATE, Array, Data, serve
 from flwr.client import NumPyClient
 from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server.strategy import FedAvg
@@ -44,7 +44,7 @@ class Trainer:
     def __init__(self, data: Data) -> None:
         self.module: nn.Module = first_module(data)
         self._learnt = list(self.module.parameters())
-        self._optimizer = torch.optim.SGD(self._learnt, lr=data.rate)
+        self._optimizer = torch.optim.SGD(self._learnt, lr=RATE)
 
     def load(self, arrays: list[Array]) -> None:
         with torch.no_grad():
@@ -69,7 +69,6 @@ class Flower:
 
     def __init__(self, data: Data) -> None:
         torch.set_num_threads(1)
-        self._data = data
         self._trainer = Trainer(data)
         self._clients = [Device(self._trainer, *pair).to_client() for pair in tensors(data)]
         self._strategy = FedAvg(inplace=True)
@@ -85,7 +84,7 @@ class Flower:
 
     def parameters(self) -> dict[str, Array]:
         self._trainer.load(parameters_to_ndarrays(self._parameters))
-        return named(self._data, self._trainer.module)
+        return named(self._trainer.module)
 
 
 if __name__ == "__main__":

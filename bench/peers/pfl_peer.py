@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import ClassVar
 
 import torch
-from common import BATCH, Array, Data, serve
+from common import BATCH, RATE, Array, Data, serve
 from pfl.aggregate.simulate import SimulatedBackend
 from pfl.aggregate.weighting import WeightByDatapoints
 from pfl.algorithm.base import NNAlgorithmParams
@@ -31,7 +31,6 @@ class Pfl:
 
     def __init__(self, data: Data) -> None:
         torch.set_num_threads(1)
-        self._data = data
         self._rounds = 0
         self._cohort = iter(range(0))
         users = [
@@ -47,7 +46,7 @@ class Pfl:
         self._backend = SimulatedBackend(dataset, dataset, postprocessors=[WeightByDatapoints()])
         self._algorithm = FederatedAveraging()
         self._local = NNTrainHyperParams(
-            local_num_epochs=1, local_learning_rate=data.rate, local_batch_size=BATCH
+            local_num_epochs=1, local_learning_rate=RATE, local_batch_size=BATCH
         )
 
     def train(self, cohort: range) -> None:
@@ -67,7 +66,7 @@ class Pfl:
         )
 
     def parameters(self) -> dict[str, Array]:
-        return named(self._data, self._model.pytorch_model)
+        return named(self._model.pytorch_model)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The two models as PyTorch users write them, for the peers that train with PyTorch."""
+"""The model as PyTorch users write it, for the peers that train with PyTorch."""
 
 from __future__ import annotations
 
@@ -6,28 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import CELLS, CLASSES, EMBEDDING, FEATURES, HIDDEN, VOCABULARY, Array, Data
+from common import CELLS, EMBEDDING, VOCABULARY, Array, Data
 from torch import Tensor, nn
 from torch.nn import functional
-
-
-class Perceptron(nn.Module):
-    """64-32-10."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(FEATURES, HIDDEN)
-        self.output = nn.Linear(HIDDEN, CLASSES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.output(functional.relu(self.hidden(inputs)))
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(self(inputs), targets)
-
-    def metrics(self, inputs: Tensor, targets: Tensor) -> dict[str, Any]:
-        """pfl asks for it; it is never called in a round that counts."""
-        return {}
 
 
 class WordModel(nn.Module):
@@ -53,38 +34,30 @@ class WordModel(nn.Module):
 
 # name in `common` -> (name in PyTorch, whether PyTorch keeps the transpose)
 _NAMES = {
-    "perceptron": {
-        "hidden": ("hidden.weight", True),
-        "hidden_bias": ("hidden.bias", False),
-        "output": ("output.weight", True),
-        "output_bias": ("output.bias", False),
-    },
-    "lstm": {
-        "embedding": ("embedding.weight", False),
-        "input": ("lstm.weight_ih_l0", True),
-        "recurrent": ("lstm.weight_hh_l0", True),
-        "input_bias": ("lstm.bias_ih_l0", False),
-        "recurrent_bias": ("lstm.bias_hh_l0", False),
-        "output": ("output.weight", True),
-        "output_bias": ("output.bias", False),
-    },
+    "embedding": ("embedding.weight", False),
+    "input": ("lstm.weight_ih_l0", True),
+    "recurrent": ("lstm.weight_hh_l0", True),
+    "input_bias": ("lstm.bias_ih_l0", False),
+    "recurrent_bias": ("lstm.bias_hh_l0", False),
+    "output": ("output.weight", True),
+    "output_bias": ("output.bias", False),
 }
 
 
 def first_module(data: Data) -> nn.Module:
-    module = {"perceptron": Perceptron, "lstm": WordModel}[data.model]()
+    module = WordModel()
     with torch.no_grad():
-        for name, (theirs, turned) in _NAMES[data.model].items():
+        for name, (theirs, turned) in _NAMES.items():
             value = data.first_model[name]
             turned_value = np.ascontiguousarray(value.T if turned else value)
             module.get_parameter(theirs).copy_(torch.from_numpy(turned_value))
     return module
 
 
-def named(data: Data, module: nn.Module) -> dict[str, Array]:
+def named(module: nn.Module) -> dict[str, Array]:
     """The parameters of a module under the names of `common`."""
     found = {}
-    for name, (theirs, turned) in _NAMES[data.model].items():
+    for name, (theirs, turned) in _NAMES.items():
         value = module.get_parameter(theirs).detach().numpy()
         found[name] = value.T if turned else value
     return found

@@ -29,7 +29,6 @@ COMMANDS: Final = {
     "status": "the servers and tasks of a running system",
     "client": "run devices that train for a server",
     "token": "make a token for a device, or see where tokens are kept",
-    "compare": "compare AsyncFL with SyncFL on a simulated fleet",
     "simulate": "run a simulated fleet, learn on it, and report",
     "sweep": "learn under many settings and compare them",
     "reproduce": "the paper's figures and tables, its numbers beside ours",

@@ -8,6 +8,7 @@ is called too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 import numpy as np
@@ -23,12 +24,7 @@ from papaya.learning.weighting import WeightedSum
 from papaya.machine import Reply
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
-from papaya.messages.control import (
-    AggregatorOrders,
-    AggregatorReport,
-    SelectorOrders,
-    SelectorReport,
-)
+from papaya.messages.control import AggregatorReport
 from papaya.messages.participation import (
     Completed,
     Leave,
@@ -55,14 +51,13 @@ from papaya.messages.storage import (
     version_key,
 )
 from papaya.messages.tickets import UploadTicket, claim_of
-from papaya.sim.cluster import Cluster, ClusterConfig
+from papaya.sim.cluster import Cluster
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.hosts import SimulatedHost
+from papaya.sim.observer import Observer
 from papaya.sim.protocol_updates import protocol_vector
 from papaya.sim.secure_checks import SecureAuditor, demand
 from papaya.sim.storage import Writer
-
-_CONTROL = (AggregatorOrders, AggregatorReport, SelectorOrders, SelectorReport)
 
 
 def _task_in(key: str) -> TaskId:
@@ -117,69 +112,64 @@ class TaskBooks:
         return self.version - self.dropped
 
 
-class CheckedCluster(Cluster):
-    """A cluster whose every message crosses the real codec and whose every step is audited."""
+class Auditor(Observer):
+    """Checks every step of a run and hashes its messages and transactions.
 
-    def __init__(self, config: ClusterConfig, seed: int) -> None:
-        self.books = {task.task: TaskBooks(task) for task in config.tasks}
+    `lies(session)`: whether a device sends a vector that its seed does not unmask.
+    """
+
+    def __init__(self, lies: Callable[[SessionId], bool] = lambda session: False) -> None:
+        self.books: dict[TaskId, TaskBooks] = {}
         self.endings: dict[str, int] = {}
+        self._lies = lies
         self._trace = blake2b(digest_size=16)
         self._named: dict[BlobKey, int] = {}
-        super().__init__(config, seed)
-        self._secure = SecureAuditor(config.tasks, self.state.rows, self.tsa)
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.engine, self.state, self.blobs = cluster.engine, cluster.state, cluster.blobs
+        self.books = {task.task: TaskBooks(task) for task in cluster.config.tasks}
+        self._secure = SecureAuditor(cluster.config.tasks, self.state.rows, cluster.tsa)
         for row in self.state.rows.values():
             self._name(row, +1)
-        self.state.observers.append(self._on_transaction)
-        self.blobs.on_lost = self._on_lost_blob
 
     @property
     def trace_hash(self) -> str:
         return self._trace.hexdigest()
 
-    # -- hooks of the cluster ---------------------------------------------------------------
+    # -- hooks ------------------------------------------------------------------------------
 
-    def wire(self, source: NodeId, target: NodeId, message: Message) -> Message:
-        encoded = wire.encode(message)
+    def on_sent(self, source: NodeId, target: NodeId, message: Message) -> None:
         self._trace.update(f"{self.engine.now.hex()} {source} {target} ".encode())
         self._trace.update(wire.encode(_without_free_text(message)))
-        if isinstance(message, _CONTROL):
-            return wire.between_servers.parse(encoded)
-        if isinstance(message, wire.FROM_DEVICE_TYPES):
-            return wire.from_device.parse(encoded)
-        return wire.to_device.parse(encoded)
 
     def after_event(self, host: SimulatedHost) -> None:
         host.machine.check()
 
-    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
-        super().departed(device, finish)
+    def on_departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         ending = "dropped" if finish is None else finish.ending
         self.endings[ending] = self.endings.get(ending, 0) + 1
 
-    def missed_download(self, blob: BlobKey) -> None:
-        raise InvariantError(f"a live ticket names parameters {blob} that were deleted")
+    def on_missing_download(self, parameters: BlobKey) -> None:
+        raise InvariantError(f"a live ticket names parameters {parameters} that were deleted")
 
-    def observe_request(self, device: SimulatedDevice, message: Message) -> None:
+    def on_request(self, device: SimulatedDevice, message: Message) -> None:
         joined = device.machine.joined
         if joined is None:
             return
         if isinstance(message, Report):
             self.books[joined.task].trained_from[joined.session] = joined.version
         if self._secure.audits(joined.task):
-            self._secure.on_request(joined.session, message, self.config.server.chunk_bytes)
+            chunk_bytes = self.cluster.config.server.chunk_bytes
+            self._secure.on_request(joined.session, message, chunk_bytes)
 
-    def seal(self, device: SimulatedDevice, work: Seal) -> Sealed:
-        done, is_lie = self.seal_or_lie(device, work)
+    def on_sealed(self, device: SimulatedDevice, work: Seal, sealed: Sealed) -> None:
         joined = device.machine.joined
         assert joined is not None
-        self._secure.on_sealed(joined, device.visit.examples, work, done, is_lie)
-        return done
+        is_lie = self._lies(joined.session)
+        self._secure.on_sealed(joined, device.visit.examples, work, sealed, is_lie)
 
-    def seal_or_lie(self, device: SimulatedDevice, work: Seal) -> tuple[Sealed, bool]:
-        """What a device sends, and whether its seed is not that of its mask."""
-        return super().seal(device, work), False
-
-    def observe_reply(self, host: SimulatedHost, reply: Reply) -> None:
+    def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
             case Accepted(task=task, session=session):
                 self.books[task].assigned[session] = None
@@ -188,9 +178,12 @@ class CheckedCluster(Cluster):
             case Completed(discarded=None):
                 self._on_acknowledged(reply)
 
+    def on_blob_lost(self, blob: BlobKey) -> None:
+        demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
+
     # -- transactions -----------------------------------------------------------------------
 
-    def _on_transaction(self, writer: Writer, change: Transaction, before: dict[str, Row]) -> None:
+    def on_transaction(self, writer: Writer, change: Transaction, before: dict[str, Row]) -> None:
         for key in change.delete:
             self._trace.update(b"-" + key.encode())
             if key in before:
@@ -208,9 +201,6 @@ class CheckedCluster(Cluster):
     def _name(self, row: Row, count: int) -> None:
         for blob in _blobs_of(row):
             self._named[blob] = self._named.get(blob, 0) + count
-
-    def _on_lost_blob(self, blob: BlobKey) -> None:
-        demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
 
     def _check_put(self, writer: Writer, key: str, row: Row, before: dict[str, Row]) -> None:
         match row:
@@ -327,7 +317,7 @@ class CheckedCluster(Cluster):
         books.version = row.version
 
     def _check_drop_is_counted(self, writer: Writer, task: TaskId) -> None:
-        host = self.hosts[writer[0]]
+        host = self.cluster.hosts[writer[0]]
         if (
             host.is_alive
             and isinstance(host.machine, Aggregator)

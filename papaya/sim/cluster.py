@@ -9,7 +9,7 @@ here, never with N. A run is a function of (configuration, seed).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from math import log
@@ -22,25 +22,24 @@ from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.shards import initial_blobs
 from papaya.client.client import Client
 from papaya.client.history import History
-from papaya.client.work import Finish, Seal, Sealed, Train
+from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import DeviceConfig, ServerConfig, TaskConfig
 from papaya.config.checks import require
 from papaya.coordinator.coordinator import Coordinator
-from papaya.learning.parameters import FLOAT32, Vector
-from papaya.machine import Reply
-from papaya.messages.base import BlobKey, Message, NodeId
+from papaya.messages.base import Message, NodeId
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import submission
 from papaya.messages.tickets import Keyring
 from papaya.selector.selector import Selector
+from papaya.sim.behaviour import Behaviour
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.engine import Engine, TimerWheel
 from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost
 from papaya.sim.network import Network, NetworkConfig
+from papaya.sim.observer import Hooks, Observer
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
-from papaya.sim.protocol_updates import protocol_update
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
-from papaya.sim.tsa_twin import TsaTwin, sealed
+from papaya.sim.tsa_twin import TsaTwin
 
 # When nearly the whole fleet is here already, an arrival may find nobody.
 _MAX_DRAWS = 64
@@ -106,11 +105,24 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
 
 
 class Cluster:
-    """Builds everything from one seed. Subclasses observe; they never steer."""
+    """Builds everything from one seed.
 
-    def __init__(self, config: ClusterConfig, seed: int) -> None:
+    `observers` see the run and do not change it; `behaviour` says what devices upload.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        seed: int,
+        *,
+        observers: Sequence[Observer] = (),
+        behaviour: Behaviour | None = None,
+    ) -> None:
         self.config = config
         self.seed = seed
+        self.observers = tuple(observers)
+        self.hooks = Hooks(self.observers)
+        self.behaviour = Behaviour() if behaviour is None else behaviour
         self.engine = Engine()
         self.wheel = TimerWheel(self.engine, config.server.heartbeat_s / 20)
         self.network = Network(self.engine, self._rng("network"), config.network)
@@ -132,23 +144,34 @@ class Cluster:
         self._sealing_rng = self._rng("seals")
         self._mean_return_s = self._paced_return_s()
         for task in config.tasks:
-            self.submit(task)
+            self._submit(task)
         self._build_servers()
         self._schedule_arrival()
+        self.state.observers += self.hooks.transaction
+        self.blobs.observers += self.hooks.blob_lost
+        for observer in self.observers:
+            observer.attach(self)
 
     def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
+        """Run until this virtual time, or until `stop` says so after an event."""
+        while (due := self._next_sample_s()) <= until:
+            self.engine.run(due, stop)
+            if self.engine.now < due:
+                return  # stopped
+            for observer in self.observers:
+                if observer.next_sample_s() <= due:
+                    observer.sample(due)
         self.engine.run(until, stop)
 
-    def submit(self, task: TaskConfig) -> None:
-        blobs = initial_blobs(task, self.initial(task))
+    def _next_sample_s(self) -> float:
+        return min((each.next_sample_s() for each in self.observers), default=math.inf)
+
+    def _submit(self, task: TaskConfig) -> None:
+        blobs = initial_blobs(task, self.behaviour.initial(task, self.seed))
         for key, data in blobs:
             self.blobs.put(key, data)
         transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now)
         self.state.apply(("owner", 0.0), transaction)
-
-    def initial(self, task: TaskConfig) -> Vector:
-        """Version 0."""
-        return np.zeros(task.model_length, FLOAT32)
 
     # -- servers ----------------------------------------------------------------------------
 
@@ -238,39 +261,25 @@ class Cluster:
             self._histories[device] = history
 
     def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
-        """The device is gone; `finish` is None when it dropped out without a word."""
+        """The device is gone; `finish` is None when it dropped out without telling anyone."""
         del self.devices[device.visit.device]
         if finish is not None and finish.ending == "rejected":
             told_s = (finish.retry_from_s + finish.retry_until_s) / 2
             self._mean_return_s += (told_s - self._mean_return_s) / self.config.population.size
+        for observe in self.hooks.departed:
+            observe(device, finish)
 
-    def assigned(self, device: SimulatedDevice) -> None:
-        """A device has joined and begins to download: here its participation starts."""
-
-    def train(self, device: SimulatedDevice, work: Train) -> bytes:
-        """What a device's training gives."""
-        joined = device.machine.joined
-        assert joined is not None
-        return protocol_update(work.session, joined.update_length)
+    # -- for hosts and devices --------------------------------------------------------------
 
     def seal(self, device: SimulatedDevice, work: Seal) -> Sealed:
-        """What a device makes of its update for an offer; SecureAggregationError if it refuses."""
-        return sealed(work, self.engine.now, self._sealing_rng)
-
-    # -- for those who watch ----------------------------------------------------------------
+        """What a device makes of its update for an offer."""
+        done = self.behaviour.seal(device, work, self._sealing_rng)
+        for observe in self.hooks.sealed:
+            observe(device, work, done)
+        return done
 
     def wire(self, source: NodeId, target: NodeId, message: Message) -> Message:
         """What the receiver gets of a message."""
-        return message
-
-    def after_event(self, host: SimulatedHost) -> None:
-        """Called after every event at a server."""
-
-    def observe_request(self, device: SimulatedDevice, message: Message) -> None:
-        """Called for every request of a device."""
-
-    def observe_reply(self, host: SimulatedHost, reply: Reply) -> None:
-        """Called for every answer to a device."""
-
-    def missed_download(self, parameters: BlobKey) -> None:
-        """Called when a device finds parameters gone that a ticket named."""
+        for observe in self.hooks.sent:
+            observe(source, target, message)
+        return self.behaviour.carry(message)

@@ -78,6 +78,7 @@ class SimulatedDevice:
     __slots__ = (
         "_armed_for",
         "_engine",
+        "assigned_s",
         "cluster",
         "is_present",
         "machine",
@@ -89,6 +90,7 @@ class SimulatedDevice:
         self.visit = visit
         self.machine = machine
         self.is_present = True
+        self.assigned_s: float | None = None  # when it began to download
         self._engine = cluster.engine
         self._armed_for = float("inf")
 
@@ -137,7 +139,8 @@ class SimulatedDevice:
         cluster = self.cluster
         selector = cluster.hosts[effect.selector]
         message = cluster.wire(self.name, effect.selector, effect.message)
-        cluster.observe_request(self, message)
+        for observe in cluster.hooks.request:
+            observe(self, message)
         path = Path(self, effect.attempt, selector, message)
         cluster.network.carry("device", effect.selector, 1, selector.deliver, message, path)
         if type(effect.message) is Join and effect.attempt == 2:
@@ -149,14 +152,17 @@ class SimulatedDevice:
             self._engine.after(stays_s, self.vanish)
 
     def _download(self, effect: Download) -> None:
-        self.cluster.assigned(self)
+        self.assigned_s = self._engine.now
+        for observe in self.cluster.hooks.assigned:
+            observe(self)
         self._engine.after(self.visit.latency_s, self._downloaded, effect.parameters)
 
     def _downloaded(self, parameters: str) -> None:
         if parameters in self.cluster.blobs.blobs:
             self.deliver(Downloaded())
         else:
-            self.cluster.missed_download(parameters)
+            for observe in self.cluster.hooks.missing_download:
+                observe(parameters)
             self.deliver(WorkFailed("the parameters are gone"))
 
     def _train(self, effect: Train) -> None:
@@ -164,7 +170,9 @@ class SimulatedDevice:
 
     def _trained(self, effect: Train) -> None:
         if self.is_present and self.machine.joined is not None:
-            update = self.cluster.train(self, effect)
+            update = self.cluster.behaviour.train(self, effect)
+            for observe in self.cluster.hooks.trained:
+                observe(self, effect)
             self.deliver(Trained(update, self.visit.examples))
 
     def _seal(self, effect: Seal) -> None:

@@ -17,9 +17,10 @@ from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
 from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
 from papaya.sim.cluster import Cluster
-from papaya.sim.devices import Path
+from papaya.sim.devices import Path, SimulatedDevice
 from papaya.sim.hosts import SimulatedAggregatorHost
 from papaya.sim.network import NetworkConfig
+from papaya.sim.observer import Observer
 from papaya.sim.protocol_updates import protocol_update
 from papaya.sim.storage import StorageConfig
 
@@ -172,18 +173,23 @@ class Faults:
             self._restart(node)
 
 
-class Hostile:
-    """Devices that replay accepted uploads and forge tickets, through the same door as all."""
+class Hostile(Observer):
+    """Devices that replay uploads which they overheard, and forge tickets.
 
-    def __init__(self, cluster: Cluster, rng: Random, until: float) -> None:
-        self._cluster = cluster
+    Their requests go through the selectors, as those of all devices do.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: list[Message] = []
+
+    def start(self, rng: Random, until: float) -> None:
+        """Attack until this virtual time."""
         self._rng = rng
         self._until = until
-        self._recorded: list[Message] = []
         self._forger = Keyring({1: rng.randbytes(32)})
-        cluster.engine.after(0.0, self._next)
+        self.cluster.engine.after(0.0, self._next)
 
-    def record(self, message: Message) -> None:
+    def on_request(self, device: SimulatedDevice, message: Message) -> None:
         """Overhear every message of one upload in four, to play it again later."""
         if isinstance(message, Chunk | Complete) and message.upload[0] in "0123":
             self._recorded.append(message)
@@ -191,8 +197,8 @@ class Hostile:
                 del self._recorded[0]
 
     def _next(self) -> None:
-        if self._cluster.engine.now < self._until:
-            self._cluster.engine.after(self._rng.expovariate(2.0), self._attack)
+        if self.cluster.engine.now < self._until:
+            self.cluster.engine.after(self._rng.expovariate(2.0), self._attack)
 
     def _attack(self) -> None:
         if self._recorded and self._rng.random() < 0.7:
@@ -212,14 +218,14 @@ class Hostile:
         self._ask([*chunks, Complete(chosen.ticket, chosen.upload, sealed)])
 
     def _forge(self) -> None:
-        task = self._rng.choice(self._cluster.config.tasks)
-        now = self._cluster.engine.now
+        task = self._rng.choice(self.cluster.config.tasks)
+        now = self.cluster.engine.now
         session = f"{self._rng.getrandbits(96):024x}"
         common = (task.task, session, self._rng.randrange(3), 0, "forged", now + 60.0)
         sealed = self._forger.seal(SessionTicket(*common))
         upload_sealed = self._forger.seal(UploadTicket(*common, 0, 1, now + 60.0))
         data = protocol_update(session, task.model_length)
-        piece = self._cluster.config.server.chunk_bytes
+        piece = self.cluster.config.server.chunk_bytes
         parts = [data[start : start + piece] for start in range(0, len(data), piece)]
         chunks = [
             Chunk(upload_sealed, "forged", index, crc32(part), part)
@@ -231,7 +237,7 @@ class Hostile:
 
     def _ask(self, messages: Sequence[Message]) -> None:
         """One after the other, far enough apart to arrive in order."""
-        selector = self._cluster.hosts[self._rng.choice(self._cluster.selectors)]
+        selector = self.cluster.hosts[self._rng.choice(self.cluster.selectors)]
         for index, message in enumerate(messages):
             path = Path(None, 0, selector, message)
-            self._cluster.engine.after(0.3 * index, selector.deliver, message, path)
+            self.cluster.engine.after(0.3 * index, selector.deliver, message, path)

@@ -100,7 +100,8 @@ class SimulatedHost:
         carry_out = self._carry_out
         for effect in effects:
             carry_out[type(effect)](effect)
-        self.cluster.after_event(self)
+        for observe in self.cluster.hooks.after_event:
+            observe(self)
         self._arm()
 
     def _arm(self) -> None:
@@ -146,7 +147,8 @@ class SimulatedHost:
 
     def _reply(self, effect: Reply) -> None:
         if effect.to is not None:
-            self.cluster.observe_reply(self, effect)
+            for observe in self.cluster.hooks.reply:
+                observe(self, effect)
             message = self.cluster.wire(self.node, effect.to.device_name, effect.message)
             effect.to.answer(self, message)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,9 @@ from papaya.messages.storage import (
 from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.draws import Floats
+from papaya.sim.observer import Observer
 from papaya.sim.population import Population, Visit
+from papaya.sim.storage import Writer
 
 _REFERENCE_VISITS = 1 << 16
 _MIN_TRIPS_FOR_KS = 30
@@ -166,91 +168,80 @@ class TaskWatch:
         return found
 
 
-class Watched(Cluster):
-    """A cluster that is sampled while it runs. `warm_up_s` is where the window begins."""
+class RunWatch(Observer):
+    """Watches all tasks of a run and takes samples. `warm_up_s` is where the window begins."""
 
-    def __init__(
-        self, config: ClusterConfig, seed: int, *, warm_up_s: float = 0.0, sample_s: float = 1.0
-    ) -> None:
+    def __init__(self, *, warm_up_s: float = 0.0, sample_s: float = 1.0) -> None:
         self.watches: dict[TaskId, TaskWatch] = {}
         self.warm_up_s = warm_up_s
         self._sample_s = sample_s
         self._samples = 0
-        self._assigned_s: dict[int, float] = {}  # devices at work
-        super().__init__(config, seed)
-        self.state.observers.append(self._on_transaction)
 
-    def submit(self, task: TaskConfig) -> None:
-        self.watches[task.task] = TaskWatch(task)
-        super().submit(task)
-
-    def run(self, until: float, stop: Callable[[], bool] | None = None) -> None:
-        """Samples lie half an interval off the multiples, where heartbeats are sent."""
-        while (due := (self._samples + 0.5) * self._sample_s) <= until:
-            self.engine.run(due, stop)
-            if self.engine.now < due:
-                return  # stopped
-            self._samples += 1
-            self._sample(due)
-        self.engine.run(until, stop)
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self._engine = cluster.engine
+        self.watches = {task.task: TaskWatch(task) for task in cluster.config.tasks}
 
     def active(self, task: TaskId) -> int:
         """Clients that the task's holder, as its fence names it, counts as active."""
-        fence = self.state.rows.get(fence_key(task))
-        host = self.hosts.get(fence.aggregator) if isinstance(fence, FenceRow) else None
+        fence = self.cluster.state.rows.get(fence_key(task))
+        host = self.cluster.hosts.get(fence.aggregator) if isinstance(fence, FenceRow) else None
         if host is None or not host.is_alive or not isinstance(host.machine, Aggregator):
             return 0
         held = host.machine.tasks.get(task)
         return 0 if held is None else len(held.sessions.active)
 
-    def assigned(self, device: SimulatedDevice) -> None:
+    def on_assigned(self, device: SimulatedDevice) -> None:
         assert device.machine.joined is not None
         self.watches[device.machine.joined.task].working += 1
-        self._assigned_s[device.visit.device] = self.engine.now
 
-    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
-        super().departed(device, finish)
+    def on_departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         joined = device.machine.joined
         if joined is None:
             return
         watch = self.watches[joined.task]
-        if self._assigned_s.pop(device.visit.device, None) is not None:
+        if device.assigned_s is not None:
             watch.working -= 1
-        if self.engine.now >= self.warm_up_s:
+        if self._engine.now >= self.warm_up_s:
             watch.departed(device.visit, finish)
 
-    def report(self) -> RunReport:
-        return RunReport(
-            configuration=self.config,
-            seed=self.seed,
-            from_s=min(self.warm_up_s, self.engine.now),
-            until_s=self.engine.now,
-            events=self.engine.events,
-            tasks=tuple(self._result(watch) for watch in self.watches.values()),
-        )
-
-    def _sample(self, now: float) -> None:
-        for task, watch in self.watches.items():
-            watch.sample(now, self.active(task))
-
-    def _on_transaction(
-        self, writer: object, transaction: Transaction, before: dict[str, Row]
+    def on_transaction(
+        self, writer: Writer, transaction: Transaction, before: dict[str, Row]
     ) -> None:
         for key, row in transaction.put:
             if isinstance(row, VersionRow) and key not in before:
                 self.watches[key.split("/")[1]].version = row.version
-            elif isinstance(row, ConsumedRow) and self.engine.now >= self.warm_up_s:
+            elif isinstance(row, ConsumedRow) and self._engine.now >= self.warm_up_s:
                 self.watches[key.split("/")[1]].consumed(row)
+
+    def next_sample_s(self) -> float:
+        """Half an interval off the multiples, where heartbeats are sent."""
+        return (self._samples + 0.5) * self._sample_s
+
+    def sample(self, now: float) -> None:
+        self._samples += 1
+        for task, watch in self.watches.items():
+            watch.sample(now, self.active(task))
+
+    def report(self) -> RunReport:
+        return RunReport(
+            configuration=self.cluster.config,
+            seed=self.cluster.seed,
+            from_s=min(self.warm_up_s, self._engine.now),
+            until_s=self._engine.now,
+            events=self._engine.events,
+            tasks=tuple(self._result(watch) for watch in self.watches.values()),
+        )
 
     def _result(self, watch: TaskWatch) -> TaskResult:
         config = watch.config
         is_in_window = np.array(watch.time_s) >= self.warm_up_s
         active = np.array(watch.active)[is_in_window]
-        hours = max(0.0, self.engine.now - self.warm_up_s) / 3600
+        hours = max(0.0, self._engine.now - self.warm_up_s) / 3600
         endings, staleness = watch.endings, watch.staleness
         stale_sum = sum(value * count for value, count in staleness.items())
         discarded = watch.by_reason("discarded")
-        reference = everyone(self.population, config.training_timeout_s)
+        reference = everyone(self.cluster.population, config.training_timeout_s)
         return TaskResult(
             task=config.task,
             utilization=_mean(active) / config.concurrency,

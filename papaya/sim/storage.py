@@ -29,7 +29,7 @@ class StorageConfig(Struct, frozen=True, kw_only=True):
 
 Writer = tuple[NodeId, float]
 """Which boot of which process sent a transaction."""
-Observer = Callable[[Writer, Transaction, dict[str, Row]], None]
+OnTransaction = Callable[[Writer, Transaction, dict[str, Row]], None]
 
 
 class StateTwin:
@@ -38,7 +38,7 @@ class StateTwin:
     def __init__(self, engine: Engine, rng: Random, config: StorageConfig) -> None:
         self.rows: dict[str, Row] = {}
         self.config = config
-        self.observers: list[Observer] = []
+        self.observers: list[OnTransaction] = []
         self._engine = engine
         self._rng = rng
 
@@ -103,7 +103,7 @@ class BlobTwin:
 
     def __init__(self, rng: Random) -> None:
         self.blobs: dict[BlobKey, Blob] = {}
-        self.on_lost: Callable[[BlobKey], None] = lambda key: None
+        self.observers: list[Callable[[BlobKey], None]] = []  # told of each blob that is lost
         self._rng = rng
 
     def put(self, key: BlobKey, data: bytes, *, sync: bool = True) -> None:
@@ -119,7 +119,7 @@ class BlobTwin:
 
     def delete(self, key: BlobKey) -> None:
         if self.blobs.pop(key, None) is not None:
-            self.on_lost(key)
+            self._tell_lost(key)
 
     def sweep(self, task: str, below_seq: int, keep: frozenset[BlobKey]) -> None:
         """Delete what earlier holders of a task left behind without a row."""
@@ -134,4 +134,8 @@ class BlobTwin:
                     del self.blobs[key]
                 else:
                     blob.data = blob.data[: int(len(blob.data) * self._rng.random())]
-                self.on_lost(key)
+                self._tell_lost(key)
+
+    def _tell_lost(self, key: BlobKey) -> None:
+        for observe in self.observers:
+            observe(key)

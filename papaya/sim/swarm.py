@@ -28,11 +28,12 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import PapayaError
-from papaya.messages.base import Message
+from papaya.messages.base import SessionId
 from papaya.messages.selection import Capabilities
+from papaya.sim.behaviour import EncodedMessages
 from papaya.sim.bugs import planted
-from papaya.sim.checkers import CheckedCluster
-from papaya.sim.cluster import ClusterConfig, DeviceKind
+from papaya.sim.checkers import Auditor
+from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.faults import Faults, Hostile
 from papaya.sim.network import NetworkConfig
@@ -59,10 +60,8 @@ class SwarmResult(Struct, frozen=True):
     configuration: str
 
 
-class SwarmCluster(CheckedCluster):
-    """A checked cluster that hostile devices overhear."""
-
-    hostile: Hostile | None = None
+class SwarmBehaviour(EncodedMessages):
+    """Devices that diverge and devices that lie, chosen by their session."""
 
     def train(self, device: SimulatedDevice, work: Train) -> bytes:
         """One device in sixteen has diverged: its update must be refused, or not leave it."""
@@ -70,29 +69,29 @@ class SwarmCluster(CheckedCluster):
         is_diverged = work.session[0] == "0"
         return array("f", [nan] * (len(update) // 4)).tobytes() if is_diverged else update
 
-    def seal_or_lie(self, device: SimulatedDevice, work: Seal) -> tuple[Sealed, bool]:
-        """One device in 256 sends a vector that its seed does not unmask."""
-        done, _ = super().seal_or_lie(device, work)
+    def seal(self, device: SimulatedDevice, work: Seal, rng: Random) -> Sealed:
+        done = super().seal(device, work, rng)
         assert device.machine.joined is not None
-        if device.machine.joined.session[:2] == "11":
-            return Sealed(done.update[::-1], done.sealed), True
-        return done, False
+        if _lies(device.machine.joined.session):
+            return Sealed(done.update[::-1], done.sealed)
+        return done
 
-    def observe_request(self, device: SimulatedDevice, message: Message) -> None:
-        super().observe_request(device, message)
-        if self.hostile is not None:
-            self.hostile.record(message)
+
+def _lies(session: SessionId) -> bool:
+    """One device in 256 sends a vector that its seed does not unmask."""
+    return session[:2] == "11"
 
 
 def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     """Run one seed to its end or to the first broken promise. Raises nothing."""
     rng = Random(f"swarm/{seed}")
     config = random_cluster(rng)
-    cluster = SwarmCluster(config, seed)
+    auditor, hostile = Auditor(_lies), Hostile()
+    cluster = Cluster(config, seed, observers=(auditor, hostile), behaviour=SwarmBehaviour())
     failure = None
     with planted(plant) if plant is not None else nullcontext():
         try:
-            _run(cluster, rng)
+            _run(cluster, auditor, hostile, rng)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             where = next(frame for frame in reversed(frames) if frame.name != "demand")
@@ -102,46 +101,47 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
             )
     return SwarmResult(
         seed=seed,
-        trace_hash=cluster.trace_hash,
+        trace_hash=auditor.trace_hash,
         events=cluster.engine.events,
         virtual_s=cluster.engine.now,
-        versions=sum(books.version for books in cluster.books.values()),
+        versions=sum(books.version for books in auditor.books.values()),
         failure=failure,
         configuration=_describe(config),
     )
 
 
-def _run(cluster: SwarmCluster, rng: Random) -> None:
+def _run(cluster: Cluster, auditor: Auditor, hostile: Hostile, rng: Random) -> None:
     heartbeat_s = cluster.config.server.heartbeat_s
     faults_until = 60 * heartbeat_s
     Faults(cluster, rng, faults_until, mean_gap_s=rng.choice((1, 3, 8)) * heartbeat_s)
-    cluster.hostile = Hostile(cluster, rng, faults_until)
+    hostile.start(rng, faults_until)
     cluster.run(faults_until)
-    _check_liveness(cluster)
-    cluster.check_acknowledged()
+    _check_liveness(auditor)
+    auditor.check_acknowledged()
 
 
-def _check_liveness(cluster: SwarmCluster) -> None:
+def _check_liveness(auditor: Auditor) -> None:
     """After faults stop, every task reaches new versions within a bounded virtual time, and
     clients hear that they were counted.
     """
+    cluster = auditor.cluster
     healed_at = cluster.engine.now
-    counted = cluster.endings.get("counted", 0)
-    goals = {task: books.steps + _NEW_VERSIONS for task, books in cluster.books.items()}
+    counted = auditor.endings.get("counted", 0)
+    goals = {task: books.steps + _NEW_VERSIONS for task, books in auditor.books.items()}
 
     def all_live() -> bool:
         if cluster.engine.events > _MAX_EVENTS:
             raise PapayaError(f"{_MAX_EVENTS} events and no end: something goes in circles")
-        heard = cluster.endings.get("counted", 0) > counted
-        return heard and all(cluster.books[t].steps >= goal for t, goal in goals.items())
+        heard = auditor.endings.get("counted", 0) > counted
+        return heard and all(auditor.books[t].steps >= goal for t, goal in goals.items())
 
     cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
-    if cluster.endings.get("counted", 0) == counted:
+    if auditor.endings.get("counted", 0) == counted:
         raise PapayaError("no client heard that it was counted after the faults stopped")
     for task, goal in goals.items():
-        if cluster.books[task].steps < goal:
+        if auditor.books[task].steps < goal:
             raise PapayaError(
-                f"task {task} made {_NEW_VERSIONS - goal + cluster.books[task].steps} of "
+                f"task {task} made {_NEW_VERSIONS - goal + auditor.books[task].steps} of "
                 f"{_NEW_VERSIONS} new versions in {cluster.engine.now - healed_at:.0f} s after "
                 "the faults stopped"
             )

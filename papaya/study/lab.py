@@ -160,7 +160,7 @@ class Lab:
 def _record(code: str, folder: Path, course: RecordingPlan, *, tell: Tell) -> None:
     _refuse_other_code(code)
     with _shares(course.effort, tell) as told:
-        recorded = record_course(course, lambda cluster: told(course.share_of(cluster)))
+        recorded = record_course(course, lambda recorder: told(course.share_of(recorder)))
         Recording(folder, course).write(*recorded)
     gc.collect()  # a cluster is full of cycles, and the next run would look for them rarely
 

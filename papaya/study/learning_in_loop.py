@@ -1,22 +1,23 @@
 """Learning inside the loop: the same machines, with real models and real bytes through them.
 
-A replay (replay.py) trusts that the protocol never looks into an update; here nothing is tsa:
-devices download the versions that servers wrote, upload what they trained, sealed if the task is
-secure, and the aggregator sums and steps. It is slower, and gives the same model.
+A replay (replay.py) relies on the protocol never looking into an update. Here nothing is assumed:
+devices download the versions that servers wrote and upload what they trained, sealed if the task is
+secure, and the aggregator sums and steps. It is slower than a replay and gives the same model, so
+tests use it to check the replay.
 
-Training is late and in batches. When a client is done and its update is missing, it is trained
-together with others that have downloaded their version, those first that will be done first. Not
-trained are clients that will drop out or time out, or are too stale already; over-selected ones
-seldom have their turn. So most clients that are trained are counted. Kept are the updates and the
-versions of clients in flight.
+Training is late and in batches. When a client is due and its update is missing, it is trained
+together with other clients that have downloaded their version, the next due first. Clients that
+will drop out or time out, or that are already too stale, are not trained. So most trained clients
+are counted. Only the updates and versions of clients in flight are kept in memory.
 
-Refused: several tasks, and an update that the server would refuse. It ends the run, as it ends a
-replay: when all clients diverge, no version would ever follow.
+Refused: several tasks, and an update that the server would refuse. Such an update ends the run, as
+it ends a replay: when all clients diverge, no version would ever follow.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,12 +32,15 @@ from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.weighting import admit, clipped, norm
 from papaya.messages.base import BlobKey, SessionId
-from papaya.messages.storage import ConsumedRow, VersionRow, version_key
-from papaya.sim.cluster import ClusterConfig
+from papaya.messages.storage import ConsumedRow, Row, Transaction, VersionRow, version_key
+from papaya.sim.behaviour import Behaviour
+from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import SimulatedDevice
+from papaya.sim.observer import Observer
 from papaya.sim.population import Visit
+from papaya.sim.storage import Writer
 from papaya.study.replay import EVALUATIONS, Curve, Judging, Rates
-from papaya.study.trace import MOST_HOURS, Recorded
+from papaya.study.trace import MOST_HOURS, Recorder
 from papaya.study.workloads.base import Clients, Workload
 
 _BATCH: Final = 64
@@ -56,11 +60,11 @@ class _InFlight:
     is_hopeless: bool
 
 
-class Learning(Recorded):
+class LearningRun(Behaviour, Observer):
     """A cluster with one task, whose devices train `workload`. `trained` counts clients.
 
     The task takes its length, its optimizer and its limits from the workload and the rates. At
-    most `batch` clients are trained together.
+    most `batch` clients are trained together. `observers` see the run as well.
     """
 
     def __init__(
@@ -71,55 +75,44 @@ class Learning(Recorded):
         seed: int,
         *,
         batch: int = _BATCH,
-        warm_up_s: float = 0.0,
-        sample_s: float = 60.0,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.workload = workload
         self.rates = rates
         self.trained = 0
-        self.norms: list[float] = []
+        self.norms: list[float] = []  # of the updates in versions, before the clip
+        self.recorder = Recorder()
         self._batch = batch
         self._in_flight: dict[SessionId, _InFlight] = {}
-        self._updates: dict[SessionId, bytes] = {}
-        self._norms_of: dict[SessionId, float] = {}
+        self._updates: dict[SessionId, bytes] = {}  # trained, and not uploaded yet
+        self._norms_of: dict[SessionId, float] = {}  # of those that may still be counted
         config = _learnable(config, workload, rates)
-        super().__init__(config, seed, warm_up_s=warm_up_s, sample_s=sample_s)
+        self.task = config.tasks[0]
+        # The recorder comes first: below, a session that it has forgotten is not counted.
+        Cluster(config, seed, observers=[self.recorder, self, *observers], behaviour=self)
 
     @property
-    def task(self) -> TaskConfig:
-        return self.config.tasks[0]
-
-    def initial(self, task: TaskConfig) -> Vector:
-        return self.workload.initial(self.seed)
+    def version(self) -> int:
+        return self.recorder.version
 
     def parameters(self) -> Vector:
         """Of the newest version."""
-        row = self.state.rows[version_key(self.task.task, self.version)]
+        row = self.cluster.state.rows[version_key(self.task.task, self.version)]
         assert isinstance(row, VersionRow)
-        return parameters.decode(self.blobs.get(row.parameters), self.task.model_length)
+        return parameters.decode(self.cluster.blobs.get(row.parameters), self.task.model_length)
 
     def halted_because(self) -> str:
-        """Why the task's aggregator goes no further; empty if it does."""
-        machines = (host.machine for host in self.hosts.values() if host.is_alive)
+        """Why the task's aggregator has stopped; empty if it has not."""
+        machines = (host.machine for host in self.cluster.hosts.values() if host.is_alive)
         held = (m.tasks.get(self.task.task) for m in machines if isinstance(m, Aggregator))
         return next((task.halted_because for task in held if task and task.halted_because), "")
 
-    def assigned(self, device: SimulatedDevice) -> None:
-        super().assigned(device)
-        joined, visit, now = device.machine.joined, device.visit, self.engine.now
-        assert joined is not None
-        blob = self.blobs.blobs.get(joined.parameters)
-        if blob is None:
-            return  # the download will fail
-        ready_s = now + visit.latency_s
-        due_s = ready_s + visit.execution_s
-        is_hopeless = visit.drops_at is not None or due_s - now > joined.training_timeout_s
-        self._in_flight[joined.session] = _InFlight(
-            visit, joined.version, joined.parameters, blob.data, ready_s, due_s, is_hopeless
-        )
+    # -- behaviour --------------------------------------------------------------------------
+
+    def initial(self, task: TaskConfig, seed: int) -> Vector:
+        return self.workload.initial(seed)
 
     def train(self, device: SimulatedDevice, work: Train) -> bytes:
-        self.note(device, work)
         if work.session not in self._updates:
             self._train_with(work.session)
         encoded = self._updates.pop(work.session)
@@ -130,18 +123,37 @@ class Learning(Recorded):
         admit([update.data], update.size, self.rates.clip)
         return encoded if self.rates.clip is None else update.tobytes()
 
-    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
-        super().departed(device, finish)
+    # -- hooks ------------------------------------------------------------------------------
+
+    def on_assigned(self, device: SimulatedDevice) -> None:
+        joined, visit, now = device.machine.joined, device.visit, self.cluster.engine.now
+        assert joined is not None
+        blob = self.cluster.blobs.blobs.get(joined.parameters)
+        if blob is None:
+            return  # the download will fail
+        ready_s = now + visit.latency_s
+        due_s = ready_s + visit.execution_s
+        is_hopeless = visit.drops_at is not None or due_s - now > joined.training_timeout_s
+        self._in_flight[joined.session] = _InFlight(
+            visit, joined.version, joined.parameters, blob.data, ready_s, due_s, is_hopeless
+        )
+
+    def on_departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         joined = device.machine.joined
         if joined is not None:
             self._in_flight.pop(joined.session, None)
             self._updates.pop(joined.session, None)
-            if not self.is_noted(joined.session):
+            if not self.recorder.may_be_counted(joined.session):
                 self._norms_of.pop(joined.session, None)
 
-    def _on_version(self, row: ConsumedRow) -> None:
-        super()._on_version(row)
-        self.norms += [self._norms_of.pop(member.session) for member in row.members]
+    def on_transaction(
+        self, writer: Writer, transaction: Transaction, before: dict[str, Row]
+    ) -> None:
+        for key, row in transaction.put:
+            if isinstance(row, ConsumedRow) and key not in before:
+                self.norms += [self._norms_of.pop(member.session) for member in row.members]
+
+    # -- training in batches ----------------------------------------------------------------
 
     def _train_with(self, session: SessionId) -> None:
         """This client, and those after it that have downloaded and will probably be counted."""
@@ -165,7 +177,7 @@ class Learning(Recorded):
 
     def _is_worth_it(self, client: _InFlight) -> bool:
         is_stale = self.version - client.version > self.task.max_staleness
-        return client.ready_s <= self.engine.now and not client.is_hopeless and not is_stale
+        return client.ready_s <= self.cluster.engine.now and not client.is_hopeless and not is_stale
 
 
 def learn_in_loop(
@@ -182,31 +194,32 @@ def learn_in_loop(
     """Run until so many updates are counted (the version that they fill), for at most so many
     hours, or until `target` is reached and kept. Judged is as in a replay.
     """
-    cluster = Learning(config, workload, rates, seed)
-    last = math.ceil(updates / cluster.task.aggregation_goal)
+    run = LearningRun(config, workload, rates, seed)
+    last = math.ceil(updates / run.task.aggregation_goal)
     judging = Judging(workload, last, evaluations, target)
     with judging.until_diverged():
         for version in judging.due:
-            if judging.is_over or not _reach(cluster, version, 3600 * hours):
+            if judging.is_over or not _reach(run, version, 3600 * hours):
                 break
             judging.judge(
-                cluster.parameters(),
+                run.parameters(),
                 version=version,
-                seconds=cluster.engine.now if version else 0.0,
-                updates=cluster.counted,
-                trips=cluster.trips,
+                seconds=run.cluster.engine.now if version else 0.0,
+                updates=run.recorder.counted,
+                trips=run.recorder.trips,
             )
-    return judging.curve(rates, cluster.norms)
+    return judging.curve(rates, run.norms)
 
 
-def _reach(cluster: Learning, version: int, until_s: float) -> bool:
+def _reach(run: LearningRun, version: int, until_s: float) -> bool:
     """Run until the version is there, to the event; False if it is not by then."""
-    while cluster.version < version and cluster.engine.now < until_s:
-        slice_s = min(cluster.engine.now + _STEP_S, until_s)
-        cluster.run(slice_s, lambda: cluster.version >= version)
-        if reason := cluster.halted_because():
+    engine = run.cluster.engine
+    while run.version < version and engine.now < until_s:
+        slice_s = min(engine.now + _STEP_S, until_s)
+        run.cluster.run(slice_s, lambda: run.version >= version)
+        if reason := run.halted_because():
             raise Diverged(reason)
-    return cluster.version >= version
+    return run.version >= version
 
 
 def _learnable(config: ClusterConfig, workload: Workload, rates: Rates) -> ClusterConfig:

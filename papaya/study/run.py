@@ -33,7 +33,7 @@ from papaya.study.fairness import Fairness, fairness
 from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
-from papaya.study.trace import MOST_HOURS, Recorded, Trace, least_s, record
+from papaya.study.trace import MOST_HOURS, Recorder, Trace, least_s, record
 from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
 from papaya.study.workloads.held_out import at_or_above
 
@@ -67,10 +67,10 @@ class RecordingPlan(Struct, frozen=True, kw_only=True):
         """About how many updates are recorded."""
         return min(self.updates, self.hours * self.task.concurrency * _UPDATES_PER_PLACE)
 
-    def share_of(self, cluster: Recorded) -> float:
+    def share_of(self, recorder: Recorder) -> float:
         """How much of it has been recorded."""
         seconds = 3600 * self.hours + self.drain_s
-        return max(cluster.counted / self.updates, cluster.engine.now / seconds)
+        return max(recorder.counted / self.updates, recorder.engine.now / seconds)
 
     @property
     def digest(self) -> str:
@@ -190,7 +190,7 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
 
 
 def record_course(
-    course: RecordingPlan, progress: Callable[[Recorded], None] | None = None
+    course: RecordingPlan, progress: Callable[[Recorder], None] | None = None
 ) -> tuple[Trace, RunReport]:
     return record(
         course.cluster,

@@ -28,12 +28,14 @@ from papaya.config import TaskConfig
 from papaya.errors import InvariantError, OperatorError
 from papaya.messages.base import SessionId
 from papaya.messages.storage import ConsumedRow, Row, Transaction
-from papaya.sim.cluster import ClusterConfig
+from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.draws import Floats, Ints
 from papaya.sim.engine import rare_garbage_collection
+from papaya.sim.observer import Observer
 from papaya.sim.population import Population, Visit
-from papaya.sim.report import RunReport, Watched
+from papaya.sim.report import RunReport, RunWatch
+from papaya.sim.storage import Writer
 from papaya.study.workloads.base import Clients
 
 _STEP_S = 60.0
@@ -120,18 +122,19 @@ def _column(file: zipfile.ZipFile, name: str) -> npt.NDArray[Any]:
     return column
 
 
-class Recorded(Watched):
-    """A cluster with one task whose counted updates are written down."""
+class Recorder(Observer):
+    """Writes down the counted updates of a cluster with one task."""
 
-    def __init__(
-        self, config: ClusterConfig, seed: int, *, warm_up_s: float = 0.0, sample_s: float = 1.0
-    ) -> None:
-        self._trained: dict[SessionId, tuple[Visit, float]] = {}
+    def __init__(self) -> None:
+        self._trained: dict[SessionId, tuple[Visit, float]] = {}  # and when it was assigned
         self._discarded = 0
         self._acknowledged: set[SessionId] = set()  # as counted, and in no version yet
         self._versions = _Columns("d", "q", "q")  # created_s, trips, end of members
         self._members = _Columns("q", "q", "q", "q", "q", "d", "d")
-        super().__init__(config, seed, warm_up_s=warm_up_s, sample_s=sample_s)
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.engine = cluster.engine
 
     @property
     def counted(self) -> int:
@@ -147,40 +150,36 @@ class Recorded(Watched):
         """Complete uploads that were counted or discarded so far, whether in a version or not."""
         return self.counted + self._discarded + len(self._acknowledged)
 
-    def is_noted(self, session: SessionId) -> bool:
-        """Has it trained, and may it still be counted?"""
+    def may_be_counted(self, session: SessionId) -> bool:
+        """Whether its client has trained, and is neither discarded nor in a version yet."""
         return session in self._trained
 
-    def train(self, device: SimulatedDevice, work: Train) -> bytes:
-        self.note(device, work)
-        return super().train(device, work)
+    def on_trained(self, device: SimulatedDevice, work: Train) -> None:
+        assert device.assigned_s is not None
+        self._trained[work.session] = (device.visit, device.assigned_s)
 
-    def note(self, device: SimulatedDevice, work: Train) -> None:
-        """Who it is that has trained, in case that it is counted."""
-        self._trained[work.session] = (device.visit, self._assigned_s[device.visit.device])
-
-    def departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
-        super().departed(device, finish)
+    def on_departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         joined, ending = device.machine.joined, None if finish is None else finish.ending
         if joined is None:
             return
         if ending == "discarded":
             self._discarded += 1
-        elif ending == "counted" and self.is_noted(joined.session):
+        elif ending == "counted" and self.may_be_counted(joined.session):
             self._acknowledged.add(joined.session)
         if ending not in ("counted", "gave_up"):  # who gave up may be counted all the same
             self._trained.pop(joined.session, None)
 
     def trace(self) -> Trace:
-        if len(self.config.tasks) != 1:
-            raise InvariantError(f"a trace is of one task, not of {len(self.config.tasks)}")
+        config = self.cluster.config
+        if len(config.tasks) != 1:
+            raise InvariantError(f"a trace is of one task, not of {len(config.tasks)}")
         created_s, trips, end = self._versions.arrays()
         device, participation, examples, start, staleness, assigned_s, execution_s = (
             self._members.arrays()
         )
         return Trace(
-            config=self.config,
-            seed=self.seed,
+            config=config,
+            seed=self.cluster.seed,
             created_s=np.concatenate([[0.0], created_s]),
             trips=np.concatenate([np.zeros(1, np.int64), trips]),
             first=np.concatenate([np.zeros(2, np.int64), end]),
@@ -191,10 +190,9 @@ class Recorded(Watched):
             execution_s=execution_s,
         )
 
-    def _on_transaction(
-        self, writer: object, transaction: Transaction, before: dict[str, Row]
+    def on_transaction(
+        self, writer: Writer, transaction: Transaction, before: dict[str, Row]
     ) -> None:
-        super()._on_transaction(writer, transaction, before)
         for key, row in transaction.put:
             if isinstance(row, ConsumedRow) and key not in before:
                 self._on_version(row)
@@ -243,7 +241,7 @@ def record(
     drain_s: float = 0.0,
     warm_up_s: float = 600.0,
     sample_s: float | None = None,
-    progress: Callable[[Recorded], None] | None = None,
+    progress: Callable[[Recorder], None] | None = None,
 ) -> tuple[Trace, RunReport]:
     """Run the machines until so many counted updates, or for so many hours.
 
@@ -253,15 +251,16 @@ def record(
     if sample_s is None:
         expected_s = min(least_s(config, updates), 3600 * hours)
         sample_s = float(max(1, math.ceil(expected_s / _MAX_SAMPLES)))
-    cluster = Recorded(config, seed, warm_up_s=warm_up_s, sample_s=sample_s)
+    watch, recorder = RunWatch(warm_up_s=warm_up_s, sample_s=sample_s), Recorder()
+    cluster = Cluster(config, seed, observers=[watch, recorder])
     with rare_garbage_collection():  # between the steps as well
-        while cluster.engine.now < 3600 * hours and cluster.counted < updates:
+        while cluster.engine.now < 3600 * hours and recorder.counted < updates:
             cluster.run(min(cluster.engine.now + _STEP_S, 3600 * hours))
             if progress is not None:
-                progress(cluster)
+                progress(recorder)
         if drain_s:
             cluster.run(cluster.engine.now + drain_s)
-    return cluster.trace(), cluster.report()
+    return recorder.trace(), watch.report()
 
 
 def least_s(config: ClusterConfig, updates: float) -> float:

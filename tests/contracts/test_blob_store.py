@@ -154,7 +154,7 @@ def test_a_power_loss_spares_what_was_synced_and_nothing_else() -> None:
         blobs.put("a", b"0123456789")
         blobs.put("b", b"0123456789", sync=False)
         lost: list[str] = []
-        blobs.on_lost = lost.append
+        blobs.observers.append(lost.append)
         blobs.lose_power()
         assert blobs.get("a") == b"0123456789"
         assert lost == ["b"]

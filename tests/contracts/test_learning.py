@@ -25,7 +25,8 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.secagg import fixed_point
 from papaya.sim.population import Population, PopulationConfig
-from papaya.study.learning_in_loop import Learning, learn_in_loop
+from papaya.sim.report import RunWatch
+from papaya.study.learning_in_loop import LearningRun, learn_in_loop
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import Trace, record
 from papaya.study.workloads.base import Clients, Workload
@@ -98,11 +99,11 @@ def test_a_secure_task_learns_the_same_within_fixed_point(regime: AsyncFL | Sync
     secure = a_cluster(regime, secure_aggregation=SecureAggregation(), clip=0.1)
     inside, along = Kept(Drift()), Kept(Drift())
     learn_in_loop(secure, inside, rates, 3, updates=UPDATES)
-    cluster = Learning(secure, Drift(), rates, 3)
-    cluster.run(1e6, lambda: cluster.version >= len(inside.judged) - 1)
-    trace = cluster.trace()
+    run = LearningRun(secure, Drift(), rates, 3)
+    run.cluster.run(1e6, lambda: run.version >= len(inside.judged) - 1)
+    trace = run.recorder.trace()
     learn(trace, along, rates)
-    assert np.array_equal(cluster.parameters(), inside.judged[-1])
+    assert np.array_equal(run.parameters(), inside.judged[-1])
     goal = trace.task.aggregation_goal
     off = 0.0  # errors add up, as updates do not depend on the model
     for version in range(1, trace.versions + 1):
@@ -120,15 +121,17 @@ def test_few_are_trained_who_are_not_counted(regime: AsyncFL | SyncFL) -> None:
     population = structs.replace(POPULATION, dropout=0.5, execution_sigma=1.0)
     config = a_cluster(regime, population)
     workload = Kept(EmbeddingWorkload(population, LANGUAGE))
-    cluster = Learning(config, workload, RATES, 1, batch=8)
-    while cluster.counted < 300:
-        cluster.run(cluster.engine.now + 5.0)
-        assert len(cluster._in_flight) + len(cluster._updates) <= 2 * 24
-    [result] = cluster.report().tasks
+    watch = RunWatch()
+    run = LearningRun(config, workload, RATES, 1, batch=8, observers=[watch])
+    while run.recorder.counted < 300:
+        run.cluster.run(run.cluster.engine.now + 5.0)
+        assert len(run._in_flight) + len(run._updates) <= 2 * 24
+    [result] = watch.report().tasks
+    counted = run.recorder.counted
     assert result.dropped > 150
-    assert cluster.trained == sum(workload.batches)
-    spare = 24 if regime is ASYNC else 24 + 0.25 * cluster.counted
-    assert cluster.counted <= cluster.trained <= cluster.counted + spare
+    assert run.trained == sum(workload.batches)
+    spare = 24 if regime is ASYNC else 24 + 0.25 * counted
+    assert counted <= run.trained <= counted + spare
     assert max(workload.batches) == 8
 
 

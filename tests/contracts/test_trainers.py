@@ -31,17 +31,8 @@ from papaya.study.workloads.lstm_trainers import (
     LstmTrainer,
     Tokens,
     TorchLstm,
+    fastest,
 )
-from papaya.study.workloads.lstm_trainers import fastest as fastest_lstm
-from papaya.study.workloads.perceptron import Perceptron, Prototypes
-from papaya.study.workloads.perceptron_trainers import (
-    CompiledPerceptron,
-    PerceptronExamples,
-    PerceptronSizes,
-    PerceptronTrainer,
-    StackedPerceptron,
-)
-from papaya.study.workloads.perceptron_trainers import fastest as fastest_perceptron
 from papaya.study.workloads.torch_task import TorchWorkload, _losses
 
 # n = 1, n below, at and above a batch, batches that do not divide n
@@ -87,115 +78,6 @@ def assert_agree(found: Matrix, expected: Matrix) -> None:
     scale = np.abs(expected).max(axis=1, keepdims=True)
     assert np.abs(found - expected).max(initial=0, where=scale > 0) <= 2e-5 * scale.max()
     np.testing.assert_array_less(np.abs(found - expected) / scale, 1e-4)
-
-
-# --- Perceptron ---------------------------------------------------------------------------------
-
-PERCEPTRONS = {"numba": CompiledPerceptron, "numpy": StackedPerceptron}
-
-
-@pytest.fixture(params=PERCEPTRONS)
-def perceptron_kind(request: pytest.FixtureRequest) -> Any:
-    return PERCEPTRONS[request.param]
-
-
-def random_examples(sizes: PerceptronSizes) -> PerceptronExamples:
-    draw = np.random.default_rng(2)
-    count = int(OFFSETS[-1])
-    features = draw.normal(size=(count, sizes.layers[0])).astype(FLOAT32)
-    return PerceptronExamples(
-        features, draw.integers(0, sizes.layers[-1], count).astype(np.int32), OFFSETS
-    )
-
-
-def alone(examples: PerceptronExamples, client: int) -> PerceptronExamples:
-    return PerceptronExamples(examples.features, examples.labels, OFFSETS[client : client + 2])
-
-
-@pytest.mark.parametrize("sgd", [ONCE, OFTEN])
-@pytest.mark.parametrize("layers", [(64, 32, 10), (5, 3), (7, 20, 33, 4)])
-def test_a_perceptron_trains_as_the_simple_loop(
-    perceptron_kind: Any, layers: tuple[int, ...], sgd: ClientSGD
-) -> None:
-    sizes = PerceptronSizes(layers)
-    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
-    parts: list[torch.nn.Module] = []
-    for inward, outward in pairwise(layers):
-        parts += [torch.nn.Linear(inward, outward), torch.nn.ReLU()]
-    net = torch.nn.Sequential(*parts[:-1])
-    data = torch.from_numpy(examples.features), torch.from_numpy(examples.labels.astype(np.int64))
-    expected = simple_loop([net], lambda x, y: cross_entropy(net(x), y), models, data, sgd)
-    trainer: PerceptronTrainer = perceptron_kind(sizes)
-    assert_agree(trainer.train(models, STARTS, examples, sgd), expected)
-    torch.nn.utils.vector_to_parameters(torch.from_numpy(models[0].copy()), net.parameters())
-    losses = cross_entropy(net(data[0]), data[1], reduction="none").detach().numpy()
-    found = trainer.losses(models[0], examples.features, examples.labels)
-    np.testing.assert_allclose(found, losses, rtol=1e-5, atol=1e-6)
-
-
-def test_a_client_of_the_stacked_perceptron_is_the_same_within_rounding_alone() -> None:
-    sizes = PerceptronSizes()
-    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
-    trainer = StackedPerceptron(sizes)
-    together = trainer.train(models, STARTS, examples, OFTEN)
-    for client in range(len(VOLUMES)):
-        start = STARTS[client : client + 1]
-        assert_agree(
-            trainer.train(models, start, alone(examples, client), OFTEN),
-            together[client : client + 1],
-        )
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_client_of_the_compiled_perceptron_has_the_same_bits_in_any_batch(threads: int) -> None:
-    sizes = PerceptronSizes()
-    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
-    together = CompiledPerceptron(sizes, threads).train(models, STARTS, examples, OFTEN)
-    trainer = CompiledPerceptron(sizes)
-    for client in range(len(VOLUMES)):
-        start = STARTS[client : client + 1]
-        found = trainer.train(models, start, alone(examples, client), OFTEN)
-        assert found.tobytes() == together[client : client + 1].tobytes()
-
-
-def test_a_model_may_be_a_view_or_of_other_numbers(perceptron_kind: Any) -> None:
-    sizes = PerceptronSizes((7, 20, 4))
-    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
-    trainer: PerceptronTrainer = perceptron_kind(sizes)
-    expected = trainer.train(models, STARTS, examples, ONCE)
-    apart = np.repeat(np.stack(models), 2, axis=1)
-    apart[:, 1::2] = np.nan
-    wide: list[Any] = [model.astype(np.float64) for model in models]
-    for same in (list(apart[:, ::2]), wide):
-        assert_agree(trainer.train(same, STARTS, examples, ONCE), expected)
-        found = trainer.losses(same[0], examples.features, examples.labels)
-        np.testing.assert_allclose(
-            found, trainer.losses(models[0], examples.features, examples.labels), rtol=1e-5
-        )
-
-
-def test_a_compiled_perceptron_reads_no_further_than_its_model() -> None:
-    sizes = PerceptronSizes((7, 20, 4))
-    models, examples = random_models(sizes.manifest.length), random_examples(sizes)
-    with pytest.raises(InvariantError, match="a model of"):
-        CompiledPerceptron(sizes).train([m[:-1] for m in models], STARTS, examples, ONCE)
-
-
-def test_a_perceptron_refuses_what_it_cannot_train(perceptron_kind: Any) -> None:
-    sizes = PerceptronSizes((3, 2))
-    trainer: PerceptronTrainer = perceptron_kind(sizes)
-    models = random_models(sizes.manifest.length)
-    features, one = np.zeros((1, 3), FLOAT32), np.array([0, 1])
-    start = np.zeros(1, np.int64)
-    good = PerceptronExamples(features, np.zeros(1, np.int32), one)
-    with pytest.raises(ConfigError, match="momentum"):
-        trainer.train(models, start, good, ClientSGD(rate=1, momentum=0.9))
-    with pytest.raises(InvariantError, match="labels"):
-        trainer.train(
-            models, start, PerceptronExamples(features, np.array([2], np.int32), one), ONCE
-        )
-    with pytest.raises(InvariantError, match="features"):
-        trainer.train(models, start, PerceptronExamples(features[:, :2], good.labels, one), ONCE)
 
 
 # --- LSTM ---------------------------------------------------------------------------------------
@@ -246,6 +128,26 @@ def test_a_client_of_the_compiled_lstm_has_the_same_bits_in_any_batch(threads: i
 
 
 @pytest.mark.parametrize("kind", LSTMS)
+def test_a_model_may_be_a_view_or_of_other_numbers(kind: str) -> None:
+    models, tokens = random_models(SMALL.manifest.length), random_tokens(SMALL)
+    trainer: LstmTrainer = LSTMS[kind](SMALL)
+    expected = trainer.train(models, STARTS, tokens, OFFSETS, ONCE)
+    apart = np.repeat(np.stack(models), 2, axis=1)
+    apart[:, 1::2] = np.nan
+    wide: list[Any] = [model.astype(np.float64) for model in models]
+    for same in (list(apart[:, ::2]), wide):
+        assert_agree(trainer.train(same, STARTS, tokens, OFFSETS, ONCE), expected)
+        losses = trainer.losses(models[0], tokens)
+        np.testing.assert_allclose(trainer.losses(same[0], tokens), losses, rtol=1e-5)
+
+
+def test_the_compiled_lstm_reads_no_further_than_its_model() -> None:
+    models, tokens = random_models(SMALL.manifest.length), random_tokens(SMALL)
+    with pytest.raises(InvariantError, match="a model of"):
+        CompiledLstm(SMALL).train([m[:-1] for m in models], STARTS, tokens, OFFSETS, ONCE)
+
+
+@pytest.mark.parametrize("kind", LSTMS)
 def test_an_lstm_refuses_what_it_cannot_train(kind: str) -> None:
     trainer: LstmTrainer = LSTMS[kind](SMALL)
     models, start = random_models(SMALL.manifest.length), np.zeros(1, np.int64)
@@ -258,15 +160,13 @@ def test_an_lstm_refuses_what_it_cannot_train(kind: str) -> None:
         trainer.train(models, start, tokens[:, 1:], offsets, ONCE)
 
 
-def test_without_numba_the_fallbacks_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("_kernels_lstm", "_kernels_perceptron"):
-        monkeypatch.delattr(workloads, module, raising=False)
-        monkeypatch.setitem(sys.modules, f"papaya.study.workloads.{module}", None)
-    assert fastest_lstm(SMALL).name == "torch"
-    assert fastest_perceptron(PerceptronSizes()).name == "numpy"
+def test_without_numba_torch_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(workloads, "compiled_lstm", raising=False)
+    monkeypatch.setitem(sys.modules, "papaya.study.workloads.compiled_lstm", None)
+    assert fastest(SMALL).name == "torch"
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(OperatorError, match="needs numba, or torch"):
-        fastest_lstm(SMALL)
+        fastest(SMALL)
 
 
 # --- The workloads ------------------------------------------------------------------------------
@@ -278,9 +178,9 @@ def some_clients(count: int = 12) -> Clients:
     return Clients(draw.integers(0, 10**8, count), np.arange(count), np.maximum(volumes, 1))
 
 
-@pytest.mark.parametrize("workload", [Perceptron(), Lstm()], ids=lambda workload: workload.name)
-def test_a_workload_learns_and_an_update_does_not_depend_on_its_batch(workload: Any) -> None:
-    clients, model = some_clients(), workload.initial(0)
+def test_the_lstm_learns_and_an_update_does_not_depend_on_its_batch() -> None:
+    workload, clients = Lstm(), some_clients()
+    model = workload.initial(0)
     start, sgd = np.zeros(len(clients), np.int64), ClientSGD(rate=0.2, max_examples=30)
     updates = workload.train([model], start, clients, sgd)
     assert updates.shape == (len(clients), workload.length)
@@ -293,27 +193,18 @@ def test_a_workload_learns_and_an_update_does_not_depend_on_its_batch(workload: 
 
 
 def test_more_examples_than_the_most_change_nothing() -> None:
-    workload, clients = Perceptron(), some_clients()
+    workload, clients = Lstm(), some_clients()
     models, start = [workload.initial(0)], np.zeros(len(clients), np.int64)
-    few = workload.source.examples(clients, 5)
-    all_of_them = workload.source.examples(clients, 1500)
+    few, ours = workload.source.sequences(clients, 5)
+    all_of_them, theirs = workload.source.sequences(clients, 1500)
     for client, volume in enumerate(clients.examples.tolist()):
-        ours, theirs = few.offsets[client], all_of_them.offsets[client]
         count = min(5, volume)
-        assert few.offsets[client + 1] - ours == count
-        same = few.features[ours : ours + count] == all_of_them.features[theirs : theirs + count]
-        assert same.all()
+        assert ours[client + 1] - ours[client] == count
+        same = all_of_them[theirs[client] : theirs[client] + count]
+        assert np.array_equal(few[ours[client] : ours[client + 1]], same)
     limited = workload.train(models, start, clients, ClientSGD(rate=0.1, max_examples=5))
-    direct = workload.trainer.train(models, start, few, ClientSGD(rate=0.1))
+    direct = workload.trainer.train(models, start, few, ours, ClientSGD(rate=0.1))
     assert limited.tobytes() == direct.tobytes()
-
-
-def test_features_are_the_same_with_and_without_numba() -> None:
-    compiled, plain = Prototypes(features=7, classes=4), Prototypes(features=7, classes=4)
-    plain._draw = None
-    ours, theirs = compiled.examples(some_clients(), 99), plain.examples(some_clients(), 99)
-    assert ours.features.tobytes() == theirs.features.tobytes()
-    assert abs(float(ours.features.std()) - 2.08) < 0.05
 
 
 # --- Any torch module ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A checked cluster whose auditor knows what an owner may do beside the machines."""
+"""A cluster whose auditor knows what an owner may do beside the machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from papaya.config import TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.weighting import WeightedSum
-from papaya.messages.base import TaskId
+from papaya.messages.base import SessionId, TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     ConsumedRow,
@@ -22,8 +22,9 @@ from papaya.messages.storage import (
     VersionRow,
     holder_prefixes,
 )
-from papaya.sim.checkers import CheckedCluster, TaskBooks
-from papaya.sim.cluster import ClusterConfig
+from papaya.sim.behaviour import EncodedMessages
+from papaya.sim.checkers import Auditor, TaskBooks
+from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.storage import Writer
 
@@ -36,20 +37,17 @@ def demand(holds: bool, promise: str) -> None:
         raise InvariantError(promise)
 
 
-class OwnedCluster(CheckedCluster):
-    """A checked cluster whose auditor knows what an owner may do."""
+class OwnedAuditor(Auditor):
+    """An auditor that knows what an owner may do."""
 
-    def __init__(self, config: ClusterConfig, seed: int) -> None:
+    def __init__(self) -> None:
         self.restarted: dict[TaskId, int] = {}
         self.given_up = 0
-        super().__init__(config, seed)
+        super().__init__()
 
-    def train(self, device: SimulatedDevice, work: Train) -> bytes:
-        """What is masked, no aggregator can judge: there, devices upload their names as ever."""
-        [books] = [books for books in self.books.values() if work.session in books.assigned]
-        if books.config.evaluates is not None and books.config.secure_aggregation is None:
-            return AN_EVALUATION.tobytes()
-        return super().train(device, work)
+    def config_of(self, session: SessionId) -> TaskConfig:
+        [books] = [books for books in self.books.values() if session in books.assigned]
+        return books.config
 
     def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
         if config.evaluates is None:
@@ -102,3 +100,24 @@ class OwnedCluster(CheckedCluster):
             target <= restarted or member.version >= restarted,
             f"{member.session} trained from {member.version}, given up at {restarted}",
         )
+
+
+class OwnedBehaviour(EncodedMessages):
+    """Devices of an evaluation upload `AN_EVALUATION`."""
+
+    def __init__(self, auditor: OwnedAuditor) -> None:
+        self._auditor = auditor
+
+    def train(self, device: SimulatedDevice, work: Train) -> bytes:
+        """What is masked, no aggregator can judge: there, devices upload their names as ever."""
+        config = self._auditor.config_of(work.session)
+        if config.evaluates is not None and config.secure_aggregation is None:
+            return AN_EVALUATION.tobytes()
+        return super().train(device, work)
+
+
+def owned_cluster(config: ClusterConfig, seed: int) -> OwnedAuditor:
+    """The auditor of a new cluster."""
+    auditor = OwnedAuditor()
+    Cluster(config, seed, observers=[auditor], behaviour=OwnedBehaviour(auditor))
+    return auditor

@@ -32,16 +32,17 @@ from papaya.messages.storage import (
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.faults import Faults
 from papaya.sim.swarm import liveness_bound_s, random_cluster
-from tests.scenarios.owned import OWNER, OwnedCluster
+from tests.scenarios.owned import OWNER, OwnedAuditor, owned_cluster
 
 
 class Owner:
     """Acts at random moments: reads, thinks for a while, writes."""
 
-    def __init__(self, cluster: OwnedCluster, rng: Random, until: float) -> None:
+    def __init__(self, auditor: OwnedAuditor, rng: Random, until: float) -> None:
         self.done: dict[str, int] = {}
         self.refused = 0
-        self._cluster = cluster
+        self._auditor = auditor
+        self._cluster = auditor.cluster
         self._rng = rng
         self._until = until
         self._next()
@@ -78,7 +79,7 @@ class Owner:
                 host.deliver(Changed())
 
     def state(self, task: TaskId, state: TaskState) -> Transaction:
-        row = self._cluster.rows_of(task).row
+        row = self._auditor.rows_of(task).row
         return owner.change_state(row, state, self._cluster.engine.now)
 
     def pause(self, task: TaskId) -> Transaction:
@@ -91,12 +92,12 @@ class Owner:
         self._write("cancel", task, self.state(task, "cancelled"))
 
     def mark(self, task: TaskId) -> Transaction:
-        rows = self._cluster.rows_of(task)
+        rows = self._auditor.rows_of(task)
         version = self._rng.choice(list(rows.versions))
         return owner.mark(task, rows.versions[version], self._rng.random() < 0.5)
 
     def roll_back(self, task: TaskId) -> Transaction:
-        rows = self._cluster.rows_of(task)
+        rows = self._auditor.rows_of(task)
         config = rows.row.config
         optimizer = server_optimizer(config.optimizer)
         state = optimizer.encode_state(optimizer.initial_state(config.model_length))
@@ -106,7 +107,7 @@ class Owner:
         return owner.rollback(rows, to_version, key, self._cluster.engine.now)
 
     def evaluate(self, task: TaskId) -> Transaction:
-        rows = self._cluster.rows_of(task)
+        rows = self._auditor.rows_of(task)
         plan = EvaluationPlan(clients=2)
         config = owner.evaluation_config(rows.row.config, rows.newest, plan, EVALUATION_LENGTH)
         blobs = initial_blobs(config, np.zeros(EVALUATION_LENGTH, FLOAT32))
@@ -117,32 +118,34 @@ class Owner:
         return owner.evaluate(config, rows.newest, blobs[0][0], blobs[1][0], now, kept_until)
 
 
-def run_until_live(cluster: OwnedCluster, tasks: list[TaskId]) -> None:
-    goals = {task: cluster.books[task].version + 2 for task in tasks}
+def run_until_live(auditor: OwnedAuditor, tasks: list[TaskId]) -> None:
+    goals = {task: auditor.books[task].version + 2 for task in tasks}
 
     def live() -> bool:
-        return all(cluster.books[task].version >= goal for task, goal in goals.items())
+        return all(auditor.books[task].version >= goal for task, goal in goals.items())
 
     # Evaluations that nobody ends take clients too.
+    cluster = auditor.cluster
     cluster.run(cluster.engine.now + 3 * liveness_bound_s(cluster.config), live)
-    assert live(), {task: (cluster.books[task].version, goal) for task, goal in goals.items()}
+    assert live(), {task: (auditor.books[task].version, goal) for task, goal in goals.items()}
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_owners_in_the_middle_of_faults_break_no_promise(seed: int) -> None:
     rng = Random(f"owner/{seed}")
-    cluster = OwnedCluster(random_cluster(rng), seed)
+    auditor = owned_cluster(random_cluster(rng), seed)
+    cluster = auditor.cluster
     until = 60 * cluster.config.server.heartbeat_s
     Faults(cluster, rng, until, mean_gap_s=5 * cluster.config.server.heartbeat_s)
-    someone = Owner(cluster, rng, until)
+    someone = Owner(auditor, rng, until)
     cluster.run(until + 1)  # the last thought is written by then
     tasks = [task.task for task in cluster.config.tasks]
     for task in tasks:
-        if cluster.rows_of(task).row.state == "paused":
+        if auditor.rows_of(task).row.state == "paused":
             cluster.state.apply(OWNER, someone.resume(task))
     someone.cancel(tasks[0])
-    run_until_live(cluster, tasks[1:])
-    cluster.check_acknowledged()
+    run_until_live(auditor, tasks[1:])
+    auditor.check_acknowledged()
     assert someone.done.get("roll_back", 0) + someone.done.get("evaluate", 0) > 0
 
 
@@ -151,10 +154,11 @@ def test_the_seeds_above_give_up_open_buffers_and_meet_refusals() -> None:
     given_up = refused = 0
     for seed in range(4):
         rng = Random(f"owner/{seed}")
-        cluster = OwnedCluster(random_cluster(rng), seed)
-        someone = Owner(cluster, rng, 60 * cluster.config.server.heartbeat_s)
+        auditor = owned_cluster(random_cluster(rng), seed)
+        cluster = auditor.cluster
+        someone = Owner(auditor, rng, 60 * cluster.config.server.heartbeat_s)
         cluster.run(60 * cluster.config.server.heartbeat_s)
-        given_up += cluster.given_up
+        given_up += auditor.given_up
         refused += someone.refused
     assert given_up > 0
     assert refused > 0
@@ -163,7 +167,7 @@ def test_the_seeds_above_give_up_open_buffers_and_meet_refusals() -> None:
 # -- one task, no faults -----------------------------------------------------------------------
 
 
-def a_cluster(seed: int = 1) -> OwnedCluster:
+def a_cluster(seed: int = 1) -> OwnedAuditor:
     task = TaskConfig(
         task="next-word",
         concurrency=20,
@@ -171,14 +175,15 @@ def a_cluster(seed: int = 1) -> OwnedCluster:
         regime=AsyncFL(aggregation_goal=5),
         participation_gap_s=0.0,
     )
-    return OwnedCluster(ClusterConfig(tasks=(task,)), seed)
+    return owned_cluster(ClusterConfig(tasks=(task,)), seed)
 
 
 def test_training_goes_on_from_the_old_parameters_and_the_branch_is_aborted() -> None:
-    cluster = a_cluster()
-    someone = Owner(cluster, Random(0), until=0.0)
-    cluster.run(3600, lambda: cluster.books["next-word"].version >= 6)
-    before = cluster.rows_of("next-word")
+    auditor = a_cluster()
+    cluster = auditor.cluster
+    someone = Owner(auditor, Random(0), until=0.0)
+    cluster.run(3600, lambda: auditor.books["next-word"].version >= 6)
+    before = auditor.rows_of("next-word")
     old = before.versions[3]
     change = someone.roll_back("next-word")
     while (old.parameters, True) not in [
@@ -192,53 +197,55 @@ def test_training_goes_on_from_the_old_parameters_and_the_branch_is_aborted() ->
     ]
     someone._write("roll_back", "next-word", change)
     someone.tell()
-    head = cluster.books["next-word"].version
+    head = auditor.books["next-word"].version
     assert head == before.newest.version + 1
-    aborted = cluster.endings.get("aborted", 0)
-    cluster.run(cluster.engine.now + 600, lambda: cluster.books["next-word"].version > head)
+    aborted = auditor.endings.get("aborted", 0)
+    cluster.run(cluster.engine.now + 600, lambda: auditor.books["next-word"].version > head)
 
     # The checkers saw it: the first new version is one step from the old parameters, with a fresh
     # optimizer, and no member of it trained on the branch that was given up.
-    rows = cluster.rows_of("next-word")
+    rows = auditor.rows_of("next-word")
     assert rows.versions[head].parameters == old.parameters
     assert rows.newest.version == head + 1
     assert rows.fence.seq == before.fence.seq + 2
-    counted = cluster.books["next-word"].counted
+    counted = auditor.books["next-word"].counted
     assert not [session for session in training if counted.get(session) == head + 1]
-    assert cluster.endings.get("aborted", 0) > aborted
+    assert auditor.endings.get("aborted", 0) > aborted
     first = parameters.decode(cluster.blobs.get(rows.newest.parameters), 4)
     start = parameters.decode(cluster.blobs.get(old.parameters), 4)
     assert np.abs(first - start).max() < 0.01  # Adam's first step, not its seventh
 
 
 def test_a_paused_task_gets_no_new_clients_and_goes_on_when_resumed() -> None:
-    cluster = a_cluster()
-    someone = Owner(cluster, Random(0), until=0.0)
-    cluster.run(3600, lambda: cluster.books["next-word"].version >= 2)
+    auditor = a_cluster()
+    cluster = auditor.cluster
+    someone = Owner(auditor, Random(0), until=0.0)
+    cluster.run(3600, lambda: auditor.books["next-word"].version >= 2)
     someone._write("pause", "next-word", someone.pause("next-word"))
     someone.tell()
     cluster.run(cluster.engine.now + 300)
-    assigned = len(cluster.books["next-word"].assigned)
-    version = cluster.books["next-word"].version
+    assigned = len(auditor.books["next-word"].assigned)
+    version = auditor.books["next-word"].version
     cluster.run(cluster.engine.now + 300)
-    assert len(cluster.books["next-word"].assigned) == assigned
-    assert cluster.books["next-word"].version == version
+    assert len(auditor.books["next-word"].assigned) == assigned
+    assert auditor.books["next-word"].version == version
     someone._write("resume", "next-word", someone.resume("next-word"))
     someone.tell()
     cluster.run(cluster.engine.now + 600)
-    assert cluster.books["next-word"].version > version
+    assert auditor.books["next-word"].version > version
 
 
 def test_a_cancelled_task_loses_its_clients_and_its_holder() -> None:
-    cluster = a_cluster()
-    someone = Owner(cluster, Random(0), until=0.0)
-    cluster.run(3600, lambda: cluster.books["next-word"].version >= 2)
+    auditor = a_cluster()
+    cluster = auditor.cluster
+    someone = Owner(auditor, Random(0), until=0.0)
+    cluster.run(3600, lambda: auditor.books["next-word"].version >= 2)
     someone.cancel("next-word")
     someone.tell()
     cluster.run(cluster.engine.now + 600)
-    version = cluster.books["next-word"].version
+    version = auditor.books["next-word"].version
     cluster.run(cluster.engine.now + 300)
-    assert cluster.books["next-word"].version == version
+    assert auditor.books["next-word"].version == version
     row = cluster.state.rows[task_key("next-word")]
     assert isinstance(row, TaskRow)
     assert (row.state, row.ended > 0) == ("cancelled", True)

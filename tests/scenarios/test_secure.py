@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from papaya.config import AsyncFL, SecureAggregation, ServerConfig, SyncFL, TaskConfig
-from papaya.sim.checkers import CheckedCluster
-from papaya.sim.cluster import ClusterConfig
+from papaya.sim.behaviour import EncodedMessages
+from papaya.sim.checkers import Auditor
+from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.population import PopulationConfig
 
 H = 2.0
@@ -14,7 +15,7 @@ ASYNC = AsyncFL(5)
 SYNC = SyncFL(0.3)
 
 
-def a_cluster(regime: AsyncFL | SyncFL, aggregators: int = 1, seed: int = 1) -> CheckedCluster:
+def a_cluster(regime: AsyncFL | SyncFL, aggregators: int = 1, seed: int = 1) -> Auditor:
     """Its every step is audited, in whole numbers."""
     task = TaskConfig(
         task="words",
@@ -39,32 +40,34 @@ def a_cluster(regime: AsyncFL | SyncFL, aggregators: int = 1, seed: int = 1) -> 
         supply=4.0,
         aggregators=aggregators,
     )
-    return CheckedCluster(config, seed)
+    auditor = Auditor()
+    Cluster(config, seed, observers=[auditor], behaviour=EncodedMessages())
+    return auditor
 
 
-def holder(cluster: CheckedCluster) -> str:
+def holder(auditor: Auditor) -> str:
     [name] = [
         node
-        for node, host in cluster.hosts.items()
+        for node, host in auditor.cluster.hosts.items()
         if host.is_alive and "words" in getattr(host.machine, "tasks", {}) and "agg" in node
     ]
     return name
 
 
-def grow(cluster: CheckedCluster, versions: int, within_s: float = 1000.0) -> None:
+def grow(auditor: Auditor, versions: int, within_s: float = 1000.0) -> None:
     """Run until so many more versions were stepped to."""
-    books = cluster.books["words"]
+    books = auditor.books["words"]
     goal = books.steps + versions
-    cluster.run(cluster.engine.now + within_s, lambda: books.steps >= goal)
+    auditor.cluster.run(auditor.cluster.engine.now + within_s, lambda: books.steps >= goal)
     assert books.steps >= goal, f"{books.steps} of {goal} versions after {within_s} s"
 
 
 @pytest.mark.parametrize("regime", [ASYNC, SYNC])
 def test_versions_are_made_and_nothing_is_dropped(regime: AsyncFL | SyncFL) -> None:
-    cluster = a_cluster(regime)
-    grow(cluster, 10)
-    assert cluster.books["words"].dropped == 0
-    cluster.check_acknowledged()
+    auditor = a_cluster(regime)
+    grow(auditor, 10)
+    assert auditor.books["words"].dropped == 0
+    auditor.check_acknowledged()
 
 
 @pytest.mark.parametrize("regime", [ASYNC, SYNC])
@@ -72,49 +75,49 @@ def test_versions_are_made_and_nothing_is_dropped(regime: AsyncFL | SyncFL) -> N
 def test_a_crash_of_the_tsa_costs_the_open_buffers_at_most(
     regime: AsyncFL | SyncFL, away_s: float
 ) -> None:
-    cluster = a_cluster(regime)
-    books = cluster.books["words"]
+    auditor = a_cluster(regime)
+    books = auditor.books["words"]
     for crash in (1, 2, 3):
-        grow(cluster, 3)
-        cluster.run(cluster.engine.now + 0.7 * crash)
-        cluster.tsa.crash(away_s)
-        grow(cluster, 3)
+        grow(auditor, 3)
+        auditor.cluster.run(auditor.cluster.engine.now + 0.7 * crash)
+        auditor.cluster.tsa.crash(away_s)
+        grow(auditor, 3)
         assert books.dropped <= 2 * crash
-    cluster.check_acknowledged()
+    auditor.check_acknowledged()
 
 
 def test_a_crash_of_the_holder_drops_nothing_while_the_tsa_lives() -> None:
-    cluster = a_cluster(ASYNC, aggregators=2)
+    auditor = a_cluster(ASYNC, aggregators=2)
     for _ in range(3):
-        grow(cluster, 3)
-        node = holder(cluster)
-        cluster.hosts[node].crash()
-        grow(cluster, 2)
-        cluster.hosts[node].start()
-    assert cluster.books["words"].dropped == 0
-    cluster.check_acknowledged()
+        grow(auditor, 3)
+        node = holder(auditor)
+        auditor.cluster.hosts[node].crash()
+        grow(auditor, 2)
+        auditor.cluster.hosts[node].start()
+    assert auditor.books["words"].dropped == 0
+    auditor.check_acknowledged()
 
 
 def test_both_may_crash_and_training_goes_on() -> None:
-    cluster = a_cluster(ASYNC, aggregators=2)
+    auditor = a_cluster(ASYNC, aggregators=2)
     for _ in range(3):
-        grow(cluster, 2)
-        node = holder(cluster)
-        cluster.tsa.crash(H)
-        cluster.hosts[node].crash()
-        grow(cluster, 2)
-        cluster.hosts[node].start()
-    assert cluster.books["words"].dropped <= 6
-    cluster.check_acknowledged()
+        grow(auditor, 2)
+        node = holder(auditor)
+        auditor.cluster.tsa.crash(H)
+        auditor.cluster.hosts[node].crash()
+        grow(auditor, 2)
+        auditor.cluster.hosts[node].start()
+    assert auditor.books["words"].dropped <= 6
+    auditor.check_acknowledged()
 
 
 def test_the_same_seed_gives_the_same_trace() -> None:
     """Keys, seeds and masks are drawn from it too."""
     traces = []
     for seed in (1, 1, 2):
-        cluster = a_cluster(ASYNC, seed=seed)
-        grow(cluster, 3)
-        cluster.tsa.crash()
-        grow(cluster, 3)
-        traces.append(cluster.trace_hash)
+        auditor = a_cluster(ASYNC, seed=seed)
+        grow(auditor, 3)
+        auditor.cluster.tsa.crash()
+        grow(auditor, 3)
+        traces.append(auditor.trace_hash)
     assert traces[0] == traces[1] != traces[2]

@@ -16,6 +16,7 @@ from papaya.messages.base import Message, NodeId, TaskId
 from papaya.messages.control import SelectorOrders
 from papaya.messages.selection import Capabilities
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
+from papaya.sim.observer import Observer
 from papaya.sim.report import TaskResult
 from papaya.sim.simulate import protocol_tasks, simulate
 
@@ -113,30 +114,29 @@ def test_eight_tasks_share_one_population_and_all_are_utilized() -> None:
     assert all(result.versions > 30 for result in report.tasks)
 
 
-class Assignments(Cluster):
+class Assignments(Observer):
     """Who was sent where, as the Coordinator's orders say."""
 
-    def __init__(self, config: ClusterConfig, seed: int) -> None:
+    def __init__(self) -> None:
         self.sent: dict[tuple[str, ...], dict[TaskId, int]] = {}
-        super().__init__(config, seed)
 
-    def wire(self, source: NodeId, target: NodeId, message: Message) -> Message:
+    def on_sent(self, source: NodeId, target: NodeId, message: Message) -> None:
         if isinstance(message, SelectorOrders):
             for given in message.assignments:
                 counts = self.sent.setdefault(given.device_class.capabilities.labels, {})
                 counts[given.task] = counts.get(given.task, 0) + len(given.sessions)
-        return super().wire(source, target, message)
 
 
 @pytest.fixture(scope="module")
 def filling() -> Assignments:
     """Until the busiest task is two thirds full: so far every task has had demand all the time."""
     concurrency = 900
-    cluster = Assignments(a_shared_fleet(concurrency, supply=1.5), seed=1)
+    assignments = Assignments()
+    cluster = Cluster(a_shared_fleet(concurrency, supply=1.5), 1, observers=[assignments])
 
     def busiest() -> int:
         totals: dict[TaskId, int] = {}
-        for counts in cluster.sent.values():
+        for counts in assignments.sent.values():
             for task, count in counts.items():
                 totals[task] = totals.get(task, 0) + count
         return max(totals.values(), default=0)
@@ -144,12 +144,12 @@ def filling() -> Assignments:
     while busiest() < 2 * concurrency / 3:
         cluster.run(cluster.engine.now + 0.5)
     assert busiest() < concurrency
-    return cluster
+    return assignments
 
 
 def test_a_client_is_sent_only_to_tasks_that_it_is_compatible_with(filling: Assignments) -> None:
     """ "A task is eligible if the client is compatible with its requirements"."""
-    required = {task.task: task.requirements.labels for task in filling.config.tasks}
+    required = {task.task: task.requirements.labels for task in filling.cluster.config.tasks}
     assert len(filling.sent) == 8
     for labels, counts in filling.sent.items():
         assert set(counts) == {

@@ -16,7 +16,7 @@ import pytest
 from papaya.client.work import Train
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, TaskConfig
 from papaya.learning.evaluation import EvaluationResult, evaluation_vector
-from papaya.messages.base import BlobKey, SessionId, TaskId
+from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
     Changed,
     Outcome,
@@ -29,34 +29,37 @@ from papaya.messages.storage import (
 )
 from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.supervisor import REMEMBER_S, Supervisor
-from papaya.sim.cluster import ClusterConfig
+from papaya.sim.behaviour import EncodedMessages
+from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.population import PopulationConfig
 from papaya.store.blobs import Piece
-from tests.scenarios.owned import OWNER, OwnedCluster
+from tests.scenarios.owned import OWNER, OwnedAuditor
 
 T = TypeVar("T")
 EXAMPLES = 10
 
 
-class EvaluatedCluster(OwnedCluster):
+class EvaluatedAuditor(OwnedAuditor):
+    """Does not check the sums of evaluations: their members do not upload what names them."""
+
+    def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
+        if config.evaluates is None:
+            super()._check_sum(config, row)
+
+
+class TrueEvaluations(EncodedMessages):
     """Devices evaluate truly: loss 8 at version 0, falling with the versions."""
+
+    def __init__(self, auditor: OwnedAuditor) -> None:
+        self._auditor = auditor
 
     def train(self, device: SimulatedDevice, work: Train) -> bytes:
         if not work.evaluates:
             return super().train(device, work)
-        loss = self.loss(work.session)
+        task = self._auditor.config_of(work.session).task
+        loss = loss_at(int(task.rpartition("-")[2]))
         return evaluation_vector(EXAMPLES, EXAMPLES * loss, EXAMPLES).tobytes()
-
-    def loss(self, session: SessionId) -> float:
-        for task, books in self.books.items():
-            if session in books.assigned:
-                return loss_at(int(task.rpartition("-")[2]))
-        raise AssertionError(session)
-
-    def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
-        if config.evaluates is None:  # the others do not upload what names their session
-            super()._check_sum(config, row)
 
 
 def loss_at(version: int) -> float:
@@ -66,7 +69,7 @@ def loss_at(version: int) -> float:
 class Twins:
     """The twins of the stores, as the supervisor awaits them."""
 
-    def __init__(self, cluster: OwnedCluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
 
     async def read(self, prefixes: tuple[str, ...]) -> dict[str, Row]:
@@ -98,12 +101,18 @@ def at_once(coroutine: Coroutine[None, None, T]) -> T:
     raise AssertionError("it waits for something")
 
 
-def a_cluster(task: TaskConfig, seed: int) -> EvaluatedCluster:
+def a_cluster(task: TaskConfig, seed: int) -> Cluster:
     fleet = PopulationConfig(size=3000, execution_per_example_s=0.2, latency_mean_s=2.0)
-    return EvaluatedCluster(ClusterConfig(tasks=(task,), population=fleet), seed)
+    auditor = EvaluatedAuditor()
+    return Cluster(
+        ClusterConfig(tasks=(task,), population=fleet),
+        seed,
+        observers=[auditor],
+        behaviour=TrueEvaluations(auditor),
+    )
 
 
-def supervised(cluster: EvaluatedCluster, supervisors: int = 1) -> None:
+def supervised(cluster: Cluster, supervisors: int = 1) -> None:
     """Each takes its turn every second."""
 
     def changed() -> None:
@@ -141,7 +150,7 @@ def a_task(stop: StopRule, plan: EvaluationPlan | None = None) -> TaskConfig:
     )
 
 
-def rows_of(cluster: OwnedCluster, kind: type[Row], task: str = "next-word") -> list[Row]:
+def rows_of(cluster: Cluster, kind: type[Row], task: str = "next-word") -> list[Row]:
     return [
         row
         for key, row in sorted(cluster.state.rows.items())
@@ -149,17 +158,17 @@ def rows_of(cluster: OwnedCluster, kind: type[Row], task: str = "next-word") -> 
     ]
 
 
-def task_row(cluster: OwnedCluster) -> TaskRow:
+def task_row(cluster: Cluster) -> TaskRow:
     [row] = rows_of(cluster, TaskRow)
     assert isinstance(row, TaskRow)
     return row
 
 
-def points(cluster: OwnedCluster) -> list[PointRow]:
+def points(cluster: Cluster) -> list[PointRow]:
     return [row for row in rows_of(cluster, PointRow) if isinstance(row, PointRow)]
 
 
-def is_over(cluster: OwnedCluster) -> bool:
+def is_over(cluster: Cluster) -> bool:
     return task_row(cluster).is_over
 
 
@@ -228,6 +237,8 @@ def test_an_evaluation_without_enough_clients_is_given_up_and_training_goes_on()
     assert isinstance(evaluation, TaskRow)
     assert evaluation.state == "cancelled"
     assert "500 clients" in evaluation.why
-    version = cluster.books["next-word"].version
+    [auditor] = cluster.observers
+    assert isinstance(auditor, OwnedAuditor)
+    version = auditor.books["next-word"].version
     cluster.run(400)
-    assert cluster.books["next-word"].version > version
+    assert auditor.books["next-word"].version > version

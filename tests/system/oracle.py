@@ -1,6 +1,6 @@
 """What the stores say in the end, against what devices were told: counted exactly once, by name.
 
-Devices upload small integers that encode their session (papaya/sim/protocol_updates.py). So a sum
+Devices upload small integers that encode their session (papaya.sim.protocol_updates.py). So a sum
 names its members: one that is missing, doubled or foreign changes some coordinate by far more than
 rounding. It reads rows and blobs from the data folder itself, and believes no server.
 """

@@ -43,7 +43,7 @@ from papaya.study.run import (
     record_course,
     recordable,
 )
-from papaya.study.trace import MOST_HOURS, Recorded
+from papaya.study.trace import MOST_HOURS, Recorder
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
 _UPDATES, _EVALUATIONS = 5000, 20
@@ -135,7 +135,7 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, Run
     course = run.course
     with Progress() as progress:
 
-        def recorded(cluster: Recorded) -> None:
+        def recorded(cluster: Recorder) -> None:
             hours = cluster.engine.now / 3600
             words = f"{cluster.counted:,} client updates, {hours:.1f} virtual hours"
             progress.update("fleet", min(1.0, course.share_of(cluster)), words)

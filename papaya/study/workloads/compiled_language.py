@@ -31,7 +31,7 @@ _LN2_LOW: Final = np.float32(-2.12194440e-4)
 _REORDERED: Final = {"contract", "reassoc", "nsz", "arcp"}
 
 
-def _compile(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compile_loop(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         try:
             return njit(nogil=True, cache=True, **options)(function)
@@ -41,7 +41,7 @@ def _compile(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-@_compile(inline="always")
+@compile_loop(inline="always")
 def _draw(state: Any, coin: Any, counter: Any, contexts: Any, following: Any) -> Any:
     """(word, next word) of a device: `LanguageWorkload.examples`."""
     draw = state + (np.uint64(counter) + np.uint64(1)) * _GOLDEN  # papaya.sim.draws.splitmix64
@@ -54,7 +54,7 @@ def _draw(state: Any, coin: Any, counter: Any, contexts: Any, following: Any) ->
     return word, np.int64(following[spoken, word, (draw >> np.uint64(12)) & mask])
 
 
-@_compile(inline="always")
+@compile_loop(inline="always")
 def _error(logits: Any, target: Any, scale: Any) -> None:
     """In place: the gradient of the loss by the logits, times `scale`.
 
@@ -85,7 +85,7 @@ def _error(logits: Any, target: Any, scale: Any) -> None:
     logits[target] -= scale
 
 
-@_compile(fastmath=_REORDERED)
+@compile_loop(fastmath=_REORDERED)
 def embedding(
     models: Any, start: Any, hashes: Any, coins: Any, examples: Any, contexts: Any,
     following: Any, rate: Any, epochs: Any, batch_size: Any, updates: Any,
@@ -114,7 +114,7 @@ def embedding(
         _write_update(model, inputs, outputs, updates[client])
 
 
-@_compile(inline="always")
+@compile_loop(inline="always")
 def _unpack(model: Any, inputs: Any, outputs: Any) -> None:
     size = inputs.shape[0]
     for word in range(size):
@@ -124,7 +124,7 @@ def _unpack(model: Any, inputs: Any, outputs: Any) -> None:
         outputs[_WIDTH, word] = model[2 * size * _WIDTH + word]
 
 
-@_compile(inline="always")
+@compile_loop(inline="always")
 def _look_back(
     entered: Any, outputs: Any, target: Any, scale: Any, odds: Any, steps: Any, back: Any
 ) -> None:
@@ -148,7 +148,7 @@ def _look_back(
         back[d] = total
 
 
-@_compile(inline="always")
+@compile_loop(inline="always")
 def _descend(inputs: Any, outputs: Any, words: Any, back: Any, steps: Any) -> None:
     for e in range(words.size):
         for d in range(_WIDTH):
@@ -158,7 +158,7 @@ def _descend(inputs: Any, outputs: Any, words: Any, back: Any, steps: Any) -> No
             outputs[d, i] -= steps[d, i]
 
 
-@_compile(inline="always")
+@compile_loop(inline="always")
 def _write_update(model: Any, inputs: Any, outputs: Any, update: Any) -> None:
     size = inputs.shape[0]
     for word in range(size):
@@ -170,7 +170,7 @@ def _write_update(model: Any, inputs: Any, outputs: Any, update: Any) -> None:
         update[at] = outputs[_WIDTH, word] - model[at]
 
 
-@_compile(fastmath=_REORDERED)
+@compile_loop(fastmath=_REORDERED)
 def bigram(
     models: Any, start: Any, hashes: Any, coins: Any, examples: Any, contexts: Any,
     following: Any, rate: Any, epochs: Any, batch_size: Any, updates: Any,

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, Protocol
 
@@ -103,7 +102,7 @@ def fastest(sizes: LstmSizes, threads: int = 1) -> LstmTrainer:
         raise OperatorError("the LSTM needs numba, or torch", hint=hint) from error
 
 
-def refuse_momentum(sgd: ClientSGD) -> None:
+def _refuse_momentum(sgd: ClientSGD) -> None:
     if sgd.momentum:
         remedy = "leave it out, or simulate a task file, whose engine has momentum"
         raise ConfigError.of("client.momentum", sgd.momentum, "is not for built-in models", remedy)
@@ -117,57 +116,18 @@ def _check(sizes: LstmSizes, tokens: Tokens) -> None:
 
 
 class CompiledLstm:
-    """The kernel of _kernels_lstm.py. ImportError without numba."""
+    """The loops of compiled_lstm.py. ImportError without numba."""
 
     name = "numba"
 
     def __init__(self, sizes: LstmSizes, threads: int = 1) -> None:
-        from papaya.study.workloads import _kernels_lstm
+        from papaya.study.workloads import compiled_lstm
 
-        kernel: Any = _kernels_lstm
+        self._loops: Any = compiled_lstm
         self._sizes = sizes
+        self._shape = (sizes.vocabulary, sizes.embedding, sizes.hidden)
+        self._length = sizes.manifest.length
         self._threads = threads
-        self._kernel = kernel
-        panels = [-(-n // kernel.WIDTH) for n in (sizes.vocabulary, sizes.embedding, sizes.hidden)]
-        self._shape = kernel.Sizes(
-            sizes.vocabulary, sizes.embedding, sizes.hidden, sizes.steps, *panels
-        )
-        words, embedding, hidden = (n * kernel.WIDTH for n in panels)
-        gates = 4 * hidden
-        inward, across, outward = embedding * gates, hidden * gates, hidden * words
-        parts = [words * embedding, inward, across, outward, gates, gates, words]
-        self._ends = np.cumsum([*parts, inward, across, outward])
-
-    @cached_property
-    def _places(self) -> npt.NDArray[np.uint32]:
-        """Where each parameter lies in a packed model."""
-        width, shape = self._kernel.WIDTH, self._shape
-        words, units = np.arange(shape.vocabulary), np.arange(shape.hidden)
-        features = np.arange(shape.embedding)
-        first = [0, *self._ends.tolist()]
-        embedding, hidden = shape.embedding_panels * width, shape.hidden_panels * width
-        gate = (np.arange(4)[:, None] * hidden + units).ravel()  # of each gate's unit
-
-        def panelled(column: Any, rows: Any, height: int) -> Any:
-            return (column // width * height + rows) * width + column % width
-
-        places = [
-            words[:, None] * embedding + features,
-            first[1] + panelled(gate[:, None], features, embedding),
-            first[2] + panelled(gate[:, None], units, hidden),
-            first[4] + gate,
-            first[5] + gate,
-            first[3] + panelled(words[:, None], units, hidden),
-            first[6] + words,
-        ]
-        return np.concatenate([each.ravel() for each in places]).astype(np.uint32)
-
-    def _packed(self, models: Sequence[Vector]) -> Matrix:
-        packed = np.zeros((len(models), int(self._ends[-1])), FLOAT32)
-        packed[:, self._ends[5] : self._ends[6]] = self._kernel.NO_ODDS
-        for row, model in zip(packed, models, strict=True):
-            self._kernel.pack(self._shape, self._ends, self._places, model, row)
-        return packed
 
     def train(
         self,
@@ -177,29 +137,39 @@ class CompiledLstm:
         offsets: Ints,
         sgd: ClientSGD,
     ) -> Matrix:
-        refuse_momentum(sgd)
+        _refuse_momentum(sgd)
         _check(self._sizes, tokens)
-        updates = np.empty((len(start), len(self._places)), FLOAT32)
-        packed = self._packed(models)
+        updates = np.empty((len(start), self._length), FLOAT32)
+        stacked = self._stacked(models)
         rate = np.float32(sgd.rate)
 
         def work(first: int, last: int) -> None:
-            self._kernel.train(
-                self._shape, self._ends, self._places, packed, start[first:last], tokens,
-                offsets[first : last + 1], rate, sgd.epochs, sgd.batch_size, updates[first:last],
+            self._loops.train(
+                *self._shape, stacked, start[first:last], tokens, offsets[first : last + 1],
+                rate, sgd.epochs, sgd.batch_size, updates[first:last],
             )  # fmt: skip
 
-        in_threads(self._threads, offsets, work)
+        _in_threads(self._threads, offsets, work)
         return updates
 
     def losses(self, parameters: Vector, tokens: Tokens) -> Floats:
         _check(self._sizes, tokens)
-        packed = self._packed([parameters])[0]
-        found: Floats = self._kernel.losses(self._shape, self._ends, packed, tokens, _BATCH)
+        found = np.zeros(len(tokens))
+        model = self._stacked([parameters])[0]
+        self._loops.losses(*self._shape, model, tokens, _BATCH, found)
         return found / self._sizes.steps
 
+    def _stacked(self, models: Sequence[Vector]) -> Matrix:
+        """Contiguous float32, and long enough: the loops do not check their indices."""
+        stacked = np.empty((len(models), self._length), FLOAT32)
+        for row, model in zip(stacked, models, strict=True):
+            if model.shape != row.shape:
+                raise InvariantError(f"a model of {model.shape}, not of {row.shape}")
+            row[:] = model
+        return stacked
 
-def in_threads(threads: int, offsets: Ints, work: Any) -> None:
+
+def _in_threads(threads: int, offsets: Ints, work: Any) -> None:
     """work(first, last) on shares of the clients with about as many examples each."""
     clients = len(offsets) - 1
     edges = np.searchsorted(offsets, offsets[-1] * np.arange(1, threads) / threads)
@@ -238,7 +208,7 @@ class TorchLstm:
         offsets: Ints,
         sgd: ClientSGD,
     ) -> Matrix:
-        refuse_momentum(sgd)
+        _refuse_momentum(sgd)
         _check(self._sizes, tokens)
         updates = np.empty((len(start), sum(self._lengths)), FLOAT32)
         words = self._torch.from_numpy(tokens.astype(np.int64))

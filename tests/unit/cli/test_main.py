@@ -71,7 +71,7 @@ def test_a_command_imports_no_more_than_it_needs(
         ([], "COMMAND", "papaya --help"),
         (["fly"], "'fly'", "papaya --help"),
         (["simulate", "--concurency", "3"], "--concurency", "papaya simulate --help"),
-        (["--colour", "compare"], "unknown: --colour", "papaya --help"),
+        (["--colour", "simulate"], "unknown: --colour", "papaya --help"),
         (["simulate", "--concurrency", "0"], "0 is below 1", "papaya simulate --help"),
         (["simulate", "--concurrency", "2.5"], "'2.5' is not a whole", "papaya simulate --help"),
         (["simulate", "--seed", "many"], "'many' is not a whole", "papaya simulate --help"),
@@ -88,7 +88,7 @@ def test_a_command_imports_no_more_than_it_needs(
         (["simulate", "--selectors", "1001"], "selectors = 1001", "selectors"),
         (["swarm", "--seed", "1", "--seeds", "5"], "--seeds", "leave --seeds out"),
         (["swarm", "--seed", "1", "--start", "0"], "--start", "leave --start out"),
-        (["compare", "--hours", "x"], "'x' is not a number", "papaya compare --help"),
+        (["simulate", "--hours", "x"], "'x' is not a number", "papaya simulate --help"),
         (["demo", "--minutes", "x"], "'x' is not a number", "papaya demo --help"),
         (["swarm", "--jobs", "0"], "0 is below 1", "papaya swarm --help"),
         (["swarm", "--seed", "1", "--plant", "no-bug"], "no-bug", "fence"),
@@ -192,7 +192,7 @@ def test_a_full_disk_behind_stdout_is_the_operators_to_mend(
     assert (tmp_path / "report.json").exists()
 
 
-@pytest.mark.parametrize("command", [["simulate"], ["compare"]])
+@pytest.mark.parametrize("command", [["simulate"]])
 def test_a_missing_extra_says_how_to_install_it(command: list[str], tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['matplotlib'] = None; "

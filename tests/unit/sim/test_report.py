@@ -29,10 +29,11 @@ from papaya.messages.selection import Capabilities
 from papaya.messages.storage import Member, RecordRow, Row, Transaction, VersionRow
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.hosts import SimulatedHost
+from papaya.sim.observer import Observer
 from papaya.sim.plots import draw, without_short_dips
 from papaya.sim.population import PopulationConfig
-from papaya.sim.report import RunReport, Watched, ks_statistic
-from papaya.sim.simulate import Moment, compare, protocol_tasks, simulate
+from papaya.sim.report import RunReport, RunWatch, ks_statistic
+from papaya.sim.simulate import Moment, protocol_tasks, simulate
 
 ROOT = Path(__file__).parents[3]
 POPULATION = PopulationConfig(size=100_000, latency_mean_s=10.0, dropout=0.1)
@@ -45,18 +46,23 @@ def a_cluster(regime: AsyncFL | SyncFL = AsyncFL(GOAL), tasks: int = 1) -> Clust
     )
 
 
-class Recounted(Watched):
+def watched(config: ClusterConfig, **options: float) -> RunWatch:
+    watch = RunWatch(**options)
+    Cluster(config, 3, observers=[watch])
+    return watch
+
+
+class Recount(Observer):
     """Counts again through hooks and rows that the report does not use."""
 
-    def __init__(self, config: ClusterConfig, seed: int) -> None:
+    def __init__(self) -> None:
         self.answers: dict[str | None, int] = {}
         self.joined = 0
         self.members: dict[str, tuple[int, Member]] = {}
         self.active_s = self._last = 0.0
-        super().__init__(config, seed)
-        self.state.observers.append(self._records)
+        self._active_before = 0
 
-    def observe_reply(self, host: SimulatedHost, reply: Reply) -> None:
+    def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
             case Completed(discarded=discarded):
                 self.answers[discarded] = self.answers.get(discarded, 0) + 1
@@ -66,15 +72,16 @@ class Recounted(Watched):
     def after_event(self, host: SimulatedHost) -> None:
         """The exact integral of active over time, instead of samples."""
         if isinstance(host.machine, Aggregator):
-            self.active_s += self._active_before * (self.engine.now - self._last)
-            self._last = self.engine.now
+            now = self.cluster.engine.now
+            self.active_s += self._active_before * (now - self._last)
+            self._last = now
             self._active_before = sum(
                 len(held.sessions.active) for held in host.machine.tasks.values()
             )
 
-    _active_before = 0
-
-    def _records(self, writer: object, transaction: Transaction, before: dict[str, Row]) -> None:
+    def on_transaction(
+        self, writer: object, transaction: Transaction, before: dict[str, Row]
+    ) -> None:
         for _, row in transaction.put:
             if isinstance(row, RecordRow):
                 self.members |= {member.session: (row.target, member) for member in row.members}
@@ -82,23 +89,26 @@ class Recounted(Watched):
     @property
     def completing(self) -> int:
         """Devices that wait for the answer to a complete upload."""
-        return sum(device.machine.stage is Stage.COMPLETING for device in self.devices.values())
+        devices = self.cluster.devices.values()
+        return sum(device.machine.stage is Stage.COMPLETING for device in devices)
 
     @property
     def newest(self) -> int:
-        return max(row.version for row in self.state.rows.values() if isinstance(row, VersionRow))
+        rows = self.cluster.state.rows.values()
+        return max(row.version for row in rows if isinstance(row, VersionRow))
 
 
 @pytest.mark.parametrize("regime", [AsyncFL(GOAL), SyncFL(0.3)])
 def test_a_report_agrees_with_counts_taken_another_way(regime: AsyncFL | SyncFL) -> None:
-    cluster = Recounted(a_cluster(regime), seed=3)
+    watch, recount = RunWatch(), Recount()
+    cluster = Cluster(a_cluster(regime), 3, observers=[watch, recount])
     cluster.run(900)
-    result = cluster.report().tasks[0]
+    result = watch.report().tasks[0]
     goal = cluster.config.tasks[0].aggregation_goal
 
-    assert result.versions == cluster.newest > 5
+    assert result.versions == recount.newest > 5
     assert result.counted == goal * result.versions
-    in_versions = [m for target, m in cluster.members.values() if target <= result.versions]
+    in_versions = [m for target, m in recount.members.values() if target <= result.versions]
     levels = np.bincount([member.staleness for member in in_versions])
     assert result.staleness == {i: n for i, n in enumerate(levels.tolist()) if n}
     assert result.max_staleness == len(levels) - 1
@@ -107,14 +117,14 @@ def test_a_report_agrees_with_counts_taken_another_way(regime: AsyncFL | SyncFL)
     )
 
     # An answer is counted when the device has it: some are on their way.
-    assert 0 <= sum(cluster.answers.values()) - result.trips <= cluster.completing
-    assert sum(result.discarded.values()) <= cluster.answers.get("round_over", 0)
+    assert 0 <= sum(recount.answers.values()) - result.trips <= recount.completing
+    assert sum(result.discarded.values()) <= recount.answers.get("round_over", 0)
     at_work = sum(device.machine.joined is not None for device in cluster.devices.values())
     ended = (*result.aborted.values(), *result.failed.values(), result.dropped, result.trips)
-    assert abs(cluster.joined - at_work - sum(ended)) <= 3  # joins answered but not yet heard
-    assert cluster.watches[result.task].working == at_work
+    assert abs(recount.joined - at_work - sum(ended)) <= 3  # joins answered but not yet heard
+    assert watch.watches[result.task].working == at_work
 
-    exact = cluster.active_s / 900 / CONCURRENCY
+    exact = recount.active_s / 900 / CONCURRENCY
     assert result.utilization == pytest.approx(exact, abs=0.005)
     assert 0 < result.at_work < 1
     assert result.versions_per_hour == pytest.approx(4 * result.versions)
@@ -122,12 +132,13 @@ def test_a_report_agrees_with_counts_taken_another_way(regime: AsyncFL | SyncFL)
 
 def test_who_joins_and_leaves_before_its_download_was_never_at_work() -> None:
     """A device whose own history forbids the task learns that when it has joined."""
-    cluster = Watched(a_cluster(), seed=3)
+    run = watched(a_cluster())
+    cluster = run.cluster
     devices = cluster.devices.values()
     cluster.run(900, lambda: {device.machine.joined is None for device in devices} == {True, False})
     works = next(device for device in devices if device.machine.joined is not None)
     comes = next(device for device in devices if device.machine.joined is None)
-    watch = cluster.watches[cluster.config.tasks[0].task]
+    watch = run.watches[cluster.config.tasks[0].task]
     before = watch.working
 
     comes.machine.joined = works.machine.joined
@@ -141,9 +152,12 @@ def test_who_took_part_is_compared_with_all_who_could() -> None:
     """ "two-sample Kolmogorov-Smirnov test [...] to measure the goodness of fit between AsyncFL,
     SyncFL with over-selection, and the ground truth distribution": over-selection drops the slow.
     """
-    config = ClusterConfig(tasks=protocol_tasks(concurrency=130))
-    reports = compare(config, seed=1, hours=0.6)
-    asynchronous, over_selected, full = (report.tasks[0] for report in reports.values())
+    asynchronous, over_selected, full = (
+        simulate(
+            ClusterConfig(tasks=protocol_tasks(regime=regime, concurrency=130)), seed=1, hours=0.6
+        ).tasks[0]
+        for regime in (AsyncFL(), SyncFL(0.3), SyncFL(0.0))
+    )
     assert asynchronous.execution_s.ks < 0.04
     assert over_selected.execution_s.ks > 0.07
     assert over_selected.examples.ks > 0.07
@@ -164,13 +178,13 @@ def test_the_statistic_is_scipys(sample: list[int], reference: list[float]) -> N
 
 def test_the_window_begins_after_the_warm_up() -> None:
     config = a_cluster()
-    whole, late = Watched(config, 3), Watched(config, 3, warm_up_s=300)
-    whole.run(900)
-    late.run(300)
+    whole, late = watched(config), watched(config, warm_up_s=300)
+    whole.cluster.run(900)
+    late.cluster.run(300)
     before = late.report().tasks[0]
     assert (before.counted, before.trips, before.dropped) == (0, 0, 0)
     assert math.isnan(before.utilization)
-    late.run(900)
+    late.cluster.run(900)
     everything, window = whole.report().tasks[0], late.report().tasks[0]
     early = sum(time_s < 300 for time_s in everything.series.time_s)
     assert window.series == everything.series
@@ -181,28 +195,28 @@ def test_the_window_begins_after_the_warm_up() -> None:
 
 
 def test_samples_do_not_depend_on_how_a_run_is_cut() -> None:
-    once, often = Watched(a_cluster(), 3), Watched(a_cluster(), 3)
-    once.run(200)
+    once, often = watched(a_cluster()), watched(a_cluster())
+    once.cluster.run(200)
     for step in range(1, 100):
-        often.run(1.97 * step)
-    often.run(200)
+        often.cluster.run(1.97 * step)
+    often.cluster.run(200)
     assert once.report().tasks[0].series.time_s == tuple(i + 0.5 for i in range(200))
     assert once.report().tasks == often.report().tasks
 
 
 def test_watching_does_not_change_a_run() -> None:
-    plain, watched = Cluster(a_cluster(), 3), Watched(a_cluster(), 3)
+    plain, seen = Cluster(a_cluster(), 3), watched(a_cluster()).cluster
     plain.run(300)
-    watched.run(300)
-    assert watched.engine.events == plain.engine.events
-    assert watched.state.rows == plain.state.rows
+    seen.run(300)
+    assert seen.engine.events == plain.engine.events
+    assert seen.state.rows == plain.state.rows
 
 
 def test_a_stopped_run_takes_no_samples_of_the_future() -> None:
-    cluster = Watched(a_cluster(), 3)
-    cluster.run(900, stop=lambda: cluster.engine.now > 100)
-    assert 100 < cluster.report().until_s < 101
-    assert cluster.report().tasks[0].series.time_s[-1] < 101
+    watch = watched(a_cluster())
+    watch.cluster.run(900, stop=lambda: watch.cluster.engine.now > 100)
+    assert 100 < watch.report().until_s < 101
+    assert watch.report().tasks[0].series.time_s[-1] < 101
 
 
 def test_the_same_run_gives_the_same_report_in_another_process() -> None:
@@ -297,8 +311,8 @@ def test_shares_may_be_rounded() -> None:
 
 
 def test_what_a_short_run_cannot_tell_is_not_told() -> None:
-    short = Watched(a_cluster(), 3, warm_up_s=300)
-    short.run(300)
+    short = watched(a_cluster(), warm_up_s=300)
+    short.cluster.run(300)
     summary = short.report().summary()
     assert "nan" not in summary
     assert "utilization     –, at work –" in summary
@@ -318,7 +332,8 @@ def test_a_warm_up_without_a_window_is_refused() -> None:
 
 
 def test_a_plot_is_a_picture_of_every_report(tmp_path: Path) -> None:
-    reports = compare(a_cluster(), 3, 0.1)
+    regimes = (AsyncFL(GOAL), SyncFL(0.3), SyncFL(0.0))
+    reports = {str(each): simulate(a_cluster(each), 3, 0.1) for each in regimes}
     path = draw(reports, tmp_path / "new" / "plot.png", "A title")
     pixels = imread(path)
     assert pixels.shape[0] > 500

@@ -17,7 +17,7 @@ from papaya.study import identity, lab
 from papaya.study.identity import closure, code_digest, digest
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
-from papaya.study.trace import Recorded
+from papaya.study.trace import Recorder
 from papaya.study.workloads.embedding import EmbeddingWorkload
 from tests.unit.study.learners import a_cluster
 
@@ -88,6 +88,7 @@ def test_the_closure_has_the_machines_and_the_trainers_and_no_command() -> None:
         "aggregator/shards.py",
         "sim/cluster.py",
         "study/replay.py",
+        "study/workloads/compiled_lstm.py",
         "study/workloads/lstm_trainers.py",
         "learning/torch/engine.py",
     } <= found
@@ -128,7 +129,7 @@ def test_nothing_of_a_recording_stays_in_memory(tmp_path: Path) -> None:
     try:
         recorder = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload())
         recorder.record([structs.replace(COURSE, updates=5)])
-        assert not [each for each in gc.get_objects() if type(each) is Recorded]
+        assert not [each for each in gc.get_objects() if type(each) is Recorder]
     finally:
         gc.enable()
 
@@ -140,15 +141,3 @@ def test_equals_that_are_written_otherwise_are_all_recorded(tmp_path: Path) -> N
     assert whole == broken
     recordings = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([whole, broken])
     assert [recording.trace.versions > 0 for recording in recordings] == [True, True]
-
-
-def test_machine_code_is_of_the_sources_as_they_are(tmp_path: Path) -> None:
-    """numba keeps machine code by the file of a kernel alone, not by those that it is made of."""
-    kernels = pytest.importorskip("papaya.study.workloads._kernels_perceptron", reason="no numba")
-    pieces = pytest.importorskip("papaya.study.workloads._kernels", reason="no numba")
-    assert kernels.train.py_func.__qualname__ == f"train-{pieces.sources_digest()}"
-    (tmp_path / "_kernels_products.py").write_text("a")
-    before = pieces.sources_digest(tmp_path)
-    (tmp_path / "_kernels_products.py").write_text("b")
-    pieces.sources_digest.cache_clear()
-    assert pieces.sources_digest(tmp_path) != before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,22 +14,22 @@ from msgspec import structs
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import InvariantError, OperatorError
 from papaya.messages.storage import ConsumedRow, Member, Row, Transaction
+from papaya.sim.cluster import Cluster
+from papaya.sim.observer import Observer
 from papaya.sim.population import Population
-from papaya.study.trace import _COLUMNS, Recorded, Trace, least_s, record
+from papaya.study.trace import _COLUMNS, Recorder, Trace, least_s, record
 from tests.unit.study.learners import ASYNC, POPULATION, SYNC, a_cluster, a_trace
 
 
-class Overheard(Recorded):
+class Overheard(Observer):
     """Keeps the members as the rows have them."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self) -> None:
         self.rows: list[tuple[Member, ...]] = []
-        super().__init__(*arguments, **options)
 
-    def _on_transaction(
+    def on_transaction(
         self, writer: object, transaction: Transaction, before: dict[str, Row]
     ) -> None:
-        super()._on_transaction(writer, transaction, before)
         self.rows += [row.members for _, row in transaction.put if isinstance(row, ConsumedRow)]
 
 
@@ -46,12 +45,12 @@ def are_equal(ours: Trace, theirs: Trace) -> bool:
 @pytest.mark.parametrize("durability", ["commit", "step"])
 def test_a_trace_is_what_the_machines_did(regime: AsyncFL | SyncFL, durability: str) -> None:
     config = a_cluster(regime, durability=durability, max_examples=30)
-    cluster = Overheard(config, 2)
-    cluster.run(900.0)
-    trace, task = cluster.trace(), config.tasks[0]
-    members = [member for row in cluster.rows for member in row]
-    assert trace.versions == len(cluster.rows) > 5
-    assert np.diff(trace.first).tolist() == [0] + [len(row) for row in cluster.rows]
+    recorder, overheard = Recorder(), Overheard()
+    Cluster(config, 2, observers=[recorder, overheard]).run(900.0)
+    trace, task = recorder.trace(), config.tasks[0]
+    members = [member for row in overheard.rows for member in row]
+    assert trace.versions == len(overheard.rows) > 5
+    assert np.diff(trace.first).tolist() == [0] + [len(row) for row in overheard.rows]
     assert set(np.diff(trace.first)[1:]) == {task.aggregation_goal}
     assert trace.start.tolist() == [member.version for member in members]
     assert trace.staleness.tolist() == [member.staleness for member in members]

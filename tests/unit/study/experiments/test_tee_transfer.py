@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from papaya.secagg.parameters import PublicParameters
-from papaya.study.tee_transfer import (
+from papaya.study.experiments.tee_transfer import (
     BYTES_PER_CLIENT,
     GOALS,
     MODEL_BYTES,
@@ -19,10 +19,11 @@ from papaya.study.tee_transfer import (
     Transfer,
     bytes_into_tee,
     bytes_out_of_tee,
+    draw_transfer,
     in_turns,
     measure_transfer,
+    seconds_of,
 )
-from papaya.study.transfer_plot import draw_transfer, seconds_of
 from papaya.tsa import wire
 from papaya.tsa.service import TsaService
 from papaya.tsa.tsa import TSA
