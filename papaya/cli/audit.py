@@ -23,7 +23,7 @@ from papaya.cli.log.source import (
     reader_of,
 )
 from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
-from papaya.cli.tsa.artifact import (
+from papaya.cli.tsa import (
     NoGit,
     NoWheels,
     artifact_hash,

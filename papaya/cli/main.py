@@ -38,7 +38,7 @@ COMMANDS: Final = {
     "log": "the verifiable log of TSA binaries",
     "audit": "check a log of TSA binaries, and rebuild what it names",
 }
-_LARGE: Final = ("client", "demo", "log", "serve", "simulate", "task", "tsa")
+_LARGE: Final = ("client", "demo", "log", "simulate", "task")
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 

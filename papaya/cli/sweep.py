@@ -13,7 +13,6 @@ from pathlib import Path
 
 from msgspec import structs, to_builtins
 
-from papaya.cli.norm_summary import lines, scale_rows
 from papaya.cli.output import (
     Commands,
     Progress,
@@ -30,6 +29,7 @@ from papaya.cli.output import (
     writing,
 )
 from papaya.cli.simulate.simulate import add_data
+from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent

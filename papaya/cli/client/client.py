@@ -10,19 +10,33 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from papaya.cli.output import Commands, add_format, note, plural, positive, whole
+from papaya.cli.output import (
+    Commands,
+    add_format,
+    note,
+    plural,
+    positive,
+    print_data,
+    print_json,
+    whole,
+)
 from papaya.clock import device_clock
 from papaya.config import DeviceConfig
 from papaya.device.eligibility import CONDITIONS
+from papaya.device.events import (
+    Event,
+    NotEligible,
+    SelectorReachable,
+    SelectorUnreachable,
+    Troubled,
+    VisitEnded,
+)
 from papaya.errors import OperatorError
-
-if TYPE_CHECKING:
-    from papaya.cli.client.output import Printer
 
 SERVER = "http://127.0.0.1:8750"
 _NO_FLOOR = "0 lets one device take part at once again, as a demonstration does"
@@ -180,8 +194,6 @@ def run(options: argparse.Namespace) -> int:
         raise OperatorError(
             "devices need aiohttp, which is not installed", hint="pip install 'papaya-fl[device]'"
         ) from error
-    from papaya.cli.client.output import Printer
-
     printer = Printer(options.format)
     try:
         asyncio.run(_run(options, printer))
@@ -248,3 +260,46 @@ async def _run(options: argparse.Namespace, printer: Printer) -> None:
             runtime = DeviceRuntime(process, devices)
             with runtime.stopped_by_signals():
                 await runtime.run(getattr(options, "visits", None))
+
+
+class Printer:
+    def __init__(self, format_: str) -> None:
+        self._is_json = format_ == "json"
+        self._endings: Counter[str] = Counter()
+        self._noted: set[str] = set()
+
+    def on_event(self, event: Event) -> None:
+        if self._is_json:
+            print_json(event)
+        match event:
+            case VisitEnded():
+                self._endings[event.ending] += 1
+                if not self._is_json:
+                    print_data(_line(event))
+            case NotEligible():
+                self._note_once(f"not eligible: {'; '.join(event.reasons)}")
+            case Troubled():
+                self._note_once(f"{event.device}: {event.problem}")
+            case SelectorUnreachable():
+                note(f"{event.server} does not answer: {event.problem}; trying again")
+                self._note_once("hint: is it running? `papaya serve` starts a server here")
+            case SelectorReachable():
+                note(f"{event.server} answers again")
+
+    def summarize(self) -> None:
+        visits = plural(sum(self._endings.values()), "visit")
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in self._endings.most_common())
+        note(f"{visits}: {endings}" if endings else visits)
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            note(text)
+
+
+def _line(ended: VisitEnded) -> str:
+    # A device that stops tells the server a coarse reason, and its owner the real one.
+    reason = "" if ended.ending == "stopped" else ended.reason
+    why = "; ".join(filter(None, (reason, ended.detail)))
+    words = [ended.device, ended.ending, ended.task or "", f"({why})" if why else ""]
+    return " ".join(filter(None, words))

@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from papaya.cli.client.examples import examples_of, files_in
 from papaya.cli.output import note, plural
 from papaya.clock import Clock
 from papaya.credentials.token_files import read as read_token
 from papaya.device.device import Device
 from papaya.device.example_store import ExampleStore
-from papaya.device.training import ProtocolTrainer, Trainer, sandboxed
+from papaya.device.executor import LOADER
+from papaya.device.texts import lines, texts_in, unreadable
+from papaya.device.training import ExecutorTrainer, ProtocolTrainer, Trainer, sandboxed
 from papaya.device.trust import Trust, read_policy
 from papaya.device.use_policy import UsePolicy, parse_policies
 from papaya.errors import OperatorError
@@ -134,3 +135,28 @@ def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust 
     if policy.allow_insecure_software:
         note("INSECURE: software evidence is believed, which proves nothing")
     return Trust(policy, store.with_name(f"{store.name}.log-checkpoint"), now)
+
+
+async def examples_of(
+    files: Sequence[Path], task_files: Sequence[Path], trainer: Trainer
+) -> list[list[bytes]]:
+    """The examples of each file."""
+    texts = [_read(path) for path in files]
+    loaders = [path for path in task_files if f"def {LOADER}(" in _read(path)]
+    if loaders and isinstance(trainer, ExecutorTrainer):
+        return await trainer.load_examples(loaders[0], texts)
+    return [lines(text) for text in texts]
+
+
+def files_in(path: Path) -> list[Path]:
+    """The file itself, or every text of a folder and its folders, in order; no hidden ones."""
+    if not path.is_dir():
+        return [path]
+    return texts_in(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise unreadable(path, error) from error

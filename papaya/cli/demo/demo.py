@@ -17,23 +17,35 @@ state, examples. Exit code 1 when the model did not learn.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import papaya
 from papaya.cli.admin_client import AdminClient
-from papaya.cli.demo.files import write_task, write_trust
-from papaya.cli.demo.privacy import SOFTWARE, Onlooker
 from papaya.cli.demo.processes import Processes, interrupted_by_signals, wait_s
-from papaya.cli.demo.progress import DemoSample, Recorder, telling, view_for
-from papaya.cli.demo.summary import Summary, perplexities, summarize, text_of
-from papaya.cli.demo.texts import deal_out, find_texts
+from papaya.cli.demo.show import (
+    SOFTWARE,
+    DemoSample,
+    Onlooker,
+    Recorder,
+    Summary,
+    draw,
+    perplexities,
+    summarize,
+    telling,
+    text_of,
+    view_for,
+)
 from papaya.cli.output import (
     Commands,
     add_format,
@@ -48,6 +60,7 @@ from papaya.cli.output import (
 from papaya.cli.task.export import all_points
 from papaya.cli.task.watch import follow
 from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.device.texts import LEAST_BYTES, LIBRARY, library_texts
 from papaya.errors import OperatorError, PapayaError
 from papaya.server.admin.views import TaskDetail
 
@@ -224,7 +237,7 @@ def _train(
     trust = None if options.clear else folder / "trust.toml"
     with telling("the task is submitted: its file imports PyTorch, which takes a few seconds"):
         processes.start("submit", "task", "submit", str(task_file), *owner, *settings)
-        import_module("papaya.cli.demo.plot")  # which takes a second, and there is one now
+        import_module("matplotlib.figure")  # which takes a second, and there is one now
         processes.finish("submit")
         if trust is not None:
             write_trust(trust, folder / "data", addresses["devices"], _goal(options, regime))
@@ -251,13 +264,9 @@ def _train(
 def _draw(
     summary: Summary, curve: list[tuple[float, int, float]], samples: list[DemoSample]
 ) -> None:
-    from papaya.cli.demo import plot as demo_plot
-
     plot, clients = Path(summary.plot), summary.evaluation_clients
     with writing(plot):
-        demo_plot.draw(
-            plot, summary.title, curve, samples, summary.concurrency, summary.utilization, clients
-        )
+        draw(plot, summary.title, curve, samples, summary.concurrency, summary.utilization, clients)
 
 
 def _wait(processes: Processes, onlooker: Onlooker, seconds: float) -> None:
@@ -326,3 +335,81 @@ def _done(options: argparse.Namespace, detail: TaskDetail) -> float:
     by_time: float = (time.time() - detail.task.submitted) / (60 * options.minutes)
     by_version: float = detail.task.version / getattr(options, "versions", 1 << 40)
     return max(by_time, by_version)
+
+
+_LOGGED_S = 60.0  # until the server has started its TSA and logged it
+_POLL_S = 0.05
+
+
+def write_task(
+    path: Path, original: Path, regime: AsyncFL | SyncFL, concurrency: int, *, is_clear: bool
+) -> None:
+    """The original, and the settings of this run in its last lines."""
+    changes = [f"regime={regime!r}", f"concurrency={concurrency}"]
+    if is_clear:
+        changes.append("secure_aggregation=None")
+    last = [
+        "",
+        "from msgspec import structs",
+        "from papaya.config import AsyncFL, SyncFL",
+        "",
+        f"task = structs.replace(task, {', '.join(changes)})",
+    ]
+    text = original.read_text(encoding="utf-8") + "\n".join(last) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+def write_trust(path: Path, data: Path, devices: str, goal: int) -> None:
+    """Believe this server's own log and software evidence, and sums of K or more clients."""
+    policy = {
+        "log_key": _log_key(data / "log.key.pub"),
+        "log_url": f"http://{devices}/v1/log",
+        "platforms": ["software"],
+        "allow_insecure_software": True,
+        "allow_smt": True,
+        "minimum_threshold": goal,
+    }
+    lines = [f"{field} = {json.dumps(value)}\n" for field, value in policy.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _log_key(path: Path) -> str:
+    """It is there when the server has started its TSA: soon after the first task."""
+    ends_at = time.monotonic() + _LOGGED_S
+    while not path.exists():
+        if time.monotonic() > ends_at:
+            raise PapayaError(
+                f"the server has started no TSA within {_LOGGED_S:g} s",
+                hint="look at server.log among the logs, or train with --clear",
+            )
+        time.sleep(_POLL_S)
+    return path.read_text(encoding="ascii").strip()
+
+
+_DOCUMENTATION = Path("pydoc_data", "topics.py")
+
+
+def find_texts(count: int, seed: int, library: Path = LIBRARY) -> list[Path]:
+    """The documentation, and as many other texts as are wanted, drawn by the seed."""
+    found = library_texts(library)
+    if len(found) < count:
+        raise OperatorError(
+            f"{library} has {len(found)} texts of {LEAST_BYTES} bytes or more, not {count}",
+            hint=f"--devices {len(found)}" if found else "use a Python that has its library here",
+        )
+    first = [path for path in found if path == library / _DOCUMENTATION]
+    others = [path for path in found if path not in first]
+    return first + Random(seed).sample(others, count - len(first))
+
+
+def deal_out(texts: Sequence[Path], folders: Sequence[Path], library: Path = LIBRARY) -> list[int]:
+    """Copy them into one folder for each process; how many each got."""
+    dealt = [0] * len(folders)
+    for number, text in enumerate(texts):
+        at = number % len(folders)
+        dealt[at] += 1
+        name = f"{dealt[at]:04}-{'.'.join(text.relative_to(library).parts)}"
+        with writing(folders[at]):
+            folders[at].mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(text, folders[at] / name)
+    return dealt

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from papaya.cli.norm_summary import lines, scale_rows
 from papaya.cli.output import (
     Progress,
     make_folder,
@@ -32,6 +31,7 @@ from papaya.sim.population import DEFAULT
 from papaya.sim.report import RunReport, percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.plan import regime_of, setting_of, with_rates, with_setting
+from papaya.study.precision import LEAST_UPDATES
 from papaya.study.run import (
     FleetSummary,
     RecordingPlan,
@@ -242,3 +242,55 @@ def _took_part(learnt: RunResult) -> str:
 
 def _distance(found: Distance) -> str:
     return f"{found.ks:.3f} (p = {found.p_value:.2g})"
+
+
+def scale_rows(learnt: RunResult) -> list[tuple[str, str]]:
+    """(what, words)"""
+    return [
+        ("update norms", _norms(learnt)),
+        ("clip", _clip(learnt)),
+        ("fixed point", _fixed_point(learnt)),
+    ]
+
+
+def lines(rows: list[tuple[str, str]]) -> list[str]:
+    return [f"  {name:<13} {text}" for name, text in rows]
+
+
+def _norms(learnt: RunResult) -> str:
+    norms = learnt.norms
+    if norms is None:
+        return "–"
+    return (
+        f"median {norms.p50:.3g}, 90 % {norms.p90:.3g}, 99 % {norms.p99:.3g}, "
+        f"longest {norms.largest:.3g} (of the first {norms.updates:,})"
+    )
+
+
+def _clip(learnt: RunResult) -> str:
+    found, own = learnt.precision, learnt.run.rates.clip
+    if found is None:
+        return _why_none(learnt)
+    now = "the task has none" if own is None else f"the task has {own:g}"
+    return f"suggested {found.clip:g}: {percent(found.clipped)} of updates are longer; {now}"
+
+
+def _why_none(learnt: RunResult) -> str:
+    if learnt.curve.diverged is not None:
+        return "– (the run diverged: its updates say nothing)"
+    if learnt.norms is None or learnt.norms.updates < LEAST_UPDATES:
+        return f"– (too few to tell: it needs {LEAST_UPDATES} client updates)"
+    return "–"
+
+
+def _fixed_point(learnt: RunResult) -> str:
+    found = learnt.precision
+    if found is None:
+        return "–"
+    if not found.is_enough:
+        return f"K leaves {found.levels:,} levels, {found.needed:,} are needed: lower K"
+    return (
+        f"at this clip and K a step is {found.step:.2g}; a coordinate of the mean misses by "
+        f"{found.error:.2g} (at most {found.error_bound:.2g}), of a median update it is "
+        f"{found.coordinate:.2g}"
+    )

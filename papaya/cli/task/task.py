@@ -12,11 +12,12 @@ compare-and-set on the server: one that comes too late is refused and says so.
 from __future__ import annotations
 
 import argparse
+import re
 from datetime import UTC, datetime
 
 import msgspec
 
-from papaya.cli.admin_client import add_connection, client_for, task_path
+from papaya.cli.admin_client import AdminClient, add_connection, client_for, task_path
 from papaya.cli.output import (
     Commands,
     add_format,
@@ -29,8 +30,8 @@ from papaya.cli.output import (
     whole,
 )
 from papaya.cli.task import export, submit, watch
-from papaya.cli.task.failure_reasons import HINT, in_words, without_update
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
+from papaya.errors import OperatorError
 from papaya.server.admin.views import (
     ChangeReason,
     Evaluate,
@@ -260,3 +261,35 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+HINT = (
+    "hint: these devices left by themselves; each line `failed` of theirs says why. Do they have "
+    "the very file that was submitted?"
+)
+_METRICS_BYTES = 16 << 20
+_COUNTER = r"papaya_task_(?:sessions_aborted|updates_discarded)_total"
+
+
+def without_update(client: AdminClient, task: str) -> dict[str, int]:
+    """How many by reason, the most frequent first; empty when the server does not count them."""
+    try:
+        text = client.download("/metrics", _METRICS_BYTES)[0].decode(errors="replace")
+    except OperatorError:
+        return {}
+    return counted(text, task)
+
+
+def counted(metrics: str, task: str) -> dict[str, int]:
+    series = rf'^{_COUNTER}\{{task="{re.escape(task)}",reason="(\w+)"\}} (\d+)$'
+    found: dict[str, int] = {}
+    for reason, times in re.findall(series, metrics, re.MULTILINE):
+        found[reason] = found.get(reason, 0) + int(times)
+    return {r: found[r] for r in sorted(found, key=lambda r: (-found[r], r)) if found[r]}
+
+
+def in_words(reasons: dict[str, int]) -> str:
+    if not reasons:
+        return ""
+    listed = ", ".join(f"{times:,} {reason}" for reason, times in reasons.items())
+    return f"{plural(sum(reasons.values()), 'session')} so far: {listed}"

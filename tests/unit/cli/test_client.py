@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 from papaya.cli.client import client
-from papaya.cli.client.examples import examples_of, files_in
-from papaya.cli.client.output import Printer
-from papaya.cli.client.setup import import_examples
+from papaya.cli.client.client import Printer
+from papaya.cli.client.setup import examples_of, files_in, import_examples
 from papaya.client.work import Ending
 from papaya.device.device import Device
 from papaya.device.events import VisitEnded

@@ -17,22 +17,26 @@ from matplotlib.image import imread
 
 from papaya.aggregator.masked_sum import MaskedSum
 from papaya.cli.demo import demo
-from papaya.cli.demo import plot as demo_plot
-from papaya.cli.demo.demo import TASK_FILE
-from papaya.cli.demo.files import write_task, write_trust
-from papaya.cli.demo.privacy import SOFTWARE, MaskedSample, Onlooker, bits_per_byte
+from papaya.cli.demo.demo import TASK_FILE, deal_out, find_texts, write_task, write_trust
 from papaya.cli.demo.processes import Processes, interrupted_by_signals
-from papaya.cli.demo.progress import (
+from papaya.cli.demo.show import (
+    SOFTWARE,
     DemoSample,
     LineView,
+    MaskedSample,
+    Onlooker,
+    Summary,
+    bits_per_byte,
+    draw,
     happening,
+    perplexities,
     reading,
+    summarize,
     telling,
+    text_of,
     utilization,
     view_for,
 )
-from papaya.cli.demo.summary import Summary, perplexities, summarize, text_of
-from papaya.cli.demo.texts import deal_out, find_texts
 from papaya.cli.main import main
 from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, SyncFL, TaskConfig
 from papaya.device.texts import LIBRARY
@@ -178,7 +182,7 @@ def test_a_model_that_did_not_learn_is_called_so() -> None:
 def test_the_picture_is_one(tmp_path: Path) -> None:
     curve = perplexities(100.0, POINTS)
     assert curve == [(0.0, 0, 2000.0), (12.0, 2, 1000.0), (14.0, 3, 100.0)]
-    demo_plot.draw(tmp_path / "p.png", "AsyncFL", curve, SAMPLES, 24, 0.875, 16)
+    draw(tmp_path / "p.png", "AsyncFL", curve, SAMPLES, 24, 0.875, 16)
     assert imread(tmp_path / "p.png").ndim == 3
 
 

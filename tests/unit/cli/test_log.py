@@ -13,7 +13,7 @@ import pytest
 from papaya.cli import audit
 from papaya.cli.log import log
 from papaya.cli.log.source import LogRefused, LogUnreachable
-from papaya.cli.tsa.artifact import from_folder
+from papaya.cli.tsa import from_folder
 from papaya.errors import OperatorError, ProtocolError
 from papaya.tsa.measurement import measure
 from papaya.verifiable_log.folder import LogFolder

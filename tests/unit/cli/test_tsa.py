@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from papaya.cli.serve import tsa as serve_tsa
-from papaya.cli.tsa import tsa
-from papaya.cli.tsa.artifact import NoWheels, build, from_folder, from_revision
+from papaya.cli import tsa
+from papaya.cli.serve import run_tsa
+from papaya.cli.tsa import NoWheels, build, from_folder, from_revision
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import measure
 from tests.unit.cli.enclave_sources import (
@@ -144,5 +144,5 @@ def test_a_tsa_without_its_platform_does_not_start(platform: str) -> None:
     """No device would believe it; found out at the first task it would be a riddle."""
     options = argparse.Namespace(platform=platform, listen="tcp:127.0.0.1:0")
     with pytest.raises(OperatorError, match=f"no {platform} evidence here") as caught:
-        serve_tsa.run(options)
+        run_tsa(options)
     assert "docs/deploy-tsa.md" in caught.value.hint

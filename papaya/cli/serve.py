@@ -20,14 +20,17 @@ from pathlib import Path
 
 import msgspec
 
+from papaya.attestation.software import SoftwarePlatform
 from papaya.cli.output import Commands, add_format, note, positive, print_data, print_json
-from papaya.cli.serve import tsa as serve_tsa
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role
-from papaya.errors import InvariantError
+from papaya.errors import InvariantError, OperatorError
 from papaya.server.deployment_file import read_deployment
 from papaya.server.open_files import raise_limit
 from papaya.server.server import Server
+from papaya.tsa.evidence import REPORT_DATA_BYTES, EvidenceError, Gramine, Platform, Tdx
+from papaya.tsa.measurement import measure
+from papaya.tsa.process import serve_until_signal
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -71,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         stream=sys.stderr,
     )
     if options.role == "tsa":
-        return serve_tsa.run(options)
+        return run_tsa(options)
     deployment = _deployment(options)
     roles: tuple[Role, ...] = ROLES if options.role is None else (options.role,)
     serve = _serve(deployment, roles, options.format == "json")
@@ -141,3 +144,39 @@ def _say_where(server: Server, is_json: bool) -> None:
     print_data("\n".join(lines))
     if scheme == "http":
         note("INSECURE: no TLS; fine on one machine, otherwise set tls_certificate and tls_key")
+
+
+def run_tsa(options: argparse.Namespace) -> int:
+    platform = _platform(options.platform)
+    if platform.name == "software":
+        note("INSECURE: software evidence proves nothing; use it to try things out")
+    else:
+        _prove_once(platform)
+    try:
+        serve_until_signal(options.listen, print_data, platform.quote)
+    except (OSError, ValueError) as error:
+        raise OperatorError(
+            f"the TSA cannot listen on {options.listen}: {error}",
+            hint="use unix:/path/to/socket or tcp:127.0.0.1:PORT",
+        ) from error
+    return 0
+
+
+def _prove_once(platform: Platform) -> None:
+    """Devices would refuse what cannot be proven: better to hear of it now."""
+    try:
+        platform.quote(bytes(REPORT_DATA_BYTES))
+    except EvidenceError as error:
+        raise OperatorError(
+            f"no {platform.name} evidence here: {error}",
+            hint="see docs/deploy-tsa.md; to try things out: --platform software",
+        ) from error
+
+
+def _platform(name: str) -> Platform:
+    match name:
+        case "sgx":
+            return Gramine()
+        case "tdx":
+            return Tdx()
+    return SoftwarePlatform(measure())
