@@ -4,9 +4,12 @@
     papaya serve --config papaya.toml           with addresses, TLS, tokens and limits of your own
     papaya serve aggregator --config ...        one role; the others run elsewhere
 
-It says where it listens on stdout and everything else on stderr. SIGTERM or SIGINT stops it
-cleanly, within `drain_s`. Killing it loses nothing that was acknowledged. A server of which a part
-has failed stops with exit code 70, for whoever supervises it to start it again.
+Addresses go to stdout, everything else to stderr. SIGTERM or SIGINT stops the server cleanly,
+within `drain_s`. Killing it loses nothing that was acknowledged. If a part of the server fails, it
+stops with exit code 70, so that a supervisor can restart it.
+
+`papaya serve tsa` runs the TSA of secure aggregation in its own process. It prints its address and
+nothing else. On the platform `software` its evidence proves nothing, and it says so.
 """
 
 from __future__ import annotations
@@ -16,12 +19,23 @@ import asyncio
 import logging
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from papaya.attestation.software import SoftwarePlatform
-from papaya.cli.output import Commands, add_format, note, positive, print_data, print_json
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    positive,
+    print_data,
+    print_json,
+)
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role
 from papaya.errors import InvariantError, OperatorError
@@ -35,39 +49,76 @@ from papaya.tsa.process import serve_until_signal
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(FormatOptions):
+    """None: the value of the configuration file, or of `Deployment`, is used."""
+
+    role: Role | Literal["tsa"] | None = None
+    config: Path | None = None
+    data: str | None = None
+    devices: str | None = None
+    admin: str | None = None
+    servers: str | None = None
+    heartbeat: float | None = None
+    listen: str = "unix:papaya-tsa.sock"
+    platform: Literal["software", "sgx", "tdx"] = "software"
+    verbose: bool = False
+
+
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
-        description="Run Papaya's servers. Without arguments: coordinator, selector and "
-        "aggregator in one process, with their data in ./papaya-data.",
-    )
-    parser.set_defaults(run=run)
-    parser.add_argument("role", nargs="?", choices=(*ROLES, "tsa"), help="run this role alone")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of settings")
-    parser.add_argument("--data", metavar="DIR", help="the folder of state, blobs and tokens")
-    parser.add_argument("--devices", metavar="ADDRESS", help="host:port for devices")
-    parser.add_argument("--admin", metavar="ADDRESS", help="host:port of the admin API")
-    parser.add_argument("--servers", metavar="ADDRESS", help="host:port for other servers")
-    parser.add_argument(
-        "--heartbeat", type=positive, metavar="S", help="the one heartbeat, in seconds"
+        description="Run the servers. Without arguments: coordinator, selector and aggregator in "
+        "one process, with their data in ./papaya-data. Options override the configuration file.",
     )
     parser.add_argument(
+        "role",
+        nargs="?",
+        choices=(*ROLES, "tsa"),
+        help="role to run (default: coordinator, selector and aggregator together)",
+    )
+    _add_server(parser.add_argument_group("servers"))
+    tsa = parser.add_argument_group("papaya serve tsa")
+    tsa.add_argument(
         "--listen",
-        default="unix:papaya-tsa.sock",
         metavar="ADDRESS",
-        help="of the TSA (tsa): unix:/path or tcp:127.0.0.1:port",
+        help="address of the TSA: unix:/path/to/socket or tcp:127.0.0.1:PORT",
     )
-    parser.add_argument(
+    tsa.add_argument(
         "--platform",
         choices=("software", "sgx", "tdx"),
-        default="software",
-        help="what vouches for the TSA (tsa)",
+        help="hardware that attests the TSA; software attests nothing and is for tests",
     )
     parser.add_argument("--verbose", action="store_true", help="log more")
     add_format(parser)
+    bind(parser, ServeOptions, run)
 
 
-def run(options: argparse.Namespace) -> int:
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    found = Deployment()
+    group.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with settings (default: none)"
+    )
+    group.add_argument(
+        "--data",
+        metavar="DIR",
+        help=f"folder for state, blobs and tokens (default: {found.data})",
+    )
+    for option, default, words in (
+        ("--devices", found.devices, "address (host:port) to listen on for devices"),
+        ("--admin", found.admin, "address (host:port) of the admin API"),
+        ("--servers", found.servers, "address (host:port) to listen on for other servers"),
+    ):
+        group.add_argument(option, metavar="ADDRESS", help=f"{words} (default: {default})")
+    group.add_argument(
+        "--heartbeat",
+        type=positive,
+        metavar="S",
+        help=f"seconds between two heartbeats of a server (default: {found.server.heartbeat_s:g})",
+    )
+
+
+def run(options: ServeOptions) -> int:
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING,
         format="%(asctime)s %(levelname)s %(message)s",
@@ -77,29 +128,31 @@ def run(options: argparse.Namespace) -> int:
         return run_tsa(options)
     deployment = _deployment(options)
     roles: tuple[Role, ...] = ROLES if options.role is None else (options.role,)
-    serve = _serve(deployment, roles, options.format == "json")
+    serve = _serve(deployment, roles, options.is_json)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(serve)
     return 0
 
 
-def _deployment(options: argparse.Namespace) -> Deployment:
+def _deployment(options: ServeOptions) -> Deployment:
     found = Deployment() if options.config is None else read_deployment(options.config)
     given = {
-        field: value
-        for field in ("data", "devices", "admin", "servers")
-        if (value := getattr(options, field)) is not None
+        "data": options.data,
+        "devices": options.devices,
+        "admin": options.admin,
+        "servers": options.servers,
     }
+    changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if options.heartbeat is not None:
-        given["server"] = msgspec.structs.replace(found.server, heartbeat_s=options.heartbeat)
-    return msgspec.structs.replace(found, **given)
+        changes["server"] = msgspec.structs.replace(found.server, heartbeat_s=options.heartbeat)
+    return msgspec.structs.replace(found, **changes)
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:
-        note("uvloop is not installed: the server will be slower; pip install 'papaya-fl[serve]'")
+        note("uvloop is not installed, so the server is slower: pip install 'papaya-fl[serve]'")
         return None
     loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
     return loop
@@ -115,13 +168,13 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
     try:
         _say_where(server, is_json)
         await _first(stopping, server.failed)
-        note("stopping: uploads that are on their way may finish")
+        note("stopping: waiting for uploads in progress")
     finally:
         await server.stop()
     if server.failed.is_set():
         raise InvariantError(
-            "a part of the server has failed, so the server has stopped",
-            hint="nothing acknowledged is lost: start it again, and report the log above",
+            "a part of the server failed, so the server stopped",
+            hint="restart it (nothing acknowledged is lost) and report the log above",
         )
 
 
@@ -146,10 +199,10 @@ def _say_where(server: Server, is_json: bool) -> None:
         note("INSECURE: no TLS; fine on one machine, otherwise set tls_certificate and tls_key")
 
 
-def run_tsa(options: argparse.Namespace) -> int:
+def run_tsa(options: ServeOptions) -> int:
     platform = _platform(options.platform)
     if platform.name == "software":
-        note("INSECURE: software evidence proves nothing; use it to try things out")
+        note("INSECURE: software evidence proves nothing; use it for tests only")
     else:
         _prove_once(platform)
     try:
@@ -163,13 +216,13 @@ def run_tsa(options: argparse.Namespace) -> int:
 
 
 def _prove_once(platform: Platform) -> None:
-    """Devices would refuse what cannot be proven: better to hear of it now."""
+    """Fail at the start if there is no evidence, because devices would refuse this TSA."""
     try:
         platform.quote(bytes(REPORT_DATA_BYTES))
     except EvidenceError as error:
         raise OperatorError(
             f"no {platform.name} evidence here: {error}",
-            hint="see docs/deploy-tsa.md; to try things out: --platform software",
+            hint="see docs/deploy-tsa.md; for tests: --platform software",
         ) from error
 
 

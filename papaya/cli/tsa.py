@@ -1,12 +1,20 @@
-"""`papaya tsa`: build the TSA binary, or say what hash it has.
+"""`papaya tsa`: build the TSA binary, or print its hash.
 
-Both follow from the sources and the lock alone, so anyone can repeat them and compare with the log.
-`measure` needs no network; `build` fetches the dependencies, unless it is given a folder with them.
+Both depend only on the sources and the lock, so anyone can repeat them and compare the hash with
+the public log. `measure` needs no network; `build` downloads the dependencies unless --wheels names
+a folder that has them. The artifact is one zip file with the same bytes wherever it is built:
+
+    MANIFEST.sha256       SHA-256 of every other file; its own SHA-256 is the artifact's hash
+    papaya/…              the enclave's sources, by the table in papaya/tsa/enclave.toml
+    wheels/…              its dependencies, as they were published
+
+Files are stored in the order of their names, with one fixed time and mode. Wheels come from pip
+with `--require-hashes`, or from a folder; a file with another hash is refused. A revision of a git
+repository can be built without checking it out, which is how an audit rebuilds old releases.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import os
@@ -14,9 +22,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
-from papaya.cli.output import Commands, add_format, note, print_data, print_json, writing
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    print_data,
+    print_json,
+    writing,
+)
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import (
     MANIFEST,
@@ -29,45 +47,74 @@ from papaya.tsa.measurement import (
     read_lock,
 )
 
-_DEFAULT_OUTPUT = Path("papaya-tsa.zip")
+
+class NoWheels(OperatorError):
+    """The dependencies could not be downloaded."""
+
+    default_hint = "download them where there is a network, then: papaya tsa build --wheels DIR"
+
+
+class NoGit(OperatorError):
+    """Git could not be run, which says nothing about a revision."""
+
+    default_hint = "install git, or build from a checkout of that revision"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TsaMeasureOptions(FormatOptions):
+    source: Path | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TsaBuildOptions(TsaMeasureOptions):
+    output: Path = Path("papaya-tsa.zip")
+    wheels: Path | None = None
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "tsa",
-        description="The TSA of secure aggregation, as anyone can build it.",
+        description="Build the TSA binary of secure aggregation, or print its hash.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     building = actions.add_parser(
         "build",
-        help="make the artifact",
-        description="Make the artifact that an enclave runs, with its dependencies, byte for byte.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="build the TSA binary",
+        description="Build the zip file that an enclave runs, with its dependencies. It has the "
+        "same bytes wherever it is built.",
     )
-    building.set_defaults(run=run_build)
+    building.add_argument("--output", type=Path, metavar="FILE", help="zip file to write")
     building.add_argument(
-        "--output", type=Path, default=_DEFAULT_OUTPUT, metavar="FILE", help="the zip file to write"
-    )
-    building.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="take the dependencies from here, not from pip"
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="folder that has the dependencies (default: download them with pip)",
     )
     measuring = actions.add_parser(
         "measure",
-        help="print the artifact's hash",
-        description="Print the hash that the artifact has: what `software` evidence reports.",
+        help="print the hash of the TSA binary",
+        description="Print the hash of the TSA binary, which is what `software` evidence reports.",
     )
-    measuring.set_defaults(run=run_measure)
     for action in (building, measuring):
         action.add_argument(
-            "--source", type=Path, metavar="DIR", help="sources: this installation's by default"
+            "--source",
+            type=Path,
+            metavar="DIR",
+            help="folder that holds papaya/ (default: this installation; with --revision: the "
+            "current folder)",
         )
         action.add_argument(
-            "--revision", metavar="REV", help="a git revision of the sources, which must be a clone"
+            "--revision",
+            metavar="REV",
+            help="git revision to use; the source folder must be a git clone",
         )
         add_format(action)
+    bind(building, TsaBuildOptions, run_build)
+    bind(measuring, TsaMeasureOptions, run_measure)
 
 
-def run_build(options: argparse.Namespace) -> int:
+def run_build(options: TsaBuildOptions) -> int:
     read = reading(options.source, options.revision)
     data = build(read, options.wheels)
     with writing(options.output):
@@ -78,7 +125,7 @@ def run_build(options: argparse.Namespace) -> int:
         "file_sha256": hashlib.sha256(data).hexdigest(),
         "bytes": len(data),
     }
-    if options.format == "json":
+    if options.is_json:
         print_json(found)
     else:
         print_data(str(found["artifact"]))
@@ -86,9 +133,9 @@ def run_build(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_measure(options: argparse.Namespace) -> int:
+def run_measure(options: TsaMeasureOptions) -> int:
     found = artifact_hash(reading(options.source, options.revision))
-    if options.format == "json":
+    if options.is_json:
         print_json({"artifact": found})
     else:
         print_data(found)
@@ -106,29 +153,17 @@ _MODE = 0o100644 << 16
 _UNIX = 3
 
 
-class NoWheels(OperatorError):
-    """The dependencies could not be fetched."""
-
-    default_hint = "fetch them where there is a network, then: papaya tsa build --wheels DIR"
-
-
-class NoGit(OperatorError):
-    """Git could not be asked, which says nothing about a revision."""
-
-    default_hint = "install git, or build from a checkout of that revision"
-
-
 def from_folder(root: Path) -> ReadSource:
-    """`ReadSource` for a checkout."""
+    """`ReadSource` of a checkout."""
     return lambda path: (root / path).read_bytes()
 
 
 def from_revision(repository: Path, revision: str) -> ReadSource:
-    """`ReadSource` for one revision of a git repository; nothing is checked out, nothing is run."""
+    """`ReadSource` of one revision of a git repository, without a checkout."""
     if revision.startswith("-"):
-        raise OperatorError(f"{revision!r} is not a revision")
+        raise OperatorError(f"{revision!r} is not a git revision", hint="git rev-parse HEAD")
 
-    # Under a git hook, GIT_DIR would name the repository of the hook.
+    # In a git hook, GIT_DIR would name the repository of the hook.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
 
     def read(path: str) -> bytes:
@@ -141,20 +176,22 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
             raise NoGit(f"git could not be run in {repository}: {error}") from error
         except subprocess.SubprocessError as error:
             message = f"{repository} cannot show {path} of revision {revision[:60]}"
-            raise OperatorError(message, hint="fetch that revision, or name its clone") from error
+            raise OperatorError(message, hint=f"git -C {repository} fetch") from error
 
     return read
 
 
 def checked_manifest(read: ReadSource) -> bytes:
-    """The manifest, with whatever is wrong told to the operator."""
+    """The manifest, or an OperatorError that says what is wrong with the sources."""
     try:
         return manifest(read)
     except OSError as error:
-        message = f"the enclave's sources are not there: {error}"
-        raise OperatorError(message, hint="name the folder that holds papaya/") from error
+        message = f"the sources of the enclave are missing: {error}"
+        raise OperatorError(
+            message, hint="name the folder that holds papaya/: --source DIR"
+        ) from error
     except (LockError, UnicodeDecodeError) as error:
-        raise OperatorError(str(error), hint="mend papaya/tsa/enclave.toml") from error
+        raise OperatorError(str(error), hint="correct papaya/tsa/enclave.toml") from error
 
 
 def artifact_hash(read: ReadSource) -> str:
@@ -162,7 +199,7 @@ def artifact_hash(read: ReadSource) -> str:
 
 
 def build(read: ReadSource, wheels: Path | None = None) -> bytes:
-    """The whole artifact; `wheels` is a folder that has them already."""
+    """The artifact's bytes. Without the folder `wheels`, the dependencies are downloaded."""
     listed = checked_manifest(read)
     lock = read_lock(read)
     with tempfile.TemporaryDirectory(prefix="papaya-wheels-") as scratch:
@@ -178,7 +215,7 @@ def build(read: ReadSource, wheels: Path | None = None) -> bytes:
                 data = _content(path, read, folder)
                 if hashlib.sha256(data).hexdigest() != expected:
                     message = f"{path} does not have the SHA-256 {expected}"
-                    raise OperatorError(message, hint="the file was changed: get it anew")
+                    raise OperatorError(message, hint="the file was changed: download it again")
                 _store(archive, path, data)
     return buffer.getvalue()
 
@@ -215,6 +252,8 @@ def _download(lock: EnclaveLock, folder: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     except subprocess.CalledProcessError as error:
         last = (error.stderr or "").strip().splitlines()[-1:] or ["pip gave no reason"]
-        raise NoWheels(f"pip could not fetch the enclave's dependencies: {last[0]}") from error
+        raise NoWheels(
+            f"pip could not download the dependencies of the enclave: {last[0]}"
+        ) from error
     except (OSError, subprocess.SubprocessError) as error:
         raise NoWheels(f"pip could not be run: {error}") from error

@@ -1,8 +1,14 @@
-"""What `papaya demo` sees while it runs, and how it shows it: live, or as lines in a log.
+"""What `papaya demo` measures and shows: progress, a summary for people and as JSON, a plot.
 
-Active clients, trips and updates are the aggregator's own counts, read from its metrics; versions,
-staleness and perplexity are rows of the task's history. Warm-up, the time until the first version,
-is left out of utilization. Not three seconds pass without a word on what happens.
+Active clients, trips and updates are the aggregator's counts, read from its metrics; versions,
+staleness and perplexity come from the task's history. Utilization leaves out the warm-up, which is
+the time until the first version. Progress is printed at least every three seconds, live on a
+terminal and as lines elsewhere.
+
+Under secure aggregation (paper, "Asynchronous Secure Aggregation") the server holds masked sums
+until the TSA unmasks a complete one. The demo reads the smallest masked sum from the server's disk,
+often that of a single client, and measures whether its bytes are uniformly distributed. This proves
+nothing: the TSA of the demo runs in software, whose evidence is INSECURE.
 """
 
 from __future__ import annotations
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _METRICS_BYTES = 4 << 20
-_LINE_EVERY_S = 2.0  # and looks are half a second apart
+_LINE_EVERY_S = 2.0  # the task is polled every half second
 _STILL_EVERY_S = 2.5
 _BAR = 52
 _SHOWN = 32
@@ -42,7 +48,7 @@ _SHOWN = 32
 
 @contextmanager
 def telling(what: str, every_s: float = _STILL_EVERY_S) -> Iterator[None]:
-    """Around something that takes a while: says what it is, and now and then that it goes on."""
+    """Say what is being done, and from time to time how long it has taken so far."""
     over, started = Event(), time.monotonic()
 
     def tell() -> None:
@@ -60,7 +66,7 @@ def telling(what: str, every_s: float = _STILL_EVERY_S) -> Iterator[None]:
 
 
 class DemoSample(NamedTuple):
-    """`seconds` since the task was submitted; `updates` that wait to become the next version."""
+    """`seconds` since the task was submitted; `updates` counted towards the next version."""
 
     seconds: float
     active: int
@@ -70,7 +76,7 @@ class DemoSample(NamedTuple):
 
 
 class Recorder(Show):
-    """Keeps what is seen at each look; raises when the run takes longer than it may."""
+    """Records a sample at each poll; raises if the run takes too long."""
 
     def __init__(self, client: AdminClient, show: View, patience_s: float) -> None:
         self.samples: list[DemoSample] = []
@@ -83,7 +89,7 @@ class Recorder(Show):
         if time.monotonic() > self._deadline:
             raise PapayaError(
                 f"{task.task} is {task.state} at version {task.version} and did not end in time",
-                hint="is this machine very busy? try again with --minutes 3",
+                hint="this machine may be too busy; try: papaya demo --minutes 3",
             )
         if task.state == "running":
             text = self._client.download("/metrics", _METRICS_BYTES)[0].decode()
@@ -96,7 +102,7 @@ class Recorder(Show):
 
 
 def reading(metrics: str, name: str, task: str) -> int:
-    """One series of one task; 0 when the aggregator does not hold it, or has not counted yet."""
+    """The value of one metric of one task; 0 if the aggregator does not have it yet."""
     found = re.search(rf'^{name}\{{task="{re.escape(task)}"\}} (\S+)$', metrics, re.MULTILINE)
     return int(float(found[1])) if found else 0
 
@@ -106,7 +112,7 @@ def after_warm_up(samples: list[DemoSample]) -> list[DemoSample]:
 
 
 def utilization(samples: list[DemoSample], concurrency: int) -> float:
-    """Mean share of the slots that were active, after warm-up."""
+    """The mean share of slots that were active, after the warm-up."""
     warm = after_warm_up(samples)
     return sum(sample.active for sample in warm) / concurrency / max(1, len(warm))
 
@@ -116,19 +122,19 @@ def made_by_clients(points: Sequence[PointRow]) -> list[PointRow]:
 
 
 def happening(samples: list[DemoSample], detail: TaskDetail) -> str:
-    """In a few words."""
+    """What the task is doing, in a few words."""
     task = detail.task
     if task.state != "running":
-        return "the last version is evaluated"
+        return "evaluating the last version"
     if not samples or not (samples[-1].active or after_warm_up(samples)):
-        return "devices start: each process imports PyTorch"
+        return "devices are starting (each process imports PyTorch)"
     last = samples[-1]
     updates = f"{last.updates} of {task.aggregation_goal} updates for the next version"
     return f"{plural(last.active, 'device')} active, {updates}"
 
 
 class View(AbstractContextManager["View"]):
-    """Where progress goes."""
+    """Shows progress."""
 
     def update(self, samples: list[DemoSample], detail: TaskDetail) -> None:
         raise NotImplementedError
@@ -138,13 +144,13 @@ class View(AbstractContextManager["View"]):
 
 
 def view_for(budget: Callable[[TaskDetail], float], stream: TextIO | None = None) -> View:
-    """`budget` says which part of the run is over."""
+    """`budget` returns the share of the run that is done."""
     stream = sys.stderr if stream is None else stream
     return LiveView(budget, stream) if stream.isatty() else LineView(stream)
 
 
 class LineView(View):
-    """A line with all numbers for each evaluation, and a short one every other second."""
+    """Prints a line with all numbers for each evaluation, and a short one every two seconds."""
 
     def __init__(self, stream: TextIO, now: Callable[[], float] = time.time) -> None:
         self._stream = stream
@@ -166,7 +172,7 @@ class LineView(View):
 
 
 class LiveView(View):
-    """A few lines that are redrawn, and gone at the end: the summary says it all again."""
+    """Redraws a few lines in place and removes them at the end, before the summary."""
 
     def __init__(self, budget: Callable[[TaskDetail], float], stream: TextIO) -> None:
         from rich.console import Console
@@ -222,13 +228,13 @@ def _curves(samples: list[DemoSample], detail: TaskDetail) -> dict[str, str]:
 
 
 SOFTWARE = (
-    "INSECURE: the TSA runs in software, here, and its evidence proves nothing. "
-    "This shows the machinery."
+    "INSECURE: the TSA runs in software on this machine, and its evidence proves nothing. "
+    "This only shows how it works."
 )
 
 
 class MaskedSample(Struct, frozen=True):
-    """The smallest masked sum that was seen: of how many clients, and how random its bytes are."""
+    """The smallest masked sum that was seen: its clients, its size and its entropy."""
 
     clients: int
     size_bytes: int
@@ -236,7 +242,7 @@ class MaskedSample(Struct, frozen=True):
 
 
 class Onlooker:
-    """Reads the masked sums of one task from the data folder, now and then, while it trains."""
+    """Reads masked sums of one task from the server's data folder while it trains."""
 
     def __init__(self, blobs: Path, task: str) -> None:
         self._folder = blobs / task
@@ -248,7 +254,7 @@ class Onlooker:
                 try:
                     self._smallest = clients, path.read_bytes()
                 except OSError:
-                    continue  # it became a version meanwhile, and is gone
+                    continue  # it became a version, and its file was deleted
 
     def _sums(self) -> Iterator[tuple[int, Path]]:
         for path in self._folder.glob("*/sum-*"):
@@ -256,7 +262,7 @@ class Onlooker:
             yield int(clients), path
 
     def sample(self, words: int) -> MaskedSample | None:
-        """None when no sum was seen."""
+        """None if no sum was seen."""
         if self._smallest is None:
             return None
         clients, data = self._smallest
@@ -265,17 +271,14 @@ class Onlooker:
 
 
 def bits_per_byte(words: Words) -> float:
-    """Shannon's entropy of the bytes: 8 when every byte is equally likely, as under a mask."""
+    """The Shannon entropy of the bytes: 8 if all byte values are equally likely, as masked."""
     counts = np.bincount(np.frombuffer(words.tobytes(), np.uint8), minlength=256)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """`perplexity`: of each evaluation, by version. `trips`: complete uploads, counted or not.
-
-    `threshold`: the fewest clients whose sum the server could see; None when it saw every update.
-    """
+    """The result of a demo, which is also its JSON output."""
 
     regime: str
     devices: int
@@ -284,13 +287,13 @@ class Summary(Struct, frozen=True, kw_only=True):
     seconds: float
     version: int
     versions_per_minute: float
-    perplexity: dict[int, float]
+    perplexity: dict[int, float]  # of each evaluated version
     evaluation_clients: int
-    trips: int
+    trips: int  # complete uploads, whether they were counted or not
     counted: int
-    utilization: float
+    utilization: float  # share of the slots, after the warm-up
     mean_staleness: float
-    threshold: int | None
+    threshold: int | None  # fewest clients in a sum that the server saw; None: every update
     masked_sample: MaskedSample | None
     model: str
     plot: str
@@ -310,7 +313,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 def perplexities(submitted: float, points: Sequence[PointRow]) -> list[tuple[float, int, float]]:
-    """Seconds, version and perplexity of every version that was evaluated."""
+    """Seconds, version and perplexity of each evaluated version."""
     return [
         (max(0.0, point.created - submitted), point.version, point.perplexity)
         for point in points
@@ -340,7 +343,7 @@ def summarize(
         versions_per_minute=versions_per_minute(made, over_s=0.0) or 0.0,
         perplexity={version: found for _, version, found in perplexities(task.submitted, points)},
         evaluation_clients=0 if plan is None else plan.clients,
-        # The last look at the aggregator is up to a moment older than the last version.
+        # The last sample may be older than the last version.
         trips=max([counted, *(sample.trips for sample in samples)]),
         counted=counted,
         utilization=utilization(samples, task.concurrency),
@@ -360,7 +363,7 @@ def text_of(summary: Summary) -> str:
         if found
         else "never evaluated"
     )
-    clients = f"(noisy: on {summary.evaluation_clients} of the devices each time)"
+    clients = f"(noisy: each value is from {summary.evaluation_clients} devices)"
     model = shlex.quote(summary.model)
     command = sys.argv[0] if Path(sys.argv[0]).name == "papaya" else "papaya"
     sync = " --sync" if summary.regime == "SyncFL" else ""
@@ -368,14 +371,14 @@ def text_of(summary: Summary) -> str:
     lines = {
         "perplexity": f"{fall}  {clients}",
         "versions": f"{summary.version}, {summary.versions_per_minute:.0f} per minute",
-        "trips": f"{summary.trips:,} uploads, {summary.counted:,} of them in a version",
+        "trips": f"{summary.trips:,} uploads, {summary.counted:,} of them counted",
         "utilization": f"{100 * summary.utilization:.0f} % of the slots, after the first version",
         "staleness": f"{summary.mean_staleness:.1f} versions, mean",
         "": "",
         "model": f"{model}, version {summary.version}",
         "plot": f"{shlex.quote(summary.plot)}; all versions: {shlex.quote(summary.metrics)}",
         "load it": f"safetensors.torch.load_file({summary.model!r})",
-        "go on": f"{shlex.quote(command)} demo{sync}{clear} --checkpoint {model}",
+        "continue": f"{shlex.quote(command)} demo{sync}{clear} --checkpoint {model}",
     }
     head = f"{summary.title}: {summary.seconds:.0f} s of training"
     told = [f"  {name:12} {words}".rstrip() for name, words in lines.items()]
@@ -384,16 +387,16 @@ def text_of(summary: Summary) -> str:
 
 
 def seen_by_server(summary: Summary) -> str:
-    """In one line, from what was counted, and from what lay on its disk."""
+    """What the server could see, from its counters and its disk, in one line."""
     if summary.threshold is None:
-        return f"{summary.trips:,} updates in the clear, each by itself."
+        return f"{summary.trips:,} single updates in the clear."
     sample, noise = summary.masked_sample, ""
     if sample is not None:
         what = "one of them" if sample.clients == 1 else f"a sum of {sample.clients}"
-        noise = f" ({what}, from its disk: {sample.bits_per_byte:.3f} of 8 bits a byte)"
+        noise = f" ({what}, read from its disk: {sample.bits_per_byte:.3f} of 8 bits per byte)"
     return (
         f"{summary.trips:,} masked updates, which are noise{noise}, and {summary.version} sums of "
-        f"{summary.threshold} or more."
+        f"{summary.threshold} or more updates."
     )
 
 
@@ -418,7 +421,11 @@ def draw(
     utilization: float,
     evaluation_clients: int,
 ) -> None:
-    """`curve`: seconds, version and perplexity of each evaluation."""
+    """Plot perplexity and active clients over time.
+
+    `curve`: seconds, version and perplexity of each evaluation. The lower panel corresponds to the
+    paper's figure on client utilization.
+    """
     import matplotlib as mpl  # here: it takes a second to import
     from matplotlib.figure import Figure
 
@@ -435,7 +442,7 @@ def draw(
 def _draw_perplexity(axes: Axes, curve: Sequence[tuple[float, int, float]], clients: int) -> None:
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    title = f"Perplexity on held-out examples; noisy, as each point is of {clients} devices only"
+    title = f"Perplexity on held-out examples (noisy: each point is from {clients} devices)"
     _prepare(axes, title, "perplexity")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(ScalarFormatter())

@@ -228,7 +228,7 @@ def test_what_cannot_work_is_an_error_with_a_hint(
 
 def test_a_store_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OperatorError, match="cannot hold devices"):
+    with pytest.raises(OperatorError, match="cannot be made"):
         run("--protocol-only", "1", "--devices", "2", "--store", str(tmp_path / "file"))
 
 
