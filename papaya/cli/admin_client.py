@@ -1,8 +1,8 @@
-"""How commands talk to a server's admin API: one request, one answer, or an error with a hint.
+"""Calls a server's admin API: one request, one answer, or an error with a hint.
 
 The token comes from --token-file, from PAPAYA_ADMIN_TOKEN, or from the data folder of a server that
 runs here; it is sent as a header and never printed. Answers are typed JSON (`papaya/server/admin/
-views.py`). No answer is waited for without end, and none is read without a limit.
+views.py`). Every request has a timeout, and every answer a size limit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import ssl
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +18,8 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from papaya.cli.output import FormatOptions, add_format, printable
+from papaya.credentials.tls import explain
 from papaya.errors import OperatorError
 
 DEFAULT_URL = "http://127.0.0.1:8751"
@@ -28,29 +31,51 @@ T = TypeVar("T")
 
 
 class ServerUnreachable(OperatorError):
-    """Nobody answered."""
+    """The server did not answer."""
 
 
-class _Told(msgspec.Struct):
-    """The error of the admin API, or of the HTTP layer below it."""
+class _ErrorBody(msgspec.Struct):
+    """An error of the admin API, or of the HTTP layer below it."""
 
     error: str = ""
     reason: str = ""
     hint: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions(FormatOptions):
+    """The options of every command that calls the admin API; `add_connection` describes them."""
+
+    admin: str = DEFAULT_URL
+    token_file: Path | None = None
+    ca: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneTaskOptions(ConnectionOptions):
+    task: str
+
+
 def add_connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--admin", default=DEFAULT_URL, metavar="URL", help="of the admin API")
+    """Add the options of `ConnectionOptions`."""
+    parser.add_argument("--admin", metavar="URL", help="address of the admin API")
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"with the admin token; default: ${TOKEN_VARIABLE}, else {DEFAULT_TOKEN_FILE}",
+        help="file that holds the admin token "
+        f"(default: ${TOKEN_VARIABLE} if it is set, else {DEFAULT_TOKEN_FILE})",
     )
-    parser.add_argument("--ca", metavar="FILE", help="trust this certificate authority (https)")
+    parser.add_argument(
+        "--ca",
+        metavar="FILE",
+        help="PEM file of the certificate authority to trust for https "
+        "(default: the system's authorities)",
+    )
+    add_format(parser)
 
 
-def client_for(options: argparse.Namespace) -> AdminClient:
+def client_for(options: ConnectionOptions) -> AdminClient:
     return AdminClient(options.admin, _token(options.token_file), options.ca)
 
 
@@ -59,7 +84,7 @@ def task_path(task: str, *rest: str) -> str:
 
 
 class AdminClient:
-    """One server. Each request has a connection of its own."""
+    """The admin API of one server. Each request opens its own connection."""
 
     def __init__(self, url: str, token: str, authority: str | None = None) -> None:
         parts = urlsplit(url)
@@ -68,7 +93,7 @@ class AdminClient:
         except ValueError:
             port = -1
         if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise OperatorError(f"{url!r} is no address", hint=f"write --admin {DEFAULT_URL}")
+            raise OperatorError(f"{url!r} is not an address", hint=f"--admin {DEFAULT_URL}")
         self.url = url
         self._token = token
         self._host, self._port = parts.hostname, port
@@ -85,7 +110,7 @@ class AdminClient:
         return self._decode(self._ask("PUT", path, data)[0], kind)
 
     def download(self, path: str, limit: int) -> tuple[bytes, dict[str, str]]:
-        """The bytes and the headers, by lower-case name."""
+        """The body, and the headers by lower-case name."""
         return self._ask("GET", path, limit=limit)
 
     def _ask(
@@ -101,19 +126,19 @@ class AdminClient:
                 found = {name.lower(): value for name, value in response.getheaders()}
             finally:
                 connection.close()
-        except ssl.SSLError as error:
-            hint = "give the certificate authority of the server: --ca FILE"
-            raise OperatorError(
-                f"no secure connection to {self.url}: {error}", hint=hint
-            ) from error
         except (OSError, HTTPException) as error:
-            problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ServerUnreachable(
-                f"no answer from {self.url}: {problem}",
-                hint="start the server with `papaya serve`, or name another with --admin URL",
-            ) from error
+            problem, hint = explain(error, self.url)
+            hint = hint or "start the server with `papaya serve`, or name another with --admin URL"
+            if isinstance(error, ssl.SSLError):
+                message = f"no secure connection to {self.url}: {problem}"
+                raise OperatorError(message, hint=hint) from error
+            message = f"no answer from {self.url}: {problem}"
+            raise ServerUnreachable(message, hint=hint) from error
         if len(data) > limit:
-            raise OperatorError(f"{self.url} answered more than {limit} bytes", hint=f"see {path}")
+            raise OperatorError(
+                f"the answer to {path} is longer than {limit:,} bytes",
+                hint=f"check that {self.url} is the admin API: `papaya serve` prints its address",
+            )
         if response.status >= 300:
             raise self._refused(response.status, data)
         return data, found
@@ -127,23 +152,23 @@ class AdminClient:
     def _refused(self, status: int, data: bytes) -> OperatorError:
         if status == 401:
             return OperatorError(
-                f"{self.url} does not know this admin token",
-                hint="give the server's: --token-file DATA/admin.token, of its data folder",
+                f"{self.url} does not accept this admin token",
+                hint="use the token in the server's data folder: --token-file DATA/admin.token",
             )
         try:
-            told = msgspec.json.decode(data, type=_Told)
+            body = msgspec.json.decode(data, type=_ErrorBody)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            told = _Told()
-        problem = told.error or told.reason or f"{self.url} answered {status}"
-        return OperatorError(problem, hint=told.hint)
+            body = _ErrorBody()
+        problem = body.error or body.reason or f"{self.url} answered with status {status}"
+        return OperatorError(printable(problem), hint=printable(body.hint))
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise OperatorError(
-                f"{self.url} does not answer like an admin API of this version: {error}",
-                hint="is it the admin address? `papaya serve` prints it",
+                f"{self.url} did not answer like an admin API of this version: {error}",
+                hint="check the address: `papaya serve` prints that of its admin API",
             ) from error
 
 
@@ -155,15 +180,17 @@ def _token(file: Path | None) -> str:
     try:
         return _checked(path.read_text(encoding="ascii").strip(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        problem = getattr(error, "strerror", None) or "it is not text"
+        problem = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise OperatorError(
             f"no admin token: {path}: {problem}",
-            hint="run this where `papaya serve` runs, or give --token-file FILE",
+            hint="run this in the folder where `papaya serve` runs, or add --token-file FILE",
         ) from error
 
 
 def _checked(token: str, source: str) -> str:
-    """Never quoted: it is a secret."""
+    """The token, if it can be one. The message does not quote it: it is a secret."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise OperatorError(f"{source} holds no token", hint="copy admin.token of the data folder")
+        raise OperatorError(
+            f"{source} does not hold a token", hint="copy admin.token from the server's data folder"
+        )
     return token

@@ -1,20 +1,20 @@
-"""`papaya audit`: check a log and every release in it, as anyone can, and say what was not checked.
+"""`papaya audit`: check a public log and every release in it, and say what was not checked.
 
-Each record is built anew from its revision and compared, for which `--source` must be a git clone:
-a folder or this installation may hold the same sources, but nothing shows of which revision they
-are. Exit code 2 if the log cannot be reached; 3 if anything failed, also if the clone does not have
-a revision; 4 if a release was not built anew, because such an audit has checked a log's form and no
-binary. Other steps that could not be done are listed.
+Each release is rebuilt from its revision and compared with its record. `--source` must be a git
+clone for this: a folder or this installation may hold the same sources, but nothing shows which
+revision they are. Exits with 2 if the log cannot be reached; with 3 if a step failed, also if the
+clone lacks a revision; with 4 if a release was not rebuilt, because then only the form of the log
+was checked and no binary. Other steps that could not be done are listed.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from papaya.cli.log.source import (
+    LogReadOptions,
     LogUnreachable,
     add_reading,
     keeping,
@@ -22,8 +22,17 @@ from papaya.cli.log.source import (
     policy_of,
     reader_of,
 )
-from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
-from papaya.cli.tsa.artifact import (
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    plural,
+    print_data,
+    print_json,
+)
+from papaya.cli.tsa import (
     NoGit,
     NoWheels,
     artifact_hash,
@@ -40,32 +49,46 @@ _READING = ("checkpoint", "entries")
 
 
 class NotRebuilt(PapayaError):
-    """Nothing failed, but releases were not built anew: nobody has compared them with a source."""
+    """No step failed, but releases were not rebuilt, so they were not compared with any source."""
 
     exit_code = 4
-    default_hint = "clone the source and name it: --source DIR; or accept it with --allow-not-done"
+    default_hint = "clone the sources and add --source DIR, or accept this with --allow-not-done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions(LogReadOptions, FormatOptions):
+    source: Path | None = None
+    wheels: Path | None = None
+    allow_not_done: bool = False
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "audit",
-        description="Fetch a log as anyone can, check every record, rebuild every release.",
+        description="Read a public log, check every record and rebuild every release in it. Exits "
+        "with 2 if the log cannot be reached, with 3 if a check failed, and with 4 if a release "
+        "was not rebuilt.",
     )
-    parser.set_defaults(run=run)
     add_reading(parser)
     parser.add_argument(
-        "--source", type=Path, metavar="DIR", help="a git clone that has the logged revisions"
+        "--source", type=Path, metavar="DIR", help="git clone that has the logged revisions"
     )
     parser.add_argument(
-        "--wheels", type=Path, metavar="DIR", help="dependencies, if pip has no network"
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="folder that has the dependencies (default: download them with pip)",
     )
     parser.add_argument(
-        "--allow-not-done", action="store_true", help="releases need not be built anew"
+        "--allow-not-done",
+        action="store_true",
+        help="exit with 0 even if releases could not be rebuilt",
     )
     add_format(parser)
+    bind(parser, AuditOptions, run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: AuditOptions) -> int:
     policy = policy_of(options)
     reader = reader_of(options, policy)
     rebuild = _rebuild(options.source, options.wheels)
@@ -73,20 +96,20 @@ def run(options: argparse.Namespace) -> int:
         steps = list(audit(reader, policy, rebuild, now()))
     failed = [step for step in steps if step.outcome == "failed"]
     open_steps = [step for step in steps if step.outcome == "not done"]
-    if options.format == "json":
+    if options.is_json:
         print_json([asdict(step) for step in steps])
     else:
         print_data(_listed(steps))
     if failed:
-        hint = "do not trust this log, and tell others what you found"
+        hint = "do not trust this log, and publish what you found"
         raise ProtocolError(f"{plural(len(failed), 'step')} of the audit failed", hint=hint)
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
         raise LogUnreachable(unread[0].detail)
     unbuilt = [step for step in open_steps if step.name == "rebuild"]
     if unbuilt and not options.allow_not_done:
-        raise NotRebuilt(f"{plural(len(unbuilt), 'release')} could not be built anew here")
-    note(f"nothing failed; {plural(len(open_steps), 'step')} could not be done here")
+        raise NotRebuilt(f"{plural(len(unbuilt), 'release')} could not be rebuilt here")
+    note(f"no step failed; {plural(len(open_steps), 'step')} could not be done here")
     return 0
 
 
@@ -116,13 +139,14 @@ def _rebuild(source: Path | None, wheels: Path | None) -> Rebuild:
             found = artifact_hash(read)
         except OperatorError as error:
             if is_clone and not isinstance(error, NoGit):
-                raise NoSource(f"{error}. If it is newer than the clone: git fetch") from error
+                raise NoSource(f"{error}; if it is newer than the clone, run git fetch") from error
             raise CannotBuild(str(error)) from error
         if not is_clone:
             where = "this installation" if source is None else str(source)
             gives = "the same artifact" if found == record.artifact else "another artifact"
             raise CannotBuild(
-                f"{where} gives {gives}; revision {record.revision} was not checked: --source CLONE"
+                f"{where} gives {gives}, but revision {record.revision} was not checked; "
+                "add --source CLONE"
             )
         try:
             build(read, wheels)

@@ -1,7 +1,7 @@
 """`papaya`: finds the command, runs it, and turns errors into help and an exit code.
 
-Each command is a module of this package with a function `add_to(commands)`. Only the one that was
-asked for is imported, so that `papaya --help` and short commands are there at once.
+Each command is a module of this package with a function `add_to(commands)`. Only the module of the
+given command is imported, so that `papaya --help` and short commands start fast.
 
 An error that Papaya raises on purpose is printed as `error: …`, a blank line and `hint: …`, and its
 class gives the exit code (see `papaya/errors.py`). Anything else is a bug and keeps its traceback.
@@ -13,37 +13,38 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Final, NoReturn
 
 from papaya import __version__
-from papaya.cli.output import silence_stdout
+from papaya.cli.output import note, silence_stdout
 from papaya.errors import OperatorError, PapayaError
 
-# In the order of `papaya --help`. `name` is the module papaya.cli.<name>, or of a large command
-# papaya.cli.<name>.<name>.
+# In the order of `papaya --help`. The module of a command is papaya.cli.<name>; that of a large
+# command is papaya.cli.<name>.<name>.
 COMMANDS: Final = {
-    "demo": "a server and devices that train a model, here, in a minute",
-    "serve": "run the servers: all roles in one process, or one alone",
-    "task": "submit, watch and steer tasks",
-    "status": "the servers and tasks of a running system",
+    "demo": "train a model with a server and devices on this machine, in a minute",
+    "serve": "run the servers: all roles in one process, or one role",
+    "task": "submit, watch and control tasks",
+    "status": "show the servers, tasks and problems of a running system",
     "client": "run devices that train for a server",
-    "token": "make a token for a device, or see where tokens are kept",
-    "simulate": "run a simulated fleet, learn on it, and report",
-    "sweep": "learn under many settings and compare them",
-    "reproduce": "the paper's figures and tables, its numbers beside ours",
-    "swarm": "check the protocol under random faults, seed by seed",
-    "tsa": "build the TSA binary, or measure it",
-    "log": "the verifiable log of TSA binaries",
-    "audit": "check a log of TSA binaries, and rebuild what it names",
+    "token": "make a token for a device, or list the token files",
+    "simulate": "run the servers with a simulated fleet, and train your model on it",
+    "sweep": "train with many settings on a simulated fleet and compare them",
+    "reproduce": "reproduce the paper's figures and tables in the simulator",
+    "swarm": "test the protocol in simulated systems with random faults",
+    "tsa": "build the TSA binary, or print its hash",
+    "log": "write, show and check the public log of TSA binaries",
+    "audit": "check a public log and rebuild the TSA binaries in it",
 }
-_LARGE: Final = ("client", "demo", "log", "serve", "simulate", "task", "tsa")
+_LARGE: Final = ("client", "demo", "log", "simulate", "task")
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises what is wrong with the arguments, so that all errors look alike."""
+    """Raises an error about the arguments, so that `main` prints all errors in one form."""
 
     def error(self, message: str) -> NoReturn:
         raise OperatorError(message, hint=f"{self.prog} --help")
@@ -60,23 +61,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = options.run
         return int(run(options))
     except PapayaError as error:
-        print(f"error: {error}", file=sys.stderr)
+        note(f"error: {error}")
         if error.hint:
-            print(f"\nhint: {error.hint}", file=sys.stderr)
+            note(f"\nhint: {error.hint}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        note("interrupted")
         return _INTERRUPTED
-    except BrokenPipeError:  # `papaya … | head`: whoever read has enough
+    except BrokenPipeError:  # as in `papaya … | head`
         silence_stdout()
         return _BROKEN_PIPE
 
 
 def _parser(command: str) -> CommandParser:
-    """With the options of this command; of the others, only what `papaya --help` shows."""
+    """The parser with the options of this command; others have only a line in `papaya --help`."""
     parser = CommandParser(
         prog="papaya",
-        description="Federated learning, asynchronous and synchronous: servers and devices.",
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
+        description="Asynchronous and synchronous federated learning: servers, devices, simulator.",
     )
     parser.add_argument("--version", action="version", version=f"papaya {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

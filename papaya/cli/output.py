@@ -1,13 +1,15 @@
-"""What commands share: options, tables and JSON on stdout, progress and notes on stderr.
+"""What commands share: typed options, tables and JSON on stdout, progress and notes on stderr.
 
-Progress is a live display on a terminal and a plain line now and then anywhere else, so that a log
-stays readable. `rich` is loaded only for the live display. What cannot be written is the operator's
-to mend: an error with a hint, never a traceback.
+A command declares its options as a frozen dataclass, with their defaults, and describes them to
+argparse; `bind` connects the two. Text is escaped before it is printed, because some of it comes
+from servers. On a terminal, progress is a live display (only then is `rich` loaded); elsewhere it
+is a line now and then, which keeps logs readable. If a file cannot be written, the error says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import math
 import os
@@ -16,30 +18,77 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, TypeVar
 
 import msgspec
 
 from papaya.errors import OperatorError
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
+
+    Options = TypeVar("Options", bound=DataclassInstance)
 
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
 _PLAIN_STEP = 0.1
+_LONG = 10_000  # from here on, digits of defaults are grouped
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+# -- options --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    format: Literal["text", "json"] = "text"
+
+    @property
+    def is_json(self) -> bool:
+        return self.format == "json"
+
+
+def bind(
+    parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[Options], int]
+) -> None:
+    """Make `parser` fill a `kind` and call `run` with it. To be called after all `add_argument`.
+
+    An option that is not given keeps the default of `kind`. Help texts name that default, unless
+    it is empty or the text names one itself. A parser and a dataclass that differ are an error.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    actions = [action for action in parser._actions if action.dest != "help"]
+    if differing := {action.dest for action in actions} ^ fields.keys():
+        raise TypeError(f"{parser.prog} and {kind.__name__} differ in {sorted(differing)}")
+    for action in actions:
+        if action.help is not None and "default" not in action.help:
+            action.help += _shown_default(fields[action.dest])
+        if action.nargs != argparse.OPTIONAL:  # argparse would parse SUPPRESS as a given value
+            action.default = argparse.SUPPRESS
+
+    def call(found: argparse.Namespace) -> int:
+        return run(kind(**{name: getattr(found, name) for name in fields if hasattr(found, name)}))
+
+    parser.set_defaults(run=call)
+
+
+def _shown_default(value: object) -> str:
+    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
+        return ""
+    if isinstance(value, float):
+        return f" (default: {value:g})"
+    if isinstance(value, int) and value >= _LONG:
+        return f" (default: {value:_})"
+    return f" (default: {value})"
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="what is printed on stdout"
-    )
+    parser.add_argument("--format", choices=("text", "json"), help="format of the output on stdout")
 
 
 def whole(at_least: int) -> Callable[[str], int]:
-    """An argparse type: an integer, which may be written 10_000 or 1e8, from `at_least` on."""
+    """An argparse type: an integer of `at_least` or more, which may be written 10_000 or 1e8."""
 
     def parse(text: str) -> int:
         try:
@@ -71,52 +120,69 @@ def _short(text: str) -> int:
     return int(number)
 
 
+# -- text and data --------------------------------------------------------------------------------
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Escape control characters: text from a server must not move the cursor or fake a line."""
+    return "".join(
+        character
+        if character.isprintable() or character in keep
+        else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def print_json(value: object) -> None:
-    print_data(msgspec.json.encode(value).decode())
+    _print(msgspec.json.encode(value).decode())
 
 
 def print_data(text: str) -> None:
-    """On stdout, at once: a full disk behind it is told here, not when Python exits."""
+    _print(printable(text, keep="\n\t"))
+
+
+def _print(text: str) -> None:
+    """Flush at once: otherwise a full disk behind stdout is only reported when Python exits."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
         silence_stdout()
-        hint = "send the output somewhere else, or make room there"
+        hint = "redirect the output to another place, or free some space there"
         raise OperatorError(f"stdout cannot be written: {error.strerror}", hint=hint) from error
 
 
 def silence_stdout() -> None:
-    """What is left in its buffer goes nowhere, so that Python does not fail on it at exit."""
+    """Discard what is left in the buffer of stdout, so that Python does not fail on it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around whatever writes `path`."""
+    """Turn an OSError into an error with a hint; for code that writes `path`."""
     try:
         yield
     except OSError as error:
         hint = "choose another folder with --output"
         if error.errno in _FULL:
-            hint = "make room there, then run the same command again"
+            hint = "free some space there, then run the same command again"
         problem = error.strerror or str(error)
         raise OperatorError(f"{path} cannot be written: {problem}", hint=hint) from error
 
 
 @contextmanager
 def resumable() -> Iterator[None]:
-    """Around work that keeps what it has done, inside `writing`."""
+    """Tell an interrupted user that finished runs are kept; to be used inside `writing`."""
     try:
         yield
     except (KeyboardInterrupt, OSError):
-        note("runs that have ended are kept: the same command does the rest")
+        note("finished runs are kept: run the same command again to continue")
         raise
 
 
 def make_folder(path: Path) -> Path:
-    """Before a long run, so that its results find a place: a file is written, and gone again."""
+    """Make the folder and check that files can be written to it, before a long run starts."""
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
@@ -129,11 +195,11 @@ def plural(count: int, noun: str) -> str:
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text, keep="\n\t"), file=sys.stderr, flush=True)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under their titles: the first to the left, the others, numbers, to the right."""
+    """Align columns under their titles: the first to the left, the others to the right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -145,7 +211,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Several named pieces of work, each from 0 to 1, with a few words on how it stands."""
+    """Shows several named pieces of work, each from 0 to 1, with a short description."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -170,7 +236,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._live.update(self._bars[name], completed=done, words=words)
 
     def say(self, text: str) -> None:
-        """A line that stays above the display."""
+        """Print a line that stays above the display."""
         if self._live is None:
             print(text, file=self._stream, flush=True)
         else:

@@ -1,19 +1,21 @@
 """`papaya reproduce`: figures and tables of the paper, its numbers beside ours.
 
-Writes JSON, plots and report.html. Exit code 1 if a claim does not hold. What was recorded stays in
-the folder, so an interrupted run goes on where it was.
+Writes JSON, plots and report.html. Exits with 1 if a claim does not hold. Recordings stay in the
+folder, so the same command continues an interrupted run.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from papaya.cli.output import (
     Commands,
+    FormatOptions,
     Progress,
     add_format,
+    bind,
     make_folder,
     note,
     plural,
@@ -35,40 +37,49 @@ from papaya.study.lab import LabStep
 _WORK = {"traces": "recording", "runs": "learning"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions(FormatOptions):
+    what: list[str]
+    scale: str = "quick"
+    seeds: int | None = None
+    jobs: int = 2
+    output: Path = Path("runs/reproduce")
+
+
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "reproduce",
-        description="Reproduce figures and tables of the paper in the simulator.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Reproduce figures and tables of the paper in the simulator, and compare the "
+        "numbers. Exits with 1 if a claim of the paper does not hold.",
     )
-    parser.set_defaults(run=run)
     parser.add_argument(
-        "what", nargs="+", metavar="figure|table|all", help=f"all, or of: {', '.join(EXPERIMENTS)}"
+        "what",
+        nargs="+",
+        metavar="EXPERIMENT",
+        help=f"experiments to run: all, or any of {', '.join(EXPERIMENTS)}",
     )
     parser.add_argument(
         "--scale",
         choices=SCALES,
-        default="quick",
-        help="quick: about ten minutes on two cores; full: the paper's size, many hours",
+        help="size of the experiments: quick takes about ten minutes on two cores; full is the "
+        "paper's size and takes many hours",
     )
     parser.add_argument(
         "--seeds",
         type=whole(1),
-        default=argparse.SUPPRESS,
         metavar="N",
-        help="repetitions of everything (default: 2 for quick, 5 for full)",
+        help="number of repetitions (default: 2 for quick, 5 for full)",
     )
-    parser.add_argument("--jobs", type=whole(1), default=2, metavar="N", help="processes")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/reproduce"), metavar="DIR", help="for the files"
-    )
+    parser.add_argument("--jobs", type=whole(1), metavar="N", help="number of processes")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the results")
     add_format(parser)
+    bind(parser, ReproduceOptions, run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ReproduceOptions) -> int:
     keys = _keys(options.what)
     scale = SCALES[options.scale]
-    seeds = range(1, 1 + getattr(options, "seeds", scale.seeds))
+    seeds = range(1, 1 + (options.seeds or scale.seeds))
     folder = make_folder(options.output / scale.name)
     started = time.monotonic()
     with writing(folder), resumable(), Progress() as progress:
@@ -84,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         results = reproduce(
             keys, scale, list(seeds), folder, jobs=options.jobs, tell=tell, ended=ended
         )
-    if options.format == "json":
+    if options.is_json:
         print_json(results)
     else:
         print_data("\n\n".join(map(_described, results)))
@@ -99,7 +110,7 @@ def _keys(what: list[str]) -> list[str]:
     if unknown := [key for key in what if key not in EXPERIMENTS]:
         raise OperatorError(
             f"there is no experiment {unknown[0]!r}",
-            hint=f"use all, or of {', '.join(EXPERIMENTS)}",
+            hint=f"use all, or any of {', '.join(EXPERIMENTS)}",
         )
     return what
 

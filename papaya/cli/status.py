@@ -6,27 +6,25 @@ halted.
 
 from __future__ import annotations
 
-import argparse
-
-from papaya.cli.admin_client import add_connection, client_for
-from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json, table
+from papaya.cli.admin_client import ConnectionOptions, add_connection, client_for
+from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, table
 from papaya.server.admin.views import SystemStatus, TaskView
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "status",
-        description="Servers, tasks and trouble of a running system. Exit code 1 on trouble.",
+        description="Show the servers, tasks and problems of a running system. Exits with 1 if "
+        "there is a problem.",
     )
-    parser.set_defaults(run=run)
     add_connection(parser)
-    add_format(parser)
+    bind(parser, ConnectionOptions, run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ConnectionOptions) -> int:
     status = client_for(options).get("/admin/status", SystemStatus)
     problems = trouble(status)
-    if options.format == "json":
+    if options.is_json:
         print_json(status)
     else:
         print_data(describe(status))

@@ -1,8 +1,8 @@
-"""`papaya swarm`: many seeds, each a whole system under random faults; every promise is checked.
+"""`papaya swarm`: simulate whole systems under random faults and check every invariant.
 
-A seed picks the configuration, the faults and their times, so a failure is replayed by its number
-alone. Exit code 70 when a promise was broken. With a planted bug it is the other way round: 0 when
-the bug was found, 1 when it was not.
+The seed determines the configuration, the faults and their times, so a failure can be replayed by
+its seed alone. Exits with 70 if an invariant was broken. With a planted bug it exits with 0 if the
+bug was found, and with 1 if it was not.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from papaya.cli.output import (
     Commands,
+    FormatOptions,
     Progress,
     add_format,
+    bind,
     note,
     plural,
     print_data,
@@ -33,56 +36,65 @@ RunSeed = Callable[[int], SwarmResult]
 _SEEDS, _START = 100, 0
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the list of bugs, so that a name can be copied."""
+@dataclass(frozen=True, kw_only=True)
+class SwarmOptions(FormatOptions):
+    """`seed` excludes `seeds` and `start`; None means that an option was not given."""
+
+    seeds: int | None = None
+    start: int | None = None
+    seed: int | None = None
+    plant: str | None = None
+    jobs: int = os.cpu_count() or 1
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "swarm",
-        description="Run whole simulated systems under random faults and check every promise.",
+        description="Simulate whole systems under random faults and check every invariant of the "
+        "protocol.\nA seed determines the system and its faults.",
         epilog="bugs to plant:\n  " + "\n  ".join(BUGS),
-        formatter_class=_Help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
-    seeds = parser.add_argument_group("the seeds", argument_default=argparse.SUPPRESS)
-    seeds.add_argument("--seeds", type=whole(1), metavar="N", help=f"how many (default: {_SEEDS})")
-    seeds.add_argument(
-        "--start", type=whole(0), metavar="S", help=f"the first of them (default: {_START})"
+    parser.add_argument(
+        "--seeds", type=whole(1), metavar="N", help=f"number of seeds to run (default: {_SEEDS})"
     )
-    seeds.add_argument("--seed", type=whole(0), metavar="S", help="replay this one only")
+    parser.add_argument(
+        "--start", type=whole(0), metavar="S", help=f"first seed to run (default: {_START})"
+    )
+    parser.add_argument("--seed", type=whole(0), metavar="S", help="run only this seed")
     parser.add_argument(
         "--plant",
-        default=argparse.SUPPRESS,
         metavar="BUG",
-        help="plant a known bug, which must be found; the names are below",
+        help="plant one of the bugs listed below, which the swarm must then find",
     )
     parser.add_argument(
-        "--jobs", type=whole(1), default=os.cpu_count() or 1, metavar="J", help="processes"
+        "--jobs", type=whole(1), metavar="J", help="number of processes (default: one per core)"
     )
     add_format(parser)
+    bind(parser, SwarmOptions, run)
 
 
-def run(options: argparse.Namespace) -> int:
-    plant = getattr(options, "plant", None)
-    results = hunt(partial(run_seed, plant=plant), _seeds(options), options.jobs)
+def run(options: SwarmOptions) -> int:
+    results = hunt(partial(run_seed, plant=options.plant), _seeds(options), options.jobs)
     show(results, options.format)
-    return judge(results, plant)
+    return judge(results, options.plant)
 
 
-def _seeds(options: argparse.Namespace) -> Sequence[int]:
-    if not hasattr(options, "seed"):
-        start = getattr(options, "start", _START)
-        return range(start, start + getattr(options, "seeds", _SEEDS))
-    for other in ("seeds", "start"):
-        if hasattr(options, other):
-            hint = f"leave --{other} out, or leave --seed out"
-            raise OperatorError(f"--seed is one seed, --{other} is for many", hint=hint)
+def _seeds(options: SwarmOptions) -> Sequence[int]:
+    if options.seed is None:
+        start = _START if options.start is None else options.start
+        return range(start, start + (options.seeds or _SEEDS))
+    for name, value in (("--seeds", options.seeds), ("--start", options.start)):
+        if value is not None:
+            raise OperatorError(
+                f"--seed {options.seed} runs one seed, but {name} {value} asks for several",
+                hint=f"leave {name} out, or leave --seed out",
+            )
     return (options.seed,)
 
 
 def hunt(run: RunSeed, seeds: Sequence[int], jobs: int) -> list[SwarmResult]:
-    """Run every seed; a failure among many is told at once and does not stop the others."""
+    """Run every seed. Failures are printed at once and do not stop the other seeds."""
     results: list[SwarmResult] = []
     versions = failures = 0
     with Progress() as progress, mapping(min(jobs, len(seeds))) as mapped:
@@ -91,7 +103,7 @@ def hunt(run: RunSeed, seeds: Sequence[int], jobs: int) -> list[SwarmResult]:
             versions += result.versions
             if result.failure is not None:
                 failures += 1
-                if len(seeds) > 1:  # one is shown in full
+                if len(seeds) > 1:  # the failure of a single seed is part of its details
                     progress.say(f"seed {result.seed}: {result.failure}")
             counts = (plural(versions, "server update"), plural(failures, "failure"))
             words = f"{len(results):,} of {plural(len(seeds), 'seed')}, {', '.join(counts)}"
@@ -131,14 +143,14 @@ def _details(result: SwarmResult) -> str:
 
 
 def judge(results: Sequence[SwarmResult], plant: str | None) -> int:
-    """What broke was told before; here is how many seeds it broke, and the first, to replay."""
+    """Say how many seeds failed, and how to replay the first; the failures are printed already."""
     failed = [result.seed for result in results if result.failure is not None]
     if plant is not None:
         return _judge_planted(failed, len(results), plant)
     if failed:
-        found = f"{len(failed):,} of {plural(len(results), 'seed')} broke a promise"
+        found = f"{len(failed):,} of {plural(len(results), 'seed')} broke an invariant"
         raise InvariantError(found, hint=f"papaya swarm --seed {failed[0]}")
-    note("every promise was kept")
+    note("no invariant was broken")
     return 0
 
 
@@ -148,8 +160,7 @@ def _judge_planted(failed: Sequence[int], seeds: int, plant: str) -> int:
             f"{plural(seeds, 'seed')} did not find the planted bug {plant!r}",
             hint=f"try more seeds: papaya swarm --seeds {max(_SEEDS, 2 * seeds)} --plant {plant}",
         )
-    found = f"the planted bug was found, as it should be, by {len(failed):,} of"
-    note(f"{found} {plural(seeds, 'seed')}")
+    note(f"the planted bug was found by {len(failed):,} of {plural(seeds, 'seed')}, as expected")
     if seeds > 1:
         note(f"replay: papaya swarm --seed {failed[0]} --plant {plant}")
     return 0

@@ -1,23 +1,25 @@
-"""`papaya sweep`: many learning runs, to choose K, concurrency and rates before touching a fleet.
+"""`papaya sweep`: many simulated training runs, to choose K, concurrency and learning rates.
 
-In parallel and resumable: what a run found is kept in the output folder, and asked for again it is
-read, not run. A table on stdout, the best setting first, and how long client updates are there;
-plots beside the runs.
+Runs are parallel and resumable: each result is saved in the output folder and not computed again.
+Prints a table, the best setting first, and the norms of client updates with that setting; plots go
+to the output folder.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs, to_builtins
 
-from papaya.cli.norm_summary import lines, scale_rows
 from papaya.cli.output import (
     Commands,
+    FormatOptions,
     Progress,
     add_format,
+    bind,
     make_folder,
     note,
     plural,
@@ -30,6 +32,7 @@ from papaya.cli.output import (
     writing,
 )
 from papaya.cli.simulate.simulate import add_data
+from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
@@ -42,22 +45,40 @@ from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
 _MEANINGLESS = {"async": "over_selection", "sync": "max_staleness"}
-_JOBS = 2
 _EPILOG = """examples:
   papaya sweep embedding --vary K=10,30,100 --vary server_rate=0.003,0.01,0.03 --seeds 3
   papaya sweep my_task.py --data leaf:data/train --vary client_rate=0.1,0.3 --target 2.5"""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(FormatOptions):
+    workload: str
+    data: str | None = None
+    seconds_per_example: float | None = None
+    vary: Sequence[tuple[str, tuple[float, ...]]] = ()
+    regime: tuple[Regime, ...] = ()
+    seeds: int = 1
+    updates: int = 5000
+    hours: float = MOST_HOURS
+    target: float | None = None
+    evaluations: int = 50
+    population: int = DEFAULT.size
+    jobs: int = 2
+    output: Path = Path("runs/sweep")
+
+
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "sweep",
-        description="Learn with every combination of what is varied, on a simulated fleet.",
+        description="Train with every combination of the given values, on a simulated fleet, and "
+        "compare the results.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(run=run)
     parser.add_argument(
-        "workload", metavar="WORKLOAD", help=f"{', '.join(BUILT_IN)}, or a task file with --data"
+        "workload",
+        metavar="WORKLOAD",
+        help=f"what to train: {', '.join(BUILT_IN)}, or a task file together with --data",
     )
     add_data(parser.add_argument_group("the data of a task file"))
     what = parser.add_argument_group("what to vary")
@@ -65,77 +86,67 @@ def add_to(commands: Commands) -> None:
         "--vary",
         action="append",
         type=_varied,
-        default=[],
-        metavar="NAME=A,B,…",
-        help=f"may be repeated; names: {', '.join(VARIABLES)}",
+        metavar="NAME=A,B,...",
+        help=f"values to try for one of {', '.join(VARIABLES)}; may be repeated",
     )
     what.add_argument(
         "--regime",
         type=_regimes,
-        default=(),
-        metavar="R,…",
-        help="async, sync or both (default: the task's)",
+        metavar="R[,R]",
+        help="async, sync, or async,sync for both (default: that of the task)",
     )
-    _add_run(parser)
-    parser.add_argument(
-        "--jobs", type=whole(1), default=_JOBS, metavar="J", help=f"processes (default: {_JOBS})"
-    )
+    _add_run(parser.add_argument_group("each run"))
+    parser.add_argument("--jobs", type=whole(1), metavar="J", help="number of processes")
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path("runs/sweep"),
         metavar="DIR",
-        help="for runs, traces and plots; what is there is not run again (default: runs/sweep)",
+        help="folder for runs, traces and plots; runs that are already there are not repeated",
     )
     add_format(parser)
+    bind(parser, SweepOptions, run)
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    each = parser.add_argument_group("each run")
-    each.add_argument(
-        "--seeds", type=whole(1), default=1, metavar="N", help="1 to N, each setting (default: 1)"
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--seeds",
+        type=whole(1),
+        metavar="N",
+        help="number of repetitions of each setting, with the seeds 1 to N",
     )
-    each.add_argument(
+    group.add_argument(
         "--updates",
         type=whole(1),
-        default=5000,
         metavar="N",
-        help="client updates to learn from, at most (default: 5000)",
+        help="maximum number of client updates",
     )
-    each.add_argument(
+    group.add_argument(
         "--hours",
         type=positive,
-        default=argparse.SUPPRESS,
         metavar="H",
-        help="of virtual time, at most (default: no limit)",
+        help="maximum hours of virtual time (default: no limit)",
     )
-    each.add_argument(
+    group.add_argument(
         "--target",
         type=float,
-        default=None,
         metavar="LOSS",
-        help="a run ends there, and settings are sorted by hours to it (default: by final loss)",
+        help="end a run at this loss, and sort the settings by the hours to reach it "
+        "(default: sort by final loss)",
     )
-    each.add_argument(
+    group.add_argument(
         "--evaluations",
         type=whole(1),
-        default=50,
         metavar="N",
-        help="of each run, beside the first (default: 50)",
+        help="number of evaluations after the first",
     )
-    each.add_argument(
-        "--population",
-        type=whole(1),
-        default=DEFAULT.size,
-        metavar="N",
-        help=f"devices (default: {DEFAULT.size:,})",
+    group.add_argument(
+        "--population", type=whole(1), metavar="N", help="number of devices in the fleet"
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    from papaya.study import (
-        learning_plots,  # before the runs: a missing matplotlib should cost none
-    )
+def run(options: SweepOptions) -> int:
+    # Before the runs, which would be lost without matplotlib.
+    from papaya.study import learning_plots
 
     plan = _plan(options)
     prepared = prepare(plan.workload, plan.population)
@@ -146,11 +157,11 @@ def run(options: argparse.Namespace) -> int:
             plan, folder, options.jobs, lambda step: progress.update(*_shown(step)), prepared
         )
     if any(not outcome.versions and outcome.curve.diverged is None for outcome in outcomes):
-        note("warning: some runs made no server update and learnt nothing: raise --hours")
+        note("warning: some runs made no server update, so they did not train: raise --hours")
     asked = ("regime", *plan.vary)
     rows = rows_of(outcomes, varied_in(rows_of(outcomes, ()), asked))
     varied = varied_in(rows, asked)
-    if options.format == "json":
+    if options.is_json:
         print_json([_without_curves(row) for row in rows])
     else:
         shown = (_table(rows, varied, plan.target), _fixed(rows, plan), _scale(rows[0]))
@@ -159,42 +170,38 @@ def run(options: argparse.Namespace) -> int:
     with writing(plot):
         learning_plots.draw_sweep(rows, varied, plot, f"{prepared.task.task}: the best settings")
     for warning in edges(rows):
-        note(f"warning: {warning}: its optimum may lie beyond")
+        note(f"warning: {warning}: the optimum may be outside the given values")
     note(f"\nruns: {folder / 'runs'}\nplot: {plot}")
     return 0
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: SweepOptions) -> Plan:
     vary: dict[str, tuple[float, ...]] = {}
     for name, values in options.vary:
         if name in vary:
-            raise OperatorError(f"{name} is varied twice", hint=f"--vary {name}=A,B,C")
+            raise OperatorError(f"--vary {name} is given twice", hint=f"--vary {name}=A,B,C")
         vary[name] = values
-    plan = Plan(
-        workload=WorkloadSpec(
-            options.workload,
-            getattr(options, "data", None),
-            getattr(options, "seconds_per_example", None),
-        ),
+    return Plan(
+        workload=WorkloadSpec(options.workload, options.data, options.seconds_per_example),
         vary=vary,
         regimes=options.regime,
         seeds=tuple(range(1, options.seeds + 1)),
         updates=options.updates,
+        hours=options.hours,
         target=options.target,
         evaluations=options.evaluations,
         population=structs.replace(DEFAULT, size=options.population),
     )
-    return structs.replace(plan, hours=options.hours) if hasattr(options, "hours") else plan
 
 
 def _varied(text: str) -> tuple[str, tuple[float, ...]]:
-    """NAME=A,B,…; `Plan` knows the names."""
+    """Parse NAME=A,B,…; `Plan` checks the name."""
     name, _, listed = text.partition("=")
     try:
         values = tuple(float(value) for value in listed.split(","))
     except ValueError:
         names = ", ".join(VARIABLES)
-        problem = f"{text!r} is not NAME=A,B,… with numbers; names are {names}"
+        problem = f"{text!r} does not have the form NAME=NUMBER,NUMBER,...; names are {names}"
         raise argparse.ArgumentTypeError(problem) from None
     return name, values
 
@@ -226,7 +233,7 @@ def _table(rows: Sequence[ResultRow], varied: Sequence[str], target: float | Non
 
 
 def _fixed(rows: Sequence[ResultRow], plan: Plan) -> str:
-    """What was the same everywhere, and means something in the regimes that ran."""
+    """The settings that were the same in all runs and have an effect in their regimes."""
     meaningless = {_MEANINGLESS[str(row.setting["regime"])] for row in rows}
     names = [name for name in rows[0].setting if meaningless != {name}]
     alike = [name for name in names if not varied_in(rows, (name,))]
@@ -240,7 +247,7 @@ def _fixed(rows: Sequence[ResultRow], plan: Plan) -> str:
 
 
 def _diverged(row: ResultRow) -> str:
-    """Why a setting has no loss: a mean over what was learnt until then would look like one."""
+    """A line that says why a setting has no loss."""
     first = next(o for o in row.outcomes if o.curve.diverged is not None)
     of = f" with {plural(row.diverged, 'seed')} of {len(row.outcomes)}"
     many = of if len(row.outcomes) > 1 else ""
@@ -248,7 +255,7 @@ def _diverged(row: ResultRow) -> str:
 
 
 def _scale(best: ResultRow) -> str:
-    """Of one seed: norms of one run are many already."""
+    """Norms of client updates, from the first seed only: one run has enough updates."""
     first = best.outcomes[0]
     head = f"client updates with the best setting ({best.label}), seed {first.run.course.seed}:"
     return "\n".join([head, *lines(scale_rows(first))])
@@ -278,7 +285,7 @@ def _value(value: float | str) -> str:
 
 
 def _without_curves(row: ResultRow) -> dict[str, object]:
-    """The curves are in the files, one for each run; here are their names."""
+    """For JSON: names the file of each run instead of its curve."""
     shown: dict[str, object] = to_builtins(structs.replace(row, outcomes=()))
     if row.diverged:
         shown |= dict.fromkeys(("loss", "loss_spread", "p75", "p99"))

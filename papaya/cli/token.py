@@ -1,17 +1,19 @@
-"""`papaya token`: make a token for one device, or see where the secrets of a data folder are.
+"""`papaya token`: make a token for one device, or list the secrets of a data folder.
 
-A token that is made goes to stdout and nowhere else. `show` prints no secret unless it is told to,
-and the key that signs tokens never.
+`make` writes the token to stdout and nowhere else. `show` prints tokens only with --reveal, and
+never prints the key that signs tokens.
 """
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from papaya.cli.output import (
     Commands,
+    FormatOptions,
     add_format,
+    bind,
     note,
     positive,
     print_data,
@@ -25,55 +27,67 @@ from papaya.server.auth import SignedTokens
 _DEFAULT_DATA = Path("papaya-data")
 _PURPOSES: dict[SecretName, str] = {
     "admin.token": "opens the admin API",
-    "server.token": "servers show it to each other",
-    "device.token": 'devices show it, with device_tokens = "shared"',
-    "device.key": 'signs tokens of devices, with device_tokens = "signed"',
+    "server.token": "authenticates servers to each other",
+    "device.token": 'authenticates devices, if device_tokens = "shared"',
+    "device.key": 'signs device tokens, if device_tokens = "signed"',
 }
 _NEVER_SHOWN: tuple[SecretName, ...] = ("device.key",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMakeOptions(FormatOptions):
+    device: str
+    days: float = 365.0
+    data: Path = _DEFAULT_DATA
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenShowOptions(FormatOptions):
+    reveal: bool = False
+    data: Path = _DEFAULT_DATA
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "token",
-        description="Tokens of devices, servers and the admin API.",
+        description="Make a token for a device, or list the token files of a server.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     make = actions.add_parser(
         "make",
         help="make a token for one device",
-        description='Make a token for one device, for a server with device_tokens = "signed".',
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Make a token for one device and print it. Servers accept it if their "
+        'configuration has device_tokens = "signed".',
     )
-    make.set_defaults(run=run_make)
-    make.add_argument("--device", required=True, metavar="ID", help="letters, digits, _ and -")
-    make.add_argument("--days", type=positive, default=365.0, metavar="N", help="until it expires")
+    make.add_argument(
+        "--device", required=True, metavar="ID", help="name of the device: letters, digits, _ and -"
+    )
+    make.add_argument("--days", type=positive, metavar="N", help="days until the token expires")
     show = actions.add_parser(
         "show",
-        help="see where tokens are kept",
-        description="See where the tokens of a data folder are, and which of them exist.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        help="list the token files",
+        description="List the token files of a data folder, and which of them exist.",
     )
-    show.set_defaults(run=run_show)
-    show.add_argument("--reveal", action="store_true", help="print the tokens themselves")
+    show.add_argument("--reveal", action="store_true", help="also print the tokens")
     for action in (make, show):
-        action.add_argument(
-            "--data", type=Path, default=_DEFAULT_DATA, metavar="DIR", help="the server's folder"
-        )
+        action.add_argument("--data", type=Path, metavar="DIR", help="data folder of the server")
         add_format(action)
+    bind(make, TokenMakeOptions, run_make)
+    bind(show, TokenShowOptions, run_show)
 
 
-def run_make(options: argparse.Namespace) -> int:
+def run_make(options: TokenMakeOptions) -> int:
     folder = _folder(options.data)
     token = SignedTokens(read_or_make(folder, "device.key")).make(options.device, options.days)
-    if options.format == "json":
+    if options.is_json:
         print_json({"device": options.device, "days": options.days, "token": token.reveal()})
     else:
         print_data(token.reveal())
-    note('the server takes it when its configuration says device_tokens = "signed"')
+    note('servers accept this token if their configuration has device_tokens = "signed"')
     return 0
 
 
-def run_show(options: argparse.Namespace) -> int:
+def run_show(options: TokenShowOptions) -> int:
     folder = _folder(options.data)
     found: list[dict[str, str | bool]] = []
     for name, purpose in _PURPOSES.items():
@@ -86,7 +100,7 @@ def run_show(options: argparse.Namespace) -> int:
         if options.reveal and entry["exists"] and name not in _NEVER_SHOWN:
             entry["token"] = read(path).reveal()
         found.append(entry)
-    if options.format == "json":
+    if options.is_json:
         print_json(found)
     else:
         print_data(_listed(found))
@@ -102,10 +116,10 @@ def _listed(found: list[dict[str, str | bool]]) -> str:
 
 
 def _folder(data: Path) -> Path:
-    """A key made in a folder that no server uses would sign tokens that no server takes."""
+    """Refuse a folder that does not exist: no server would accept a token signed with a new key."""
     if not data.is_dir():
         raise OperatorError(
             f"there is no data folder {data}",
-            hint="start `papaya serve` first, or name its folder with --data DIR",
+            hint="start `papaya serve` first, or name its data folder with --data DIR",
         )
     return data

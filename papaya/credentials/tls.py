@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import ssl
 import stat
+from urllib.parse import urlsplit
 
 from papaya.config.deployment import Deployment
 from papaya.errors import OperatorError
 
 _PROTOCOLS = ("http/1.1",)
+# How OpenSSL calls an answer that is not TLS.
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
 
 def server_context(deployment: Deployment) -> ssl.SSLContext | None:
@@ -82,3 +86,44 @@ def _no_passphrase() -> str:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "reason", None) or str(error)
+
+
+def explain(error: Exception, url: str) -> tuple[str, str]:
+    """Why a connection to `url` failed, and a hint; the hint is empty if there is none to give."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _explain_certificate(error)
+    if isinstance(error, ssl.SSLError):
+        if error.reason in _NOT_TLS:
+            return "the server does not use TLS there", f"use http: {_with_scheme(url, 'http')}"
+        return _reason(error), ""
+    if isinstance(error, socket.gaierror):
+        return f"unknown host {urlsplit(url).hostname}", "check the host name in the address"
+    problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    # A TLS listener answers plain HTTP with an alert, or closes the connection.
+    if url.startswith("http://") and not isinstance(error, ConnectionRefusedError | TimeoutError):
+        return problem, f"if the server uses TLS: {_with_scheme(url, 'https')}"
+    return problem, ""
+
+
+def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]:
+    match error.verify_code:
+        case 9:
+            return "its certificate is not valid yet", "check the clock of this machine: date"
+        case 10:
+            return (
+                "its certificate has expired",
+                "renew the certificate of the server; or check the clock of this machine: date",
+            )
+        case 62 | 64:
+            return (
+                f"its certificate is for another name: {error.verify_message}",
+                "use one of the names that the certificate has, or another certificate",
+            )
+    return (
+        f"its certificate is not trusted: {error.verify_message}",
+        "name the PEM file of the certificate authority: --ca FILE",
+    )
+
+
+def _with_scheme(url: str, scheme: str) -> str:
+    return f"{scheme}://{url.partition('://')[2]}"

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from papaya.aggregator.masked_sum import MaskedSum
 from papaya.attestation.policy import DevicePolicy
-from papaya.cli.demo.progress import reading
+from papaya.cli.demo.show import reading
 from papaya.config import (
     AsyncFL,
     EvaluationPlan,

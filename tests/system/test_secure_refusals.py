@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from papaya.cli.demo.progress import reading
+from papaya.cli.demo.show import reading
 from papaya.config import Requirements
 from papaya.device.device import Device
 from papaya.device.events import Event, VisitEnded

@@ -1,75 +1,121 @@
 """`papaya client`: one or many devices in this process, training for a server.
 
-A device takes part when this machine is idle, charging and on an unmetered network, or when its
-owner says so with --assume. It runs the task files that are named here and nothing else, on the
-examples that their owner's policies allow, and keeps to its own participation history. Events on
-stdout, remarks on stderr. SIGTERM and Ctrl-C end it cleanly: sessions are left, not dropped.
+A device takes part while this machine is idle, charging and on an unmetered network; --assume skips
+these checks. It runs only the task files that are named here, on the examples that the policies of
+their owner allow, and obeys its own participation history. The end of each visit goes to stdout,
+notes go to stderr. On SIGTERM and Ctrl-C, devices leave their sessions before the process ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from papaya.cli.output import Commands, add_format, note, plural, positive, whole
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    plural,
+    positive,
+    print_data,
+    print_json,
+    whole,
+)
 from papaya.clock import device_clock
 from papaya.config import DeviceConfig
 from papaya.device.eligibility import CONDITIONS
+from papaya.device.events import (
+    Event,
+    NotEligible,
+    SelectorReachable,
+    SelectorUnreachable,
+    Troubled,
+    VisitEnded,
+)
 from papaya.errors import OperatorError
 
-if TYPE_CHECKING:
-    from papaya.cli.client.output import Printer
-
 SERVER = "http://127.0.0.1:8750"
-_NO_FLOOR = "0 lets one device take part at once again, as a demonstration does"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions(FormatOptions):
+    server: str = SERVER  # addresses of selectors, separated by commas
+    task: Sequence[Path] = ()
+    alias: Sequence[tuple[str, str]] = ()  # (name of a submitted task, name in the file)
+    visits: int | None = None  # per device; None: until it is stopped
+    # Devices
+    devices: int = 1
+    assume: str = ""
+    labels: str = ""
+    participation_floor: float = 3600.0
+    pause: float = 60.0
+    max_parallel: int | None = None
+    memory: int = 1024
+    max_training: float = 600.0
+    trust: Path | None = None
+    protocol_only: float | None = None  # mean seconds of a training that does nothing
+    # Data
+    store: Path = Path("device.db")
+    policies: Path | None = None
+    imports: Sequence[tuple[str, Path]] = ()
+    # Network
+    ca: Path | None = None
+    proxy: str | None = None
+    blobs_url: str | None = None
+    token_file: Sequence[Path] = ()
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "client",
-        description="Run one or many devices in this process. They train by task files that are "
-        "here already; nothing that a server sends is ever run.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Run one or more devices in this process. They train with task files that are "
+        "already on this machine, and never run code that a server sends.",
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("--server", default=SERVER, metavar="URL[,URL...]", help="selectors")
+    parser.add_argument(
+        "--server",
+        metavar="URL[,URL...]",
+        help="addresses of the selectors, separated by commas",
+    )
     parser.add_argument(
         "--task",
         type=Path,
         action="append",
-        default=argparse.SUPPRESS,
         metavar="FILE",
-        help="a task file to train by; may be repeated",
+        help="task file to train with; may be repeated",
     )
     parser.add_argument(
         "--alias",
         type=_pair,
         action="append",
-        default=[],
         metavar="NEW=NAME",
-        help="a task that was submitted as NEW is that of the file whose task is NAME",
+        help="use the task file of NAME for a task that was submitted as NEW; may be repeated",
     )
-    _add_device_options(parser.add_argument_group("the devices"))
-    _add_data_options(parser.add_argument_group("their data"))
-    _add_network_options(parser.add_argument_group("the network"))
     parser.add_argument(
         "--visits",
         type=whole(1),
-        default=argparse.SUPPRESS,
         metavar="N",
-        help="end when each device has completed so many (default: go on for ever)",
+        help="stop when each device has made this many visits, whatever their outcome "
+        "(default: run until interrupted)",
     )
+    _add_device_options(parser.add_argument_group("devices"))
+    _add_data_options(parser.add_argument_group("data"))
+    _add_network_options(parser.add_argument_group("network"))
     add_format(parser)
+    bind(parser, ClientOptions, run)
 
 
 def _pair(text: str) -> tuple[str, str]:
     left, is_pair, right = text.partition("=")
     if not (left and is_pair and right):
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form LEFT=RIGHT")
+        raise argparse.ArgumentTypeError(f"{text!r} does not have the form LEFT=RIGHT")
     return left, right
 
 
@@ -79,51 +125,53 @@ def _import(text: str) -> tuple[str, Path]:
 
 
 def _add_device_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--devices", type=whole(1), default=1, metavar="N", help="in this process")
+    group.add_argument(
+        "--devices", type=whole(1), metavar="N", help="number of devices in this process"
+    )
     group.add_argument(
         "--assume",
-        default="",
         metavar="LIST",
-        help=f"conditions that you answer for, of {','.join(CONDITIONS)}",
+        help="conditions to take as true without checking, separated by commas: "
+        f"{', '.join(CONDITIONS)}",
     )
-    group.add_argument("--labels", default="", metavar="LIST", help="to declare to the server")
+    group.add_argument(
+        "--labels",
+        metavar="LIST",
+        help="labels to declare to the server, separated by commas",
+    )
     group.add_argument(
         "--participation-floor",
         type=float,
-        default=3600.0,
         metavar="S",
-        help=f"least seconds between two participations in a task; {_NO_FLOOR}",
+        help="minimum seconds between two participations in the same task; 0 for a demonstration",
     )
     group.add_argument(
-        "--pause", type=float, default=60.0, metavar="S", help="seconds after a participation"
+        "--pause", type=float, metavar="S", help="seconds to wait after a participation"
     )
     group.add_argument(
         "--max-parallel",
         type=whole(1),
-        default=argparse.SUPPRESS,
         metavar="N",
-        help="trainings at a time (default: one per core)",
+        help="maximum number of trainings at the same time (default: one per core)",
     )
     group.add_argument(
-        "--memory", type=whole(1), default=1024, metavar="MB", help="that one training may take"
+        "--memory", type=whole(1), metavar="MB", help="memory limit of one training, in MB"
     )
     group.add_argument(
-        "--max-training", type=positive, default=600.0, metavar="S", help="that one may last"
+        "--max-training", type=positive, metavar="S", help="time limit of one training, in seconds"
     )
     group.add_argument(
         "--trust",
         type=Path,
-        default=argparse.SUPPRESS,
         metavar="FILE",
-        help="your policy on TSAs, for tasks with secure aggregation",
+        help="TOML file that says which TSAs to trust; required for tasks with secure aggregation",
     )
     group.add_argument(
         "--protocol-only",
         type=positive,
-        default=argparse.SUPPRESS,
         metavar="S",
-        help="train nothing: wait S seconds on average, upload numbers that name the session "
-        "(for load tests)",
+        help="for load tests: do not train, but wait S seconds on average and upload numbers that "
+        "identify the session",
     )
 
 
@@ -131,68 +179,68 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--store",
         type=Path,
-        default=Path("device.db"),
         metavar="PATH",
-        help="examples and history: a file, or a folder with one file for each device",
+        help="file for examples and history; for several devices, a folder with one file each",
     )
     group.add_argument(
         "--policies",
         type=Path,
-        default=argparse.SUPPRESS,
         metavar="FILE",
-        help="collections with their use and retention, as TOML; kept in the store",
+        help="TOML file that says for each collection of examples which tasks may use it and how "
+        "long it is kept; it is saved in the store",
     )
     group.add_argument(
         "--import",
         dest="imports",
         type=_import,
         action="append",
-        default=[],
         metavar="COLLECTION=PATH",
-        help="add the examples of a file, or of a folder: then file i goes to device i",
+        help="import the examples of a file, or of a folder whose files are dealt out to the "
+        "devices; may be repeated",
     )
 
 
 def _add_network_options(group: argparse._ArgumentGroup) -> None:
-    for option, metavar, words in (
-        ("--ca", "FILE", "certificates of the authority to trust (default: the system's)"),
-        ("--proxy", "URL", "HTTP proxy to go through"),
-        ("--blobs-url", "URL", "CDN to download parameters from (default: the selectors)"),
-    ):
-        kind = Path if metavar == "FILE" else str
-        group.add_argument(
-            option, type=kind, default=argparse.SUPPRESS, metavar=metavar, help=words
-        )
+    group.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM file of the certificate authority to trust for https "
+        "(default: the system's authorities)",
+    )
+    group.add_argument("--proxy", metavar="URL", help="HTTP proxy to use")
+    group.add_argument(
+        "--blobs-url",
+        metavar="URL",
+        help="address of a CDN to download parameters from (default: the selectors)",
+    )
     group.add_argument(
         "--token-file",
         type=Path,
         action="append",
-        default=[],
         metavar="FILE",
-        help="the token to show; once for all devices, or once for each",
+        help="file that holds the device token; give it once for all devices, or once per device",
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ClientOptions) -> int:
     try:
-        import aiohttp  # noqa: F401 - before anything is opened
+        import aiohttp  # noqa: F401 - fail before any file is opened
     except ImportError as error:
         raise OperatorError(
             "devices need aiohttp, which is not installed", hint="pip install 'papaya-fl[device]'"
         ) from error
-    from papaya.cli.client.output import Printer
-
     printer = Printer(options.format)
     try:
         asyncio.run(_run(options, printer))
-    except KeyboardInterrupt:  # while it starts or ends: then nobody handles signals
+    except KeyboardInterrupt:  # during start and end, when devices do not handle signals
         printer.summarize()
         raise
     printer.summarize()
     return 0
 
 
-async def _run(options: argparse.Namespace, printer: Printer) -> None:
+async def _run(options: ClientOptions, printer: Printer) -> None:
     from papaya.cli.client.setup import (
         device_stores,
         device_tokens,
@@ -209,20 +257,21 @@ async def _run(options: argparse.Namespace, printer: Printer) -> None:
     from papaya.device.runtime import DeviceRuntime
 
     clock = device_clock()
-    is_waiting = hasattr(options, "protocol_only")  # which takes no core
     stores = device_stores(options.store, options.devices)
     tokens = device_tokens(options.token_file, options.devices)
-    policies = policies_in(getattr(options, "policies", None))
+    policies = policies_in(options.policies)
+    # Devices that only wait need no core.
+    parallel = options.max_parallel if options.protocol_only is None else options.devices
     shared = DeviceProcess(
         now=clock.now,
         limits=DeviceLimits(max_training_s=options.max_training),
         pacing=CheckInPacing(pause_s=options.pause),
         assume=listed(options.assume),
-        max_parallel=options.devices if is_waiting else getattr(options, "max_parallel", None),
-        blobs_url=getattr(options, "blobs_url", None),
-        certificates=getattr(options, "ca", None),
-        proxy=getattr(options, "proxy", None),
-        trust=trust_in(getattr(options, "trust", None), options.store, clock.now),
+        max_parallel=parallel,
+        blobs_url=options.blobs_url,
+        certificates=options.ca,
+        proxy=options.proxy,
+        trust=trust_in(options.trust, options.store, clock.now),
         notify=printer.on_event,
     )
     async with shared as process, trainer_for(options, clock) as (trainer, tasks):
@@ -242,9 +291,55 @@ async def _run(options: argparse.Namespace, printer: Printer) -> None:
                 opened.enter_context(make(store=store, token=token, name=f"device-{number}"))
                 for number, (store, token) in enumerate(zip(stores, tokens, strict=True), 1)
             ]
-            files = getattr(options, "task", [])
-            await import_examples(options.imports, devices, files, trainer, tasks, clock.now())
+            await import_examples(
+                options.imports, devices, options.task, trainer, tasks, clock.now()
+            )
             note(f"{plural(len(devices), 'device')} for {', '.join(tasks) or 'any task'}")
             runtime = DeviceRuntime(process, devices)
             with runtime.stopped_by_signals():
-                await runtime.run(getattr(options, "visits", None))
+                await runtime.run(options.visits)
+
+
+class Printer:
+    """Prints the end of each visit on stdout, and notes, each of them once, on stderr."""
+
+    def __init__(self, format_: str) -> None:
+        self._is_json = format_ == "json"
+        self._endings: Counter[str] = Counter()
+        self._noted: set[str] = set()
+
+    def on_event(self, event: Event) -> None:
+        if self._is_json:
+            print_json(event)
+        match event:
+            case VisitEnded():
+                self._endings[event.ending] += 1
+                if not self._is_json:
+                    print_data(_line(event))
+            case NotEligible():
+                self._note_once(f"not eligible: {'; '.join(event.reasons)}")
+            case Troubled():
+                self._note_once(f"{event.device}: {event.problem}")
+            case SelectorUnreachable():
+                note(f"{event.server} does not answer: {event.problem}; trying again")
+                self._note_once("hint: is it running? `papaya serve` starts a server here")
+            case SelectorReachable():
+                note(f"{event.server} answers again")
+
+    def summarize(self) -> None:
+        visits = plural(sum(self._endings.values()), "visit")
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in self._endings.most_common())
+        note(f"{visits}: {endings}" if endings else visits)
+
+    def _note_once(self, text: str) -> None:
+        if text not in self._noted:
+            self._noted.add(text)
+            note(text)
+
+
+def _line(ended: VisitEnded) -> str:
+    # When a device stops, the reason is what the server is told; the owner sees the detail.
+    reason = "" if ended.ending == "stopped" else ended.reason
+    why = "; ".join(filter(None, (reason, ended.detail)))
+    words = [ended.device, ended.ending, ended.task or "", f"({why})" if why else ""]
+    return " ".join(filter(None, words))

@@ -1,8 +1,7 @@
-"""From the options of `papaya client` to the parts of its devices; refuses what does not fit."""
+"""Makes the parts of the devices from the options of `papaya client`."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -10,13 +9,15 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from papaya.cli.client.examples import examples_of, files_in
+from papaya.cli.client.client import ClientOptions
 from papaya.cli.output import note, plural
 from papaya.clock import Clock
 from papaya.credentials.token_files import read as read_token
 from papaya.device.device import Device
 from papaya.device.example_store import ExampleStore
-from papaya.device.training import ProtocolTrainer, Trainer, sandboxed
+from papaya.device.executor import LOADER
+from papaya.device.texts import lines, texts_in, unreadable
+from papaya.device.training import ExecutorTrainer, ProtocolTrainer, Trainer, sandboxed
 from papaya.device.trust import Trust, read_policy
 from papaya.device.use_policy import UsePolicy, parse_policies
 from papaya.errors import OperatorError
@@ -29,15 +30,17 @@ def listed(text: str) -> list[str]:
 
 
 def device_stores(path: Path, devices: int) -> list[Path]:
-    """The file itself for one device; files in a folder for many."""
+    """The file itself for one device; files in the folder for several."""
     try:
         if devices == 1 and not path.is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
             return [path]
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        hint = "name a folder that can be written with --store"
-        raise OperatorError(f"{path} cannot hold devices: {error.strerror}", hint=hint) from error
+        hint = "name a folder that can be written: --store DIR"
+        raise OperatorError(
+            f"the store {path} cannot be made: {error.strerror}", hint=hint
+        ) from error
     return [path / f"device-{number}.db" for number in range(1, devices + 1)]
 
 
@@ -46,8 +49,8 @@ def device_tokens(files: Sequence[Path], devices: int) -> list[str | None]:
         return [None] * devices
     if len(files) not in (1, devices):
         raise OperatorError(
-            f"{len(files)} token files are neither one for all nor one for each of {devices}",
-            hint="give --token-file once, or once for each device",
+            f"{len(files)} token files for {devices} devices",
+            hint="give --token-file once for all devices, or once per device",
         )
     tokens: list[str | None] = [read_token(path).reveal() for path in files]
     return tokens * (devices // len(tokens))
@@ -55,26 +58,25 @@ def device_tokens(files: Sequence[Path], devices: int) -> list[str | None]:
 
 @asynccontextmanager
 async def trainer_for(
-    options: argparse.Namespace, clock: Clock
+    options: ClientOptions, clock: Clock
 ) -> AsyncIterator[tuple[Trainer, list[str]]]:
-    """Who trains, and the names of the tasks that it knows; none means any."""
-    files, mean_s = getattr(options, "task", []), getattr(options, "protocol_only", None)
+    """The trainer, and the names of the tasks that it can train; empty means any task."""
+    files, mean_s = options.task, options.protocol_only
     if missing := [path for path in files if not path.is_file()]:
-        raise OperatorError(f"there is no task file {missing[0]}", hint="check --task")
+        raise OperatorError(f"there is no task file {missing[0]}", hint="check --task FILE")
     if mean_s is not None:
         rng, modules = Random(), tuple(module_hash(path.read_bytes()) for path in files)
         seconds = partial(rng.expovariate, 1 / mean_s)
         yield ProtocolTrainer(protocol_update, seconds, modules=modules), []
         return
     if not files:
-        raise OperatorError("no task file is named", hint="papaya client --task my_task.py")
-    parallel = getattr(options, "max_parallel", None)
+        raise OperatorError("no task file was given", hint="papaya client --task my_task.py")
     async with sandboxed(
         files,
         clock.now,
         aliases=dict(options.alias),
         memory_mb=options.memory,
-        max_parallel=parallel,
+        max_parallel=options.max_parallel,
     ) as trainer:
         yield trainer, list(trainer.tasks)
 
@@ -86,7 +88,7 @@ def policies_in(path: Path | None) -> dict[str, UsePolicy]:
         return parse_policies(path.read_bytes(), str(path))
     except OSError as error:
         raise OperatorError(
-            f"the policies {path} cannot be read: {error.strerror}", hint="check --policies"
+            f"the policies {path} cannot be read: {error.strerror}", hint="check --policies FILE"
         ) from error
 
 
@@ -98,11 +100,10 @@ async def import_examples(
     tasks: Sequence[str],
     now: float,
 ) -> None:
-    """Deal the files out: file i goes to device i, and round again. What a device has it is not
-    given again, so the same command may be started again and again.
+    """Deal the files out to the devices: file 1 to device 1, and so on, starting over at the end.
 
-    A collection that nobody declared is declared for the tasks of this command: who imports
-    examples and names task files wants them used.
+    A device keeps one copy of an example, so the command can be repeated. A collection without a
+    policy gets one that allows the tasks of this command.
     """
     for collection, path in imports:
         for device in devices:
@@ -127,10 +128,39 @@ def _deal_out(
 
 
 def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust | None:
-    """The owner's policy on TSAs; what was seen of the log is kept beside the store."""
+    """The policy about TSAs. The last checkpoint of the log is saved in a file beside the store."""
     if path is None:
         return None
     policy = read_policy(path)
     if policy.allow_insecure_software:
-        note("INSECURE: software evidence is believed, which proves nothing")
+        note("INSECURE: software evidence is accepted, which proves nothing")
     return Trust(policy, store.with_name(f"{store.name}.log-checkpoint"), now)
+
+
+async def examples_of(
+    files: Sequence[Path], task_files: Sequence[Path], trainer: Trainer
+) -> list[list[bytes]]:
+    """The examples of each file: its lines, or what the task file makes of it.
+
+    If a task file has a function `load_examples(text) -> list of bytes`, it is called in a child
+    process, so that this process does not import the training engine.
+    """
+    texts = [_read(path) for path in files]
+    loaders = [path for path in task_files if f"def {LOADER}(" in _read(path)]
+    if loaders and isinstance(trainer, ExecutorTrainer):
+        return await trainer.load_examples(loaders[0], texts)
+    return [lines(text) for text in texts]
+
+
+def files_in(path: Path) -> list[Path]:
+    """The file itself, or all text files in a folder and its subfolders, except hidden ones."""
+    if not path.is_dir():
+        return [path]
+    return texts_in(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -1,9 +1,9 @@
-"""The processes of `papaya demo`: the project's own commands, each with its log, all ended again.
+"""Starts and ends the processes of `papaya demo`: `papaya` commands, each with a log file.
 
-They run in sessions of their own, so that Ctrl-C reaches the demo alone, and the demo ends them: by
-SIGTERM, the server last, and by SIGKILL what is still there some seconds later or at a second
-Ctrl-C. Only processes that were started here are touched, by their id. A demo that is killed itself
-(SIGKILL) ends nothing.
+They run in their own sessions, so that Ctrl-C reaches only the demo, which then ends them: with
+SIGTERM, the server last, and with SIGKILL if they are still running some seconds later or at a
+second Ctrl-C. Only processes that were started here are signalled, by their id. If the demo itself
+is killed, the kernel sends SIGTERM to them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,19 @@ from typing import Any
 
 from papaya.errors import OperatorError, PapayaError
 
-_STOP_S = 12.0  # a device leaves within 7, a server drains within 10
+_STOP_S = 12.0  # devices need up to 7 s to leave, a server up to 10 s to drain
 _SHOWN_LINES = 5
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Runs `papaya ARGUMENTS` after asking the kernel for SIGTERM at the death of the demo, whose id is
+# the first argument. (prctl in a `preexec_fn` would not be safe: the demo has threads.)
+_LAUNCH = """
+import ctypes, os, runpy, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+if os.getppid() != int(sys.argv.pop(1)):
+    raise SystemExit("the demo is gone")
+runpy.run_module("papaya", run_name="__main__", alter_sys=True)
+"""
 
 
 class Processes(AbstractContextManager["Processes"]):
@@ -36,7 +46,7 @@ class Processes(AbstractContextManager["Processes"]):
         self.stop()
 
     def start_server(self, name: str, *arguments: str) -> dict[str, str]:
-        """`papaya serve`, before all others; the addresses that it says it listens on."""
+        """Start `papaya serve`, before all others; returns the addresses that it listens on."""
         process = self._running[name] = self._open(
             name, ("serve", *arguments, "--format", "json"), subprocess.PIPE
         )
@@ -50,11 +60,11 @@ class Processes(AbstractContextManager["Processes"]):
         return addresses
 
     def start(self, name: str, *arguments: str) -> None:
-        """`papaya ARGUMENTS`, until it is stopped."""
+        """Start `papaya ARGUMENTS`."""
         self._running[name] = self._open(name, arguments, subprocess.DEVNULL)
 
     def run(self, name: str, *arguments: str) -> None:
-        """`papaya ARGUMENTS` to its end, or the error that it ended with."""
+        """Run `papaya ARGUMENTS` to its end; raises if it fails."""
         self.start(name, *arguments)
         self.finish(name)
 
@@ -65,13 +75,13 @@ class Processes(AbstractContextManager["Processes"]):
             raise self._ended(name, status)
 
     def check(self) -> None:
-        """Is everything that should run still running?"""
+        """Raise if a process has ended."""
         for name, process in self._running.items():
             if (status := process.poll()) is not None:
                 raise self._ended(name, status)
 
     def stop(self) -> None:
-        """End them all, the server last; at once when this is interrupted."""
+        """End all processes, the server last. If this is interrupted, kill them."""
         running = list(self._running.values())
         try:
             for together in (running[1:], running[:1]):
@@ -90,7 +100,7 @@ class Processes(AbstractContextManager["Processes"]):
     def _open(self, name: str, arguments: tuple[str, ...], out: int) -> subprocess.Popen[str]:
         with self._log(name).open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "papaya", *arguments],
+                [sys.executable, "-P", "-c", _LAUNCH, str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,
@@ -103,7 +113,7 @@ class Processes(AbstractContextManager["Processes"]):
         last = "\n".join(f"  {line}" for line in lines[-_SHOWN_LINES:] if line)
         return OperatorError(
             f"{name} ended with status {status}" + (f":\n{last}" if last else ""),
-            hint=f"all that it said is in {self._log(name)}",
+            hint=f"its full output is in {self._log(name)}",
         )
 
     def _log(self, name: str) -> Path:
@@ -111,14 +121,17 @@ class Processes(AbstractContextManager["Processes"]):
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
-    """To it and to its helpers. Until it has been waited for, its id is nobody else's."""
+    """Signal the process and its children. Its id is not reused before it is waited for."""
     if process.poll() is None:
         os.killpg(process.pid, number)
 
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM, or a terminal that is closed, ends a command as Ctrl-C does: it cleans up."""
+    """Turn SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt, so that the command cleans up.
+
+    SIGINT is included because a shell starts background jobs with SIGINT ignored.
+    """
     before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
         yield
@@ -132,6 +145,6 @@ def _interrupt(number: int, frame: FrameType | None) -> Any:
 
 
 def wait_s(processes: Processes, seconds: float) -> None:
-    """Sleep, unless a process is gone."""
+    """Sleep; raises if a process has ended."""
     processes.check()
     time.sleep(seconds)

@@ -1,48 +1,83 @@
 """`papaya log`: write a verifiable log of TSA binaries, show it, and check it.
 
-`append` measures the sources itself, so a record cannot name an artifact that they do not give. The
-private key stays in a file of its own, never in the folder that is served. `verify` and `show`
-believe a log only as far as its signatures, proofs and records go.
+`append` measures the sources itself, so a record names the artifact that the sources give. The
+private key is kept in its own file, outside the folder that is served; a key file is readable by
+its owner only and is never overwritten. A witness signs only a continuation of the checkpoint that
+it signed before, so `cosign` requires a file to remember that checkpoint. `verify` and `show` check
+signatures, proofs and records, and trust nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
 
-from papaya.cli.log import write as log_write
-from papaya.cli.log.source import add_reading, keeping, now, policy_of, reader_of, refusals
-from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json
+from papaya.cli.log.source import (
+    LogReadOptions,
+    LogShowOptions,
+    add_reading,
+    folder_of,
+    keeping,
+    now,
+    policy_of,
+    private_key,
+    public_key,
+    reader_of,
+    refusals,
+)
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    plural,
+    print_data,
+    print_json,
+    writing,
+)
+from papaya.cli.tsa import artifact_hash, reading
+from papaya.errors import OperatorError
 from papaya.verifiable_log.errors import LogError
+from papaya.verifiable_log.folder import LogFolder
+from papaya.verifiable_log.note import COSIGNATURE, LOG_SIGNATURE, SignerKey
 from papaya.verifiable_log.reader import LogReader
-from papaya.verifiable_log.record import Record
+from papaya.verifiable_log.record import REGISTERS, Record
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "log",
-        description="Write, show and check the log that devices and auditors read.",
+        description="Write, show and check the public log of TSA binaries, which devices and "
+        "auditors read.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    log_write.add_to(actions)
+    _add_signing(actions)
     show = actions.add_parser(
-        "show", help="print its records", description="Print the checkpoint and all records."
+        "show",
+        help="print the records of a log",
+        description="Check a log's signatures and proofs, then print its records.",
     )
-    show.set_defaults(run=run_show)
     verify = actions.add_parser(
         "verify",
-        help="check signatures, proofs and records",
-        description="Check the checkpoint, that it continues the remembered one, and all records.",
+        help="check signatures, proofs and records of a log",
+        description="Check the signatures, proofs and records of a log. With --remember, also "
+        "check that the log continues the checkpoint that was seen last.",
     )
-    verify.set_defaults(run=run_verify)
     for action in (show, verify):
         add_reading(action)
         add_format(action)
+    bind(show, LogShowOptions, run_show)
+    bind(verify, LogShowOptions, run_verify)
 
 
-def run_show(options: argparse.Namespace) -> int:
+def run_show(options: LogShowOptions) -> int:
     reader, entries = _read(options)
     shown = [{"index": i, **_fields(entry)} for i, entry in enumerate(entries)]
-    if options.format == "json":
+    if options.is_json:
         print_json({"checkpoint": _checkpoint(reader), "records": shown})
         return 0
     checkpoint = reader.checkpoint
@@ -54,7 +89,7 @@ def run_show(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_verify(options: argparse.Namespace) -> int:
+def run_verify(options: LogShowOptions) -> int:
     reader, entries = _read(options)
     with refusals():
         for index, entry in enumerate(entries):
@@ -62,16 +97,16 @@ def run_verify(options: argparse.Namespace) -> int:
                 Record.decode(entry)
             except LogError as error:
                 raise LogError(f"record {index}: {error}") from error
-    if options.format == "json":
+    if options.is_json:
         print_json({"checkpoint": _checkpoint(reader), "records": len(entries)})
     else:
         print_data(f"{reader.checkpoint.origin}: {plural(len(entries), 'record')}, all in order")
     if not options.witness:
-        note("no witnesses were named: this log could still show others another history")
+        note("no --witness was given: this log could still show other readers another history")
     return 0
 
 
-def _read(options: argparse.Namespace) -> tuple[LogReader, list[bytes]]:
+def _read(options: LogReadOptions) -> tuple[LogReader, list[bytes]]:
     reader = reader_of(options, policy_of(options))
     with refusals(), keeping():
         reader.refresh(now())
@@ -84,11 +119,11 @@ def _checkpoint(reader: LogReader) -> dict[str, str | int]:
 
 
 def _fields(entry: bytes) -> dict[str, str]:
-    """Of a record for people; one that is not in order is shown as it is, and said to be so."""
+    """A record as names and values for people. An invalid one is shown as bytes, with the error."""
     try:
         record = Record.decode(entry)
     except LogError as error:
-        return {"not in order": str(error), "bytes": ascii(entry[:400])}
+        return {"invalid": str(error), "bytes": ascii(entry[:400])}
     measured = {
         f"{platform} {register}": value
         for platform, registers in sorted(record.measurements.items())
@@ -101,3 +136,229 @@ def _fields(entry: bytes) -> dict[str, str]:
         "recipe": record.recipe,
         **measured,
     }
+
+
+_RECORD_HINT = "--revision takes what `git rev-parse HEAD` prints; add --sgx, --tdx or --software"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogKeyOptions:
+    name: str
+    output: Path
+    witness: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogWriteOptions:
+    """The options of every command that writes to a log; `_add_writing` describes them."""
+
+    log: Path
+    key: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogAppendOptions(LogWriteOptions, FormatOptions):
+    repository: str
+    revision: str
+    recipe: str = "papaya tsa build"
+    source: Path | None = None
+    software: bool = False
+    sgx: str | None = None
+    tdx: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCosignOptions(LogReadOptions):
+    key: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogAddCosignatureOptions(LogWriteOptions):
+    witness: str
+    line: str
+
+
+def _add_signing(actions: Commands) -> None:
+    key = _add(actions, "key", "make the key of a log or of a witness")
+    key.add_argument(
+        "--name",
+        required=True,
+        metavar="NAME",
+        help="name of the log or witness, such as example.org/tsa-log",
+    )
+    key.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="file for the private key; the public key goes to FILE.pub",
+    )
+    key.add_argument("--witness", action="store_true", help="make the key of a witness")
+    bind(key, LogKeyOptions, run_key)
+
+    create = _add(actions, "create", "make an empty log")
+    _add_writing(create)
+    bind(create, LogWriteOptions, run_create)
+
+    append = _add(actions, "append", "add a release of the TSA binary to a log")
+    _add_writing(append)
+    _add_record(append)
+    add_format(append)
+    bind(append, LogAppendOptions, run_append)
+
+    cosign = _add(actions, "cosign", "sign the checkpoint of a log, as a witness")
+    add_reading(cosign)
+    cosign.add_argument(
+        "--key", required=True, type=Path, metavar="FILE", help="private key of the witness"
+    )
+    bind(cosign, LogCosignOptions, run_cosign)
+
+    add = _add(actions, "add-cosignature", "publish the signature of a witness")
+    _add_writing(add)
+    add.add_argument(
+        "--witness",
+        required=True,
+        metavar="KEY",
+        help="public key of the witness, or a file that holds it",
+    )
+    add.add_argument(
+        "--line", required=True, metavar="TEXT", help="line that `papaya log cosign` printed"
+    )
+    bind(add, LogAddCosignatureOptions, run_add_cosignature)
+
+
+def _add(actions: Commands, name: str, words: str) -> argparse.ArgumentParser:
+    description = f"{words[0].upper()}{words[1:]}."
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=words, description=description)
+    return parser
+
+
+def _add_writing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log", required=True, type=Path, metavar="DIR", help="folder of the log, which is served"
+    )
+    parser.add_argument(
+        "--key", required=True, type=Path, metavar="FILE", help="private key of the log"
+    )
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--repository", required=True, metavar="URL", help="address of the source repository"
+    )
+    parser.add_argument(
+        "--revision", required=True, metavar="REV", help="full git revision of the source"
+    )
+    parser.add_argument("--recipe", metavar="TEXT", help="command that builds the binary")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="git clone whose revision is measured (default: measure this installation)",
+    )
+    parser.add_argument(
+        "--software",
+        action="store_true",
+        help="record the measurement of INSECURE software evidence",
+    )
+    parser.add_argument("--sgx", metavar="HEX", help="MRENCLAVE of the signed SGX enclave")
+    parser.add_argument(
+        "--tdx",
+        metavar="REGISTER=HEX,...",
+        help=f"TDX registers; all of {', '.join(REGISTERS['tdx'])} are required",
+    )
+
+
+def run_key(options: LogKeyOptions) -> int:
+    kind = COSIGNATURE if options.witness else LOG_SIGNATURE
+    try:
+        key = SignerKey(options.name, secrets.token_bytes(32), kind)
+    except LogError as error:
+        raise OperatorError(str(error), hint="use a name like example.org/tsa-log") from error
+    if options.output.exists():
+        hint = "choose another file with --output; a log cannot continue without its key"
+        raise OperatorError(f"{options.output} exists, and a key is never replaced", hint=hint)
+    with writing(options.output):
+        handle = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(f"{key.reveal()}\n")
+        public = options.output.with_name(f"{options.output.name}.pub")
+        public.write_text(f"{key.verifier}\n")
+    print_data(str(key.verifier))
+    note(f"the private key is in {options.output}; keep it outside the folder that is served")
+    return 0
+
+
+def run_create(options: LogWriteOptions) -> int:
+    key = private_key(options.key)
+    with writing(options.log), refusals():
+        LogFolder(options.log).create(key)
+    print_data(str(key.verifier))
+    return 0
+
+
+def run_append(options: LogAppendOptions) -> int:
+    key = private_key(options.key)
+    revision = options.revision if options.source is not None else None
+    artifact = artifact_hash(reading(options.source, revision))
+    try:
+        record = Record(
+            artifact,
+            _measurements(options, artifact),
+            options.repository,
+            options.revision,
+            options.recipe,
+        )
+    except LogError as error:
+        raise OperatorError(str(error), hint=_RECORD_HINT) from error
+    with refusals(), writing(options.log):
+        checkpoint = folder_of(options.log).append([record.encode()], key)
+    if options.is_json:
+        index = checkpoint.size - 1
+        print_json({"index": index, "artifact": artifact, "root": checkpoint.root.hex()})
+    else:
+        print_data(f"record {checkpoint.size - 1}: {artifact}")
+    if options.source is None:
+        note(
+            "this installation was measured; that it is revision "
+            f"{options.revision} was not checked. To measure that revision: --source CLONE"
+        )
+    return 0
+
+
+def run_cosign(options: LogCosignOptions) -> int:
+    if options.remember is None:
+        hint = "add --remember FILE, with the same file each time"
+        raise OperatorError("a witness must remember the checkpoint that it signed", hint=hint)
+    key = private_key(options.key)
+    if key.kind != COSIGNATURE:
+        raise OperatorError(
+            f"{options.key} is not the key of a witness",
+            hint="papaya log key --witness --name NAME --output FILE",
+        )
+    reader = reader_of(options, policy_of(options))
+    with refusals(), keeping():
+        checkpoint = reader.refresh(now())  # saved first: a witness never signs two histories
+    print_data(key.signature_line(checkpoint.text, int(now())).rstrip("\n"))
+    return 0
+
+
+def run_add_cosignature(options: LogAddCosignatureOptions) -> int:
+    witness = public_key(options.witness)
+    with refusals(), writing(options.log):
+        folder = folder_of(options.log)
+        folder.add_cosignature(f"{options.line}\n", witness, private_key(options.key))
+    note(f"the checkpoint now has the signature of {witness.name}")
+    return 0
+
+
+def _measurements(options: LogAppendOptions, artifact: str) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    if options.software:
+        found["software"] = {"mrenclave": artifact}
+    if options.sgx:
+        found["sgx"] = {"mrenclave": options.sgx}
+    if options.tdx:
+        pairs = [part.partition("=") for part in options.tdx.split(",")]
+        found["tdx"] = {name.strip(): value.strip() for name, _, value in pairs}
+    return found

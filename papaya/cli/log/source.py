@@ -1,19 +1,20 @@
-"""What the commands about logs share: where a log is, whose it is, and what was seen of it before.
+"""How `papaya log` and `papaya audit` read a log: its address, its keys, its last checkpoint.
 
-A log is a folder or an HTTP address, read the same way. Its public key is always asked for: a log
-without one is only a rumour. What a log does wrong becomes an error of the peer, exit code 3; one
-that cannot be reached has done nothing wrong, exit code 2.
+A log is a folder or an HTTP address, and both are read in the same way. The public key is required,
+because nothing in a log can be trusted without it. A log whose signatures, proofs or records are
+wrong is an error of the peer (exit code 3); a log that cannot be reached is not (exit code 2).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from papaya.cli.output import positive, whole
+from papaya.cli.output import FormatOptions, positive, whole
 from papaya.errors import OperatorError, ProtocolError
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
@@ -26,57 +27,87 @@ from papaya.verifiable_log.tiles import Fetch
 
 
 class LogRefused(ProtocolError):
-    """A log, a proof or a signature does not hold."""
+    """A log, a proof or a signature is wrong."""
 
-    default_hint = "do not trust this log; keep what it served, and tell whoever runs it"
+    default_hint = "do not trust this log; save what it served and report it to its operator"
 
 
 class LogUnreachable(OperatorError):
-    """A log could not be read, which says nothing about it."""
+    """A log could not be read, which says nothing about its contents."""
 
-    default_hint = "check the address and the network: this says nothing about the log yet"
+    default_hint = "check the address and the network; the log itself was not checked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogReadOptions:
+    """The options of every command that reads a log; `add_reading` describes them."""
+
+    log: str
+    log_key: str
+    witness: Sequence[str] = ()
+    quorum: int | None = None
+    max_age: float | None = None
+    remember: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogShowOptions(LogReadOptions, FormatOptions):
+    """The options of `papaya log show` and `papaya log verify`."""
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", metavar="LOG", help="its folder or its HTTP address")
+    """Add the options of `LogReadOptions`."""
+    parser.add_argument("log", metavar="LOG", help="folder or HTTP address of the log")
     parser.add_argument(
-        "--log-key", required=True, metavar="KEY", help="its public key, or a file that holds it"
+        "--log-key",
+        required=True,
+        metavar="KEY",
+        help="public key of the log, or a file that holds it",
     )
     parser.add_argument(
-        "--witness", action="append", default=[], metavar="KEY", help="a witness's public key"
+        "--witness",
+        action="append",
+        metavar="KEY",
+        help="public key of a witness, or a file that holds it; may be repeated",
     )
     parser.add_argument(
-        "--quorum", type=whole(1), metavar="N", help="witnesses that must have signed (default all)"
+        "--quorum",
+        type=whole(1),
+        metavar="N",
+        help="number of witnesses that must have signed the checkpoint (default: all of them)",
     )
     parser.add_argument(
-        "--max-age", type=positive, metavar="S", help="seconds after which a cosignature is too old"
+        "--max-age",
+        type=positive,
+        metavar="S",
+        help="maximum age of a witness's signature, in seconds (default: unlimited)",
     )
     parser.add_argument(
         "--remember",
         type=Path,
         metavar="FILE",
-        help="the last checkpoint seen: the log must continue it",
+        help="file for the last checkpoint seen; the log must be a continuation of it",
     )
 
 
-def policy_of(options: argparse.Namespace) -> LogPolicy:
+def policy_of(options: LogReadOptions) -> LogPolicy:
     witnesses = tuple(public_key(key) for key in options.witness)
     quorum = len(witnesses) if options.quorum is None else options.quorum
     try:
         return LogPolicy(public_key(options.log_key), witnesses, quorum, options.max_age)
     except LogError as error:
-        raise OperatorError(str(error), hint="see --log-key, --witness and --quorum") from error
+        raise OperatorError(str(error), hint="check --log-key, --witness and --quorum") from error
 
 
-def reader_of(options: argparse.Namespace, policy: LogPolicy) -> LogReader:
-    """From what `--remember` has on; whatever is accepted is there before it is made use of."""
+def reader_of(options: LogReadOptions, policy: LogPolicy) -> LogReader:
+    """With `--remember`, a new checkpoint is saved to the file before it is used."""
     fetch = fetch_of(options.log)
     if options.remember is None:
         return LogReader(fetch, policy)
     try:
         return RememberingReader(fetch, policy, CheckpointFile(options.remember, policy))
     except (LogError, OSError) as error:
-        hint = "name the file that an earlier command wrote for this log, or one that is not there"
+        hint = "name a file that an earlier command wrote for this log, or a new file"
         raise OperatorError(f"--remember {options.remember}: {error}", hint=hint) from error
 
 
@@ -88,7 +119,7 @@ def fetch_of(log: str) -> Fetch:
 
 def folder_of(path: Path) -> LogFolder:
     if not path.is_dir():
-        hint = f"name its folder or address; to begin one: papaya log create --log {path} --key KEY"
+        hint = f"check the folder; to make a new log: papaya log create --log {path} --key FILE"
         raise OperatorError(f"there is no log in {path}", hint=hint)
     return LogFolder(path)
 
@@ -97,11 +128,10 @@ def public_key(text: str) -> VerifierKey:
     try:
         return VerifierKey.parse(_text_or_file(text))
     except LogError as error:
-        hint = "give name+id+base64, or the file that `papaya log key` wrote beside the private key"
-        found = (
-            f"{text!r} is no file, and not a public key" if "+" not in text else "not a public key"
-        )
-        raise OperatorError(f"{found}: {error}", hint=hint) from error
+        hint = "use NAME+ID+BASE64, or the .pub file that `papaya log key` wrote"
+        raise OperatorError(
+            f"{text!r} is neither a public key nor a file that holds one: {error}", hint=hint
+        ) from error
 
 
 def private_key(path: Path) -> SignerKey:
@@ -110,21 +140,23 @@ def private_key(path: Path) -> SignerKey:
     except OSError as error:
         hint = f"papaya log key --name NAME --output {path}"
         raise OperatorError(
-            f"the key {path} cannot be read: {error.strerror}", hint=hint
+            f"the private key {path} cannot be read: {error.strerror}", hint=hint
         ) from error
     except (LogError, UnicodeDecodeError) as error:
-        raise OperatorError(f"{path}: {error}", hint="name the private key's file") from error
+        raise OperatorError(
+            f"{path} is not a private key: {error}", hint="name a file that `papaya log key` wrote"
+        ) from error
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around whatever believes or disbelieves a log."""
+    """Turn errors of a log into errors of the command line."""
     try:
         yield
     except LogSourceUnreachable as error:
         raise LogUnreachable(str(error)) from error
     except MissingFile as error:
-        hint = "a log has its files below LOG/checkpoint and LOG/tile: is this its address?"
+        hint = "check the address: a log has a file LOG/checkpoint and a folder LOG/tile"
         raise LogRefused(str(error), hint=hint) from error
     except LogError as error:
         raise LogRefused(str(error)) from error
@@ -132,11 +164,11 @@ def refusals() -> Iterator[None]:
 
 @contextmanager
 def keeping() -> Iterator[None]:
-    """Around whatever refreshes a reader: with `--remember` that writes a file."""
+    """Explain an OSError while a log is read and the file of `--remember` is written."""
     try:
         yield
     except OSError as error:
-        hint = "the log must be there to read, and the file of --remember to be written"
+        hint = "the log must be readable, and the file of --remember writable"
         raise OperatorError(f"{error.filename}: {error.strerror}", hint=hint) from error
 
 
@@ -149,4 +181,6 @@ def _text_or_file(text: str) -> str:
     try:
         return path.read_text() if path.is_file() else text
     except (OSError, UnicodeDecodeError) as error:
-        raise OperatorError(f"{text} cannot be read: {error}") from error
+        raise OperatorError(
+            f"the key file {text} cannot be read: {error}", hint="name a file that is a public key"
+        ) from error

@@ -1,22 +1,27 @@
-"""`papaya simulate`: one run under virtual time; a report, report.json and plots.
+"""`papaya simulate`: one run under virtual time; writes a report, report.json and plots.
 
-The servers and clients are the real ones; the network, the stores and the fleet are simulated. A
-run is a function of its options and the seed. With a task file and data the fleet learns
-(`simulate_task.py`); without, devices upload a few integers and nothing is learnt.
+Servers and clients are the real state machines; the network, the stores and the fleet are
+simulated. The options and the seed determine the run. With a task file and data the fleet trains
+the model (`simulate/task.py`); without, devices upload a few integers and nothing is trained.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import structs
 
 from papaya.cli.output import (
     Commands,
+    FormatOptions,
     Progress,
     add_format,
+    bind,
     make_folder,
     note,
     plural,
@@ -34,173 +39,208 @@ from papaya.sim.report import regime_name
 from papaya.sim.simulate import Moment, protocol_tasks, simulate
 
 _CONCURRENCY, _GAP_S, _HOURS, _TASKS = 1300, 3600.0, 0.5, 1
-# Of the one kind of run only: said with the other, they would silently do nothing.
-_LEARNING = (
-    "data",
-    "updates",
-    "evaluations",
-    "client_rate",
-    "server_rate",
-    "seconds_per_example",
-    "processes",
-)
-_CONTROL = ("tasks", "gap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(FormatOptions):
+    """None means that an option was not given: its default depends on whether there is a task file.
+
+    `data` to `processes` need a task file; `tasks` and `gap` are for runs without one.
+    """
+
+    task_file: Path | None = None
+    # Training
+    data: str | None = None
+    seconds_per_example: float | None = None
+    updates: int | None = None
+    evaluations: int | None = None
+    client_rate: float | None = None
+    server_rate: float | None = None
+    processes: int | None = None
+    # The task
+    regime: Literal["async", "sync"] | None = None
+    concurrency: int | None = None
+    goal: int | None = None
+    over_selection: float | None = None
+    tasks: int | None = None
+    gap: float | None = None
+    # The fleet and the servers
+    population: int = DEFAULT.size
+    supply: float = 1.5
+    coordinators: int = 1
+    selectors: int = 1
+    aggregators: int = 1
+    # The run
+    hours: float | None = None
+    seed: int = 1
+    output: Path = Path("runs/simulate")
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "simulate",
-        description="Run servers and a simulated fleet under virtual time. With a task file and "
-        "data it learns; without, clients take their time and upload nothing of use.",
+        description="Run the servers with a simulated fleet under virtual time. With a task file "
+        "and data, the fleet trains the model. Without them, clients only wait and upload a few "
+        "numbers, which shows utilization, staleness and fairness.",
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("task_file", nargs="?", type=Path, metavar="TASK.py", help="what to learn")
-    _add_learning(parser.add_argument_group("learning", argument_default=argparse.SUPPRESS))
-    _add_task(parser.add_argument_group("the task", argument_default=argparse.SUPPRESS))
+    parser.add_argument(
+        "task_file",
+        nargs="?",
+        type=Path,
+        metavar="TASK.py",
+        help="task file of the model to train (default: train nothing)",
+    )
+    _add_training(parser.add_argument_group("training (with a task file)"))
+    _add_task(parser.add_argument_group("the task"))
     _add_fleet(parser.add_argument_group("the fleet and the servers"))
     parser.add_argument(
         "--hours",
         type=positive,
-        default=argparse.SUPPRESS,
         metavar="H",
-        help=f"of virtual time (default: {_HOURS}; when learning, until --updates)",
+        help=f"hours of virtual time (default: {_HOURS}; with a task file: until --updates are done)",
     )
     parser.add_argument(
-        "--seed", type=whole(0), default=1, metavar="S", help="one seed, one run (default: 1)"
+        "--seed", type=whole(0), metavar="S", help="seed of the run; the same seed repeats it"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("runs/simulate"),
-        metavar="DIR",
-        help="for the files (default: runs/simulate)",
-    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the results")
     add_format(parser)
+    bind(parser, SimulateOptions, run)
 
 
-def _add_learning(group: argparse._ArgumentGroup) -> None:
+def _add_training(group: argparse._ArgumentGroup) -> None:
     add_data(group)
     group.add_argument(
-        "--updates", type=whole(1), metavar="N", help="client updates to learn from (default: 5000)"
+        "--updates",
+        type=whole(1),
+        metavar="N",
+        help="number of client updates to train with (default: 5000)",
     )
     group.add_argument(
         "--evaluations",
         type=whole(1),
         metavar="N",
-        help="how often the model is judged on held-out clients, beside the start (default: 20)",
+        help="number of evaluations on held-out clients after the first (default: 20)",
     )
     for side in ("client", "server"):
         group.add_argument(
             f"--{side}-rate",
             type=positive,
             metavar="R",
-            help=f"learning rate of the {side} (default: the file's)",
+            help=f"learning rate of the {side} (default: that of the task file)",
         )
     group.add_argument(
         "--clients-processes",
         dest="processes",
         type=whole(1),
         metavar="P",
-        help="how many train clients (default: 1)",
+        help="number of processes that train clients (default: 1)",
     )
 
 
 def add_data(group: argparse._ArgumentGroup) -> None:
-    """Also of `papaya sweep`."""
+    """Describe the data of a task file; `papaya sweep` has these options too."""
     group.add_argument(
         "--data",
-        default=argparse.SUPPRESS,
         metavar="DATA",
-        help="leaf:FOLDER (LEAF's JSON), text:FOLDER (a file for each client), or stdlib "
-        "(Python's own sources)",
+        help="examples of the clients: leaf:FOLDER (JSON files of LEAF), text:FOLDER (one file per "
+        "client), or stdlib (the sources of Python's standard library)",
     )
     group.add_argument(
         "--seconds-per-example",
         type=positive,
-        default=argparse.SUPPRESS,
         metavar="S",
-        help="of training on a mean device (default: so that the mean device takes as long as in "
-        "the built-in population)",
+        help="seconds that an average device takes for one example (default: chosen so that it "
+        "trains as long as an average device of the built-in population)",
     )
 
 
 def _add_task(group: argparse._ArgumentGroup) -> None:
-    own = "; with a task file: its own"
+    own = "that of the task file"
     group.add_argument(
-        "--regime", choices=("async", "sync"), help=f"how to train (default: async{own})"
+        "--regime",
+        choices=("async", "sync"),
+        help=f"AsyncFL or SyncFL (default: {own}, else async)",
     )
     group.add_argument(
         "--concurrency",
         type=whole(1),
         metavar="C",
-        help=f"of each task (default: {_CONCURRENCY}{own}); with another than a file's, K is "
-        "10 %% of it unless --goal is given",
+        help=f"number of clients that train at the same time, per task (default: {own}, else "
+        f"{_CONCURRENCY})",
     )
     group.add_argument(
         "--goal",
         type=whole(1),
         metavar="K",
-        help=f"aggregation goal of AsyncFL (default: 10 %% of C{own})",
+        help=f"aggregation goal of AsyncFL: client updates per server update (default: {own} if "
+        "--concurrency is not given, else 10 %% of C)",
     )
     group.add_argument(
         "--over-selection",
         type=float,
         metavar="O",
-        help="how many more clients than a round needs, as a share (0.3: 1300 for 1000) "
-        f"(default: 0.3{own})",
+        help="over-selection of SyncFL: the share of additional clients per round; 0.3 selects "
+        f"1300 clients for 1000 updates (default: {own}, else 0.3)",
     )
     group.add_argument(
-        "--tasks", type=whole(1), metavar="N", help=f"how many, alike (default: {_TASKS})"
+        "--tasks",
+        type=whole(1),
+        metavar="N",
+        help=f"number of identical tasks, without a task file (default: {_TASKS})",
     )
     group.add_argument(
         "--gap",
         type=float,
         metavar="S",
-        help=f"seconds between participations (default: {_GAP_S:g})",
+        help="minimum seconds between two participations of a device, without a task file "
+        f"(default: {_GAP_S:g})",
     )
 
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--population",
-        type=whole(1),
-        default=DEFAULT.size,
-        metavar="N",
-        help=f"devices (default: {DEFAULT.size:,})",
+        "--population", type=whole(1), metavar="N", help="number of devices in the fleet"
     )
     group.add_argument(
         "--supply",
         type=positive,
-        default=1.5,
         metavar="X",
-        help="check-ins per expected completion (default: 1.5)",
+        help="check-ins of devices per expected completion",
     )
     for role in ("coordinators", "selectors", "aggregators"):
-        group.add_argument(
-            f"--{role}", type=whole(1), default=1, metavar="N", help="how many (default: 1)"
-        )
+        group.add_argument(f"--{role}", type=whole(1), metavar="N", help=f"number of {role}")
 
 
-def run(options: argparse.Namespace) -> int:
-    given = vars(options)
+def run(options: SimulateOptions) -> int:
     if options.task_file is not None:
-        _refuse(given, _CONTROL, "is for runs that learn nothing", "leave it, or the file, out")
-        from papaya.cli.simulate.task import run_task  # most of what it imports is for learning
+        _refuse({"--tasks": options.tasks, "--gap": options.gap}, "without a task file")
+        from papaya.cli.simulate.task import run_task  # imports what only training needs
 
         return run_task(options)
-    _refuse(given, _LEARNING, "is for learning", "papaya simulate my_task.py --data leaf:FOLDER")
+    training = {
+        "--data": options.data,
+        "--seconds-per-example": options.seconds_per_example,
+        "--updates": options.updates,
+        "--evaluations": options.evaluations,
+        "--client-rate": options.client_rate,
+        "--server-rate": options.server_rate,
+        "--clients-processes": options.processes,
+    }
+    _refuse(training, "with a task file", "papaya simulate my_task.py --data leaf:FOLDER")
     return _run_control_plane(options)
 
 
-def _refuse(given: dict[str, object], names: tuple[str, ...], problem: str, hint: str) -> None:
-    for name in names:
-        if name in given:
-            option = "clients-processes" if name == "processes" else name.replace("_", "-")
-            raise OperatorError(f"--{option} {problem}", hint=hint)
+def _refuse(given: Mapping[str, object], where: str, hint: str = "") -> None:
+    """Refuse options that would have no effect."""
+    for option, value in given.items():
+        if value is not None:
+            raise OperatorError(
+                f"{option} {value} has an effect only {where}", hint=hint or f"leave {option} out"
+            )
 
 
-def _run_control_plane(options: argparse.Namespace) -> int:
-    from papaya.sim import plots  # before the run: a missing matplotlib should not cost one
+def _run_control_plane(options: SimulateOptions) -> int:
+    from papaya.sim import plots  # before the run, which would be lost without matplotlib
 
     config = _configuration(options)
     folder = make_folder(options.output)
@@ -211,13 +251,13 @@ def _run_control_plane(options: argparse.Namespace) -> int:
         report = simulate(
             config,
             options.seed,
-            getattr(options, "hours", _HOURS),
+            options.hours or _HOURS,
             progress=lambda moment: progress.update(name, *describe(moment)),
         )
     data, plot = folder / "report.json", folder / "plot.png"
     with writing(data):
         data.write_bytes(msgspec.json.encode(report))
-    if options.format == "json":
+    if options.is_json:
         print_json(report)
     else:
         print_data(report.summary())
@@ -228,17 +268,17 @@ def _run_control_plane(options: argparse.Namespace) -> int:
 
 
 def describe(moment: Moment) -> tuple[float, str]:
-    """How much is done, and how things stand, for a progress display."""
+    """Which part is done, and a short description, for a progress display."""
     words = f"{moment.active:,} active, {plural(moment.versions, 'server update')}"
     return moment.now_s / moment.until_s, words
 
 
-def _configuration(options: argparse.Namespace) -> ClusterConfig:
+def _configuration(options: SimulateOptions) -> ClusterConfig:
     tasks = protocol_tasks(
-        getattr(options, "tasks", _TASKS),
+        options.tasks or _TASKS,
         regime=_regime(options),
-        concurrency=getattr(options, "concurrency", _CONCURRENCY),
-        participation_gap_s=getattr(options, "gap", _GAP_S),
+        concurrency=options.concurrency or _CONCURRENCY,
+        participation_gap_s=_GAP_S if options.gap is None else options.gap,
     )
     return ClusterConfig(
         tasks=tasks,
@@ -250,23 +290,22 @@ def _configuration(options: argparse.Namespace) -> ClusterConfig:
     )
 
 
-def _regime(options: argparse.Namespace) -> AsyncFL | SyncFL:
-    regime = getattr(options, "regime", "async")
+def _regime(options: SimulateOptions) -> AsyncFL | SyncFL:
+    regime = options.regime or "async"
     check_goal(regime, options)
     if regime == "async":
-        return AsyncFL(getattr(options, "goal", None))
-    over_selection = getattr(options, "over_selection", None)
-    return SyncFL() if over_selection is None else SyncFL(over_selection)
+        return AsyncFL(options.goal)
+    return SyncFL() if options.over_selection is None else SyncFL(options.over_selection)
 
 
-def check_goal(regime: str, options: argparse.Namespace) -> None:
-    """K is set in one regime, over-selection in the other."""
-    if regime == "async" and hasattr(options, "over_selection"):
+def check_goal(regime: str, options: SimulateOptions) -> None:
+    """Refuse the option that belongs to the other regime."""
+    if regime == "async" and options.over_selection is not None:
         raise OperatorError(
-            "--over-selection is for SyncFL", hint="add --regime sync, or leave it out"
+            "--over-selection is for SyncFL only", hint="add --regime sync, or leave it out"
         )
-    if regime == "sync" and hasattr(options, "goal"):
+    if regime == "sync" and options.goal is not None:
         raise OperatorError(
-            "--goal is for AsyncFL: SyncFL aggregates C ÷ (1 + over-selection) updates",
-            hint="leave it out, or set --over-selection",
+            "--goal is for AsyncFL only: SyncFL aggregates C ÷ (1 + over-selection) updates",
+            hint="leave it out, or use --over-selection",
         )

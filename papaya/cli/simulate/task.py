@@ -1,13 +1,13 @@
-"""`papaya simulate my_task.py --data …`: a fleet that learns the user's own task from own data.
+"""`papaya simulate my_task.py --data …`: a simulated fleet trains the user's model.
 
-One run: the machines are recorded, the model learns along the trace, and what came of it is told:
-how good it got and how soon, for all clients and for those with much data, who took part, how long
-client updates are, and what secure aggregation's fixed point would make of them.
+First the state machines run and are recorded, then the model is trained along that trace. The
+report says how the loss fell over time, for all clients and for those with much data; which clients
+took part; the norms of client updates, the clip that follows from them, and the precision of secure
+aggregation's fixed-point numbers (`papaya/study/precision.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 from pathlib import Path
@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
-from papaya.cli.norm_summary import lines, scale_rows
 from papaya.cli.output import (
     Progress,
     make_folder,
@@ -26,12 +25,13 @@ from papaya.cli.output import (
     table,
     writing,
 )
-from papaya.cli.simulate.simulate import check_goal
+from papaya.cli.simulate.simulate import SimulateOptions, check_goal
 from papaya.errors import Diverged
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import RunReport, percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.plan import regime_of, setting_of, with_rates, with_setting
+from papaya.study.precision import LEAST_UPDATES
 from papaya.study.run import (
     FleetSummary,
     RecordingPlan,
@@ -47,35 +47,37 @@ from papaya.study.trace import MOST_HOURS, Recorder
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
 _UPDATES, _EVALUATIONS = 5000, 20
-_MANY = 100.0  # from there on, one digit after the point
-_MOST_FINITE = 700.0  # exp of more is not a float
+_MANY = 100.0  # perplexities from here on have one decimal
+_MOST_FINITE = 700.0  # exp() of more overflows
 
 
-def run_task(options: argparse.Namespace) -> int:
+def run_task(options: SimulateOptions) -> int:
     from papaya.sim import plots
-    from papaya.study import learning_plots  # before the run: they need matplotlib
+    from papaya.study import (
+        learning_plots,  # before the run, which would be lost without matplotlib
+    )
 
     folder = make_folder(options.output)
     spec = WorkloadSpec(
         str(options.task_file),
-        getattr(options, "data", None),
-        getattr(options, "seconds_per_example", None),
+        options.data,
+        options.seconds_per_example,
     )
     prepared = prepare(spec, structs.replace(DEFAULT, size=options.population))
     run = _run(options, prepared)
     note(prepared.about)
     seconds = prepared.population.execution_per_example_s
-    note(f"an example takes a device {seconds:g} s in the median (--seconds-per-example)")
+    note(f"a median device takes {seconds:g} s per example (--seconds-per-example)")
     for warning in run.course.task.warnings():
         note(f"warning: {warning}")
     if (goal := run.course.task.aggregation_goal) > run.updates:
-        note(f"warning: a server update takes K = {goal:,} client updates: it goes on until then")
-    learnt, report = _learn(run, prepared, getattr(options, "processes", 1))
+        note(f"warning: the run continues to {goal:,} client updates: a server update needs K")
+    learnt, report = _learn(run, prepared, options.processes or 1)
     if not learnt.versions and learnt.curve.diverged is None:
         hours = f"{run.course.hours:g} virtual hours"
-        note(f"warning: nothing was learnt: no server update in {hours}; raise --hours")
+        note(f"warning: the model was not trained: no server update in {hours}; raise --hours")
     _write(folder, learnt, report)
-    if options.format == "json":
+    if options.is_json:
         print_json(_for_programs(learnt))
     else:
         print_data(summary(learnt))
@@ -88,7 +90,7 @@ def run_task(options: argparse.Namespace) -> int:
     if learnt.curve.diverged is not None:
         used = setting_of(run)
         raise Diverged(
-            f"the model diverged after version {learnt.versions}, the last that was judged: "
+            f"the model diverged after version {learnt.versions}, the last one evaluated: "
             f"{learnt.curve.diverged}",
             hint=f"lower --client-rate ({used['client_rate']:g}) or --server-rate "
             f"({used['server_rate']:g})",
@@ -96,15 +98,15 @@ def run_task(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
-    regime = getattr(options, "regime", regime_of(prepared.task))
+def _run(options: SimulateOptions, prepared: Prepared) -> Run:
+    regime = options.regime or regime_of(prepared.task)
     check_goal(regime, options)
     given = {
-        "K": getattr(options, "goal", None),
-        "concurrency": getattr(options, "concurrency", None),
-        "over_selection": getattr(options, "over_selection", None),
-        "client_rate": getattr(options, "client_rate", None),
-        "server_rate": getattr(options, "server_rate", None),
+        "K": options.goal,
+        "concurrency": options.concurrency,
+        "over_selection": options.over_selection,
+        "client_rate": options.client_rate,
+        "server_rate": options.server_rate,
     }
     setting = {name: float(value) for name, value in given.items() if value is not None}
     task = with_setting(prepared.task, regime, setting)
@@ -118,8 +120,8 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
     course = RecordingPlan(
         cluster=cluster,
         seed=options.seed,
-        updates=getattr(options, "updates", _UPDATES),
-        hours=getattr(options, "hours", MOST_HOURS),
+        updates=options.updates or _UPDATES,
+        hours=options.hours or MOST_HOURS,
     )
     return Run(
         course=course,
@@ -127,7 +129,7 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
         data=prepared.digest,
         rates=with_rates(prepared.rates, setting),
         updates=course.updates,
-        evaluations=getattr(options, "evaluations", _EVALUATIONS),
+        evaluations=options.evaluations or _EVALUATIONS,
     )
 
 
@@ -144,7 +146,9 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, Run
         total = max(1, clients_to_train(run, trace))
 
         def learns(trained: int, judged: int) -> None:
-            words = f"{trained:,} of {total:,} clients trained, {plural(judged, 'version')} judged"
+            words = (
+                f"{trained:,} of {total:,} clients trained, {plural(judged, 'version')} evaluated"
+            )
             progress.update("learning", min(1.0, trained / total), words)
 
         with prepared.opened(course.seed, processes) as workload:
@@ -152,7 +156,7 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, Run
 
 
 def _for_programs(learnt: RunResult) -> dict[str, object]:
-    """With K and rates as they came to be: where a configuration leaves them open it has null."""
+    """With the K and the rates that were used: the configuration has null where it has none."""
     found: dict[str, object] = msgspec.to_builtins(learnt)
     return {"setting": setting_of(learnt.run), **found}
 
@@ -172,7 +176,7 @@ def _write(folder: Path, learnt: RunResult, report: RunReport) -> None:
 
 
 def summary(learnt: RunResult) -> str:
-    """For people; the fields of `RunResult` are for programs."""
+    """The result as text for people."""
     task = learnt.run.course.task
     head = f"{learnt.run.workload}: {regime_name(task)}, C = {task.concurrency}, "
     head += f"K = {task.aggregation_goal}, seed {learnt.run.course.seed}"
@@ -183,8 +187,8 @@ def summary(learnt: RunResult) -> str:
         *scale_rows(learnt),
     ]
     if learnt.curve.diverged is not None:
-        last = f"loss {learnt.end.all:.4f} until then"
-        whole = "what follows is of the whole recording"
+        last = f"loss {learnt.end.all:.4f} before that"
+        whole = "the lines below describe the whole recording"
         rows.insert(1, ("diverged", f"{learnt.curve.diverged}; {last}; {whole}"))
     return "\n".join([head, *lines(rows)]) + "\n\n" + _qualities(learnt)
 
@@ -232,7 +236,7 @@ def _perplexity(loss: float) -> str:
 def _took_part(learnt: RunResult) -> str:
     found = learnt.fairness
     if found is None:
-        return "too few clients to tell who (K–S needs 30 that were assigned well before the end)"
+        return "unknown: K–S needs 30 clients that were assigned well before the end"
     time, examples = _distance(found.execution_s), _distance(found.examples)
     return (
         f"K–S {time} by execution time, {examples} by examples; "
@@ -242,3 +246,55 @@ def _took_part(learnt: RunResult) -> str:
 
 def _distance(found: Distance) -> str:
     return f"{found.ks:.3f} (p = {found.p_value:.2g})"
+
+
+def scale_rows(learnt: RunResult) -> list[tuple[str, str]]:
+    """Norms of client updates, the suggested clip and the fixed-point precision: name and text."""
+    return [
+        ("update norms", _norms(learnt)),
+        ("clip", _clip(learnt)),
+        ("fixed point", _fixed_point(learnt)),
+    ]
+
+
+def lines(rows: list[tuple[str, str]]) -> list[str]:
+    return [f"  {name:<13} {text}" for name, text in rows]
+
+
+def _norms(learnt: RunResult) -> str:
+    norms = learnt.norms
+    if norms is None:
+        return "–"
+    return (
+        f"median {norms.p50:.3g}, 90 % {norms.p90:.3g}, 99 % {norms.p99:.3g}, "
+        f"longest {norms.largest:.3g} (of the first {norms.updates:,})"
+    )
+
+
+def _clip(learnt: RunResult) -> str:
+    found, own = learnt.precision, learnt.run.rates.clip
+    if found is None:
+        return _why_none(learnt)
+    now = "the task has none" if own is None else f"the task has {own:g}"
+    return f"suggested {found.clip:g}: {percent(found.clipped)} of updates are longer; {now}"
+
+
+def _why_none(learnt: RunResult) -> str:
+    if learnt.curve.diverged is not None:
+        return "– (the run diverged)"
+    if learnt.norms is None or learnt.norms.updates < LEAST_UPDATES:
+        return f"– (this needs {LEAST_UPDATES} client updates)"
+    return "–"
+
+
+def _fixed_point(learnt: RunResult) -> str:
+    found = learnt.precision
+    if found is None:
+        return "–"
+    if not found.is_enough:
+        return f"K leaves {found.levels:,} levels, {found.needed:,} are needed: lower K"
+    return (
+        f"at this clip and K a step is {found.step:.2g}; the error of a coordinate of the mean is "
+        f"{found.error:.2g} (at most {found.error_bound:.2g}); a coordinate of a median update is "
+        f"{found.coordinate:.2g}"
+    )

@@ -1,24 +1,30 @@
 """`papaya task export` and `papaya task metrics`: a model or its history, for other tools.
 
-A model is written under its tensors' own names: as safetensors, or as a PyTorch state_dict when
-torch is there. The history is CSV, with times in ISO 8601, JSON or TensorBoard event files. What is
-not there is not invented: a version without an evaluation has an empty loss, and a task with secure
-aggregation no losses of the devices with much data, because nobody learns which those are.
+A model keeps the names of its tensors: as safetensors, or as a PyTorch state_dict if torch is
+installed. The history is CSV with times in ISO 8601, JSON, or TensorBoard event files. Unknown
+values are empty: the loss of a version without an evaluation, and under secure aggregation the
+losses of the devices with the most data, because the server does not learn which those are.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from papaya.cli.admin_client import AdminClient, add_connection, client_for, task_path
-from papaya.cli.output import Commands, add_format, note, print_data, print_json, writing
+from papaya.cli.admin_client import (
+    AdminClient,
+    OneTaskOptions,
+    add_connection,
+    client_for,
+    task_path,
+)
+from papaya.cli.output import Commands, bind, note, print_data, print_json, writing
 from papaya.errors import OperatorError, ProtocolError
 from papaya.learning import parameters
 from papaya.learning.checkpoint_files import save_named
@@ -31,33 +37,59 @@ _HEADER_BYTES = 1 << 17
 _COLUMNS = ("version", "created", "members", "examples", "staleness", "loss", "perplexity")
 _SHARES = ("p75_loss", "p99_loss")
 _NO_VOLUMES = (
-    "under secure aggregation no device says how much data it has: p75_loss and p99_loss are "
-    "empty, and each update counts as one of examples"
+    "under secure aggregation devices do not report how much data they have: p75_loss and p99_loss "
+    "are empty, and `examples` counts updates"
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskExportOptions(OneTaskOptions):
+    output: Path
+    version: str = "newest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMetricsOptions(OneTaskOptions):
+    output: Path | None = None
+    tensorboard: Path | None = None
+
+
 def add_to(actions: Commands) -> None:
-    parser = actions.add_parser("export", help="write a version as safetensors or state_dict")
-    parser.set_defaults(run=run_export)
-    parser.add_argument("task")
-    parser.add_argument("--version", default="newest", metavar="V", help="a number, or newest")
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="*.safetensors or *.pt"
+    exporting = actions.add_parser(
+        "export",
+        help="write a version as safetensors or PyTorch state_dict",
+        description="Write a version of the model to a file, with the names of its tensors.",
     )
-    add_connection(parser)
-    add_format(parser)
-    parser = actions.add_parser("metrics", help="write a task's history as CSV or for TensorBoard")
-    parser.set_defaults(run=run_metrics)
-    parser.add_argument("task")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--output", type=Path, metavar="FILE", help="CSV; stdout when left out")
-    where.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files")
-    add_connection(parser)
-    add_format(parser)
+    exporting.add_argument("task", metavar="TASK", help="name of the task")
+    exporting.add_argument("--version", metavar="V", help="version to export: a number, or newest")
+    exporting.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="file to write: *.safetensors, or *.pt for a PyTorch state_dict",
+    )
+    add_connection(exporting)
+    bind(exporting, TaskExportOptions, run_export)
+    metrics = actions.add_parser(
+        "metrics",
+        help="write the history of a task as CSV, JSON or for TensorBoard",
+        description="Write one row for each version of a task: updates, staleness, loss.",
+    )
+    metrics.add_argument("task", metavar="TASK", help="name of the task")
+    where = metrics.add_mutually_exclusive_group()
+    where.add_argument(
+        "--output", type=Path, metavar="FILE", help="CSV file to write (default: stdout)"
+    )
+    where.add_argument(
+        "--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard event files"
+    )
+    add_connection(metrics)
+    bind(metrics, TaskMetricsOptions, run_metrics)
 
 
-def run_export(options: argparse.Namespace) -> int:
-    output: Path = options.output
+def run_export(options: TaskExportOptions) -> int:
+    output = options.output
     if output.suffix not in (".safetensors", ".pt"):
         raise OperatorError(
             f"{output} is neither .safetensors nor .pt", hint="--output model.safetensors"
@@ -66,7 +98,7 @@ def run_export(options: argparse.Namespace) -> int:
     detail = client.get(task_path(options.task), TaskDetail)
     if detail.config.evaluates is not None:
         raise OperatorError(
-            f"{options.task} is an evaluation, not a model", hint="export the task that it is of"
+            f"{options.task} is an evaluation and has no model", hint="export the task it evaluates"
         )
     vector, version = _download(client, detail, options.version)
     manifest = Manifest(detail.manifest or (("parameters", (vector.size,)),))
@@ -77,7 +109,7 @@ def run_export(options: argparse.Namespace) -> int:
         else:
             metadata = {"format": "pt", "task": options.task, "version": version}
             save_named(output, manifest, vector, metadata)
-    if options.format == "json":
+    if options.is_json:
         print_json({"task": options.task, "version": int(version), "file": str(output)})
     else:
         print_data(f"{output}: version {version} of {options.task}, {vector.size:,} parameters")
@@ -92,7 +124,8 @@ def _download(client: AdminClient, detail: TaskDetail, version: str) -> tuple[Ve
         return parameters.decode(data, length), headers.get("papaya-version", version)
     except ProtocolError as error:
         raise OperatorError(
-            f"what {client.url} sent is damaged: {error}", hint="try again; check its disk"
+            f"the parameters that {client.url} sent are damaged: {error}",
+            hint="try again; if it fails again, check the disk of the server",
         ) from error
 
 
@@ -117,7 +150,7 @@ def _save_state_dict(output: Path, manifest: Manifest, vector: Vector) -> None:
 # -- history ------------------------------------------------------------------------------------
 
 
-def run_metrics(options: argparse.Namespace) -> int:
+def run_metrics(options: TaskMetricsOptions) -> int:
     client = client_for(options)
     is_secure = (
         client.get(task_path(options.task), TaskDetail).config.secure_aggregation is not None
@@ -126,12 +159,12 @@ def run_metrics(options: argparse.Namespace) -> int:
     if options.tensorboard is not None:
         with writing(options.tensorboard):
             _write_events(options.tensorboard, rows)
-        note(f"{len(rows)} versions; look at them: tensorboard --logdir {options.tensorboard}")
+        note(f"{len(rows)} versions; to see them: tensorboard --logdir {options.tensorboard}")
     elif options.output is not None:
         with writing(options.output):
             options.output.write_text(as_csv(rows), encoding="utf-8")
         note(f"{options.output}: {len(rows)} versions")
-    elif options.format == "json":
+    elif options.is_json:
         print_json(rows)
     else:
         print_data(as_csv(rows).rstrip("\n"))
@@ -141,7 +174,7 @@ def run_metrics(options: argparse.Namespace) -> int:
 
 
 def all_points(client: AdminClient, task: str) -> list[PointRow]:
-    """The whole history; the server gives a bounded number at a time."""
+    """The whole history. The server returns a limited number of points per request."""
     points: list[PointRow] = []
     while True:
         after = f"?after={points[-1].version}" if points else ""
@@ -177,7 +210,7 @@ def _result(point: PointRow) -> EvaluationResult | None:
     try:
         return msgspec.json.decode(point.evaluated, type=EvaluationResult)
     except msgspec.DecodeError:
-        return None  # of another version of Papaya: loss and perplexity are there all the same
+        return None  # written by another version of Papaya; the row still has loss and perplexity
 
 
 def _write_events(folder: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,30 +1,41 @@
-"""`papaya task submit my_task.py`: from the owner's file to a running task.
+"""`papaya task submit my_task.py`: start a task from the owner's file.
 
-The file is imported here, on the owner's machine. What is sent is its hash, the configuration,
-names and shapes of tensors and the initial parameters: nothing that a server or a device could run.
+The file is imported here, on the owner's machine. The command sends its hash, the configuration,
+the names and shapes of tensors and the initial parameters: nothing that a server or a device could
+run.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from papaya.cli.admin_client import add_connection, client_for, task_path
-from papaya.cli.output import Commands, add_format, note, plural, print_data, print_json, whole
+from papaya.cli.admin_client import ConnectionOptions, add_connection, client_for, task_path
+from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, whole
 from papaya.config import TaskConfig
 from papaya.errors import ConfigError, OperatorError
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
 _NOT_TO_SET = {
-    "task": "use --name",
-    "model_length": "it follows from the model",
-    "evaluates": "use papaya task evaluate",
-    "requirements.module": "it is the hash of the file",
-    "requirements.engine": "it follows from the file",
+    "task": "use --name NAME",
+    "model_length": "the model determines it: change the model in the file",
+    "evaluates": "papaya task evaluate TASK",
+    "requirements.module": "it is the hash of the file: change the file",
+    "requirements.engine": "the file determines it: change the file",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSubmitOptions(ConnectionOptions):
+    file: Path
+    checkpoint: Path | None = None
+    name: str | None = None
+    seed: int = 0
+    set: Sequence[str] = ()
 
 
 def add_to(actions: Commands) -> None:
@@ -33,29 +44,36 @@ def add_to(actions: Commands) -> None:
         help="start a task from a Python file",
         description="Start a task from a Python file that ends in `task = Task(...)`.",
     )
-    parser.set_defaults(run=run)
-    parser.add_argument("file", type=Path, help="the task; devices need the same file")
     parser.add_argument(
-        "--checkpoint", type=Path, metavar="FILE", help="start from this safetensors file"
+        "file",
+        type=Path,
+        metavar="TASK.py",
+        help="Python file of the task; devices need the same file",
     )
-    parser.add_argument("--name", metavar="NAME", help="instead of the task's own name")
     parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="S", help="of the initial parameters"
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="safetensors file with the initial parameters (default: those of a new model)",
     )
+    parser.add_argument(
+        "--name", metavar="NAME", help="name of the task (default: the name in the file)"
+    )
+    parser.add_argument("--seed", type=whole(0), metavar="S", help="seed of the initial parameters")
     parser.add_argument(
         "--set",
         action="append",
-        default=[],
         metavar="FIELD=VALUE",
-        help="change one setting, as in concurrency=50, regime=sync, stop.versions=100",
+        help="change one setting, such as concurrency=50, regime=sync or stop.versions=100; may be "
+        "repeated",
     )
     add_connection(parser)
-    add_format(parser)
+    bind(parser, TaskSubmitOptions, run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: TaskSubmitOptions) -> int:
     from papaya.learning import parameters
-    from papaya.learning.task import load_task  # runs the owner's file, imports torch
+    from papaya.learning.task import load_task  # here: it imports torch
 
     client = client_for(options)
     loaded = load_task(options.file)
@@ -69,35 +87,41 @@ def run(options: argparse.Namespace) -> int:
     stored = client.put(place, data, Stored)
     new = NewTask(config, stored.parameters, loaded.manifest.tensors)
     view = client.post("/admin/tasks", new, TaskView)
-    if options.format == "json":
+    if options.is_json:
         print_json(view)
     else:
         clients = plural(config.concurrency, "client")
         print_data(f"{view.task} is {view.state}: {clients} at a time")
-        note(f"\nwatch it: papaya task watch {view.task}")
+        note(f"\nto watch it: papaya task watch {view.task}")
     return 0
 
 
 def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:
-    """What devices that have the file as it is will not take part in, in words for its owner."""
+    """Warnings about settings that devices with the unchanged file will refuse."""
     if file.secure_aggregation is None and submitted.secure_aggregation is None:
         return []
     if file.secure_aggregation is None or submitted.secure_aggregation is None:
-        found = ["secure aggregation is not what the file says"]
+        found = ["secure aggregation differs from the file"]
     else:
         found = [
-            f"{name} = {getattr(submitted, name)}, the file says {getattr(file, name)}"
-            for name in ("clip", "max_examples", "max_staleness")
-            if getattr(submitted, name) != getattr(file, name)
+            f"{name} = {ours}, but the file has {theirs}"
+            for name, ours, theirs in (
+                ("clip", submitted.clip, file.clip),
+                ("max_examples", submitted.max_examples, file.max_examples),
+                ("max_staleness", submitted.max_staleness, file.max_staleness),
+            )
+            if ours != theirs
         ]
         if (submitted.threshold or 0) < (file.threshold or 0):
-            found.append(f"sums of {submitted.threshold}, the file says {file.threshold} or more")
-    advice = "devices that have this file will refuse the task. Change the file instead of --set"
-    return [f"{difference}: {advice}, and give devices that file" for difference in found]
+            found.append(
+                f"sums of {submitted.threshold}, but the file has {file.threshold} or more"
+            )
+    advice = "devices that have this file will refuse the task. Instead of using --set, change the "
+    return [f"{difference}: {advice}file and give it to the devices" for difference in found]
 
 
-def changed(config: TaskConfig, name: str | None, settings: list[str]) -> TaskConfig:
-    """The configuration with another name and some fields set to other values."""
+def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> TaskConfig:
+    """The configuration with this name, if any, and these fields changed."""
     document: dict[str, Any] = msgspec.to_builtins(config)
     if name is not None:
         document["task"] = name
@@ -113,7 +137,7 @@ def changed(config: TaskConfig, name: str | None, settings: list[str]) -> TaskCo
 def _set(document: dict[str, Any], setting: str) -> None:
     field, equals, text = setting.partition("=")
     if not equals:
-        raise OperatorError(f"--set {setting!r} has no value", hint="write --set concurrency=50")
+        raise OperatorError(f"--set {setting!r} has no value", hint="--set concurrency=50")
     if field in _NOT_TO_SET:
         raise OperatorError(f"--set cannot change {field}", hint=_NOT_TO_SET[field])
     try:

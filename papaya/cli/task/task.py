@@ -1,25 +1,36 @@
-"""`papaya task …`: what a model's owner does with a running system.
+"""`papaya task …`: what the owner of a model does with a running system.
 
-    submit FILE          start a task            pause, resume, cancel NAME
-    list, show, watch    look at it              rollback NAME VERSION, mark NAME VERSION
-    evaluate NAME        on devices' held-out data
+    submit FILE          start a task            pause, resume, cancel TASK
+    list, show, watch    look at it              rollback TASK VERSION, mark TASK VERSION
+    evaluate TASK        on devices' held-out data
     export, metrics      the model, its history
 
-Data goes to stdout, everything else to stderr; --format json everywhere. Every change is
-compare-and-set on the server: one that comes too late is refused and says so.
+Data goes to stdout, everything else to stderr; every action has --format json. The server refuses
+a change if the task was changed in the meantime.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
+from typing import Literal
 
 import msgspec
 
-from papaya.cli.admin_client import add_connection, client_for, task_path
+from papaya.cli.admin_client import (
+    AdminClient,
+    ConnectionOptions,
+    OneTaskOptions,
+    add_connection,
+    client_for,
+    task_path,
+)
 from papaya.cli.output import (
     Commands,
-    add_format,
+    bind,
     note,
     plural,
     positive,
@@ -29,8 +40,8 @@ from papaya.cli.output import (
     whole,
 )
 from papaya.cli.task import export, submit, watch
-from papaya.cli.task.failure_reasons import HINT, in_words, without_update
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
+from papaya.errors import OperatorError
 from papaya.server.admin.views import (
     ChangeReason,
     Evaluate,
@@ -42,72 +53,115 @@ from papaya.server.admin.views import (
     VersionView,
 )
 
+Change = Literal["pause", "resume", "cancel"]
+
 _HEADER = (
     *("task", "state", "version", "evaluated", "loss", "perplexity"),
     *("active", "of", "utilization"),
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskListOptions(ConnectionOptions):
+    evaluations: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskChangeOptions(OneTaskOptions):
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRollbackOptions(OneTaskOptions):
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskMarkOptions(OneTaskOptions):
+    version: int
+    remove: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEvaluateOptions(OneTaskOptions):
+    version: int | None = None
+    clients: int | None = None
+    timeout: float | None = None
+
+
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "task",
-        description="Submit, watch and steer the tasks of a running server.",
+        description="Submit, watch and control the tasks of a running server.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     submit.add_to(actions)
-    _add(actions, "list", "all tasks", run_list, has_task=False).add_argument(
-        "--evaluations", action="store_true", help="show evaluations too"
-    )
-    _add(actions, "show", "one task: settings, versions, history", run_show)
+    listing = _add(actions, "list", "list all tasks", has_task=False)
+    listing.add_argument("--evaluations", action="store_true", help="also list evaluations")
+    bind(listing, TaskListOptions, run_list)
+    showing = _add(actions, "show", "show the settings, versions and history of a task")
+    bind(showing, OneTaskOptions, run_show)
     watch.add_to(actions)
-    for action, help_text in (
-        ("pause", "no new clients; those who train may finish"),
-        ("resume", "go on after a pause"),
-        ("cancel", "end it; its versions stay"),
-    ):
-        added = _add(actions, action, help_text, run_change)
-        added.add_argument("--why", default="", metavar="TEXT", help="shown to others")
-        added.set_defaults(action=action)
+    _add_change(actions, "pause", "assign no new clients; those that are training may finish")
+    _add_change(actions, "resume", "continue a paused task")
+    _add_change(actions, "cancel", "end a task; its versions stay")
     _add_versioned(actions)
     export.add_to(actions)
 
 
 def _add(
-    actions: Commands,
-    name: str,
-    help_text: str,
-    run: object,
-    *,
-    has_task: bool = True,
+    actions: Commands, name: str, words: str, *, has_task: bool = True
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(name, help=help_text)
-    parser.set_defaults(run=run)
+    description = f"{words[0].upper()}{words[1:]}."
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=words, description=description)
     if has_task:
-        parser.add_argument("task")
+        parser.add_argument("task", metavar="TASK", help="name of the task")
     add_connection(parser)
-    add_format(parser)
     return parser
 
 
+def _add_change(actions: Commands, action: Change, words: str) -> None:
+    parser = _add(actions, action, words)
+    parser.add_argument("--why", metavar="TEXT", help="reason, shown to everyone who looks")
+    bind(parser, TaskChangeOptions, partial(run_change, action))
+
+
 def _add_versioned(actions: Commands) -> None:
-    parser = _add(actions, "rollback", "go on from an earlier version", run_rollback)
-    parser.add_argument("version", type=whole(0))
-    parser = _add(actions, "mark", "keep a version, whatever its age", run_mark)
-    parser.add_argument("version", type=whole(0))
-    parser.add_argument("--remove", action="store_true", help="take the mark away")
-    parser = _add(actions, "evaluate", "on devices' held-out data", run_evaluate)
-    parser.add_argument("--version", type=whole(0), metavar="V", help="default: the newest")
-    parser.add_argument("--clients", type=whole(1), metavar="N", help="default: as planned, or 20")
-    parser.add_argument("--timeout", type=positive, metavar="S", help="give up after so long")
+    rollback = _add(actions, "rollback", "continue a task from an earlier version")
+    rollback.add_argument(
+        "version", type=whole(0), metavar="VERSION", help="version to continue from"
+    )
+    bind(rollback, TaskRollbackOptions, run_rollback)
+    mark = _add(actions, "mark", "keep a version even when it is old")
+    mark.add_argument("version", type=whole(0), metavar="VERSION", help="version to keep")
+    mark.add_argument("--remove", action="store_true", help="remove the mark instead")
+    bind(mark, TaskMarkOptions, run_mark)
+    evaluate = _add(actions, "evaluate", "evaluate a version on held-out data of devices")
+    evaluate.add_argument(
+        "--version", type=whole(0), metavar="V", help="version to evaluate (default: the newest)"
+    )
+    evaluate.add_argument(
+        "--clients",
+        type=whole(1),
+        metavar="N",
+        help="number of clients (default: that of the task's evaluation plan, or 20)",
+    )
+    evaluate.add_argument(
+        "--timeout",
+        type=positive,
+        metavar="S",
+        help="give up after this many seconds (default: that of the task's evaluation plan)",
+    )
+    bind(evaluate, TaskEvaluateOptions, run_evaluate)
 
 
 # -- look ---------------------------------------------------------------------------------------
 
 
-def run_list(options: argparse.Namespace) -> int:
+def run_list(options: TaskListOptions) -> int:
     tasks = client_for(options).get("/admin/tasks", tuple[TaskView, ...])
     shown = [view for view in tasks if options.evaluations or not view.evaluates]
-    if options.format == "json":
+    if options.is_json:
         print_json(shown)
     elif shown:
         print_data(table(_HEADER, [task_line(view) for view in shown]))
@@ -130,18 +184,18 @@ def task_line(view: TaskView) -> tuple[str, ...]:
     )
 
 
-def run_show(options: argparse.Namespace) -> int:
+def run_show(options: OneTaskOptions) -> int:
     client = client_for(options)
     detail = client.get(task_path(options.task), TaskDetail)
     versions = client.get(task_path(options.task, "versions"), tuple[VersionView, ...])
     reasons = without_update(client, options.task)
-    if options.format == "json":
+    if options.is_json:
         print_json({"detail": detail, "versions": versions, "without_update": reasons})
         return 0
     history = [] if detail.task.evaluates else ["", _versions_table(detail, versions)]
     print_data("\n".join([*_facts(detail, reasons), *history]))
     if next(iter(reasons), "") == "left":
-        note(HINT)
+        note(_LEFT_HINT)
     for warning in detail.warnings:
         note(f"warning: {warning}")
     return 0
@@ -198,7 +252,7 @@ def _plan(plan: EvaluationPlan | None) -> str:
 def _stops(stop: StopRule | None) -> str:
     rules = {} if stop is None else msgspec.structs.asdict(stop)
     given = [f"{name} = {value:g}" for name, value in rules.items() if value is not None]
-    return " or ".join(given) or "when it is cancelled"
+    return " or ".join(given) or "only when it is cancelled"
 
 
 def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> str:
@@ -219,35 +273,35 @@ def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> st
 # -- change -------------------------------------------------------------------------------------
 
 
-def run_change(options: argparse.Namespace) -> int:
-    path = task_path(options.task, options.action)
+def run_change(action: Change, options: TaskChangeOptions) -> int:
+    path = task_path(options.task, action)
     view = client_for(options).post(path, ChangeReason(options.why), TaskView)
     return _tell(options, view, f"{view.task} is {view.state}")
 
 
-def run_rollback(options: argparse.Namespace) -> int:
+def run_rollback(options: TaskRollbackOptions) -> int:
     path = task_path(options.task, "rollback")
     view = client_for(options).post(path, RollBack(options.version), VersionView)
-    text = f"{options.task} goes on at version {view.version}, from version {options.version}"
+    text = f"{options.task} continues at version {view.version}, from version {options.version}"
     return _tell(options, view, text)
 
 
-def run_mark(options: argparse.Namespace) -> int:
+def run_mark(options: TaskMarkOptions) -> int:
     path = task_path(options.task, "mark")
     view = client_for(options).post(path, Mark(options.version, not options.remove), VersionView)
-    is_kept = "is kept" if not options.remove else "is kept no longer than others"
+    is_kept = "is kept" if not options.remove else "is no longer marked"
     return _tell(options, view, f"version {view.version} of {options.task} {is_kept}")
 
 
-def run_evaluate(options: argparse.Namespace) -> int:
+def run_evaluate(options: TaskEvaluateOptions) -> int:
     request = Evaluate(options.version, options.clients, options.timeout)
     path = task_path(options.task, "evaluate")
     started = client_for(options).post(path, request, Started)
     return _tell(options, started, f"{started.task} evaluates version {started.version}")
 
 
-def _tell(options: argparse.Namespace, answer: object, text: str) -> int:
-    if options.format == "json":
+def _tell(options: ConnectionOptions, answer: object, text: str) -> int:
+    if options.is_json:
         print_json(answer)
     else:
         print_data(text)
@@ -260,3 +314,42 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+_LEFT_HINT = (
+    "hint: these devices left the task; look for `failed` lines in the device logs. Check that the "
+    "devices have the same task file that was submitted"
+)
+_METRICS_BYTES = 16 << 20
+_COUNTER = r"papaya_task_(?:sessions_aborted|updates_discarded)_total"
+
+
+def without_update(client: AdminClient, task: str) -> dict[str, int]:
+    """How many sessions ended without an update, by reason, the most frequent first.
+
+    Read from the metrics of the server, which counts them for the tasks of its own aggregator; the
+    result is empty if the aggregators run elsewhere. A device that refuses a task only leaves: the
+    server does not learn why.
+    """
+    try:
+        text = client.download("/metrics", _METRICS_BYTES)[0].decode(errors="replace")
+    except OperatorError:
+        return {}
+    return counted(text, task)
+
+
+def counted(metrics: str, task: str) -> dict[str, int]:
+    # The order of labels is not specified, and a value may be written as 7, 7.0 or 7e+06.
+    name, reason = rf'task="{re.escape(task)}"', r'reason="(\w+)"'
+    series = rf"^{_COUNTER}\{{(?:{name},{reason}|{reason},{name})\}} (\S+)$"
+    found: dict[str, int] = {}
+    for first, second, times in re.findall(series, metrics, re.MULTILINE):
+        found[first or second] = found.get(first or second, 0) + int(float(times))
+    return {r: found[r] for r in sorted(found, key=lambda r: (-found[r], r)) if found[r]}
+
+
+def in_words(reasons: dict[str, int]) -> str:
+    if not reasons:
+        return ""
+    listed = ", ".join(f"{times:,} {reason}" for reason, times in reasons.items())
+    return f"{plural(sum(reasons.values()), 'session')} so far: {listed}"

@@ -1,59 +1,71 @@
-"""`papaya task watch`: a task as it learns, in a terminal or in a log.
+"""`papaya task watch`: show the progress of a task, in a terminal or in a log.
 
-On a terminal one display that is redrawn; anywhere else a line whenever there is something new;
-with --format json each of those lines is the whole view. A server that restarts is waited for.
+On a terminal, one display is redrawn; elsewhere there is a line for each change. With --format json
+each line is the whole view of the task. While a server restarts, the command waits for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
 from papaya.cli.admin_client import (
     AdminClient,
+    OneTaskOptions,
     ServerUnreachable,
     add_connection,
     client_for,
     task_path,
 )
-from papaya.cli.output import Commands, add_format, note, positive, print_data
+from papaya.cli.output import Commands, bind, note, positive, print_data, printable
 from papaya.errors import OperatorError
 from papaya.messages.storage import PointRow
 from papaya.server.admin.views import TaskDetail, TaskView
 
 _PATIENCE_S = 60.0
-_EVALUATION_STARTS_S = 15.0  # after an earlier one ends
+_EVALUATION_STARTS_S = 15.0  # the last evaluation starts when an earlier one has ended
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE = 40
 _RATE_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskWatchOptions(OneTaskOptions):
+    until: Literal["completed", "evaluated"] = "completed"
+    interval: float = 1.0
+
+
 def add_to(actions: Commands) -> None:
-    parser = actions.add_parser("watch", help="progress, until the task is over")
-    parser.set_defaults(run=run)
-    parser.add_argument("task")
+    parser = actions.add_parser(
+        "watch",
+        help="show the progress of a task until it ends",
+        description="Show the progress of a task until it ends. Exits with 1 if it was cancelled.",
+    )
+    parser.add_argument("task", metavar="TASK", help="name of the task")
     parser.add_argument(
         "--until",
         choices=("completed", "evaluated"),
-        default="completed",
-        help="evaluated: also until its last evaluation is over; exit code 1 if it was cancelled",
+        help="when to stop watching: when the task is completed, or when its last version is also "
+        "evaluated",
     )
-    parser.add_argument("--interval", type=positive, default=1.0, metavar="S", help="in seconds")
+    parser.add_argument(
+        "--interval", type=positive, metavar="S", help="seconds between two requests to the server"
+    )
     add_connection(parser)
-    add_format(parser)
+    bind(parser, TaskWatchOptions, run)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: TaskWatchOptions) -> int:
     client = client_for(options)
-    client.get(task_path(options.task), TaskDetail)  # a wrong name or token is told at once
+    client.get(task_path(options.task), TaskDetail)  # fail now if the name or the token is wrong
     show: Show
-    if options.format == "json":
+    if options.is_json:
         show = LineShow(lambda detail: msgspec.json.encode(detail).decode())
     elif sys.stdout.isatty():
         show = Display()
@@ -68,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Show(AbstractContextManager["Show"]):
-    """Where what is seen goes."""
+    """Shows the views of a task that `follow` gets."""
 
     def update(self, detail: TaskDetail) -> None:
         raise NotImplementedError
@@ -78,7 +90,7 @@ class Show(AbstractContextManager["Show"]):
 
 
 class LineShow(Show):
-    """A line for each change of version, state or loss."""
+    """Prints a line for each change of version, state or loss."""
 
     def __init__(self, render: Callable[[TaskDetail], str]) -> None:
         self._render = render
@@ -93,7 +105,7 @@ class LineShow(Show):
 
 
 class Display(Show):
-    """Redrawn in place."""
+    """A display that is redrawn in place, for a terminal."""
 
     def __init__(self) -> None:
         try:
@@ -101,7 +113,7 @@ class Display(Show):
         except ImportError as error:
             raise OperatorError(
                 "the live display needs rich, which is not installed",
-                hint="pip install rich, or: papaya task watch TASK | cat",
+                hint="pip install rich (or pipe the output: papaya task watch TASK | cat)",
             ) from error
         self._live = Live(auto_refresh=False)
 
@@ -115,7 +127,7 @@ class Display(Show):
     def update(self, detail: TaskDetail) -> None:
         from rich.text import Text
 
-        self._live.update(Text(picture(detail)), refresh=True)
+        self._live.update(Text(printable(picture(detail), keep="\n")), refresh=True)
 
 
 def follow(
@@ -126,7 +138,7 @@ def follow(
     show: Show,
     sleep: Callable[[float], None] = time.sleep,
 ) -> TaskDetail:
-    """Look again and again; the last view, when the task is over."""
+    """Poll the task until it is over; returns the last view."""
     silent_s = over_s = 0.0
     while True:
         try:
@@ -150,7 +162,7 @@ def follow(
 
 
 def _has_last_evaluation(client: AdminClient, detail: TaskDetail, over_s: float) -> bool:
-    """The last version of a completed task is evaluated, if there is a plan, soon after it."""
+    """Whether the last version is evaluated, or will not be."""
     task = detail.task
     if task.state != "completed" or detail.config.evaluation is None:
         return True
@@ -183,8 +195,9 @@ def picture(detail: TaskDetail) -> str:
 
 
 def numbers(detail: TaskDetail) -> list[str]:
-    """Loss, perplexity, utilization, staleness, versions per minute; a dash for what is not known
-    yet. An evaluation is over some versions after the one that it is of, so that one is named.
+    """Loss, perplexity, utilization, staleness, versions per minute; a dash for unknown values.
+
+    An evaluation ends some versions after the one it evaluates, so that version is named.
     """
     task = detail.task
     found = ["loss -"]
@@ -193,7 +206,7 @@ def numbers(detail: TaskDetail) -> list[str]:
         found += [] if task.perplexity is None else [f"perplexity {task.perplexity:.1f}"]
     made = [point for point in detail.points if point.members]
     if task.state == "running":
-        has_begun = made or task.active  # before that, idle slots say nothing
+        has_begun = made or task.active  # before that, utilization says nothing
         known = task.utilization if has_begun else None
         found.append("utilization -" if known is None else f"utilization {100 * known:.0f} %")
     found.append(f"staleness {mean_staleness(made):.1f}" if made else "staleness -")
@@ -202,21 +215,22 @@ def numbers(detail: TaskDetail) -> list[str]:
 
 
 def versions_per_minute(made: Sequence[PointRow], over_s: float = _RATE_S) -> float | None:
-    """Between the first of these versions and the last: waiting for the first devices is no part
-    of it. None when that is too short a time to say.
+    """From the first of these versions to the last, without the wait for the first devices.
+
+    None if that time is too short for a rate.
     """
     seconds = made[-1].created - made[0].created if made else 0.0
     return 60 * (len(made) - 1) / seconds if seconds > over_s else None
 
 
 def mean_staleness(points: Sequence[PointRow]) -> float:
-    """By update, over the points given."""
+    """The mean over the updates in these points."""
     members = sum(point.members for point in points)
     return sum(point.staleness * point.members for point in points) / max(1, members)
 
 
 def curve(values: Sequence[float]) -> str:
-    """The last values as a line of bars."""
+    """The last values as bars."""
     shown = values[-_CURVE:]
     low, high = min(shown), max(shown)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0

@@ -19,9 +19,8 @@ import numpy as np
 import pytest
 
 from papaya.cli.client import client
-from papaya.cli.client.examples import examples_of, files_in
-from papaya.cli.client.output import Printer
-from papaya.cli.client.setup import import_examples
+from papaya.cli.client.client import Printer
+from papaya.cli.client.setup import examples_of, files_in, import_examples
 from papaya.client.work import Ending
 from papaya.device.device import Device
 from papaya.device.events import VisitEnded
@@ -229,7 +228,7 @@ def test_what_cannot_work_is_an_error_with_a_hint(
 
 def test_a_store_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OperatorError, match="cannot hold devices"):
+    with pytest.raises(OperatorError, match="cannot be made"):
         run("--protocol-only", "1", "--devices", "2", "--store", str(tmp_path / "file"))
 
 

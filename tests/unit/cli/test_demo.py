@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import re
 import signal
@@ -17,22 +16,26 @@ from matplotlib.image import imread
 
 from papaya.aggregator.masked_sum import MaskedSum
 from papaya.cli.demo import demo
-from papaya.cli.demo import plot as demo_plot
-from papaya.cli.demo.demo import TASK_FILE
-from papaya.cli.demo.files import write_task, write_trust
-from papaya.cli.demo.privacy import SOFTWARE, MaskedSample, Onlooker, bits_per_byte
+from papaya.cli.demo.demo import TASK_FILE, deal_out, find_texts, write_task, write_trust
 from papaya.cli.demo.processes import Processes, interrupted_by_signals
-from papaya.cli.demo.progress import (
+from papaya.cli.demo.show import (
+    SOFTWARE,
     DemoSample,
     LineView,
+    MaskedSample,
+    Onlooker,
+    Summary,
+    bits_per_byte,
+    draw,
     happening,
+    perplexities,
     reading,
+    summarize,
     telling,
+    text_of,
     utilization,
     view_for,
 )
-from papaya.cli.demo.summary import Summary, perplexities, summarize, text_of
-from papaya.cli.demo.texts import deal_out, find_texts
 from papaya.cli.main import main
 from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, SyncFL, TaskConfig
 from papaya.device.texts import LIBRARY
@@ -164,7 +167,7 @@ def test_the_summary_is_what_was_measured() -> None:
     assert "2,000 → 100" in text
     assert "88 % of the slots" in text
     assert "load_file('runs/m.safetensors')" in text
-    assert "(noisy: on 16 of the devices each time)" in text
+    assert "(noisy: each value is from 16 devices)" in text
     assert "demo --checkpoint runs/m.safetensors" in text  # a command that needs no server
     assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
 
@@ -178,7 +181,7 @@ def test_a_model_that_did_not_learn_is_called_so() -> None:
 def test_the_picture_is_one(tmp_path: Path) -> None:
     curve = perplexities(100.0, POINTS)
     assert curve == [(0.0, 0, 2000.0), (12.0, 2, 1000.0), (14.0, 3, 100.0)]
-    demo_plot.draw(tmp_path / "p.png", "AsyncFL", curve, SAMPLES, 24, 0.875, 16)
+    draw(tmp_path / "p.png", "AsyncFL", curve, SAMPLES, 24, 0.875, 16)
     assert imread(tmp_path / "p.png").ndim == 3
 
 
@@ -203,8 +206,8 @@ def test_between_evaluations_a_log_says_what_happens() -> None:
     for active in (0, 0, 0, 0, 1, 24):
         view.update([DemoSample(1.0, active, 0, active // 3, 0)], detail)
     assert stream.getvalue().splitlines() == [
-        "   0 s  version 0: devices start: each process imports PyTorch",
-        "   3 s  version 0: devices start: each process imports PyTorch",
+        "   0 s  version 0: devices are starting (each process imports PyTorch)",
+        "   3 s  version 0: devices are starting (each process imports PyTorch)",
         "   5 s  version 0: 24 devices active, 8 of 10 updates for the next version",
     ]
 
@@ -230,7 +233,7 @@ def test_what_takes_a_while_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_end_is_told_while_it_lasts() -> None:
-    assert happening(SAMPLES, a_detail()) == "the last version is evaluated"
+    assert happening(SAMPLES, a_detail()) == "evaluating the last version"
 
 
 class Terminal(io.StringIO):
@@ -244,7 +247,7 @@ def test_a_terminal_has_a_display(monkeypatch: pytest.MonkeyPatch) -> None:
     with view_for(lambda detail: 0.5, stream) as view:
         view.update(SAMPLES, a_detail())
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    for words in ("AsyncFL, the last version", "perplexity", "100", "█", "utilization", "88 %"):
+    for words in ("AsyncFL, evaluating", "perplexity", "100", "█", "utilization", "88 %"):
         assert words in shown
 
 
@@ -256,19 +259,19 @@ def test_the_last_line_says_what_the_server_saw() -> None:
     assert warning == SOFTWARE
     assert "INSECURE" in warning
     assert last == (
-        "The server saw 30 masked updates, which are noise (one of them, from its disk: 7.999 of "
-        "8 bits a byte), and 3 sums of 10 or more."
+        "The server saw 30 masked updates, which are noise (one of them, read from its disk: "
+        "7.999 of 8 bits per byte), and 3 sums of 10 or more updates."
     )
     few = text_of(a_summary(sample=MaskedSample(3, 40, 7.5))).splitlines()[-1]
-    assert "(a sum of 3, from its disk" in few
+    assert "(a sum of 3, read from its disk" in few
     never = text_of(a_summary()).splitlines()[-1]
-    assert never == "The server saw 30 masked updates, which are noise, and 3 sums of 10 or more."
+    assert never.endswith("masked updates, which are noise, and 3 sums of 10 or more updates.")
 
 
 def test_in_the_clear_it_saw_everything() -> None:
     text = text_of(msgspec.structs.replace(a_summary(), threshold=None))
     assert "INSECURE" not in text
-    assert text.splitlines()[-1] == "The server saw 30 updates in the clear, each by itself."
+    assert text.splitlines()[-1] == "The server saw 30 single updates in the clear."
 
 
 def test_the_onlooker_takes_the_smallest_sum(tmp_path: Path) -> None:
@@ -358,8 +361,8 @@ def test_a_signal_interrupts_as_a_person_does(number: signal.Signals) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem", "hint"),
     [
-        (["--concurrency", "50"], "48 devices are too few", "--devices 100"),
-        (["--sync", "--goal", "25"], "cannot bring 25 updates", "--goal 24"),
+        (["--concurrency", "50"], "--devices 48 is less than --concurrency 50", "--devices 100"),
+        (["--sync", "--goal", "25"], "--goal 25 is more than the 24 clients", "--goal 24"),
         (["--devices", "100000"], "texts of 4096 bytes", "--devices "),
         (["--checkpoint", "none.safetensors"], "no file none.safetensors", "--checkpoint"),
     ],
@@ -387,7 +390,10 @@ def test_what_cannot_run_is_refused_before_anything_starts(
         (["--sync", "--output", "mine"], "mine"),
     ],
 )
-def test_each_kind_of_run_has_a_folder_of_its_own(arguments: list[str], folder: str) -> None:
-    parser = argparse.ArgumentParser()
-    demo.add_to(parser.add_subparsers())
-    assert demo.output_of(parser.parse_args(["demo", *arguments])) == Path(folder)
+def test_each_kind_of_run_has_a_folder_of_its_own(
+    arguments: list[str], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[demo.DemoOptions] = []
+    monkeypatch.setattr(demo, "run", lambda options: found.append(options) or 0)
+    assert main(["demo", *arguments]) == 0
+    assert demo.output_of(found[0]) == Path(folder)

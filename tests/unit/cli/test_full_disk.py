@@ -69,8 +69,8 @@ def fails(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> boo
     err = capsys.readouterr().err
     assert "Traceback" not in err
     if status == 2:
-        assert "runs that have ended are kept" in err or "sweep.png" in err
-        assert "cannot be written: No space left on device\n\nhint: make room there" in err
+        assert "finished runs are kept" in err or "sweep.png" in err
+        assert "cannot be written: No space left on device\n\nhint: free some space there" in err
     return status == 2  # and not 1: of a toy, not every claim holds
 
 
@@ -144,6 +144,6 @@ def test_a_full_disk_is_told_by_other_processes_too(
         check=False,
     )
     assert done.returncode == 2
-    assert f"error: {tmp_path} cannot be written: File too large\n\nhint: make room" in done.stderr
+    assert f"error: {tmp_path} cannot be written: File too large\n\nhint: free" in done.stderr
     assert "Traceback" not in done.stderr
     assert kept(tmp_path) == before

@@ -13,7 +13,7 @@ import pytest
 from papaya.cli import audit
 from papaya.cli.log import log
 from papaya.cli.log.source import LogRefused, LogUnreachable
-from papaya.cli.tsa.artifact import from_folder
+from papaya.cli.tsa import from_folder
 from papaya.errors import OperatorError, ProtocolError
 from papaya.tsa.measurement import measure
 from papaya.verifiable_log.folder import LogFolder
@@ -73,7 +73,7 @@ def test_a_release_is_appended_shown_and_verified(world: World) -> None:
     assert record["artifact"] == record["software mrenclave"] == world.artifact
     assert record["revision"] == world.revision
     assert world.read("verify")["checkpoint"] == shown["checkpoint"]
-    assert "no witnesses were named" in world.captured.err
+    assert "no --witness was given" in world.captured.err
 
 
 def test_measurements_of_hardware_are_recorded(world: World) -> None:
@@ -160,7 +160,7 @@ def test_verify_refuses_an_entry_that_is_no_record(world: World) -> None:
 def test_a_log_that_is_not_there_is_told(world: World) -> None:
     with pytest.raises(OperatorError, match="there is no log"):
         world.out("log", "show", world.folder / "typo", "--log-key", world.log_key)
-    with pytest.raises(OperatorError, match="not a public key"):
+    with pytest.raises(OperatorError, match="neither a public key"):
         world.out("log", "show", world.log, "--log-key", "typo")
 
 
@@ -177,7 +177,7 @@ def test_a_log_that_cannot_be_read_is_no_reason_to_distrust_it(world: World) -> 
     for command in (("log", "verify"), ("audit",)):
         with pytest.raises(LogUnreachable, match="cannot be read") as caught:
             world.out(*command, f"http://127.0.0.1:{port}", "--log-key", world.log_key)
-        assert "says nothing about the log" in caught.value.hint
+        assert "the log itself was not checked" in caught.value.hint
         assert caught.value.exit_code == 2
     assert "checkpoint  not done" in world.captured.out
 
@@ -186,11 +186,11 @@ def test_a_folder_without_a_log_is_told_from_a_log_that_lies(world: World) -> No
     (world.folder / "empty").mkdir()
     with pytest.raises(LogRefused) as caught:
         world.out("log", "show", world.folder / "empty", "--log-key", world.log_key)
-    assert "is this its address" in caught.value.hint
+    assert "check the address" in caught.value.hint
 
 
 def test_a_public_key_s_file_that_is_not_there_is_told(world: World) -> None:
-    with pytest.raises(OperatorError, match=r"'no\.pub' is no file"):
+    with pytest.raises(OperatorError, match=r"'no\.pub' is neither a public key nor a file"):
         world.out("log", "show", world.log, "--log-key", "no.pub")
 
 
@@ -321,7 +321,7 @@ def test_sources_without_a_revision_show_nothing_about_the_recorded_one(world: W
     plain = make_sources(world.folder / "plain")
     outcome, detail = rebuild_of(world, "--source", plain, "--wheels", world.wheels)
     assert outcome == "not done"
-    assert f"plain gives the same artifact; revision {world.revision} was not checked" in detail
+    assert f"plain gives the same artifact, but revision {world.revision} was not checked" in detail
     make_sources(plain, "another release\n")
     outcome, detail = rebuild_of(world, "--source", plain, "--wheels", world.wheels)
     assert outcome == "not done"
@@ -333,12 +333,12 @@ def test_a_revision_that_was_not_measured_is_a_claim_when_logged_and_when_audite
 ) -> None:
     where = ["--log", world.log, "--key", world.key, "--repository", REPOSITORY]
     world.out("log", "append", *where, "--revision", "0" * 40, "--software")
-    assert f"revision {'0' * 40} is only a claim" in world.captured.err
+    assert f"revision {'0' * 40} was not checked" in world.captured.err
     outcome, detail = rebuild_of(world)
     assert outcome == "not done"
-    assert f"this installation gives the same artifact; revision {'0' * 40} was not" in detail
+    assert f"this installation gives the same artifact, but revision {'0' * 40} was not" in detail
     world.append()
-    assert "claim" not in world.captured.err
+    assert "not checked" not in world.captured.err
 
 
 def test_an_audit_without_dependencies_says_so(world: World) -> None:

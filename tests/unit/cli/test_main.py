@@ -129,7 +129,7 @@ def test_a_real_process_fails_with_help() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "error: --over-selection is for SyncFL\n\nhint: add --regime sync, or leave it out\n"
+        "error: --over-selection is for SyncFL only\n\nhint: add --regime sync, or leave it out\n"
     )
 
 

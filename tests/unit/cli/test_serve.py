@@ -19,4 +19,4 @@ def test_a_server_of_which_a_part_fails_stops_with_the_code_of_a_bug(
     monkeypatch.setattr(Server, "_refresh_keys", fails)
     anywhere = ["--devices", "127.0.0.1:0", "--admin", "127.0.0.1:0"]
     assert main(["serve", "--data", str(tmp_path / "data"), *anywhere]) == 70
-    assert "error: a part of the server has failed" in capsys.readouterr().err
+    assert "error: a part of the server failed" in capsys.readouterr().err

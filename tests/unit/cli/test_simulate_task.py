@@ -113,16 +113,16 @@ def test_the_regime_can_be_switched(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["simulate", "--data", "stdlib"], "--data is for learning"),
-        (["simulate", "--clients-processes", "2"], "--clients-processes is for learning"),
-        (["simulate", "signs.py", "--tasks", "2"], "--tasks is for runs that learn nothing"),
+        (["simulate", "--data", "stdlib"], "--data stdlib has an effect only with a task file"),
+        (["simulate", "--clients-processes", "2"], "--clients-processes 2 has an effect only with"),
+        (["simulate", "signs.py", "--tasks", "2"], "--tasks 2 has an effect only without"),
         (["simulate", "signs.py"], "needs data to learn from"),
         (["sweep", "signs.py"], "needs data to learn from"),
         (["sweep", "bigam"], "there is no workload 'bigam': embedding, bigram or a .py file"),
         (["sweep", "embedding", "--vary", "k=5"], "did you mean K=5?"),
-        (["sweep", "embedding", "--vary", "K=1", "--vary", "K=2"], "K is varied twice"),
+        (["sweep", "embedding", "--vary", "K=1", "--vary", "K=2"], "--vary K is given twice"),
         (["sweep", "embedding", "--vary", "speed=1"], "is not one of concurrency"),
-        (["sweep", "embedding", "--vary", "K=a"], "is not NAME=A,B"),
+        (["sweep", "embedding", "--vary", "K=a"], "the form NAME=NUMBER"),
         (["sweep", "embedding", "--regime", "both"], "'both' is neither async nor sync"),
     ],
 )
@@ -189,9 +189,9 @@ def test_a_few_clients_are_told_as_what_they_are(
 ) -> None:
     assert simulate(own, tmp_path, "--updates", "3") == 0
     out, err = capsys.readouterr()
-    assert "100 %, 4 of 4 clients trained, 1 version judged" in err  # a server update is of K
-    assert "warning: a server update takes K = 4 client updates: it goes on until then" in err
-    assert "clip          – (too few to tell" in out
+    assert "100 %, 4 of 4 clients trained, 1 version evaluated" in err  # a server update is of K
+    assert "warning: the run continues to 4 client updates: a server update needs K" in err
+    assert "clip          – (this needs " in out
 
 
 def test_a_run_that_is_too_short_says_so(
@@ -199,7 +199,7 @@ def test_a_run_that_is_too_short_says_so(
 ) -> None:
     assert simulate(own, tmp_path, "--hours", "0.002") == 0
     out, err = capsys.readouterr()
-    assert "warning: nothing was learnt: no server update in 0.002 virtual hours" in err
+    assert "warning: the model was not trained: no server update in 0.002 virtual hours" in err
     assert "staleness –" in out
     assert "staleness 0" not in out
     fleet = msgspec.json.decode((tmp_path / "report.json").read_bytes())["learning"]["fleet"]
@@ -211,11 +211,11 @@ def test_a_run_that_diverges_has_neither_loss_nor_clip(
 ) -> None:
     assert simulate(own, tmp_path, "--client-rate", "3e38", "--server-rate", "0.5") == 2
     out, err = capsys.readouterr()
-    assert "error: the model diverged after version 0, the last that was judged: " in err
+    assert "error: the model diverged after version 0, the last one evaluated: " in err
     assert err.endswith("hint: lower --client-rate (3e+38) or --server-rate (0.5)\n")
     assert (tmp_path / "curve.csv").exists()
     assert "  diverged      " in out
-    assert "what follows is of the whole recording" in out
+    assert "the lines below describe the whole recording" in out
     assert "clip          – (the run diverged" in out
     assert "suggested" not in out
     [judged] = [line for line in out.splitlines() if line.startswith("all, by examples")]
@@ -271,7 +271,7 @@ def assert_is_of(best: dict[str, Any], scale: str) -> None:
     for words, level in (("median", "p50"), ("90 %", "p90"), ("99 %", "p99")):
         assert f"{words} {quantiles[level]:.3g}, " in norms
     assert f"suggested {outcome['precision']['clip']:g}: " in clip
-    assert f"misses by {outcome['precision']['error']:.2g} " in fixed_point
+    assert f"the mean is {outcome['precision']['error']:.2g} " in fixed_point
 
 
 def test_a_setting_that_diverges_has_no_loss_but_a_reason(
@@ -315,7 +315,7 @@ def test_an_interrupted_sweep_says_how_to_go_on(
 
     monkeypatch.setattr("papaya.cli.sweep.sweep", interrupt)
     assert sweep(own, tmp_path) == 130
-    assert "the same command does the rest" in capsys.readouterr().err
+    assert "run the same command again" in capsys.readouterr().err
 
 
 def test_the_example_of_the_documentation_learns(

@@ -112,9 +112,9 @@ def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[st
     for arguments, told in (
         (("pause", "next-word"), "next-word is paused"),
         (("resume", "next-word"), "next-word is running"),
-        (("rollback", "next-word", "0"), "next-word goes on at version 1, from version 0"),
+        (("rollback", "next-word", "0"), "next-word continues at version 1, from version 0"),
         (("mark", "next-word", "0"), "version 0 of next-word is kept"),
-        (("mark", "next-word", "0", "--remove"), "version 0 of next-word is kept no longer"),
+        (("mark", "next-word", "0", "--remove"), "version 0 of next-word is no longer marked"),
         (("evaluate", "next-word"), "next-word-eval-1 evaluates version 1"),
         (("cancel", "next-word", "--why", "enough"), "next-word is cancelled"),
     ):
@@ -159,7 +159,7 @@ def test_a_wrong_token_is_told_and_not_shown(
 ) -> None:
     file = tmp_path / "wrong.token"
     file.write_text("not-the-right-token")
-    with pytest.raises(OperatorError, match="does not know this admin token") as error:
+    with pytest.raises(OperatorError, match="does not accept this admin token") as error:
         run(server, "task", "list", "--token-file", str(file))
     assert "not-the-right" not in str(error.value) + error.value.hint
     assert "admin.token" in error.value.hint
@@ -173,12 +173,12 @@ def test_a_wrong_token_is_told_and_not_shown(
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8751", "ftp://x", "http://", "http://x:99999"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(OperatorError, match="is no address"):
+    with pytest.raises(OperatorError, match="is not an address"):
         AdminClient(url, TOKEN)
 
 
 def test_another_service_on_the_port_is_noticed(server: AdminServer) -> None:
-    with pytest.raises(OperatorError, match="does not answer like an admin API"):
+    with pytest.raises(OperatorError, match="did not answer like an admin API"):
         AdminClient(server.url, TOKEN).get("/admin/status", TaskDetail)
 
 
@@ -375,7 +375,7 @@ def test_show_tells_how_sessions_ended_that_brought_no_update(
     assert run(server, "task", "show", "next-word") == 0
     out, err = capsys.readouterr()
     assert "no update    9 sessions so far: 7 left, 2 over_norm\n" in out
-    assert "these devices left by themselves" in err
+    assert "these devices left the task" in err
     discarded.labels("next-word", "round_over").inc(10)
     assert run(server, "task", "show", "next-word") == 0
     assert "hint" not in capsys.readouterr().err

@@ -112,12 +112,12 @@ def test_secure_aggregation_is_one_setting(server: AdminServer, task_file: Path)
 @pytest.mark.parametrize(
     ("setting", "difference"),
     [
-        ("clip=3", "clip = 3.0, the file says 1.0"),
-        ("max_examples=7", "max_examples = 7, the file says 1500"),
-        ("regime.max_staleness=77", "max_staleness = 77, the file says"),
-        ("regime.aggregation_goal=3", "sums of 3, the file says 4"),
-        ("secure_aggregation.threshold=2", "sums of 2, the file says 4"),
-        ("secure_aggregation=null", "secure aggregation is not what the file says"),
+        ("clip=3", "clip = 3.0, but the file has 1.0"),
+        ("max_examples=7", "max_examples = 7, but the file has 1500"),
+        ("regime.max_staleness=77", "max_staleness = 77, but the file has"),
+        ("regime.aggregation_goal=3", "sums of 3, but the file has 4"),
+        ("secure_aggregation.threshold=2", "sums of 2, but the file has 4"),
+        ("secure_aggregation=null", "secure aggregation differs from the file"),
         ("regime.aggregation_goal=5", ""),
         ("concurrency=30", ""),
     ],
@@ -133,7 +133,7 @@ def test_what_devices_would_refuse_is_told_at_submission(setting: str, differenc
     )
     found = refusals(file, changed(file, "mine", [setting]))
     assert len(found) == bool(difference)
-    assert all(difference in text and "Change the file instead" in text for text in found)
+    assert all(difference in text and "change the file" in text for text in found)
     in_the_clear = structs.replace(file, secure_aggregation=None)
     assert refusals(in_the_clear, changed(in_the_clear, None, ["clip=3"])) == []
 

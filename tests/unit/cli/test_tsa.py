@@ -8,13 +8,14 @@ import io
 import os
 import zipfile
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
-from papaya.cli.serve import tsa as serve_tsa
-from papaya.cli.tsa import tsa
-from papaya.cli.tsa.artifact import NoWheels, build, from_folder, from_revision
+from papaya.cli import tsa
+from papaya.cli.serve import ServeOptions, run_tsa
+from papaya.cli.tsa import NoWheels, build, from_folder, from_revision
 from papaya.errors import OperatorError
 from papaya.tsa.measurement import measure
 from tests.unit.cli.enclave_sources import (
@@ -111,7 +112,7 @@ def test_a_wheel_with_another_hash_is_refused(tmp_path: Path) -> None:
 def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     sources = from_folder(make_sources(tmp_path / "sources"))
-    with pytest.raises(NoWheels, match="pip could not fetch") as refused:
+    with pytest.raises(NoWheels, match="pip could not download") as refused:
         build(sources)
     assert "--wheels DIR" in refused.value.hint
     (tmp_path / "empty").mkdir()
@@ -120,7 +121,7 @@ def test_without_dependencies_it_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_sources_that_are_not_there_are_told(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="sources are not there"):
+    with pytest.raises(OperatorError, match="sources of the enclave are missing"):
         run("measure", "--source", str(tmp_path))
 
 
@@ -140,9 +141,9 @@ def test_a_revision_that_is_not_there_is_told(tmp_path: Path, revision: str) -> 
 
 
 @pytest.mark.parametrize("platform", ["sgx", "tdx"])
-def test_a_tsa_without_its_platform_does_not_start(platform: str) -> None:
+def test_a_tsa_without_its_platform_does_not_start(platform: Literal["sgx", "tdx"]) -> None:
     """No device would believe it; found out at the first task it would be a riddle."""
-    options = argparse.Namespace(platform=platform, listen="tcp:127.0.0.1:0")
+    options = ServeOptions(platform=platform, listen="tcp:127.0.0.1:0")
     with pytest.raises(OperatorError, match=f"no {platform} evidence here") as caught:
-        serve_tsa.run(options)
+        run_tsa(options)
     assert "docs/deploy-tsa.md" in caught.value.hint

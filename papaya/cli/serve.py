@@ -1,0 +1,235 @@
+"""`papaya serve`: all roles in one process, or one role alone.
+
+    papaya serve                                everything, on this machine, without a file
+    papaya serve --config papaya.toml           with addresses, TLS, tokens and limits of your own
+    papaya serve aggregator --config ...        one role; the others run elsewhere
+
+Addresses go to stdout, everything else to stderr. SIGTERM or SIGINT stops the server cleanly,
+within `drain_s`. Killing it loses nothing that was acknowledged. If a part of the server fails, it
+stops with exit code 70, so that a supervisor can restart it.
+
+`papaya serve tsa` runs the TSA of secure aggregation in its own process. It prints its address and
+nothing else. On the platform `software` its evidence proves nothing, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from papaya.attestation.software import SoftwarePlatform
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    positive,
+    print_data,
+    print_json,
+)
+from papaya.config import Deployment
+from papaya.config.deployment import ROLES, Role
+from papaya.errors import InvariantError, OperatorError
+from papaya.server.deployment_file import read_deployment
+from papaya.server.open_files import raise_limit
+from papaya.server.server import Server
+from papaya.tsa.evidence import REPORT_DATA_BYTES, EvidenceError, Gramine, Platform, Tdx
+from papaya.tsa.measurement import measure
+from papaya.tsa.process import serve_until_signal
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(FormatOptions):
+    """None: the value of the configuration file, or of `Deployment`, is used."""
+
+    role: Role | Literal["tsa"] | None = None
+    config: Path | None = None
+    data: str | None = None
+    devices: str | None = None
+    admin: str | None = None
+    servers: str | None = None
+    heartbeat: float | None = None
+    listen: str = "unix:papaya-tsa.sock"
+    platform: Literal["software", "sgx", "tdx"] = "software"
+    verbose: bool = False
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "serve",
+        description="Run the servers. Without arguments: coordinator, selector and aggregator in "
+        "one process, with their data in ./papaya-data. Options override the configuration file.",
+    )
+    parser.add_argument(
+        "role",
+        nargs="?",
+        choices=(*ROLES, "tsa"),
+        help="role to run (default: coordinator, selector and aggregator together)",
+    )
+    _add_server(parser.add_argument_group("servers"))
+    tsa = parser.add_argument_group("papaya serve tsa")
+    tsa.add_argument(
+        "--listen",
+        metavar="ADDRESS",
+        help="address of the TSA: unix:/path/to/socket or tcp:127.0.0.1:PORT",
+    )
+    tsa.add_argument(
+        "--platform",
+        choices=("software", "sgx", "tdx"),
+        help="hardware that attests the TSA; software attests nothing and is for tests",
+    )
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    add_format(parser)
+    bind(parser, ServeOptions, run)
+
+
+def _add_server(group: argparse._ArgumentGroup) -> None:
+    found = Deployment()
+    group.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with settings (default: none)"
+    )
+    group.add_argument(
+        "--data",
+        metavar="DIR",
+        help=f"folder for state, blobs and tokens (default: {found.data})",
+    )
+    for option, default, words in (
+        ("--devices", found.devices, "address (host:port) to listen on for devices"),
+        ("--admin", found.admin, "address (host:port) of the admin API"),
+        ("--servers", found.servers, "address (host:port) to listen on for other servers"),
+    ):
+        group.add_argument(option, metavar="ADDRESS", help=f"{words} (default: {default})")
+    group.add_argument(
+        "--heartbeat",
+        type=positive,
+        metavar="S",
+        help=f"seconds between two heartbeats of a server (default: {found.server.heartbeat_s:g})",
+    )
+
+
+def run(options: ServeOptions) -> int:
+    logging.basicConfig(
+        level=logging.INFO if options.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
+    if options.role == "tsa":
+        return run_tsa(options)
+    deployment = _deployment(options)
+    roles: tuple[Role, ...] = ROLES if options.role is None else (options.role,)
+    serve = _serve(deployment, roles, options.is_json)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(serve)
+    return 0
+
+
+def _deployment(options: ServeOptions) -> Deployment:
+    found = Deployment() if options.config is None else read_deployment(options.config)
+    given = {
+        "data": options.data,
+        "devices": options.devices,
+        "admin": options.admin,
+        "servers": options.servers,
+    }
+    changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
+    if options.heartbeat is not None:
+        changes["server"] = msgspec.structs.replace(found.server, heartbeat_s=options.heartbeat)
+    return msgspec.structs.replace(found, **changes)
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        note("uvloop is not installed, so the server is slower: pip install 'papaya-fl[serve]'")
+        return None
+    loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
+    return loop
+
+
+async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool) -> None:
+    server = Server(deployment, roles, open_files=raise_limit())
+    await server.start()
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        _say_where(server, is_json)
+        await _first(stopping, server.failed)
+        note("stopping: waiting for uploads in progress")
+    finally:
+        await server.stop()
+    if server.failed.is_set():
+        raise InvariantError(
+            "a part of the server failed, so the server stopped",
+            hint="restart it (nothing acknowledged is lost) and report the log above",
+        )
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+def _say_where(server: Server, is_json: bool) -> None:
+    data = Path(server.deployment.data)
+    if is_json:
+        where = {"data": str(data), "roles": server.roles, "addresses": server.addresses}
+        print_json(where)
+        return
+    scheme = "http" if server.deployment.tls_certificate is None else "https"
+    lines = [f"papaya serves {', '.join(server.roles)}; data in {data}"]
+    lines += [f"  {name:8} {scheme}://{where}" for name, where in server.addresses.items()]
+    print_data("\n".join(lines))
+    if scheme == "http":
+        note("INSECURE: no TLS; fine on one machine, otherwise set tls_certificate and tls_key")
+
+
+def run_tsa(options: ServeOptions) -> int:
+    platform = _platform(options.platform)
+    if platform.name == "software":
+        note("INSECURE: software evidence proves nothing; use it for tests only")
+    else:
+        _prove_once(platform)
+    try:
+        serve_until_signal(options.listen, print_data, platform.quote)
+    except (OSError, ValueError) as error:
+        raise OperatorError(
+            f"the TSA cannot listen on {options.listen}: {error}",
+            hint="use unix:/path/to/socket or tcp:127.0.0.1:PORT",
+        ) from error
+    return 0
+
+
+def _prove_once(platform: Platform) -> None:
+    """Fail at the start if there is no evidence, because devices would refuse this TSA."""
+    try:
+        platform.quote(bytes(REPORT_DATA_BYTES))
+    except EvidenceError as error:
+        raise OperatorError(
+            f"no {platform.name} evidence here: {error}",
+            hint="see docs/deploy-tsa.md; for tests: --platform software",
+        ) from error
+
+
+def _platform(name: str) -> Platform:
+    match name:
+        case "sgx":
+            return Gramine()
+        case "tdx":
+            return Tdx()
+    return SoftwarePlatform(measure())

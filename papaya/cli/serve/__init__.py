@@ -1,1 +1,0 @@
-"""`papaya serve`: server processes and the TSA."""

@@ -1,0 +1,259 @@
+"""`papaya tsa`: build the TSA binary, or print its hash.
+
+Both depend only on the sources and the lock, so anyone can repeat them and compare the hash with
+the public log. `measure` needs no network; `build` downloads the dependencies unless --wheels names
+a folder that has them. The artifact is one zip file with the same bytes wherever it is built:
+
+    MANIFEST.sha256       SHA-256 of every other file; its own SHA-256 is the artifact's hash
+    papaya/…              the enclave's sources, by the table in papaya/tsa/enclave.toml
+    wheels/…              its dependencies, as they were published
+
+Files are stored in the order of their names, with one fixed time and mode. Wheels come from pip
+with `--require-hashes`, or from a folder; a file with another hash is refused. A revision of a git
+repository can be built without checking it out, which is how an audit rebuilds old releases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    print_data,
+    print_json,
+    writing,
+)
+from papaya.errors import OperatorError
+from papaya.tsa.measurement import (
+    MANIFEST,
+    WHEELS,
+    EnclaveLock,
+    LockError,
+    ReadSource,
+    installed,
+    manifest,
+    read_lock,
+)
+
+
+class NoWheels(OperatorError):
+    """The dependencies could not be downloaded."""
+
+    default_hint = "download them where there is a network, then: papaya tsa build --wheels DIR"
+
+
+class NoGit(OperatorError):
+    """Git could not be run, which says nothing about a revision."""
+
+    default_hint = "install git, or build from a checkout of that revision"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TsaMeasureOptions(FormatOptions):
+    source: Path | None = None
+    revision: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TsaBuildOptions(TsaMeasureOptions):
+    output: Path = Path("papaya-tsa.zip")
+    wheels: Path | None = None
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "tsa",
+        description="Build the TSA binary of secure aggregation, or print its hash.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    building = actions.add_parser(
+        "build",
+        help="build the TSA binary",
+        description="Build the zip file that an enclave runs, with its dependencies. It has the "
+        "same bytes wherever it is built.",
+    )
+    building.add_argument("--output", type=Path, metavar="FILE", help="zip file to write")
+    building.add_argument(
+        "--wheels",
+        type=Path,
+        metavar="DIR",
+        help="folder that has the dependencies (default: download them with pip)",
+    )
+    measuring = actions.add_parser(
+        "measure",
+        help="print the hash of the TSA binary",
+        description="Print the hash of the TSA binary, which is what `software` evidence reports.",
+    )
+    for action in (building, measuring):
+        action.add_argument(
+            "--source",
+            type=Path,
+            metavar="DIR",
+            help="folder that holds papaya/ (default: this installation; with --revision: the "
+            "current folder)",
+        )
+        action.add_argument(
+            "--revision",
+            metavar="REV",
+            help="git revision to use; the source folder must be a git clone",
+        )
+        add_format(action)
+    bind(building, TsaBuildOptions, run_build)
+    bind(measuring, TsaMeasureOptions, run_measure)
+
+
+def run_build(options: TsaBuildOptions) -> int:
+    read = reading(options.source, options.revision)
+    data = build(read, options.wheels)
+    with writing(options.output):
+        options.output.write_bytes(data)
+    found = {
+        "artifact": artifact_hash(read),
+        "file": str(options.output),
+        "file_sha256": hashlib.sha256(data).hexdigest(),
+        "bytes": len(data),
+    }
+    if options.is_json:
+        print_json(found)
+    else:
+        print_data(str(found["artifact"]))
+        note(f"{options.output}: {len(data):,} bytes, file SHA-256 {found['file_sha256']}")
+    return 0
+
+
+def run_measure(options: TsaMeasureOptions) -> int:
+    found = artifact_hash(reading(options.source, options.revision))
+    if options.is_json:
+        print_json({"artifact": found})
+    else:
+        print_data(found)
+    return 0
+
+
+def reading(source: Path | None, revision: str | None) -> ReadSource:
+    if revision is not None:
+        return from_revision(source or Path(), revision)
+    return installed if source is None else from_folder(source)
+
+
+_TIME = (1980, 1, 1, 0, 0, 0)
+_MODE = 0o100644 << 16
+_UNIX = 3
+
+
+def from_folder(root: Path) -> ReadSource:
+    """`ReadSource` of a checkout."""
+    return lambda path: (root / path).read_bytes()
+
+
+def from_revision(repository: Path, revision: str) -> ReadSource:
+    """`ReadSource` of one revision of a git repository, without a checkout."""
+    if revision.startswith("-"):
+        raise OperatorError(f"{revision!r} is not a git revision", hint="git rev-parse HEAD")
+
+    # In a git hook, GIT_DIR would name the repository of the hook.
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
+
+    def read(path: str) -> bytes:
+        command = ["git", "-C", str(repository), "cat-file", "blob", f"{revision}:{path}"]
+        try:
+            return subprocess.run(
+                command, check=True, capture_output=True, timeout=60, env=environment
+            ).stdout
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoGit(f"git could not be run in {repository}: {error}") from error
+        except subprocess.SubprocessError as error:
+            message = f"{repository} cannot show {path} of revision {revision[:60]}"
+            raise OperatorError(message, hint=f"git -C {repository} fetch") from error
+
+    return read
+
+
+def checked_manifest(read: ReadSource) -> bytes:
+    """The manifest, or an OperatorError that says what is wrong with the sources."""
+    try:
+        return manifest(read)
+    except OSError as error:
+        message = f"the sources of the enclave are missing: {error}"
+        raise OperatorError(
+            message, hint="name the folder that holds papaya/: --source DIR"
+        ) from error
+    except (LockError, UnicodeDecodeError) as error:
+        raise OperatorError(str(error), hint="correct papaya/tsa/enclave.toml") from error
+
+
+def artifact_hash(read: ReadSource) -> str:
+    return hashlib.sha256(checked_manifest(read)).hexdigest()
+
+
+def build(read: ReadSource, wheels: Path | None = None) -> bytes:
+    """The artifact's bytes. Without the folder `wheels`, the dependencies are downloaded."""
+    listed = checked_manifest(read)
+    lock = read_lock(read)
+    with tempfile.TemporaryDirectory(prefix="papaya-wheels-") as scratch:
+        folder = wheels
+        if folder is None:
+            folder = Path(scratch)
+            _download(lock, folder)
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+            _store(archive, MANIFEST, listed)
+            for line in listed.decode().splitlines():
+                expected, _, path = line.partition("  ")
+                data = _content(path, read, folder)
+                if hashlib.sha256(data).hexdigest() != expected:
+                    message = f"{path} does not have the SHA-256 {expected}"
+                    raise OperatorError(message, hint="the file was changed: download it again")
+                _store(archive, path, data)
+    return buffer.getvalue()
+
+
+def _content(path: str, read: ReadSource, wheels: Path) -> bytes:
+    if not path.startswith(f"{WHEELS}/"):
+        return read(path)
+    try:
+        return (wheels / path.removeprefix(f"{WHEELS}/")).read_bytes()
+    except OSError as error:
+        raise NoWheels(f"{path} is not in {wheels}") from error
+
+
+def _store(archive: zipfile.ZipFile, path: str, data: bytes) -> None:
+    entry = zipfile.ZipInfo(path, _TIME)
+    entry.external_attr = _MODE
+    entry.create_system = _UNIX
+    archive.writestr(entry, data)
+
+
+def _download(lock: EnclaveLock, folder: Path) -> None:
+    requirements = folder / "requirements.txt"
+    lines = [f"{w.name}=={w.version} --hash=sha256:{w.sha256}\n" for w in lock.wheels]
+    requirements.write_text("".join(lines))
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
+    command += ["--require-hashes", "--no-deps", "--only-binary", ":all:", "--no-input"]
+    command += ["--dest", str(folder), "--requirement", str(requirements)]
+    command += ["--python-version", lock.python, "--implementation", "cp"]
+    for platform in lock.platforms:
+        command += ["--platform", platform]
+    for abi in (f"cp{lock.python.replace('.', '')}", "abi3", "none"):
+        command += ["--abi", abi]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr or "").strip().splitlines()[-1:] or ["pip gave no reason"]
+        raise NoWheels(
+            f"pip could not download the dependencies of the enclave: {last[0]}"
+        ) from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoWheels(f"pip could not be run: {error}") from error

@@ -1,1 +1,0 @@
-"""`papaya tsa`: build and measure the TSA binary."""
