@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import time
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 from zlib import crc32
 
@@ -21,6 +21,7 @@ from papaya.messages.participation import (
     ChunkReceived,
     Complete,
     Completed,
+    Incomplete,
     Join,
     Joined,
     Report,
@@ -90,14 +91,21 @@ class Device:
         granted = self.ask(Report(joined.ticket, examples=1))
         assert isinstance(granted, UploadGranted), granted
         staleness = granted.version - joined.version
-        self.upload(granted, update_of(staleness), upload)
+        update = update_of(staleness)
+        self.upload(granted, update, upload, range(len(update.chunks)))
         completed = self.ask(Complete(granted.ticket, upload))
+        while isinstance(completed, Incomplete):  # on a busy machine a silent upload loses its slot
+            self.upload(granted, update, upload, completed.missing)
+            completed = self.ask(Complete(granted.ticket, upload))
         require(completed == Completed(None), f"an update was answered {completed}")
         return staleness
 
-    def upload(self, granted: UploadGranted, update: Encoded, upload: str) -> None:
+    def upload(
+        self, granted: UploadGranted, update: Encoded, upload: str, indices: Iterable[int]
+    ) -> None:
         ticket = b64encode(granted.ticket).decode()
-        for index, (piece, checksum) in enumerate(update.chunks):
+        for index in indices:
+            piece, checksum = update.chunks[index]
             head = (
                 f"PUT /v1/uploads/{upload}/chunks/{index} HTTP/1.1\r\n{self._common}"
                 f"Content-Length: {len(piece)}\r\n"

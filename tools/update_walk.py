@@ -39,6 +39,7 @@ _PACKAGE = os.path.dirname(papaya.__file__) + os.sep
 _TASK = TaskConfig(
     task="walk", concurrency=1, model_length=1000, regime=AsyncFL(1), participation_gap_s=0.0
 )
+_PUBLISH_S = 0.5  # after the acknowledgement: the version is made and published
 
 
 class Walk:
@@ -95,7 +96,7 @@ async def _submit(address: str, token: Path) -> None:
 
 
 async def _visit_until_counted(folder: Path, address: str, token: str, profile: Walk) -> None:
-    """Two counted visits; the second one is profiled from its first call to its last."""
+    """Two counted visits; the second one is profiled, until its version is published."""
     process = DeviceProcess(
         now=time.time, pacing=CheckInPacing(pause_s=0), eligibility=Eligibility((), ())
     )
@@ -114,9 +115,9 @@ async def _visit_until_counted(folder: Path, address: str, token: str, profile: 
             profile.called.clear()
             profile.is_on = counted == 1
             finish = await device.visit()
+            await asyncio.sleep(_PUBLISH_S)
             profile.is_on = False
-            counted += finish is not None and finish.ending == "counted"
-            await asyncio.sleep(0.1)
+            counted += finish.ending == "counted"
 
 
 def main(arguments: list[str]) -> int:

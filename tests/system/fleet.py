@@ -71,6 +71,8 @@ class Book:
         self.asked: dict[str, int] = {}
         self.completing: set[SessionId] = set()
         self.sending: dict[SessionId, set[int]] = {}
+        self.held_half_way: set[SessionId] = set()
+        self._let_go = asyncio.Event()
         self._changed = asyncio.Event()
 
     def of(self, task: str) -> set[SessionId]:
@@ -95,6 +97,16 @@ class Book:
                     await self._changed.wait()
             except TimeoutError:
                 raise AssertionError(f"not within {seconds:g} s: {what}; {self}") from None
+
+    async def pass_half_way(self, message: Message) -> None:
+        """Uploads of `held_half_way` send their first chunk and wait until they are let go."""
+        if not isinstance(message, Chunk) or message.index == 0:
+            return
+        if claim_of(message.ticket).session in self.held_half_way:
+            await self._let_go.wait()
+
+    def let_go(self) -> None:
+        self._let_go.set()
 
     def next_era(self) -> None:
         self.era += 1
@@ -172,6 +184,7 @@ class WatchedSelectors(Selectors):
         timeout_s: float,
         moving: Callable[[], None] = lambda: None,
     ) -> Message | None:
+        await self.book.pass_half_way(message)
         self.book.on_request(selector, message)
         answer = await super().ask(selector, token, message, timeout_s, moving)
         if self.book.loses(answer):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import ssl
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -43,7 +45,7 @@ def url(selector: ServerProcess, scheme: str = "http") -> str:
 
 
 class Apart:
-    """One coordinator, and as many selectors and aggregators as asked for."""
+    """As many coordinators, selectors and aggregators as asked for."""
 
     def __init__(
         self,
@@ -51,11 +53,15 @@ class Apart:
         selectors: int,
         aggregators: int,
         tls: Mapping[str, str] | None = None,
+        coordinators: int = 1,
     ) -> None:
         self.installation = installation
-        leader = installation.reserve()
-        self._shared: dict[str, Toml] = {"coordinators": [leader], **(tls or {})}
-        self.coordinator = self._add("coordinator", servers=leader)
+        candidates = [installation.reserve() for _ in range(coordinators)]
+        self._shared: dict[str, Toml] = {"coordinators": candidates, **(tls or {})}
+        self.coordinators = [
+            self._add("coordinator", i, servers=where) for i, where in enumerate(candidates)
+        ]
+        self.coordinator = self.coordinators[0]
         self.selectors = [self._add("selector", i) for i in range(selectors)]
         self.aggregators = [self._add("aggregator", i) for i in range(aggregators)]
 
@@ -72,6 +78,21 @@ class Apart:
     def admin(self, tls: ssl.SSLContext | None = None) -> Admin:
         token = self.installation.secret("admin.token")
         return Admin(self.coordinator.addresses["admin"], token, tls)
+
+    def leader(self) -> ServerProcess:
+        """The coordinator that leads, by its own word; there is at most one."""
+        token, ends_at = self.installation.secret("admin.token"), time.monotonic() + _STEP_S
+        while time.monotonic() < ends_at:
+            leading = [
+                each
+                for each in self.coordinators
+                if each.is_running
+                and Admin(each.addresses["admin"], token).get("/admin/status")["leads"]
+            ]
+            assert len(leading) <= 1, "two coordinators say that they lead"
+            if leading:
+                return leading[0]
+        raise AssertionError(f"nobody leads after {_STEP_S:g} s")
 
     def holder(self) -> ServerProcess:
         """The aggregator that holds the task, by the fence row."""
@@ -164,6 +185,10 @@ async def _kill_a_selector(apart: Apart, book: Book) -> None:
     assert book.asked[url(other)] > asked
 
 
+def _has_joined_more(book: Book, than: int) -> bool:
+    return len(book.joined) > than
+
+
 async def _more(book: Book, count: int) -> None:
     wanted = len(book.acknowledged) + count
     await book.until(lambda: len(book.acknowledged) >= wanted, _STEP_S, f"{count} more are counted")
@@ -174,6 +199,38 @@ async def _until_mid_upload(book: Book) -> None:
     await book.until(
         lambda: book.chunks >= chunks and bool(book.in_mid_upload), _STEP_S, "an upload half-way"
     )
+
+
+def test_another_coordinator_leads_when_the_leader_is_killed(tmp_path: Path) -> None:
+    """The standby takes over by itself; the killed one comes back as the standby."""
+    with Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=1, aggregators=1, coordinators=2)
+        apart.start()
+        Admin(apart.leader().addresses["admin"], installation.secret("admin.token")).submit(CONFIG)
+        book = asyncio.run(_change_the_leader_twice(apart))
+        assert set(apart.stop().values()) == {0}
+        books = Books(installation.data, CONFIG.task)
+        books.check(book.acknowledged)
+        assert books.newest >= 3
+
+
+async def _change_the_leader_twice(apart: Apart) -> Book:
+    folder, token = apart.installation.folder / "devices", apart.installation.secret("device.token")
+    async with fleet(folder, apart.urls(), token, 14, briefly) as flying:
+        book = flying.book
+        await _more(book, _GOAL)
+        for _ in range(2):
+            killed = await asyncio.to_thread(apart.leader)
+            killed.kill()
+            book.next_era()
+            successor = await asyncio.to_thread(apart.leader)
+            assert successor is not killed
+            joined = len(book.joined)
+            await book.until(partial(_has_joined_more, book, joined), _STEP_S, "clients join")
+            await _more(book, _GOAL)
+            await asyncio.to_thread(killed.start)
+        await flying.go_home(_STEP_S)
+    return book
 
 
 def test_all_listeners_with_tls(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from tests.system.processes import Installation, ServerProcess
 
 _STEP_S = 60.0
 _GOAL = 8
+# An upload that waits half-way for the other one keeps its slot for a heartbeat.
+_PATIENT = {"heartbeat_s": 2.0}
 # SyncFL sums integers exactly, so that a run can be replayed to the last bit.
 CONFIG = TaskConfig(
     task="adam",
@@ -30,7 +32,7 @@ CONFIG = TaskConfig(
 
 def test_a_clean_stop_answers_uploads_and_a_restart_goes_on_exactly_there(tmp_path: Path) -> None:
     with Installation(tmp_path, compiled=True) as installation:
-        server = installation.add().start()
+        server = installation.add(server=_PATIENT).start()
         Admin(server.addresses["admin"], installation.secret("admin.token")).submit(CONFIG)
         asyncio.run(_stop_and_go_on(installation, server))
 
@@ -72,7 +74,9 @@ async def _stop_in_mid_upload(book: Book, server: ServerProcess) -> None:
 
     await book.until(is_time, _STEP_S, "two rounds, a part of the third, two uploads half-way")
     half_way = list(book.in_mid_upload)
-    assert await asyncio.to_thread(server.stop) == 0
+    stopping = asyncio.create_task(asyncio.to_thread(server.stop))
+    book.let_go()
+    assert await stopping == 0
     told = {session: book.ended.get(session) for session in half_way}
     assert all(how == "counted" for how in told.values()), f"what uploads were told: {told}"
 
@@ -105,4 +109,6 @@ class Turns:
         limit = early if len(book.acknowledged) < early else early + 2
         if book.is_over or book.era > 0 or used < limit:
             self._granted.add(session)
+            if used >= early and book.era == 0:
+                book.held_half_way.add(session)
         return session in self._granted
