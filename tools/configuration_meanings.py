@@ -33,7 +33,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "training_timeout_s": "Time limit of a client for download and training together.",
         "upload_timeout_s": "Time limit of a client from its report to its last chunk.",
         "max_examples": "Largest number of examples that counts for one client's weight.",
-        "clip": "Largest L2 norm of an update. None: no limit.",
+        "clip": "Largest L2 norm of an update. None: only updates above 2⁶⁰ are refused.",
         "over_clip": "What to do with an update above `clip`: refuse it, or scale it down.",
         "participation_gap_s": "Shortest time between two participations of one device. Its "
         "own `participation_floor_s` can only lengthen it.",
