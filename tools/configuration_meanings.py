@@ -1,4 +1,4 @@
-"""What each setting means to the person who sets it. All else on the page is asked of the code."""
+"""The meaning of each setting, as it appears in docs/configuration.md."""
 
 from __future__ import annotations
 
@@ -19,136 +19,142 @@ from papaya.config import (
     TaskConfig,
 )
 
-# struct -> field -> what it means, for the person who sets it.
+# struct -> field -> meaning; the fields are in the order of the struct.
 MEANINGS: dict[type[Struct], dict[str, str]] = {
     TaskConfig: {
         "task": "The name of the task, unique in the system.",
-        "concurrency": "The paper's C: how many clients may take part at once.",
-        "model_length": "How many float32 parameters the model has.",
-        "regime": "AsyncFL or SyncFL. Switching is this one line.",
+        "concurrency": "The paper's C: number of clients that may take part at once.",
+        "model_length": "Number of float32 parameters of the model.",
+        "regime": "AsyncFL or SyncFL.",
         "optimizer": "The server optimizer, which turns a full buffer into the next version.",
         "requirements": "What a device must declare to be compatible.",
-        "secure_aggregation": "Updates are masked, and the server sees sums only: see [secure "
-        "aggregation](secure-aggregation.md). Needs `clip`. None: updates are in the clear.",
-        "training_timeout_s": "How long a client may take to download and to train.",
-        "upload_timeout_s": "How long a client may take from reporting to its last chunk.",
-        "max_examples": "The most examples that count for one client's weight.",
-        "clip": "The largest L2 norm of an update. None sets no limit of the task's own.",
-        "over_clip": "What the server does with an update above `clip`: refuse it or scale it.",
-        "participation_gap_s": "A device takes part again only after this time; the device's own "
-        "`participation_floor_s` can only lengthen it.",
-        "max_participations": "How often one device may take part. None sets no limit.",
-        "keep_versions": "How many of the newest versions are kept, at least.",
-        "commit_interval_s": "An open buffer is made durable at most this often.",
+        "secure_aggregation": "Mask updates, so that the server sees only sums: see [secure "
+        "aggregation](secure-aggregation.md). Requires `clip`. None: updates are in the clear.",
+        "training_timeout_s": "Time limit of a client for download and training together.",
+        "upload_timeout_s": "Time limit of a client from its report to its last chunk.",
+        "max_examples": "Largest number of examples that counts for one client's weight.",
+        "clip": "Largest L2 norm of an update. None: only updates above 2⁶⁰ are refused.",
+        "over_clip": "What to do with an update above `clip`: refuse it, or scale it down.",
+        "participation_gap_s": "Shortest time between two participations of one device. Its "
+        "own `participation_floor_s` can only lengthen it.",
+        "max_participations": "Largest number of participations of one device. None: no limit.",
+        "keep_versions": "Smallest number of newest versions that are kept.",
+        "commit_interval_s": "Shortest time between two commits of an open buffer.",
         "durability": "`commit`: an acknowledged update survives a crash. `step`: only versions "
         "do, as in the paper.",
-        "stop": "When the task ends by itself.",
-        "evaluation": "Evaluates versions on devices' held-out data. None never does.",
-        "evaluates": "Set in an evaluation task only: the version that it pins.",
+        "stop": "When the task ends automatically.",
+        "evaluation": "Evaluate versions on devices' held-out data. None: no evaluations.",
+        "evaluates": "Set only in an evaluation task: the version that it evaluates.",
     },
     StopRule: {
-        "versions": "After this many versions, exactly.",
-        "hours": "After this many hours since submission.",
-        "target_loss": "When an evaluation's mean loss per example is at or below this.",
-        "patience": "When so many evaluations in a row were no better than the best before.",
+        "versions": "End at exactly this version.",
+        "hours": "End this many hours after submission.",
+        "target_loss": "End when an evaluation's mean loss per example is at or below this.",
+        "patience": "End after this many evaluations in a row without a better loss.",
     },
     EvaluationPlan: {
-        "every_versions": "One evaluation for every so many versions.",
-        "clients": "How many devices an evaluation asks.",
-        "timeout_s": "An evaluation that has not found its clients by then is given up.",
+        "every_versions": "Number of versions between two evaluations.",
+        "clients": "Number of devices per evaluation.",
+        "timeout_s": "An evaluation without enough clients is given up after this time.",
     },
     Evaluated: {
         "task": "The task whose version is evaluated.",
-        "version": "The version.",
+        "version": "The version that is evaluated.",
         "parameters": "The key of its parameters.",
-        "model_length": "How many parameters it has.",
-        "max_examples": "The most examples that one client may judge it by: the task's own.",
+        "model_length": "Number of parameters of that version.",
+        "max_examples": "Largest number of held-out examples of one client: the task's own.",
     },
     Deployment: {
-        "data": "The folder of the state database, the blobs and the tokens.",
-        "devices": "Where selectors listen for devices.",
-        "admin": "Where the admin API, `/metrics` and `/health` are.",
-        "servers": "Where this process listens for other servers, when roles run apart.",
-        "coordinators": "The `servers` addresses of all coordinators, when roles run apart.",
+        "data": "Folder of the state database, the blobs and the tokens.",
+        "devices": "Address of the listener for devices.",
+        "admin": "Address of the listener for the admin API, `/metrics` and `/health`.",
+        "servers": "Address of the listener for other servers, when roles run in separate "
+        "processes.",
+        "coordinators": "The `servers` addresses of all coordinators, when roles run in separate "
+        "processes.",
         "device_tokens": "How devices are verified: `shared` (one token for all), `signed` (one "
         "token per device, made by `papaya token`), `none` (**insecure**), or "
-        "`package.module:name` of a verifier of your own.",
-        "tls_certificate": "A PEM file with the certificate chain; TLS is on when it is set.",
-        "tls_key": "The PEM file with its key.",
-        "tls_authority": "The PEM file of the authority that signed the other servers' "
-        "certificates. None takes the system's.",
-        "tsa": "Where the TSA of secure aggregation listens: `unix:/path` or "
+        "`package.module:name` of your own verifier.",
+        "tls_certificate": "PEM file with the certificate chain. Setting it enables TLS.",
+        "tls_key": "PEM file with the private key.",
+        "tls_authority": "PEM file of the authority that signed the other servers' "
+        "certificates. None: the system's authorities.",
+        "tsa": "Address of the TSA of secure aggregation: `unix:/path` or "
         "`tcp:127.0.0.1:port`. Empty: a child of this process, with **insecure** software "
-        "evidence, started when a task first asks for it.",
-        "tsa_platform": "What vouches for it.",
-        "tsa_collateral": "The JSON file of the vendor's collateral, kept fresh by you.",
-        "tsa_leaf": "The record of its binary in the public log.",
-        "log": "The folder of the public log, served at `/v1/log/`. None: `log` in the data "
-        "folder, made when the child is started.",
-        "fold_threads": "Worker threads of an aggregator, each with its own intermediate "
-        "aggregate.",
-        "upload_memory_mb": "Buffers for uploads on their way. An upload begins when there is room "
-        "for all of it and two chunks more, so `upload_slots` x the largest model serves as many "
-        "clients at once as there are slots; a model that does not fit at all is not served.",
-        "max_connections": "Connections to one listener at a time; less where the system's limit "
-        "on open files (`ulimit -n`) does not allow as many.",
+        "evidence, started when a task first needs it.",
+        "tsa_platform": "Platform that attests the TSA.",
+        "tsa_collateral": "JSON file of the vendor's collateral. You have to keep it fresh.",
+        "tsa_leaf": "Index of the TSA binary's record in the public log.",
+        "log": "Folder of the public log, served at `/v1/log/`. None: `log` in the data "
+        "folder, created when the child is started.",
+        "fold_threads": "Number of worker threads of an aggregator, each with its own "
+        "intermediate aggregate.",
+        "upload_memory_mb": "Memory for uploads under way. An upload begins when there is room for "
+        "all of it and two chunks more. Use about `upload_slots` x the largest model, so that all "
+        "slots can be used at once. A task whose model does not fit at all is not served.",
+        "max_connections": "Largest number of connections to one listener. It is lowered if the "
+        "system's limit on open files (`ulimit -n`) does not allow as many.",
         "max_connections_per_address": "Connections to the device listener from one client address "
         "at a time; IPv6 addresses count by their /64. Mobile carriers put many devices behind one "
         "address. Raise it if all devices come through a proxy that does not speak the PROXY "
         "protocol.",
         "proxies": "Addresses or networks of the load balancers in front of the device listener. "
         "They must send the PROXY protocol (version 1 or 2), which tells the client's address.",
-        "drain_s": "How long a stopping server waits for uploads on their way.",
-        "server": "The protocol's own settings, see below.",
+        "drain_s": "How long a stopping server waits for uploads under way.",
+        "server": "Settings of the protocol, see below.",
     },
     AsyncFL: {
-        "aggregation_goal": "The paper's K: updates per version. None takes 10 % of C.",
-        "max_staleness": "Clients further behind are aborted. None takes the larger of 50 and "
-        "16 × C ÷ K.",
+        "aggregation_goal": "The paper's K: updates per version. None: 10 % of C, rounded to the "
+        "nearest whole number (ties to even), at least 1.",
+        "max_staleness": "Clients with a larger staleness are aborted. None: 16 × C ÷ K, rounded "
+        "up, at least 50.",
     },
     SyncFL: {
-        "over_selection": "The paper's o: K is C ÷ (1 + o), the other clients are spare.",
+        "over_selection": "The paper's o: K is C ÷ (1 + o), rounded to the nearest whole number; "
+        "the other clients are spare.",
     },
     OptimizerConfig: {
         "kind": "`fedavg` and `fedsgd` are SGD on the server; the others are adaptive.",
-        "rate": "The server's learning rate. None: 1 for SGD, 0.001 for `fedadam`, 0.01 for "
+        "rate": "Learning rate of the server. None: 1 for SGD, 0.001 for `fedadam`, 0.01 for "
         "`fedyogi` and `fedadagrad`.",
         "momentum": "Momentum of `fedavg` and `fedsgd`.",
         "beta1": "Decay of the first moment.",
         "beta2": "Decay of the second moment of `fedadam` and `fedyogi`.",
-        "epsilon": "Keeps the divisor from zero. None: 1e-8 for `fedadam`, 0.001 for the others.",
+        "epsilon": "Added to the divisor. None: 1e-8 for `fedadam`, 0.001 for the others.",
     },
     Requirements: {
-        "engine": "The training engine that the device must have. None takes any.",
-        "module": "Hash of the task's module, which the device must already have. None takes any.",
-        "min_memory_mb": "The least memory that the device must declare.",
-        "labels": "Labels that the device must carry, all of them.",
+        "engine": "Training engine that the device must have. None: any.",
+        "module": "Hash of the task file that the device must have. None: any.",
+        "min_memory_mb": "Smallest memory that the device must declare, in MB.",
+        "labels": "Labels that the device must declare.",
     },
     SecureAggregation: {
-        "threshold": "The smallest number of clients whose sum may be revealed. None takes K.",
+        "threshold": "Smallest number of clients whose sum may be revealed. None: K.",
     },
     ServerConfig: {
-        "heartbeat_s": "The one heartbeat: of aggregators, selectors, leader and clients.",
+        "heartbeat_s": "Heartbeat interval of aggregators, selectors, leader and clients.",
         "hold_s": "How long a selector holds a check-in before it rejects it.",
-        "min_report_interval_s": "The shortest time between two reports of one server.",
-        "held_report_interval_s": "A mere change in how many check-ins are held is reported at "
-        "most this often.",
-        "max_held": "How many check-ins one selector holds.",
-        "upload_slots": "How many uploads one aggregator receives at once. Each takes the memory "
-        "of a model.",
-        "chunk_bytes": "The size of every chunk of an upload but the last.",
-        "pace": "Check-ins that are asked for, per completion that is expected.",
-        "min_retry_s": "The least mean time after which a rejected device is asked to come back.",
-        "max_retry_s": "The longest mean time after which a rejected device is asked to come back.",
+        "min_report_interval_s": "Shortest time between two reports of one server.",
+        "held_report_interval_s": "Shortest time between two reports that only change the "
+        "number of held check-ins.",
+        "max_held": "Largest number of check-ins that one selector holds.",
+        "upload_slots": "Largest number of uploads that one aggregator receives at once. Each "
+        "takes the memory of a model.",
+        "chunk_bytes": "Size of every chunk of an upload except the last.",
+        "pace": "Check-ins that pace steering aims at, per expected completion.",
+        "min_retry_s": "Shortest mean time after which a rejected device is asked to come back.",
+        "max_retry_s": "Longest mean time after which a rejected device is asked to come back.",
     },
     DeviceConfig: {
-        "request_timeout_s": "A request without an answer is sent again after this time.",
-        "check_in_timeout_s": "The same for a check-in, which a selector may hold: make it longer "
-        "than the servers' `hold_s`.",
-        "backoff_s": "The first back-off before a repeated request; it doubles, with jitter.",
-        "max_backoff_s": "The longest back-off.",
-        "give_up_s": "How long a device tries to check in, and then to join, before it gives up.",
-        "participation_floor_s": "The device's own shortest time between two participations in "
-        "one task. No task can shorten it.",
+        "request_timeout_s": "A request without an answer is sent again this long after it was "
+        "sent.",
+        "check_in_timeout_s": "The same for a check-in, which a selector may hold. It must be "
+        "longer than the servers' `hold_s`.",
+        "backoff_s": "The n-th repetition of a request waits a random time of up to 2ⁿ times this "
+        "value.",
+        "max_backoff_s": "Upper limit of this waiting time.",
+        "give_up_s": "How long a device tries to check in, and then to join.",
+        "participation_floor_s": "Shortest time between two participations in one task, set by the "
+        "device. No task can shorten it.",
     },
 }

@@ -22,14 +22,17 @@ from papaya.attestation.policy import DevicePolicy
 from papaya.cli import main as cli
 from papaya.config import TaskConfig
 from papaya.config.deployment import Deployment
+from papaya.config.server import MAX_CHUNK_BYTES
 from papaya.device.use_policy import parse_policies
+from papaya.http.limits import MAX_HEADERS, MAX_TARGET_CHARS, ListenerLimits
 from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.participation import AbortReason, Chunk, DiscardReason
+from papaya.messages.participation import MAX_CHUNKS, AbortReason, Chunk, DiscardReason
 from papaya.messages.selection import Capabilities
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, RollBack
+from papaya.server.device_api import MAX_REQUEST_BYTES
 from papaya.server.device_openapi import device_document
 from tools import configuration_reference
 
@@ -331,6 +334,19 @@ def test_the_protocols_page_has_every_path_and_every_reason() -> None:
     reasons = {*get_args(AbortReason), *get_args(DiscardReason)}
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in page] == []
     assert f"This is protocol version {PROTOCOL_VERSION}." in page
+
+
+def test_the_protocols_page_has_the_limits_of_the_code() -> None:
+    page, limits = text_of(PROTOCOL), ListenerLimits()
+    assert f"| body of a POST | {MAX_REQUEST_BYTES:,} bytes |" in page
+    assert f"| body of a PUT | {MAX_CHUNK_BYTES:,} bytes |" in page
+    head = f"{limits.max_head_bytes:,} bytes, {MAX_HEADERS} headers"
+    assert f"| {head}, path of {MAX_TARGET_CHARS:,} characters |" in page
+    assert f"| time for a head | {limits.head_timeout_s:g} s |" in page
+    assert f"no pause of more than {limits.body_timeout_s:g} s" in page
+    assert f"at least {limits.min_body_bytes_per_s:,.0f} bytes/s" in page
+    assert f"closed after {limits.idle_timeout_s:g} s |" in page
+    assert f"There are at most {MAX_CHUNKS:,}." in page
 
 
 def test_every_message_in_the_protocols_conversation_is_one() -> None:

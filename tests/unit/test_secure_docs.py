@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import re
 from pathlib import Path
 
+from cryptography.hazmat.primitives import serialization
+
 from papaya.attestation.policy import DevicePolicy
+from papaya.attestation.software import make_quote, root_certificate
+from papaya.attestation.verify import MAX_COLLATERAL_BYTES, MAX_QUOTE_BYTES
 from papaya.messages.participation import SecureOffer
 from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.offer import OFFER_BYTES
-from papaya.secagg.parameters import SCHEME, PublicParameters
+from papaya.secagg.parameters import MAX_ENCODED_BYTES, SCHEME, PublicParameters
 from papaya.tsa.errors import RefusalReason as TsaReason
 from papaya.tsa.wire import Operation
 from tests.unit.test_docs import PROTOCOL, ROOT, text_of
@@ -32,6 +37,25 @@ def test_the_secure_specification_has_the_numbers_of_the_code() -> None:
     assert f"{OFFER_BYTES} bytes:" in page
     assert f"\n{SEALED_BYTES} bytes. Refused" in page
     assert f"Scheme `{SCHEME}`" in page
+
+
+def test_both_pages_give_the_limits_of_the_code_for_an_offer() -> None:
+    for page in (text_of(SECURE_SPEC), text_of(PROTOCOL)):
+        for limit in (MAX_ENCODED_BYTES, MAX_QUOTE_BYTES, MAX_COLLATERAL_BYTES):
+            assert f"{limit:,} bytes" in page, limit
+
+
+def test_the_secure_specification_has_the_insecure_root_and_a_quote() -> None:
+    page = text_of(SECURE_SPEC)
+    root = root_certificate()
+    assert root.public_bytes(serialization.Encoding.PEM).decode() in page
+    der = root.public_bytes(serialization.Encoding.DER)
+    assert hashlib.sha256(der).hexdigest() in page
+    quote = make_quote(bytes(32), bytes(64))
+    assert hashlib.sha256(quote).hexdigest() in page
+    measured, said = bytes(range(32)), bytes(range(64))
+    quote = make_quote(measured, said)
+    assert (quote[112:144], quote[368:432]) == (measured, said)
 
 
 def test_the_public_parameters_of_the_secure_specification_have_their_hash() -> None:
