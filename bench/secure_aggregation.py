@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.secagg.mask import Mask, add_masks
 from papaya.secagg.offer import Offer
@@ -244,7 +245,10 @@ def main() -> None:
         tsa, copies = f"unix:{folder}/tsa", f"unix:{folder}/copies"
         with child(serve_until_signal, tsa, ignore), child(copy_server, copies):
             connected(tsa).close()
-            with TsaClient(tsa) as client, connected(copies) as copier:
+            with (
+                TsaClient(tsa, Ed25519PrivateKey.generate()) as client,
+                connected(copies) as copier,
+            ):
                 bench_sum_and_client(a_delta(), client)
                 bench_boundary(client, copier)
     bench_transfer(plot)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.secagg.errors import ChannelError
 from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES, Offer
@@ -32,16 +33,22 @@ DEFAULT_TIMEOUT_S: Final = 60.0
 
 
 class TsaClient:
-    """Connects when made. Use as a context manager, or `close` it."""
+    """Connects when made, and proves `cluster_key`. Use as a context manager, or `close` it."""
 
-    def __init__(self, address: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        cluster_key: Ed25519PrivateKey,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
         self._lock = threading.Lock()
         try:
             self._stream = endpoint.connect(address, timeout_s)
         except OSError as error:
             raise Unavailable(f"no TSA at {address}: {error}") from error
         try:
-            self.identity_public_key = self._identity()
+            self.identity_public_key, challenge = self._identity()
+            self._authenticate(cluster_key, challenge)
         except BaseException:
             self.close()
             raise
@@ -104,11 +111,16 @@ class TsaClient:
     def evidence(self, parameters_hash: bytes) -> bytes:
         return self._call(wire.task_request(Operation.EVIDENCE, parameters_hash), None)
 
-    def _identity(self) -> bytes:
-        answer = self._call(wire.identity_request(), 1 + KEY_BYTES)
+    def _identity(self) -> tuple[bytes, bytes]:
+        answer = self._call(wire.identity_request(), 1 + KEY_BYTES + wire.CHALLENGE_BYTES)
         if answer[0] != wire.VERSION:
             raise Unavailable(f"the TSA speaks version {answer[0]}, not {wire.VERSION}")
-        return answer[1:]
+        return answer[1 : 1 + KEY_BYTES], answer[1 + KEY_BYTES :]
+
+    def _authenticate(self, cluster_key: Ed25519PrivateKey, challenge: bytes) -> None:
+        signature = cluster_key.sign(wire.proof_of(self.identity_public_key, challenge))
+        cluster = cluster_key.public_key().public_bytes_raw()
+        self._call(wire.authenticate_request(cluster, signature), 0)
 
     def _count(self, request: bytes) -> int:
         return wire.decode_count(self._call(request, len(wire.encode_count(0))))

@@ -30,6 +30,8 @@ class RefusalReason(IntEnum):
     NOT_A_MEMBER = 32
     OTHER_LIST = 33
     NO_EVIDENCE = 40
+    NOT_AUTHENTICATED = 50
+    OTHER_CLUSTER = 51
 
 
 class TsaRefused(Exception):

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Final
 
 from papaya.tsa import endpoint, wire
-from papaya.tsa.service import MakeEvidence, ReplyParts, TsaService
+from papaya.tsa.service import MakeEvidence, ReplyParts, TsaService, TsaSession
 from papaya.tsa.tsa import TSA, TsaLimits
 
 MAX_CONNECTIONS: Final = 64
@@ -51,10 +51,11 @@ def platform_limits() -> TsaLimits:
 
 
 class _Connection:
-    """Bytes that arrived, and the parts of the answer that is being sent."""
+    """Its session, bytes that arrived, and the parts of the answer that is being sent."""
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket, session: TsaSession) -> None:
         self.stream = stream
+        self.session = session
         self._received = bytearray()
         self._sending: list[memoryview] = []
 
@@ -155,7 +156,7 @@ class Process:
         try:
             stream.setblocking(False)
             endpoint.tune(stream)
-            connection = _Connection(stream)
+            connection = _Connection(stream, self._service.session())
             self._selector.register(stream, selectors.EVENT_READ, connection)
         except (OSError, MemoryError):
             stream.close()
@@ -171,7 +172,7 @@ class Process:
             else:
                 connection.receive()
             while (request := connection.next_request()) is not None:
-                connection.send(self._service.answer(request, self._clock()))
+                connection.send(connection.session.answer(request, self._clock()))
         except BlockingIOError:
             return
         except (OSError, MemoryError):
@@ -192,8 +193,8 @@ def serve(
     limits: TsaLimits | None = None,
 ) -> None:
     """A new TSA with the system's entropy and clock, until `stop` becomes readable."""
-    aggregator = TSA(os.urandom, limits or platform_limits())
-    Process(TsaService(aggregator, evidence), listener, wall_clock()).run(stop)
+    tsa = TSA(os.urandom, limits or platform_limits())
+    Process(TsaService(tsa, evidence), listener, wall_clock()).run(stop)
 
 
 def serve_until_signal(

@@ -197,6 +197,13 @@ class TSA:
         del task.pending[index]
         del self._task_of_pending[index]
 
+    def task_of(self, index: int) -> bytes | None:
+        """The hash of the parameters that a pending or accepted index belongs to."""
+        if (task := self._task_of_pending.get(index)) is not None:
+            return task.digest
+        accepted = self._accepted.get(index)
+        return None if accepted is None else accepted.task.digest
+
     # --- Seeds ---------------------------------------------------------------------------------
 
     def accept(self, index: int, group: int, sealed: bytes, now: float) -> None:

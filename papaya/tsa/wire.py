@@ -5,7 +5,8 @@
                length: u32 | reason: u8   | text              refused
                length: u32 | OTHER_GROUP  | group: u64, text  refused: the seed is in that group
 
-    IDENTITY                                        → version: u8, key: 32 bytes
+    IDENTITY                                        → version: u8, key: 32, challenge: 32 bytes
+    AUTHENTICATE  cluster key: 32, signature: 64    →            first on every connection
     REGISTER   parameters: JSON                     → hash: 32 bytes
     OFFERS     hash, count: u16                     → count × offer (112 bytes)
     ACCEPT     index: u64, group: u64, sealed: 64   →            85 bytes, frame and all
@@ -14,6 +15,10 @@
     FORGET     hash                                 → seeds: u32
     STATUS     hash                                 → see `encode_status`
     EVIDENCE   hash                                 → evidence, as its platform makes it
+
+A connection begins with IDENTITY and AUTHENTICATE: the client proves that it holds the private key
+of a cluster, by an Ed25519 signature over `proof_of`. All other requests are about tasks that this
+cluster registered.
 
 Numbers are big-endian, apart from the words, which are not touched on their way. A length above the
 limit ends the connection before a byte of it is read; fields of a wrong size are MALFORMED.
@@ -27,18 +32,21 @@ from enum import IntEnum
 from typing import Any, Final
 
 from papaya.secagg.channel import SEALED_BYTES
-from papaya.secagg.offer import OFFER_BYTES, Offer
+from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES, SIGNATURE_BYTES, Offer
 from papaya.secagg.parameters import HASH_BYTES
 from papaya.tsa.errors import RefusalReason, TsaRefused
 from papaya.tsa.tsa import TsaStatus
 
-VERSION: Final = 1
+VERSION: Final = 2
 DONE: Final = 0
 MAX_REQUEST_BYTES: Final = 1 << 20
 MAX_OFFERS: Final = 1024  # per request
 MAX_TEXT_BYTES: Final = 400
+CHALLENGE_BYTES: Final = 32
 LENGTH: Final = struct.Struct(">I")
 
+_PROOF_LABEL: Final = b"papaya-tsa-connection-1\0"
+_AUTHENTICATE: Final = struct.Struct(f">{KEY_BYTES}s{SIGNATURE_BYTES}s")
 _ACCEPT: Final = struct.Struct(f">QQ{SEALED_BYTES}s")
 _OFFERS: Final = struct.Struct(f">{HASH_BYTES}sH")
 _GROUP: Final = struct.Struct(f">{HASH_BYTES}sQ")
@@ -62,6 +70,7 @@ class Operation(IntEnum):
     FORGET = 7
     STATUS = 8
     EVIDENCE = 9
+    AUTHENTICATE = 10
 
 
 def frame(first: int, *parts: bytes) -> bytes:
@@ -91,6 +100,15 @@ def _packed(fields: struct.Struct, *values: bytes | int) -> bytes:
 
 def identity_request() -> bytes:
     return frame(Operation.IDENTITY)
+
+
+def proof_of(identity_public_key: bytes, challenge: bytes) -> bytes:
+    """What a cluster signs: good for this TSA and this connection only."""
+    return _PROOF_LABEL + identity_public_key + challenge
+
+
+def authenticate_request(cluster: bytes, signature: bytes) -> bytes:
+    return frame(Operation.AUTHENTICATE, _packed(_AUTHENTICATE, cluster, signature))
 
 
 def register_request(encoded_parameters: bytes) -> bytes:
@@ -126,6 +144,11 @@ def read_operation(request: bytes) -> Operation:
         return Operation(request[0])
     except (IndexError, ValueError):
         raise TsaRefused(RefusalReason.MALFORMED, "no such operation") from None
+
+
+def read_authenticate(body: bytes) -> tuple[bytes, bytes]:
+    cluster, signature = _exactly(_AUTHENTICATE, body)
+    return cluster, signature
 
 
 def read_task(body: bytes) -> bytes:

@@ -6,24 +6,27 @@ import socket
 from contextlib import suppress
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.tsa import endpoint, wire
 from papaya.tsa.client import TsaClient
-from papaya.tsa.errors import RefusalReason
+from papaya.tsa.errors import RefusalReason, TsaRefused
 from papaya.tsa.process import MAX_CONNECTIONS
-from papaya.tsa.service import TsaService
+from papaya.tsa.service import NOT_PROVED, TsaService
 from tests.unit.secagg.builders import NOW, Deployment, a_task, with_byte_changed
-from tests.unit.tsa.running import received, running
+from tests.unit.tsa.running import CLUSTER, authenticated, received, running, serving
+
+DONE = wire.frame(wire.DONE)
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_get_a_refusal(body: bytes) -> None:
     deployment = Deployment()
-    service = TsaService(deployment.tsa)
+    session = serving(deployment.tsa, deployment.parameters)
     for operation in (*wire.Operation, 0, 77, 255):
-        [answer, *_] = service.answer(bytes((operation,)) + body, NOW)
+        [answer, *_] = session.answer(bytes((operation,)) + body, NOW)
         expected = operation == wire.Operation.IDENTITY and not body
         assert (answer[4] == wire.DONE) == expected
         assert answer[4] != RefusalReason.INTERNAL
@@ -32,7 +35,7 @@ def test_any_bytes_get_a_refusal(body: bytes) -> None:
 
 def test_a_changed_byte_in_any_request_breaks_nothing() -> None:
     deployment = Deployment()
-    service = TsaService(deployment.tsa)
+    session = serving(deployment.tsa, deployment.parameters)
     update = deployment.any_sealed()
     requests = [
         wire.register_request(deployment.parameters.encode()),
@@ -44,7 +47,7 @@ def test_a_changed_byte_in_any_request_breaks_nothing() -> None:
     ]
     for request in requests:
         for position in range(4, len(request)):
-            [answer, *_] = service.answer(with_byte_changed(request, position)[4:], NOW)
+            [answer, *_] = session.answer(with_byte_changed(request, position)[4:], NOW)
             assert answer[4] != RefusalReason.INTERNAL
             deployment.tsa.check()
 
@@ -54,11 +57,77 @@ def test_a_bug_is_answered_and_tells_nothing() -> None:
         raise RuntimeError("the seed is 0123456789abcdef")
 
     deployment = Deployment()
-    service = TsaService(deployment.tsa, broken)
+    session = serving(deployment.tsa, deployment.parameters, broken)
     request = wire.task_request(wire.Operation.EVIDENCE, deployment.hash)
-    [answer] = service.answer(request[4:], NOW)
+    [answer] = session.answer(request[4:], NOW)
     assert answer[4] == RefusalReason.INTERNAL
     assert b"0123456789abcdef" not in bytes(answer)
+
+
+STRANGER = Ed25519PrivateKey.from_private_bytes(bytes(32))
+
+
+def _requests_about(deployment: Deployment, index: int, sealed: bytes) -> list[bytes]:
+    return [
+        wire.offers_request(deployment.hash, 3),
+        wire.accept_request(index, 0, sealed),
+        wire.release_request(deployment.hash, 0, [index]),
+        wire.group_request(wire.Operation.DROP, deployment.hash, 0),
+        wire.task_request(wire.Operation.FORGET, deployment.hash),
+        wire.task_request(wire.Operation.STATUS, deployment.hash),
+        wire.task_request(wire.Operation.EVIDENCE, deployment.hash),
+    ]
+
+
+@pytest.mark.parametrize("key", [None, STRANGER])
+def test_a_stranger_who_knows_the_public_parameters_can_do_nothing(
+    key: Ed25519PrivateKey | None,
+) -> None:
+    """Before, any local user could send FORGET, and acknowledged updates were gone."""
+    deployment = Deployment()
+    service = TsaService(deployment.tsa, lambda bound: b"a quote")
+    ours = authenticated(service)
+    ours.answer(wire.register_request(deployment.parameters.encode())[4:], NOW)
+    taken, offered = deployment.any_sealed(), deployment.any_sealed()
+    assert ours.answer(wire.accept_request(taken.index, 0, taken.sealed)[4:], NOW) == [DONE]
+    before = deployment.tsa.status(deployment.hash)
+
+    theirs = service.session() if key is None else authenticated(service, key)
+    for index, sealed in ((taken.index, taken.sealed), (offered.index, offered.sealed)):
+        for request in _requests_about(deployment, index, sealed):
+            [answer] = theirs.answer(request[4:], NOW)
+            assert answer[4] != wire.DONE, wire.Operation(request[4])
+    [answer] = theirs.answer(wire.register_request(deployment.parameters.encode())[4:], NOW)
+    assert answer[4] in (RefusalReason.NOT_AUTHENTICATED, RefusalReason.OTHER_CLUSTER)
+    assert deployment.tsa.status(deployment.hash) == before
+    assert ours.answer(wire.accept_request(offered.index, 0, offered.sealed)[4:], NOW) == [DONE]
+
+
+def test_a_proof_is_good_for_one_connection_and_one_key() -> None:
+    service = TsaService(Deployment().tsa)
+    sessions = [service.session(), service.session()]
+    identities = [bytes(s.answer(wire.identity_request()[4:], NOW)[0][6:]) for s in sessions]
+    assert identities[0] != identities[1], "the challenge differs"
+    proof = wire.proof_of(identities[0][:32], identities[0][32:])
+    public = CLUSTER.public_key().public_bytes_raw()
+    good = wire.authenticate_request(public, CLUSTER.sign(proof))[4:]
+    stolen = wire.authenticate_request(public, STRANGER.sign(proof))[4:]
+    no_key = wire.authenticate_request(b"\xff" * 32, CLUSTER.sign(proof))[4:]
+    for session, request in ((sessions[1], good), (sessions[0], stolen), (sessions[0], no_key)):
+        [answer] = session.answer(request, NOW)
+        assert answer[4] == RefusalReason.NOT_AUTHENTICATED
+    assert sessions[0].answer(good, NOW) == [DONE]
+
+
+def test_whoever_forgets_a_task_may_leave_it_to_others() -> None:
+    deployment = Deployment()
+    service = TsaService(deployment.tsa)
+    ours, theirs = authenticated(service), authenticated(service, STRANGER)
+    register = wire.register_request(deployment.parameters.encode())[4:]
+    forget = wire.task_request(wire.Operation.FORGET, deployment.hash)[4:]
+    for session in (ours, theirs):
+        assert session.answer(register, NOW)[0][4] == wire.DONE
+        assert session.answer(forget, NOW)[0][4] == wire.DONE
 
 
 @pytest.mark.parametrize(
@@ -71,7 +140,7 @@ def test_a_bug_is_answered_and_tells_nothing() -> None:
     ],
 )
 def test_a_length_that_no_request_has_ends_the_connection(sent: bytes) -> None:
-    with running() as where, TsaClient(where) as client:
+    with running() as where, TsaClient(where, CLUSTER) as client:
         with endpoint.connect(where, 30) as stranger:
             stranger.sendall(sent)
             assert stranger.recv(1) == b""
@@ -81,10 +150,10 @@ def test_a_length_that_no_request_has_ends_the_connection(sent: bytes) -> None:
 def test_a_stranger_who_stops_in_the_middle_holds_up_nobody() -> None:
     with running() as where, endpoint.connect(where, 30) as stranger:
         stranger.sendall(wire.register_request(a_task().encode())[:-1])
-        with TsaClient(where) as client:
+        with TsaClient(where, CLUSTER) as client:
             assert client.register(a_task())
         stranger.sendall(b"}")
-        assert received(stranger, 37) == wire.frame(wire.DONE, a_task().digest())
+        assert received(stranger, 5)[4] == RefusalReason.NOT_AUTHENTICATED
 
 
 def test_a_stranger_who_never_reads_holds_up_nobody() -> None:
@@ -97,18 +166,19 @@ def test_a_stranger_who_never_reads_holds_up_nobody() -> None:
             while sent < 100 * len(flood):
                 sent += stranger.send(flood)
         assert sent < 100 * len(flood)
-        with TsaClient(where) as client:
+        with TsaClient(where, CLUSTER) as client:
             assert client.register(a_task())
 
 
 def test_requests_that_come_together_are_answered_in_order() -> None:
     with running() as where, endpoint.connect(where, 30) as peer:
-        register = wire.register_request(a_task().encode())
-        peer.sendall(register + wire.identity_request() + register)
-        expected = wire.frame(wire.DONE, a_task().digest())
-        assert received(peer, 37) == expected
-        assert received(peer, 38)[4:6] == bytes((wire.DONE, wire.VERSION))
-        assert received(peer, 37) == expected
+        public = CLUSTER.public_key().public_bytes_raw()
+        refused = wire.authenticate_request(public, bytes(64))
+        peer.sendall(refused + wire.identity_request() + refused)
+        expected = wire.encode_refusal(TsaRefused(RefusalReason.NOT_AUTHENTICATED, NOT_PROVED))
+        assert received(peer, len(expected)) == expected
+        assert received(peer, 70)[4:6] == bytes((wire.DONE, wire.VERSION))
+        assert received(peer, len(expected)) == expected
 
 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:
@@ -116,7 +186,7 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:
         crowd: list[socket.socket] = []
         try:
             crowd.extend(endpoint.connect(where, 30) for _ in range(MAX_CONNECTIONS))
-            with TsaClient(where) as client:
+            with TsaClient(where, CLUSTER) as client:
                 assert client.register(a_task())
             assert crowd[0].recv(1) == b""
         finally:

@@ -9,11 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from papaya.tsa import endpoint
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from papaya.secagg.parameters import PublicParameters
+from papaya.tsa import endpoint, wire
 from papaya.tsa.process import Process
-from papaya.tsa.service import MakeEvidence, TsaService
+from papaya.tsa.service import MakeEvidence, TsaService, TsaSession
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import NOW, entropy
+
+CLUSTER = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 
 
 @contextmanager
@@ -37,6 +42,27 @@ def running(
                 wake.send(b"1")
                 thread.join(timeout=30)
             assert not thread.is_alive()
+
+
+def authenticated(service: TsaService, key: Ed25519PrivateKey = CLUSTER) -> TsaSession:
+    """A session that has proved this key, as TsaClient does."""
+    session = service.session()
+    [answer] = session.answer(wire.identity_request()[4:], NOW)
+    identity, challenge = answer[6:38], answer[38:]
+    signature = key.sign(wire.proof_of(bytes(identity), bytes(challenge)))
+    request = wire.authenticate_request(key.public_key().public_bytes_raw(), signature)
+    assert session.answer(request[4:], NOW) == [wire.frame(wire.DONE)]
+    return session
+
+
+def serving(
+    tsa: TSA, parameters: PublicParameters, evidence: MakeEvidence | None = None
+) -> TsaSession:
+    """A session of the cluster that registered these parameters."""
+    session = authenticated(TsaService(tsa, evidence))
+    [answer] = session.answer(wire.register_request(parameters.encode())[4:], NOW)
+    assert answer[4] == wire.DONE
+    return session
 
 
 def received(connection: socket.socket, size: int) -> bytes:

@@ -28,6 +28,7 @@ from papaya.tsa import wire
 from papaya.tsa.service import TsaService
 from papaya.tsa.tsa import TSA
 from tests.unit.secagg.builders import NOW, Deployment, a_task, entropy
+from tests.unit.tsa.running import authenticated, serving
 
 
 def test_a_client_sends_the_same_few_bytes_whatever_the_model() -> None:
@@ -67,19 +68,19 @@ def test_the_count_is_what_a_tsa_is_sent_and_answers(k: int) -> None:
 def exchanged(task: PublicParameters, k: int) -> tuple[int, int]:
     """Real requests to the real service; offers are made ahead and are no part of it."""
     deployment = Deployment(task)
-    service = TsaService(deployment.tsa)
+    session = serving(deployment.tsa, task)
     updates = [deployment.sealed(np.zeros(task.length, np.float32)) for _ in range(k)]
     requests = [wire.accept_request(u.index, 0, u.sealed) for u in updates]
     requests.append(wire.release_request(task.digest(), 0, [u.index for u in updates]))
-    answers = [service.answer(request[4:], NOW) for request in requests]
+    answers = [session.answer(request[4:], NOW) for request in requests]
     assert all(answer[0][4] == wire.DONE for answer in answers)
     return sum(map(len, requests)), sum(len(part) for answer in answers for part in answer)
 
 
 def test_a_service_refuses_what_the_count_does_not_have() -> None:
     """The other direction of the count: a byte less is no request."""
-    service = TsaService(TSA(entropy("other")))
-    [answer] = service.answer(wire.accept_request(0, 0, bytes(64))[4:-1], NOW)
+    session = authenticated(TsaService(TSA(entropy("other"))))
+    [answer] = session.answer(wire.accept_request(0, 0, bytes(64))[4:-1], NOW)
     assert answer[4] != wire.DONE
 
 
