@@ -133,6 +133,12 @@ class TicketKeyRow(Row, frozen=True):
     created: float
 
 
+class ClusterKeyRow(Row, frozen=True):
+    """The private Ed25519 key with which this cluster proves to a TSA that tasks are its own."""
+
+    key: bytes
+
+
 class PointRow(Row, frozen=True):
     """One version in the history of a task. It stays when the version itself is deleted."""
 
@@ -177,6 +183,7 @@ EPOCH_KEY = "epoch"
 TASKS = "task/"
 FENCES = "fence/"
 TICKET_KEYS = "ticket-key/"
+CLUSTER_KEY = "cluster-key"
 
 
 def task_key(task: TaskId) -> str:

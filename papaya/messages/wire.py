@@ -34,6 +34,7 @@ _rows = msgspec.json.Decoder(
     | storage.ConsumedRow
     | storage.ManifestRow
     | storage.TicketKeyRow
+    | storage.ClusterKeyRow
     | storage.PointRow
 )
 

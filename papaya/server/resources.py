@@ -14,6 +14,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TextIO
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.credentials.tls import between_servers
@@ -25,6 +27,7 @@ from papaya.server.peers import Peers
 from papaya.server.replies import retry_after_s
 from papaya.server.state_thread import StateThread
 from papaya.server.ticket_keys import TicketKeys, load_or_create
+from papaya.server.tsa import load_cluster_key
 from papaya.store.blobs import FolderBlobs
 from papaya.store.folders import make_folder
 from papaya.store.state import SqliteState
@@ -37,6 +40,7 @@ class Resources:
     state: StateThread
     blobs: FolderBlobs
     keys: TicketKeys
+    cluster_key: Ed25519PrivateKey
     peers: Peers
     admin_token: Secret
     server_token: Secret
@@ -74,6 +78,7 @@ class Resources:
         heartbeat_s = self.deployment.server.heartbeat_s
         publish_s = 3 * heartbeat_s
         self.keys = await load_or_create(self.state, self.clock.now(), os.urandom, publish_s)
+        self.cluster_key = await load_cluster_key(self.state, os.urandom)
         tls = between_servers(self.deployment)
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
         self.peers = Peers(ConnectionPool(ssl=tls), ConnectionPool(ssl=tls), token, retry_s)

@@ -243,7 +243,9 @@ class Server:
         return AggregatorHost(machine, *around, workers, pool, tell_s)
 
     def _tsa(self) -> Tsa:
-        self._tsa_connection = TsaConnection(self.deployment, self._resources.clock.now)
+        self._tsa_connection = TsaConnection(
+            self.deployment, self._resources.clock.now, self._resources.cluster_key
+        )
         return self._tsa_connection.adapter
 
     def _on_work_done(self, result: Message) -> None:

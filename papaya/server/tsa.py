@@ -22,13 +22,19 @@ from pathlib import Path
 from threading import Lock
 from typing import TypeVar
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.attestation.software import SoftwarePlatform
 from papaya.config import Deployment
+from papaya.errors import OperatorError
+from papaya.messages.storage import CLUSTER_KEY, ClusterKeyRow, Transaction
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
+from papaya.secagg.words import Entropy
 from papaya.server.public_log import own_record
+from papaya.server.state_thread import AsyncState
 from papaya.tsa.client import TsaClient
 from papaya.tsa.errors import Unavailable
 from papaya.tsa.measurement import measure
@@ -39,13 +45,33 @@ _COLLATERAL_LIFE_S = 3600.0
 _PID_FILE = "tsa.pid"
 _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 T = TypeVar("T")
+_KEY_BYTES = 32
+_ATTEMPTS = 5
+
+
+async def load_cluster_key(state: AsyncState, entropy: Entropy) -> Ed25519PrivateKey:
+    """The key of this cluster; the first server creates it."""
+    for _ in range(_ATTEMPTS):
+        row = (await state.read((CLUSTER_KEY,))).get(CLUSTER_KEY)
+        if isinstance(row, ClusterKeyRow):
+            return Ed25519PrivateKey.from_private_bytes(row.key)
+        new = ClusterKeyRow(entropy(_KEY_BYTES))
+        # Always read it back: another server may have been faster.
+        await state.transact(Transaction(require=((CLUSTER_KEY, None),), put=((CLUSTER_KEY, new),)))
+    raise OperatorError(
+        "cannot store the key of this cluster",
+        hint="the log says why the state store failed; check for a full disk",
+    )
 
 
 class TsaConnection:
     """Implements `Tsa` over a connection that is opened when needed. Thread-safe."""
 
-    def __init__(self, deployment: Deployment, now: Callable[[], float]) -> None:
+    def __init__(
+        self, deployment: Deployment, now: Callable[[], float], cluster_key: Ed25519PrivateKey
+    ) -> None:
         self._deployment = deployment
+        self._cluster_key = cluster_key
         self._data = Path(deployment.data)
         self._now = now
         self._guard = Lock()
@@ -109,12 +135,12 @@ class TsaConnection:
         """Connect to the running TSA; on one machine, start it if none runs."""
         address = self._deployment.tsa or self._own_address
         try:
-            return TsaClient(address)
+            return TsaClient(address, self._cluster_key)
         except Unavailable:
             if self._deployment.tsa:
                 raise
         self._start_child()
-        return TsaClient(address)
+        return TsaClient(address, self._cluster_key)
 
     def _disconnect(self) -> None:
         if self._client is not None:

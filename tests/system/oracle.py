@@ -22,6 +22,7 @@ from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import SessionId
 from papaya.messages.storage import (
+    CLUSTER_KEY,
     ConsumedRow,
     Member,
     OptimizerRow,
@@ -47,7 +48,7 @@ class Books:
     def __init__(self, data: Path, task: str) -> None:
         state = SqliteState(data / "state.db")
         try:
-            rows: dict[str, Row] = state.read(holder_prefixes(task))
+            rows: dict[str, Row] = state.read((*holder_prefixes(task), CLUSTER_KEY))
         finally:
             state.close()
         row, optimizer = rows[task_key(task)], rows[optimizer_key(task)]
@@ -59,6 +60,7 @@ class Books:
         self.versions = {r.version: r for r in rows.values() if isinstance(r, VersionRow)}
         self.consumed = {r.version: r for r in rows.values() if isinstance(r, ConsumedRow)}
         self.records = {r.target: r for r in rows.values() if isinstance(r, RecordRow)}
+        self.rows = rows
         self.blobs = FolderBlobs(data / "blobs")
 
     @property

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
 from papaya.aggregator.masked_sum import MaskedSum
@@ -34,7 +35,7 @@ from papaya.device.executor import TaskTerms
 from papaya.device.trust import Trust
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
-from papaya.messages.storage import RecordRow
+from papaya.messages.storage import CLUSTER_KEY, ClusterKeyRow, RecordRow
 from papaya.secagg.parameters import EXTRA_WORDS
 from papaya.tsa.client import TsaClient
 from tests.system.admin import Admin
@@ -102,6 +103,12 @@ def trust(installation: Installation, selector: ServerProcess, **changes: Any) -
 
 class SecureBooks(Books):
     """`dropped`: versions that are the one before, because their masks were lost."""
+
+    @property
+    def cluster_key(self) -> Ed25519PrivateKey:
+        row = self.rows[CLUSTER_KEY]
+        assert isinstance(row, ClusterKeyRow)
+        return Ed25519PrivateKey.from_private_bytes(row.key)
 
     @property
     def dropped(self) -> list[int]:
@@ -360,7 +367,7 @@ def check_releases_are_repeated(tsa: str, books: SecureBooks) -> None:
     parameters = CONFIG.public_parameters
     assert parameters is not None
     members = [member.offer for member in books.consumed[books.newest].members]
-    with TsaClient(tsa) as client:
+    with TsaClient(tsa, books.cluster_key) as client:
         heard: list[tuple[int, bytes]] = []
         for _ in range(2):
             client.release(

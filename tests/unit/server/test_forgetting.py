@@ -17,7 +17,7 @@ from papaya.server.tsa import TsaConnection
 from papaya.server.workers import Workers, threaded_shards
 from papaya.tsa.errors import RefusalReason, TsaRefused
 from tests.unit.server.worker_builders import CHUNK_BYTES, PATIENCE_S, MemoryBlobs
-from tests.unit.tsa.running import running
+from tests.unit.tsa.running import CLUSTER, running
 
 CONFIG = TaskConfig(
     task="next-word",
@@ -36,7 +36,7 @@ class Telling(TsaConnection):
     """`told` is set when a task was forgotten, however that went."""
 
     def __init__(self, deployment: Deployment) -> None:
-        super().__init__(deployment, time.time)
+        super().__init__(deployment, time.time, CLUSTER)
         self.told = Event()
         self.adapter = TsaAdapter(self, lambda digest: TsaEvidence("software", b"", b"", 0))
 
