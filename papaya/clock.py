@@ -1,10 +1,10 @@
-"""The machines' `now`: wall-clock seconds that never jump within a process.
+"""The `now` of the machines: wall-clock seconds that never jump within a process.
 
-Wall time at the start plus monotonic progress, so that no step of the system's clock ends a session
-or a lease early, and so that timers of the event loop, which are monotonic too, agree with it. A
-server that sleeps does not see the time pass; a device does (`device_clock`). It does not follow
-NTP: deadlines that servers compare with each other leave room for clocks that disagree by a
-heartbeat.
+It is the wall time at the start plus monotonic progress. So setting the system's clock does not end
+a session or a lease early, and `now` agrees with the timers of the event loop, which are monotonic
+too. The clock of a server stops while the machine is suspended; that of a device does not
+(`device_clock`). It does not follow NTP: deadlines that several servers check allow for clocks that
+differ by a heartbeat.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """One per process: two of them may disagree by what the wall clock was set in between."""
+    """Use one per process: two may differ if the wall clock was set in between."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Clock:
 
 
 def device_clock() -> Clock:
-    """A device sleeps for most of the day, and its examples grow old meanwhile."""
+    """A clock that includes suspended time: devices sleep, and their examples still age."""
     return Clock(monotonic=_since_boot)
 
 
 def _since_boot() -> float:
-    # CLOCK_MONOTONIC stands still in suspend under Linux, and nowhere else.
+    # Under Linux CLOCK_MONOTONIC stops while the machine is suspended.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
