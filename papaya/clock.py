@@ -1,9 +1,10 @@
-"""The machines' `now`: wall-clock seconds that never jump within a process.
+"""The `now` of the machines: wall-clock seconds that never jump within a process.
 
-It is the wall time at the start plus monotonic progress, so that a step of the system's clock does
-not end a session or a lease early, and the monotonic timers of the event loop agree with it. It
-does not advance while a server is suspended; a device's does (`device_clock`). It does not follow
-NTP: deadlines that servers compare allow for clocks that differ by a heartbeat.
+It is the wall time at the start plus monotonic progress. So setting the system's clock does not end
+a session or a lease early, and `now` agrees with the timers of the event loop, which are monotonic
+too. The clock of a server stops while the machine is suspended; that of a device does not
+(`device_clock`). It does not follow NTP: deadlines that several servers check allow for clocks that
+differ by a heartbeat.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Clock:
 
 
 def device_clock() -> Clock:
-    """A clock that advances during suspend: a device is suspended for most of the day."""
+    """A clock that includes suspended time: devices sleep, and their examples still age."""
     return Clock(monotonic=_since_boot)
 
 
 def _since_boot() -> float:
-    # Linux's CLOCK_MONOTONIC does not advance during suspend; on other systems it does.
+    # Under Linux CLOCK_MONOTONIC stops while the machine is suspended.
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -1,1 +1,1 @@
-"""The stores of production: rows in SQLite, blobs in a folder. They know no protocol rule."""
+"""The stores of a running server: rows in SQLite, blobs in a folder."""

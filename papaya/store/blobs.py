@@ -1,16 +1,16 @@
 """The blob store in a folder: bytes under `task/seq/what-hash`, never overwritten.
 
-A put is: a temporary file in the blob's own folder, write, fsync, rename, fsync the folder (and
-before, the parents of a folder that is new). When it returns, a row may name the blob; a power loss
-at any moment leaves the whole blob or none (docs/adr/0006). Deleting is not synced: a blob that a
-power loss brings back is one that no row names, and the next holder sweeps it.
+A put writes a temporary file in the blob's own folder, syncs it, renames it and syncs the folder.
+The parents of a new folder are synced first. When put returns, a row may name the blob; after a
+power loss the whole blob is there or nothing of it (docs/adr/0006). Deletions are not synced: if a
+power loss brings a blob back, no row names it, and the next holder deletes it.
 
-Several processes may share the folder. A temporary file is locked by its writer for as long as it
-is written, and the lock ends with the process: what can be locked by another was left by a crash.
-An empty folder is removed when its last blob goes; a put that loses its folder makes it again.
+Several processes may share the folder. The writer of a temporary file holds a lock on it, which
+ends with the process. So a temporary file that can be locked was left behind by a crash. An empty
+folder is removed with its last blob; a put whose folder was removed creates it again.
 
-It refuses every key that is not exactly of the form of `blob_key` in papaya/aggregator/shards.py,
-so that no key leaves the folder. It does not hash contents.
+Keys must have exactly the form of `blob_key` in papaya/aggregator/shards.py, so that no key leads
+out of the folder. The store does not check the hash.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _key_form = re.compile(f"{_TASK}/{_SEQ}/{_NAME}")
 _INCOMING = ".incoming-"
 _QUOTED = 100
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# A folder vanishes under a put only when the last blob in it is deleted just then.
+# How often a put creates its folder again after another process removed it.
 _ATTEMPTS = 100
 
 
@@ -48,18 +48,18 @@ class FolderBlobs:
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).resolve()
-        # Folders whose own names are durable. A member is dropped before its folder can go.
+        # Folders whose names are durable. A folder is taken out before it is removed.
         self._durable: set[Path] = set()
         make_folder(self.root)
         try:
             with tempfile.TemporaryFile(dir=self.root):
-                pass  # better to find out now than with the first update
+                pass  # check now that the folder is writable
             self._remove_leftovers()
         except OSError as error:
             raise unusable(self.root, error) from error
 
     def put(self, key: BlobKey, data: Piece | Sequence[Piece]) -> None:
-        """Durable when it returns. A key that is there already is left as it is."""
+        """Durable when it returns. No-op if the key exists."""
         path = self._path(key)
         pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
         views = [memoryview(piece).cast("B") for piece in pieces if len(piece)]
@@ -79,7 +79,7 @@ class FolderBlobs:
             return path.stat().st_size
 
     def path(self, key: BlobKey) -> Path:
-        """Where the bytes are, for whoever sends a file. It may be deleted at any time."""
+        """The file of a blob, to be sent. It may be deleted at any time."""
         with self._reading(key) as path:
             path.stat()
             return path
@@ -95,7 +95,7 @@ class FolderBlobs:
         return sorted(key for key in found if _key_form.fullmatch(key))
 
     def delete(self, key: BlobKey) -> None:
-        """What is not there is no error: it may have been deleted before a crash."""
+        """No-op if the blob does not exist: it may have been deleted before a crash."""
         path = self._path(key)
         try:
             path.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class FolderBlobs:
         self._remove_if_empty(path.parent)
 
     def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None:
-        """Delete what earlier holders of a task left behind without a row."""
+        """Delete blobs of earlier holders that no row names."""
         for key in self.keys(task):
             if key not in keep and int(key.split("/")[1]) < below_seq:
                 self.delete(key)
@@ -114,8 +114,8 @@ class FolderBlobs:
     def _path(self, key: BlobKey) -> Path:
         if _key_form.fullmatch(key) is None:
             raise ProtocolError(
-                f"{key[:_QUOTED]!r} is not the key of a blob",
-                hint="take the key from the server's own answer: task/seq/what-hash",
+                f"invalid blob key: {key[:_QUOTED]!r}",
+                hint="use a key that the server returned; its form is task/seq/what-hash",
             )
         return self.root / key
 
@@ -128,21 +128,21 @@ class FolderBlobs:
         except OSError as error:
             raise OperatorError(
                 f"blob {key} cannot be read: {error.strerror}",
-                hint=f"check the disk of {self.root} and who may read it",
+                hint=f"check the disk and the permissions of {self.root}",
             ) from error
 
     def _is_there(self, key: BlobKey, path: Path, size: int) -> bool:
         try:
             found = path.stat().st_size
-            # Its writer may be another, which has renamed it and not yet synced the folders.
+            # Another process may have renamed the file and not synced the folders yet.
             for folder in (path.parent, path.parent.parent, self.root):
                 sync_folder(folder)
         except FileNotFoundError:
             return False
         if found != size:
             raise OperatorError(
-                f"blob {key} is there with {found} bytes, and was to be written with {size}",
-                hint=f"the disk damaged it: check the disk, then remove {path}",
+                f"blob {key} exists with {found} bytes, expected {size}",
+                hint=f"the file is damaged: check the disk, then remove {path}",
             )
         return True
 
@@ -162,18 +162,18 @@ class FolderBlobs:
             raise
         finally:
             os.close(handle)
-        with suppress(FileNotFoundError):  # swept at once by a successor: nothing to keep
+        with suppress(FileNotFoundError):  # already deleted by a new holder
             sync_folder(path.parent)
 
     def _temporary(self, folder: Path) -> tuple[int, str]:
-        """A new file, locked. From then on its folder is not empty, so it cannot vanish."""
+        """Create and lock a file. Its folder is then not empty, so it cannot be removed."""
         problem: OSError | None = None
         for _ in range(_ATTEMPTS):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 handle, name = tempfile.mkstemp(prefix=_INCOMING, dir=folder)
             except (FileNotFoundError, FileExistsError) as error:
-                problem = error  # it was there and is gone: its last blob was deleted just now
+                problem = error  # removed just now, with its last blob
                 continue
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX)
@@ -182,11 +182,11 @@ class FolderBlobs:
             except BaseException:
                 os.close(handle)
                 raise
-            os.close(handle)  # taken for a leftover before it was locked
-        raise problem or FileNotFoundError(errno.ENOENT, "temporary files vanish from the folder")
+            os.close(handle)  # another process removed it as a leftover before it was locked
+        raise problem or FileNotFoundError(errno.ENOENT, "temporary files keep disappearing")
 
     def _sync_names(self, folder: Path) -> None:
-        """Make the names `task` and `task/seq` durable, once. The folder cannot vanish now."""
+        """Make the names `task` and `task/seq` durable, once. Needs a file in the folder."""
         if folder not in self._durable:
             sync_folder(folder.parent)
             sync_folder(self.root)
@@ -198,7 +198,7 @@ class FolderBlobs:
             try:
                 empty.rmdir()
             except OSError:
-                return  # not empty, or gone
+                return  # not empty, or already removed
 
     def _remove_leftovers(self) -> None:
         for task in _folders_in(self.root):
@@ -216,7 +216,7 @@ class FolderBlobs:
             )
         return OperatorError(
             f"blob {key} of {size} bytes cannot be written: {error.strerror}",
-            hint=f"check the disk of {self.root} and who may write it",
+            hint=f"check the disk and the permissions of {self.root}",
         )
 
 
@@ -225,7 +225,7 @@ def _folders_in(folder: Path) -> list[Path]:
         with os.scandir(folder) as entries:
             return [folder / entry.name for entry in entries if entry.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
-        return []  # removed just now, or not ours
+        return []  # removed just now, or not a folder
 
 
 def _names_under(task: Path) -> Iterator[tuple[str, str]]:
@@ -247,6 +247,6 @@ def _remove_unless_locked(leftover: Path) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         leftover.unlink(missing_ok=True)
     except BlockingIOError:
-        pass  # its writer lives
+        pass  # still being written
     finally:
         os.close(handle)

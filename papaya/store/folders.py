@@ -1,7 +1,4 @@
-"""Folders that survive a power loss: a new name is durable once the folder that holds it is synced.
-
-Refuses to go on when a folder cannot be made: the operator is told which, why and what to do.
-"""
+"""Creates folders durably: a new name survives a power loss once its parent folder is synced."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder that only we may read, and its parents, durably."""
+    """Create a folder that only this user can read, and its parents, durably."""
     try:
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(mode=0o700, exist_ok=True)
             sync_folder(path.parent)
         if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is not a folder")
+            raise NotADirectoryError(errno.ENOTDIR, "not a folder")
     except OSError as error:
         raise unusable(folder, error) from error
 
@@ -36,6 +33,6 @@ def make_folder(folder: Path) -> None:
 def unusable(folder: Path, error: OSError) -> OperatorError:
     return OperatorError(
         f"the folder {folder} cannot be used: {error.strerror}",
-        hint=f"choose a data directory on a local disk that this user may write, or try:"
+        hint="use a data directory on a local disk that this user can write, or try:"
         f" mkdir -p {folder} && chmod u+rwx {folder}",
     )

@@ -1,22 +1,22 @@
 """The state store in SQLite: one compare-and-set transaction and one snapshot read.
 
-It is what `papaya/messages/storage.py` asks of a back end, and no more: it compares encoded rows
-and knows no rule. WAL with synchronous=FULL: a transaction is on the disk before it is `committed`.
-Several processes on one machine may share the file.
+It implements the primitive of `papaya/messages/storage.py`: it compares encoded rows and knows no
+rules of the protocol. With WAL and synchronous=FULL, a transaction is on disk before it is
+`committed`. Several processes on one machine may share the file.
 
-Outcomes. `refused` says that the rows were compared and differ, so an error is never `refused`:
-whoever submits a task would be told that it exists when the disk is full. Every error is `unknown`:
+Outcomes: `refused` means that the rows were compared and differ. An error is never `refused`:
+otherwise a full disk would look as if a submitted task already existed. Every error is `unknown`:
 
-    SQLITE_BUSY     another process kept the write lock for longer than `busy_timeout_s`. It comes
-                    from BEGIN IMMEDIATE, before anything is written: nothing will be applied.
-    SQLITE_FULL,    before COMMIT: rolled back, nothing will be applied. At COMMIT: this process
-    SQLITE_IOERR    rolled back, but the frames may be whole in the WAL although their sync failed.
-                    The next transaction overwrites them; a crash before it may bring them to life.
+    SQLITE_BUSY     another process held the write lock for longer than `busy_timeout_s`. BEGIN
+                    IMMEDIATE fails before anything is written, so nothing is applied.
+    SQLITE_FULL,    before COMMIT: rolled back, nothing is applied. At COMMIT: this process rolled
+    SQLITE_IOERR    back, but the WAL may hold complete frames although their sync failed. The next
+                    transaction overwrites them; after a crash before that they may be applied.
 
-That is the late application which machines expect of an unknown outcome (docs/adr/0005): it can
-only come before every later transaction. What went wrong is in the log `papaya.store`, with a hint.
+Machines expect such a late application after an unknown outcome (docs/adr/0005). It can only happen
+before any later transaction. The cause is written to the log `papaya.store`, with a hint.
 
-It refuses a file of another version or of another program, and changes nothing in it.
+A file of another schema version or of another program is refused and not changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ APPLICATION_ID = 0x50415059  # "PAPY", in the header of the file
 BUSY_TIMEOUT_S = 5.0
 _RETRY_S = 0.01
 
-# Not WITHOUT ROWID: a record names thousands of members, too much for the inner nodes of a tree.
+# Not WITHOUT ROWID: a record with thousands of members is too large for inner nodes of the tree.
 _CREATE = (
     "CREATE TABLE rows (key BLOB PRIMARY KEY NOT NULL, row BLOB NOT NULL)",
     f"PRAGMA application_id = {APPLICATION_ID}",
@@ -53,22 +53,22 @@ _FIND = "SELECT row FROM rows WHERE key = ?"
 _RANGE = "SELECT key, row FROM rows WHERE key >= ? AND key < ?"
 _DELETE = "DELETE FROM rows WHERE key = ?"
 _PUT = "INSERT INTO rows VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET row = excluded.row"
-_AFTER_UTF8 = b"\xff"  # a byte that UTF-8 never uses and that sorts behind all that it uses
+_AFTER_UTF8 = b"\xff"  # not used in UTF-8, and sorts after every byte that is
 
 _HINTS = {
-    sqlite3.SQLITE_FULL: "free space on the disk of {path}: nothing is committed until then",
-    sqlite3.SQLITE_BUSY: "another process keeps {path} locked: see who with `fuser -v {path}`",
+    sqlite3.SQLITE_FULL: "free space on the disk of {path}: nothing can be committed until then",
+    sqlite3.SQLITE_BUSY: "another process holds a lock on {path}; find it with: fuser -v {path}",
     sqlite3.SQLITE_IOERR: "check the disk of {path} (dmesg, free space, quota, file size limit)",
-    sqlite3.SQLITE_READONLY: "let this user write {path} and its folder",
-    sqlite3.SQLITE_CANTOPEN: "let this user read and write {path}, a file, and its folder",
-    sqlite3.SQLITE_NOTADB: "{path} is something else: move it away, or name another data directory",
+    sqlite3.SQLITE_READONLY: "give this user write access to {path} and its folder",
+    sqlite3.SQLITE_CANTOPEN: "{path} must be a file, and this user must have access to its folder",
+    sqlite3.SQLITE_NOTADB: "{path} is another file: move it away, or use another data directory",
     sqlite3.SQLITE_CORRUPT: "restore {path} and the blobs from the same backup",
 }
-_OTHER_HINT = "see https://sqlite.org/rescode.html for the code; the file is {path}"
+_OTHER_HINT = "look up the code at https://sqlite.org/rescode.html; the file is {path}"
 
 
 class SqliteState:
-    """Rows by key. Threads may share it: one call at a time."""
+    """Rows by key. Threads may share it; calls run one at a time."""
 
     def __init__(self, path: Path | str, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
         self.path = Path(path).resolve()
@@ -94,12 +94,12 @@ class SqliteState:
             raise
 
     def transact(self, transaction: Transaction) -> Outcome:
-        """If all of `require` holds: all of `delete` and `put`, durably."""
+        """If all of `require` holds, apply all of `delete` and `put`, durably."""
         [outcome] = self.transact_all([transaction])
         return outcome
 
     def transact_all(self, transactions: Sequence[Transaction]) -> list[Outcome]:
-        """One after the other, with one sync. An error makes the outcome of all of them unknown."""
+        """Apply them in order, with one sync. After an error, all outcomes are unknown."""
         encoded = [_Encoded(transaction) for transaction in transactions]
         with self._lock:
             try:
@@ -119,7 +119,7 @@ class SqliteState:
         return {key.decode(): self._decode(key, found[key]) for key in sorted(found)}
 
     def close(self) -> None:
-        """The last process to close moves everything out of the WAL and removes it."""
+        """When the last process closes the file, SQLite empties and removes the WAL."""
         with self._lock:
             self._connection.close()
 
@@ -128,7 +128,7 @@ class SqliteState:
             return [self._apply_one(transaction) for transaction in transactions]
 
     def _apply_one(self, transaction: _Encoded) -> Outcome:
-        # All comparisons come before the first change: to refuse, nothing has to be undone.
+        # Compare everything before the first change, so that a refusal has nothing to undo.
         for key, expected in transaction.require:
             found = self._connection.execute(_FIND, (key,)).fetchone()
             if (None if found is None else found[0]) != expected:
@@ -172,7 +172,7 @@ class SqliteState:
         if version == SCHEMA_VERSION:
             return
         with self._transaction("BEGIN IMMEDIATE"):
-            if self._known_version() == 0:  # another process may have been faster
+            if self._known_version() == 0:  # unless another process has created it
                 for statement in _CREATE:
                     self._connection.execute(statement)
         sync_folder(self.path.parent)
@@ -185,8 +185,8 @@ class SqliteState:
             return SCHEMA_VERSION
         if application == APPLICATION_ID:
             raise OperatorError(
-                f"{self.path} has schema version {version}, this Papaya knows {SCHEMA_VERSION}",
-                hint="run the version of Papaya that wrote it, or name another data directory",
+                f"{self.path} has schema version {version}, this Papaya supports {SCHEMA_VERSION}",
+                hint="run the version of Papaya that wrote it, or use another data directory",
             )
         [tables] = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if application or version or tables:
@@ -197,7 +197,7 @@ class SqliteState:
         return 0
 
     def _use_wal(self) -> None:
-        # SQLite does not wait for a lock here: two processes that start at once meet.
+        # SQLite does not wait for a lock here, so two processes that start at once may collide.
         give_up = time.monotonic() + self._busy_timeout_s
         mode = None
         while mode is None:
@@ -209,7 +209,7 @@ class SqliteState:
                 time.sleep(_RETRY_S)
         if mode != "wal":
             raise OperatorError(
-                f"{self.path} is on a file system without shared memory: no WAL there",
+                f"SQLite cannot use WAL for {self.path}: the file system has no shared memory",
                 hint="put the data directory on a local disk",
             )
 
@@ -227,7 +227,7 @@ class SqliteState:
 
 
 class _Encoded:
-    """A transaction as bytes, made before the write lock is taken."""
+    """A transaction as bytes, encoded before the write lock is taken."""
 
     __slots__ = ("delete", "put", "require")
 
@@ -241,15 +241,15 @@ class _Encoded:
 
 
 def _primary(error: sqlite3.Error) -> int:
-    """The code without its extension; 0 when the error is not SQLite's own."""
+    """The primary result code; 0 if the error has none."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def _make_private(path: Path) -> None:
-    """A file that only we may read, for it holds keys: made so, or narrowed.
+    """Create the file so that only this user can read it, or restrict its mode: it holds keys.
 
-    It is linked into place and never opened here: to close any descriptor of a database drops the
-    locks that this process holds on it.
+    The file is linked into place and not opened here, because closing any descriptor of a database
+    drops the locks that this process holds on it.
     """
     if not path.exists():
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -257,7 +257,7 @@ def _make_private(path: Path) -> None:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            pass  # another process was faster
+            pass  # another process has created it
         finally:
             os.unlink(temporary)
     for file in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):

@@ -170,8 +170,8 @@ def why_not_released(world: SecureWorld, step: Step, count: int) -> str:
 
 
 def test_nothing_is_unmasked_below_the_threshold() -> None:
-    """7: "the trusted party sends the running sum to the server only if at least completing
-    messages of t clients have been processed."
+    """7: "the trusted party sends the running sum [...] to the server only if at least
+    completing messages of t clients have been processed."
     """
     world, node = a_secure_world(a_secure_task(goal=3, threshold=3))
     node.hold(Step)

@@ -126,8 +126,8 @@ def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[st
     ("arguments", "problem", "hint"),
     [
         (("task", "show", "nothing"), "there is no task 'nothing'", "papaya task list"),
-        (("task", "resume", "next-word"), "is running, it cannot become running", "show"),
-        (("task", "rollback", "next-word", "7"), "version 7 of task next-word", "mark"),
+        (("task", "resume", "next-word"), "is running and cannot become running", "show"),
+        (("task", "rollback", "next-word", "7"), "task next-word has no version 7", "mark"),
         (("task", "export", "next-word", "--output", "model.onnx"), "model.onnx", "safetensors"),
         (("task", "export", "next-word", "--output", "m.pt", "--version", "x"), "no number", "new"),
         (("task", "show", "a/../b"), "there is no task", "papaya task list"),

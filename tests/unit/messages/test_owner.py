@@ -88,7 +88,7 @@ def test_a_state_can_change_as_drawn_and_not_otherwise() -> None:
                 assert (changed.state, changed.why) == (new, "because")
                 assert changed.ended == (50.0 if changed.is_over else 0.0)
             else:
-                with pytest.raises(OperatorError, match=f"is {old}, it cannot become {new}"):
+                with pytest.raises(OperatorError, match=f"is {old} and cannot become {new}"):
                     owner.change_state(row, new, 50.0)
 
 
@@ -152,10 +152,10 @@ def test_a_record_that_comes_into_being_meanwhile_is_not_forgotten() -> None:
 
 
 def test_what_is_gone_or_over_cannot_be_rolled_back() -> None:
-    with pytest.raises(OperatorError, match="version 0 of task next-word is not there") as gone:
+    with pytest.raises(OperatorError, match="task next-word has no version 0") as gone:
         owner.rollback(TaskRows("next-word", running_rows()), 0, "optimizer", 99.0)
     assert "1, 2, 3" in gone.value.hint
-    with pytest.raises(OperatorError, match="is completed, it cannot be rolled back"):
+    with pytest.raises(OperatorError, match="is completed and cannot be rolled back"):
         owner.rollback(TaskRows("next-word", running_rows("completed")), 1, "optimizer", 99.0)
     with pytest.raises(OperatorError, match="there is no task nothing"):
         TaskRows("nothing", running_rows())

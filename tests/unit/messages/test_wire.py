@@ -120,7 +120,7 @@ def test_the_longest_message_is_parsed_and_one_byte_more_is_refused() -> None:
     message = wire.encode(Alive())
     room = MAX_MESSAGE_BYTES - len(message)
     assert wire.to_device.parse(message + room * b" ") == Alive()
-    with pytest.raises(ProtocolError, match=f"{MAX_MESSAGE_BYTES + 1} bytes are too many"):
+    with pytest.raises(ProtocolError, match=f"has {MAX_MESSAGE_BYTES + 1} bytes, the limit is"):
         wire.to_device.parse(message + (room + 1) * b" ")
 
 

@@ -172,7 +172,7 @@ def test_a_lock_that_another_keeps_is_an_unknown_outcome_and_not_a_refusal(
     [record] = caplog.records
     assert (record.name, record.levelno) == ("papaya.store", logging.ERROR)
     assert "SQLITE_BUSY" in record.message
-    assert "hint: another process keeps" in record.message
+    assert "hint: another process holds" in record.message
 
 
 def test_a_full_disk_is_an_unknown_outcome_that_leaves_nothing(
