@@ -250,7 +250,8 @@ def _diverged(row: ResultRow) -> str:
 def _scale(best: ResultRow) -> str:
     """Of one seed: norms of one run are many already."""
     first = best.outcomes[0]
-    head = f"client updates with the best setting ({best.label}), seed {first.run.course.seed}:"
+    seed = first.run.recording_plan.seed
+    head = f"client updates with the best setting ({best.label}), seed {seed}:"
     return "\n".join([head, *lines(scale_rows(first))])
 
 
@@ -285,7 +286,7 @@ def _without_curves(row: ResultRow) -> dict[str, object]:
     shown["outcomes"] = [
         {
             "run": f"runs/{outcome.run.digest}.json",
-            "seed": outcome.run.course.seed,
+            "seed": outcome.run.recording_plan.seed,
             "loss": outcome.end.all if outcome.curve.diverged is None else None,
             "target_hours": outcome.target_hours,
             "diverged": outcome.curve.diverged,

@@ -108,7 +108,7 @@ def _alike(name: str, values: tuple[float, ...]) -> str:
 
 def setting_of(run: Run) -> dict[str, float | str]:
     """All that a sweep may vary, as it is in this run."""
-    task, rates = run.course.task, run.rates
+    task, rates = run.recording_plan.task, run.rates
     return {
         "regime": regime_of(task),
         "concurrency": task.concurrency,
@@ -157,14 +157,14 @@ def _run(
     plan: Plan, prepared: Prepared, regime: Regime, setting: dict[str, float], seed: int
 ) -> Run:
     task = with_setting(prepared.task, regime, setting)
-    course = RecordingPlan(
+    recording_plan = RecordingPlan(
         cluster=recordable(task, prepared.population),
         seed=seed,
         updates=plan.updates,
         hours=plan.hours,
     )
     return Run(
-        course=course,
+        recording_plan=recording_plan,
         workload=prepared.task.task,
         data=prepared.digest,
         rates=with_rates(prepared.rates, setting),

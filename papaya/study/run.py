@@ -83,11 +83,11 @@ def require_target(loss: float | None) -> None:
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """What is learnt along a course, of at most so many counted updates: recording goes on to the
-    end of a minute. `data` names the model and its data by their content.
+    """What is learnt along a recording, from at most so many counted updates (recording goes on to
+    the end of a minute). `data` names the model and its data by their content.
     """
 
-    course: RecordingPlan
+    recording_plan: RecordingPlan
     workload: str
     data: str
     rates: Rates
@@ -101,7 +101,7 @@ class Run(Struct, frozen=True, kw_only=True):
     @property
     def effort(self) -> float:
         """About how many updates are learnt from."""
-        return min(self.updates, self.course.effort)
+        return min(self.updates, self.recording_plan.effort)
 
     @property
     def digest(self) -> str:
@@ -189,23 +189,27 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
     )
 
 
-def record_course(
-    course: RecordingPlan, progress: Callable[[Recorder], None] | None = None
+def record_plan(
+    plan: RecordingPlan, progress: Callable[[Recorder], None] | None = None
 ) -> tuple[Trace, RunReport]:
     return record(
-        course.cluster,
-        course.seed,
-        updates=course.updates,
-        hours=course.hours,
-        drain_s=course.drain_s,
-        warm_up_s=_warm_up_s(course),
+        plan.cluster,
+        plan.seed,
+        updates=plan.updates,
+        hours=plan.hours,
+        drain_s=plan.drain_s,
+        warm_up_s=_warm_up_s(plan),
         progress=progress,
     )
 
 
-def _warm_up_s(course: RecordingPlan) -> float:
+def _warm_up_s(plan: RecordingPlan) -> float:
     """Half of what the run takes at least, or a quarter of its hours."""
-    return min(_MAX_WARM_UP_S, least_s(course.cluster, course.updates) / 2, 900 * course.hours)
+    return min(
+        _MAX_WARM_UP_S,
+        least_s(plan.cluster, plan.updates) / 2,
+        900 * plan.hours,
+    )
 
 
 def fleet_of(report: RunReport) -> FleetSummary:
@@ -269,7 +273,7 @@ def learn_run(
         norms=norms_of(curve.norms),
         precision=None
         if curve.diverged is not None  # its updates are no sample of those of a run that learns
-        else precision(run.course.task, workload.length, mean_examples, curve.norms),
+        else precision(run.recording_plan.task, workload.length, mean_examples, curve.norms),
         judges=_judges(workload.held_out) if isinstance(workload, SupportsJudges) else None,
     )
 

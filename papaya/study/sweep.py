@@ -44,7 +44,7 @@ def sweep(
 
 
 def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run) -> Workload:
-    return _workload(spec, population, run.course.seed)
+    return _workload(spec, population, run.recording_plan.seed)
 
 
 @lru_cache(maxsize=2)

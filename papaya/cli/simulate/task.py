@@ -40,7 +40,7 @@ from papaya.study.run import (
     clients_to_train,
     fleet_of,
     learn_run,
-    record_course,
+    record_plan,
     recordable,
 )
 from papaya.study.trace import MOST_HOURS, Recorder
@@ -66,23 +66,23 @@ def run_task(options: argparse.Namespace) -> int:
     note(prepared.about)
     seconds = prepared.population.execution_per_example_s
     note(f"an example takes a device {seconds:g} s in the median (--seconds-per-example)")
-    for warning in run.course.task.warnings():
+    for warning in run.recording_plan.task.warnings():
         note(f"warning: {warning}")
-    if (goal := run.course.task.aggregation_goal) > run.updates:
+    if (goal := run.recording_plan.task.aggregation_goal) > run.updates:
         note(f"warning: a server update takes K = {goal:,} client updates: it goes on until then")
     learnt, report = _learn(run, prepared, getattr(options, "processes", 1))
     if not learnt.versions and learnt.curve.diverged is None:
-        hours = f"{run.course.hours:g} virtual hours"
+        hours = f"{run.recording_plan.hours:g} virtual hours"
         note(f"warning: nothing was learnt: no server update in {hours}; raise --hours")
     _write(folder, learnt, report)
     if options.format == "json":
         print_json(_for_programs(learnt))
     else:
         print_data(summary(learnt))
-    title = f"{learnt.run.workload}: {regime_name(run.course.task)}"
+    title = f"{learnt.run.workload}: {regime_name(run.recording_plan.task)}"
     with writing(folder):
         learning_plots.draw_curve(learnt, folder / "curve.png", title)
-        plots.draw({regime_name(run.course.task): report}, folder / "plot.png", title)
+        plots.draw({regime_name(run.recording_plan.task): report}, folder / "plot.png", title)
     names = ("report.json", "curve.csv", "curve.png", "plot.png")
     note("\n" + "\n".join(str(folder / name) for name in names))
     if learnt.curve.diverged is not None:
@@ -115,39 +115,39 @@ def _run(options: argparse.Namespace, prepared: Prepared) -> Run:
         selectors=options.selectors,
         aggregators=options.aggregators,
     )
-    course = RecordingPlan(
+    recording_plan = RecordingPlan(
         cluster=cluster,
         seed=options.seed,
         updates=getattr(options, "updates", _UPDATES),
         hours=getattr(options, "hours", MOST_HOURS),
     )
     return Run(
-        course=course,
+        recording_plan=recording_plan,
         workload=prepared.task.task,
         data=prepared.digest,
         rates=with_rates(prepared.rates, setting),
-        updates=course.updates,
+        updates=recording_plan.updates,
         evaluations=getattr(options, "evaluations", _EVALUATIONS),
     )
 
 
 def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, RunReport]:
-    course = run.course
+    recording_plan = run.recording_plan
     with Progress() as progress:
 
         def recorded(cluster: Recorder) -> None:
             hours = cluster.engine.now / 3600
             words = f"{cluster.counted:,} client updates, {hours:.1f} virtual hours"
-            progress.update("fleet", min(1.0, course.share_of(cluster)), words)
+            progress.update("fleet", min(1.0, recording_plan.share_of(cluster)), words)
 
-        trace, report = record_course(course, recorded)
+        trace, report = record_plan(recording_plan, recorded)
         total = max(1, clients_to_train(run, trace))
 
         def learns(trained: int, judged: int) -> None:
             words = f"{trained:,} of {total:,} clients trained, {plural(judged, 'version')} judged"
             progress.update("learning", min(1.0, trained / total), words)
 
-        with prepared.opened(course.seed, processes) as workload:
+        with prepared.opened(recording_plan.seed, processes) as workload:
             return learn_run(run, trace, fleet_of(report), workload, learns), report
 
 
@@ -173,9 +173,9 @@ def _write(folder: Path, learnt: RunResult, report: RunReport) -> None:
 
 def summary(learnt: RunResult) -> str:
     """For people; the fields of `RunResult` are for programs."""
-    task = learnt.run.course.task
+    task = learnt.run.recording_plan.task
     head = f"{learnt.run.workload}: {regime_name(task)}, C = {task.concurrency}, "
-    head += f"K = {task.aggregation_goal}, seed {learnt.run.course.seed}"
+    head += f"K = {task.aggregation_goal}, seed {learnt.run.recording_plan.seed}"
     rows = [
         ("learnt", f"{_done(learnt)} in {learnt.hours:.2f} virtual hours"),
         ("utilization", _used(learnt.fleet)),

@@ -44,7 +44,7 @@ def window(
 
 
 def learning(
-    course: RecordingPlan,
+    plan: RecordingPlan,
     rates: Rates,
     *,
     model: Model = "embedding",
@@ -54,7 +54,7 @@ def learning(
 ) -> Run:
     """Until `target` (a loss) is reached and kept, of at most so many updates."""
     return Run(
-        course=course,
+        recording_plan=plan,
         workload=model,
         data=model,  # all else about it is code
         rates=rates,
@@ -65,7 +65,7 @@ def learning(
 
 
 def workload_of(run: Run) -> Workload:
-    return paper_workload(run.workload, run.course.cluster.population)
+    return paper_workload(run.workload, run.recording_plan.cluster.population)
 
 
 def _cluster(

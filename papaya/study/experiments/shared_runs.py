@@ -36,7 +36,7 @@ def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
     return Rates(client, OptimizerConfig(rate=rate, beta1=beta1, epsilon=_EPSILON))
 
 
-def sync_course(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
+def sync_plan(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
     """The run at the paper's concurrency is long enough for Table 1 as well. Tuned rates need half
     the rounds of the common one, or fewer.
     """
@@ -46,9 +46,7 @@ def sync_course(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
     return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, rounds)
 
 
-def async_course(
-    scale: Scale, concurrency: int, seed: int, goal: int | None = None
-) -> RecordingPlan:
+def async_plan(scale: Scale, concurrency: int, seed: int, goal: int | None = None) -> RecordingPlan:
     """Here too. Elsewhere about the same hours at every concurrency, and enough versions for one
     rate at all of them.
     """
@@ -63,7 +61,7 @@ def async_course(
     return until_versions(AsyncFL(goal), concurrency, seed, versions)
 
 
-def plain_course(scale: Scale, seed: int) -> RecordingPlan:
+def plain_plan(scale: Scale, seed: int) -> RecordingPlan:
     """SyncFL without over-selection: "we set concurrency equal to aggregation goal"."""
     rounds = scale.table_versions(scale.large_goal)
     return until_versions(SyncFL(0.0), scale.large_goal, seed, rounds)
@@ -72,22 +70,22 @@ def plain_course(scale: Scale, seed: int) -> RecordingPlan:
 def reached(
     lab: Lab,
     target: float,
-    courses: Sequence[RecordingPlan],
+    plans: Sequence[RecordingPlan],
     chosen: Rates,
     *,
     stop_at: float | None = None,
 ) -> list[Reached]:
-    """For each course, when its run with these rates met the target, a perplexity.
+    """For each plan, when its run with these rates met the target, a perplexity.
 
     `stop_at`: the run goes on until it has met a lower one.
     """
-    runs = runs_to(target if stop_at is None else stop_at, courses, chosen)
+    runs = runs_to(target if stop_at is None else stop_at, plans, chosen)
     return [met(outcome.curve, math.log(target)) for outcome in lab.learn(runs)]
 
 
-def runs_to(target: float, courses: Sequence[RecordingPlan], chosen: Rates) -> list[Run]:
+def runs_to(target: float, plans: Sequence[RecordingPlan], chosen: Rates) -> list[Run]:
     """Runs that end when they have met the target, a perplexity."""
-    return [learning(course, chosen, target=math.log(target)) for course in courses]
+    return [learning(plan, chosen, target=math.log(target)) for plan in plans]
 
 
 def met(curve: Curve, loss: float) -> Reached:
@@ -107,9 +105,9 @@ def met(curve: Curve, loss: float) -> Reached:
     )
 
 
-def versions_per_hour(lab: Lab, course: RecordingPlan) -> float:
+def versions_per_hour(lab: Lab, plan: RecordingPlan) -> float:
     """Server updates, after the first tenth, in which the fleet starts."""
-    [recording] = lab.record([course])
+    [recording] = lab.record([plan])
     created_s = recording.trace.created_s
     skipped = len(created_s) // 10
     return float(3600 * (len(created_s) - 1 - skipped) / (created_s[-1] - created_s[skipped]))

@@ -67,7 +67,7 @@ _LABELS: dict[Design, str] = {
 _X_LABEL = "aggregation goal K"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return []
 
 
