@@ -34,9 +34,7 @@ from papaya.errors import OperatorError
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
-from papaya.study.plan import VARIABLES, Plan, Regime
-from papaya.study.results import ResultRow, edges, rows_of, varied_in
-from papaya.study.sweep import sweep
+from papaya.study.sweep import VARIABLES, Plan, Regime, ResultRow, edges, rows_of, sweep, varied_in
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, prepare
 

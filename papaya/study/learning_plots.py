@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from papaya.sim.plots import COLORS, prepare, save  # says so if matplotlib is missing
-from papaya.study.results import ResultRow
 from papaya.study.run import RunResult
+from papaya.study.sweep import ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

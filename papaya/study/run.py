@@ -34,8 +34,7 @@ from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import MOST_HOURS, Recorder, Trace, least_s, record
-from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
-from papaya.study.workloads.held_out import at_or_above
+from papaya.study.workloads.base import Clients, Matrix, Quality, Workload, at_or_above
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0

@@ -31,7 +31,6 @@ from papaya.errors import Diverged
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import RunReport, percent, regime_name
 from papaya.study.fairness import Distance
-from papaya.study.plan import regime_of, setting_of, with_rates, with_setting
 from papaya.study.run import (
     FleetSummary,
     RecordingPlan,
@@ -43,6 +42,7 @@ from papaya.study.run import (
     record_plan,
     recordable,
 )
+from papaya.study.sweep import regime_of, setting_of, with_rates, with_setting
 from papaya.study.trace import MOST_HOURS, Recorder
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 

@@ -13,8 +13,7 @@ from statistics import fmean
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
     ONE_RATE,
     async_plan,
     plain_plan,
@@ -22,6 +21,7 @@ from papaya.study.experiments.shared_runs import (
     reached,
     sync_plan,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import learning
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
     async_plan,
+    learning,
     perplexity,
     plain_plan,
     sync_plan,
     tuning_seeds,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.tuning import Tuned, tuned_for_loss
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan

@@ -18,14 +18,15 @@ import numpy as np
 from papaya.sim.draws import Floats
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import DRAIN_S, START_S
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
+    DRAIN_S,
+    START_S,
     TUNING_SEED,
     async_plan,
     plain_plan,
     sync_plan,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.fairness import Distance, distance
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan

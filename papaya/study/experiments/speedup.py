@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.runs import learning
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
     Reached,
     async_plan,
+    learning,
     perplexity,
     rates,
     reached,
@@ -31,6 +30,7 @@ from papaya.study.experiments.shared_runs import (
     sync_plan,
     tuning_seeds,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.tuning import Tuned, tuned_for_time
 from papaya.study.lab import Lab
 from papaya.study.replay import Rates

@@ -12,9 +12,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from papaya.study.experiments.result import Check, number
-from papaya.study.experiments.runs import learning
+from papaya.study.experiments.runs import learning, met, rates
 from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import met, rates
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve, Rates
 from papaya.study.run import UNBOUNDED, RecordingPlan

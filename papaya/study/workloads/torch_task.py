@@ -38,8 +38,7 @@ from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats, Ints, splitmix64
-from papaya.study.workloads.base import Clients, Matrix, Quality
-from papaya.study.workloads.held_out import quality
+from papaya.study.workloads.base import Clients, Matrix, Quality, quality
 
 ExamplesOf = Callable[[int, int], list[bytes]]
 """examples_of(device, n): the device's n examples, always the same ones."""

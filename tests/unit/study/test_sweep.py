@@ -23,10 +23,18 @@ from papaya.errors import ConfigError, OperatorError
 from papaya.sim.jobs import mapping
 from papaya.sim.population import PopulationConfig
 from papaya.study.lab import Lab, LabStep
-from papaya.study.plan import Plan, runs_of, setting_of, with_setting
-from papaya.study.results import ResultRow, edges, rows_of, varied_in
 from papaya.study.run import RecordingPlan, Run, RunResult, record_plan, recordable
-from papaya.study.sweep import sweep
+from papaya.study.sweep import (
+    Plan,
+    ResultRow,
+    edges,
+    rows_of,
+    runs_of,
+    setting_of,
+    sweep,
+    varied_in,
+    with_setting,
+)
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
 POPULATION = PopulationConfig(size=100_000, latency_mean_s=1.0)
