@@ -1,11 +1,11 @@
-"""Where runs come from: recorded once, learnt along many times, kept on disk.
+"""The lab: records runs once, learns along them many times, and keeps both on disk.
 
     with mapping(jobs) as mapped:
         outcomes = Lab(folder, mapped, make, tell).learn(runs)
 
-What is asked for is read if it is there, and made if not. Every recording and every learning run is
-kept under the digest of all that decides it (identity.py), whole or not at all. So work that was
-interrupted goes on where it was, and whoever asks for the same gets the same file:
+A request is read from disk if it is there, and computed if not. Every recording and every learning
+run is kept under the digest of all that decides it (identity.py). Files are written completely or
+not at all. So interrupted work resumes where it stopped, and equal requests get the same file:
 
     traces/DIGEST.npz, .msgpack   a `RecordingPlan`: its trace, and the report on it
     runs/DIGEST.json              a `Run`: its `RunResult`
@@ -91,7 +91,7 @@ class Recording:
 
 
 class Lab:
-    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` hears of progress."""
+    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` is called with progress."""
 
     def __init__(
         self,

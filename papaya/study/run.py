@@ -1,4 +1,4 @@
-"""One learning run from end to end, and all that is told of it.
+"""One learning run from end to end, and its result.
 
 `Run` is all that decides an outcome: a run is a function of it, the same in any process. First the
 machines run and are recorded (trace.py), then a workload learns along the trace (replay.py), then
@@ -43,8 +43,8 @@ UNBOUNDED: Final = 10**12  # updates: more than any run has
 
 
 class RecordingPlan(Struct, frozen=True, kw_only=True):
-    """What is recorded: until so many counted updates, or for so many hours; then `drain_s` longer,
-    for those who were assigned before.
+    """What is recorded: until `updates` are counted or `hours` have passed, then for `drain_s` more
+    so that clients assigned before can finish.
     """
 
     cluster: ClusterConfig
@@ -241,7 +241,7 @@ def learn_run(
     workload: Workload,
     progress: Callable[[int, int], None] | None = None,
 ) -> RunResult:
-    """`progress` is told how many clients have trained and how many versions were judged so far."""
+    """`progress` is called with the numbers of clients trained and versions judged so far."""
     watched = workload if progress is None else _Watched(workload, progress)
     curve = learn(
         trace,
@@ -252,7 +252,10 @@ def learn_run(
         until=_last_version(run, trace),
     )
     if not curve.points:
-        raise OperatorError(f"version 0 cannot be judged: {curve.diverged}", hint="mend the loss")
+        raise OperatorError(
+            f"version 0 cannot be judged: {curve.diverged}",
+            hint="the loss function returned a non-finite value; check it",
+        )
     reached = None if run.target is None else curve.reached(run.target)
     last = curve.points[-1]
     examples = np.minimum(trace.clients.examples, trace.task.max_examples)

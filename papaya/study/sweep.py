@@ -206,7 +206,7 @@ def sweep(
 ) -> list[RunResult]:
     """All outcomes, in the order of the plan. What `folder` has already is not run again.
 
-    `jobs` above 1 are processes that import the program anew: a script that calls this keeps its
+    `jobs` above 1 are processes that import the program again: a script that calls this keeps its
     own work under `if __name__ == "__main__"`. `prepared` is the workload, if it is open already.
     """
     runs = runs_of(plan, prepared or prepare(plan.workload, plan.population))

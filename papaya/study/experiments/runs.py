@@ -25,14 +25,14 @@ from papaya.study.workloads.paper import Model, paper_workload
 
 SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
 START_S: Final = 600.0  # a window begins after it
-DRAIN_S: Final = 300.0  # longer than a timeout: whoever was assigned before has ended
+DRAIN_S: Final = 300.0  # longer than a timeout: clients assigned before have ended
 _MODEL_LENGTH: Final = 4  # of what is uploaded while a trace is recorded
 
 
 def until_versions(
     regime: AsyncFL | SyncFL, concurrency: int, seed: int, versions: int
 ) -> RecordingPlan:
-    """As many updates as so many versions hold."""
+    """Record as many updates as this many versions hold."""
     cluster = _cluster(regime, concurrency, DEFAULT)
     return RecordingPlan(
         cluster=cluster, seed=seed, updates=versions * cluster.tasks[0].aggregation_goal
@@ -46,7 +46,7 @@ def window(
     hours: float,
     population: PopulationConfig = DEFAULT,
 ) -> RecordingPlan:
-    """So many hours after the start, and until all who were assigned in them have ended."""
+    """Record `hours` after the start, and until all clients assigned in them have ended."""
     cluster = _cluster(regime, concurrency, population)
     return RecordingPlan(cluster=cluster, seed=seed, hours=hours + START_S / 3600, drain_s=DRAIN_S)
 
@@ -60,7 +60,7 @@ def learning(
     target: float | None = None,
     evaluations: int = EVALUATIONS,
 ) -> Run:
-    """Until `target` (a loss) is reached and kept, of at most so many updates."""
+    """Learn until `target` (a loss) is reached and kept, from at most `updates`."""
     return Run(
         recording_plan=plan,
         workload=model,
@@ -191,8 +191,8 @@ def perplexity(loss: float) -> float:
 
 
 ONE_RATE: Final = (
-    "One server rate for all: a smaller K makes more steps of the same size per hour. What tuning "
-    "each of them changes, the experiment on speedup tells."
+    "One server rate for all: a smaller K makes more steps of the same size per hour. The "
+    "experiment on speedup shows what tuning each of them changes."
 )
 
 

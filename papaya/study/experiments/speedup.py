@@ -252,7 +252,7 @@ def _asymptotes(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol
 
 
 def unmet(measured: Measured) -> list[str]:
-    """Where there is no speedup to tell."""
+    """Where no speedup can be given."""
     found = [
         f"{name}, C = {pair.concurrency}"
         for name, pairs in measured.items()

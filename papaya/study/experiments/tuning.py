@@ -1,6 +1,6 @@
 """Choosing a server rate and a first moment, on seeds that are never reported.
 
-An optimum on the edge of the grid is no optimum: it is returned as such, and fails the run.
+An optimum on the edge of the grid may not be the optimum: it is marked, and fails the check.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A simulated client is one participation of one device: it trains from the version that it
 downloaded, on the data of its device, and its update is a pure function of (workload, version,
 client, ClientSGD). So updates can be computed late, early, in any batch and in any process, and
-those that nobody counts need not be computed at all.
+updates that are not counted need not be computed at all.
 
 Paper, "Sampling bias and fairness": a model is judged for all clients and for those whose data
 volume is at or above the 75th and the 99th percentile.

@@ -118,7 +118,7 @@ def test_the_regime_can_be_switched(
         (["simulate", "signs.py", "--tasks", "2"], "--tasks is for runs that learn nothing"),
         (["simulate", "signs.py"], "needs data to learn from"),
         (["sweep", "signs.py"], "needs data to learn from"),
-        (["sweep", "bigam"], "there is no workload 'bigam': embedding, bigram or a .py file"),
+        (["sweep", "bigam"], "unknown workload 'bigam': use embedding, bigram or a .py file"),
         (["sweep", "embedding", "--vary", "k=5"], "did you mean K=5?"),
         (["sweep", "embedding", "--vary", "K=1", "--vary", "K=2"], "K is varied twice"),
         (["sweep", "embedding", "--vary", "speed=1"], "is not one of concurrency"),
