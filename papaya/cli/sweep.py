@@ -37,9 +37,7 @@ from papaya.errors import OperatorError
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
-from papaya.study.plan import VARIABLES, Plan, Regime
-from papaya.study.results import ResultRow, edges, rows_of, varied_in
-from papaya.study.sweep import sweep
+from papaya.study.sweep import VARIABLES, Plan, Regime, ResultRow, edges, rows_of, sweep, varied_in
 from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, prepare
 
@@ -257,7 +255,8 @@ def _diverged(row: ResultRow) -> str:
 def _scale(best: ResultRow) -> str:
     """Norms of client updates, from the first seed only: one run has enough updates."""
     first = best.outcomes[0]
-    head = f"client updates with the best setting ({best.label}), seed {first.run.course.seed}:"
+    seed = first.run.recording_plan.seed
+    head = f"client updates with the best setting ({best.label}), seed {seed}:"
     return "\n".join([head, *lines(scale_rows(first))])
 
 
@@ -292,7 +291,7 @@ def _without_curves(row: ResultRow) -> dict[str, object]:
     shown["outcomes"] = [
         {
             "run": f"runs/{outcome.run.digest}.json",
-            "seed": outcome.run.course.seed,
+            "seed": outcome.run.recording_plan.seed,
             "loss": outcome.end.all if outcome.curve.diverged is None else None,
             "target_hours": outcome.target_hours,
             "diverged": outcome.curve.diverged,

@@ -1,6 +1,6 @@
 """Planted bugs: each breaks one rule of the protocol, to show that the swarm notices.
 
-A checker that never fires proves nothing. `planted(name)` patches one small method while a seed
+They test the checkers: each must be found. `planted(name)` patches one small method while a seed
 runs; nothing here is reachable without asking for it by name.
 """
 

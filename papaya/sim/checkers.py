@@ -1,9 +1,8 @@
-"""What must hold, checked after every event, by watching from outside.
+"""The auditor: checks after every event what must hold, from outside the machines.
 
-Checkers see what an all-knowing auditor could: every transaction as the store applies it, every
-blob that goes, every answer to a device. They keep books of their own; of the machines' code they
-use the server optimizer alone. Where a machine can see a promise broken by itself, its `check()`
-is called too.
+It sees every transaction as the store applies it, every blob that is lost and every answer to a
+device, and keeps its own books. Of the code under test it uses only the server optimizer. It also
+calls `check()` of the machine that handled the event.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _blobs_of(row: Row) -> tuple[BlobKey, ...]:
 
 
 def _without_free_text(message: Message) -> Message:
-    """Words for people are not part of the protocol: a trace stays the same when they change."""
+    """Free text is not part of the protocol: a trace stays the same when it changes."""
     match message:
         case Leave() | Retry() | Rejected():
             return structs.replace(message, reason="")
@@ -277,7 +276,7 @@ class Auditor(Observer):
             demand(member.version == target - 1, f"{session} is of another round than {target}")
 
     def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
-        """Every update is in the sum once: integers that name their session, weighted anew."""
+        """Each update is in the sum once: integers that name their session, weighted here again."""
         found = WeightedSum.decode(self.blobs.get(row.sum), config.model_length)
         expected = np.zeros(config.model_length, np.float64)
         weight = 0.0
@@ -405,7 +404,7 @@ class Auditor(Observer):
         raise InvariantError(f"{session} was acknowledged by {task} but is in no version or record")
 
     def check_acknowledged(self) -> None:
-        """At the end: whatever was acknowledged is counted, whatever happened since."""
+        """At the end of a run: every acknowledged update is counted."""
         for task, books in self.books.items():
             if books.config.durability == "commit":
                 for session in books.acknowledged:

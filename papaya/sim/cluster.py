@@ -41,7 +41,7 @@ from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfi
 from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
 from papaya.sim.tsa_twin import TsaTwin
 
-# When nearly the whole fleet is here already, an arrival may find nobody.
+# When nearly the whole fleet is present, an arrival may find no absent device.
 _MAX_DRAWS = 64
 _MAX_SERVERS = 1000
 _MAX_SUPPLY = 1000.0

@@ -1,7 +1,7 @@
-"""Simulated devices: a Client machine each, created when a device visits and gone when it leaves.
+"""Simulated devices: one Client machine per visit, created when it starts, deleted when it ends.
 
-Nothing is kept of a device that is not here, except its participation history when a task asks for
-one. All latency beside execution is spent before training, as if it were the download.
+Nothing is kept of an absent device, except its participation history when a task needs it. All
+latency besides execution is spent before training, as if it were the download.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SEAL_S = 0.05
 class Path:
     """Where the answer to one request goes: back through the selector that took it.
 
-    `device` is None for requests that no device of the fleet made: nobody waits for the answer.
+    `device` is None for forged requests: no device waits for the answer.
     """
 
     __slots__ = ("_attempt", "_boot", "_device", "_selector", "request")
@@ -102,7 +102,7 @@ class SimulatedDevice:
         self.perform(self.machine.start(self._engine.now))
 
     def vanish(self) -> None:
-        """Dropped out: no word to anyone."""
+        """Drop out without telling anyone."""
         if self.is_present:
             self.is_present = False
             self.cluster.departed(self, None)
@@ -118,7 +118,7 @@ class SimulatedDevice:
             self._arm()
 
     def _arm(self) -> None:
-        """Only an earlier timer is news: a later one re-arms itself when the armed one fires."""
+        """Arm only for an earlier time: a later one is armed when the current timer fires."""
         due = self.machine.next_wake()
         if due < self._armed_for:
             self._armed_for = due

@@ -1,7 +1,7 @@
 """Virtual time: an event heap. The same seed gives the same events in any process.
 
-Events at the same instant run in the order in which they were scheduled. No event is ever removed:
-whoever schedules one that may become pointless checks that when it fires.
+Events at the same instant run in the order in which they were scheduled. Events are never
+removed: a handler checks whether its event still matters.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 
 class TimerWheel:
-    """Cheap timers for many: everyone due within the same tick wakes at its end.
+    """Cheap timers: all that are due within the same tick fire at its end.
 
-    A device's timers nearly always become pointless before they are due. Here a pointless one
-    costs a list entry rather than an event; a useful one is late by at most a tick.
+    Most timers of devices no longer matter when they are due. Here such a timer costs a list entry
+    instead of an event; the others fire at most a tick late.
     """
 
     def __init__(self, engine: Engine, tick_s: float) -> None:

@@ -1,7 +1,7 @@
 """Hosts: processes that run a machine, carry out its effects, crash, pause and come back.
 
 A crash loses the machine and everything in memory; the stores keep what was committed. A paused
-process does nothing and hears everything later, at once, as a process that was swapped out does.
+process does nothing, and handles everything that arrived when it resumes.
 """
 
 from __future__ import annotations

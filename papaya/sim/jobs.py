@@ -1,8 +1,8 @@
-"""Work in several processes, and files that are there whole or not at all.
+"""Work in several processes, and files that are written completely or not at all.
 
-No process outlives its use: whether the work fails, Ctrl-C is pressed or this process is ended by
-a signal that it cannot answer, a pipe closes, and the workers that wait for its end exit at once.
-A worker that is ended by someone else (mostly for want of memory) is told, not waited for.
+Worker processes end with their parent: when the work fails, Ctrl-C is pressed or the parent is
+killed, a pipe closes, and the workers that read from it exit. If a worker is killed (usually out of
+memory), that is reported instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ABANDONED_S = 86400.0
 _BEAT_S = 1.0
 
 Tell: TypeAlias = Callable[[float], None]
-"""How much more of the work is done, in a measure of the work's own."""
+"""Called with the amount of work done since the last call, in a unit that the work chooses."""
 
 
 class Map(Protocol):
-    """Results as they come. If somebody hears, the work gets a keyword `tell`."""
+    """Yields results as they finish. With `hear`, the work is called with a keyword `tell`."""
 
     def __call__(
         self, work: Callable[..., Any], items: Sequence[Any], hear: Tell | None = None
@@ -66,24 +66,26 @@ def mapping(jobs: int) -> Iterator[Map]:
         called = work if hear is None else partial(_tell_parent, work)
         futures: list[Future[Any]] = []
         try:
-            ears = None if hear is None else _Ears(done, hear)  # before anybody tells
+            reader = (
+                None if hear is None else _ProgressReader(done, hear)
+            )  # before any work reports
             futures += [pool.submit(called, item) for item in items]
-            for ended in _as_they_end(futures, ears):
+            for ended in _as_they_end(futures, reader):
                 yield ended.result()
         except BrokenProcessPool as error:
             raise OperatorError(
-                f"one of {jobs} processes was ended before its work was done, "
+                f"one of {jobs} processes was killed before its work was done, "
                 "as the system does when memory runs out",
                 hint="lower --jobs: each process needs memory of its own",
             ) from error
         finally:
             for future in futures:
-                future.cancel()  # whoever asked has enough
+                future.cancel()  # the caller needs no more results
 
     try:
         yield mapped
     except BaseException:
-        held.close()  # what runs is in vain
+        held.close()  # ends the workers: their results are not needed
         raise
     finally:
         pool.shutdown(cancel_futures=True)
@@ -91,45 +93,46 @@ def mapping(jobs: int) -> Iterator[Map]:
         watched.close()
 
 
-class _Ears:
-    """Hears what the workers have told together. Without the lock: one may have died with it."""
+class _ProgressReader:
+    """Reads the sum of what the workers reported. Takes no lock: a killed worker may hold it."""
 
     def __init__(self, done: Synchronized[float], hear: Tell) -> None:
         self._counter = done.get_obj()
         self._heard = self._counter.value
         self._hear = hear
 
-    def listen(self) -> None:
+    def pass_on(self) -> None:
         before, self._heard = self._heard, self._counter.value
         if self._heard > before:
             self._hear(self._heard - before)
 
 
-def _as_they_end(futures: Sequence[Future[Any]], ears: _Ears | None) -> Iterator[Future[Any]]:
+def _as_they_end(
+    futures: Sequence[Future[Any]], reader: _ProgressReader | None
+) -> Iterator[Future[Any]]:
     ended = SimpleQueue[Future[Any]]()
     for future in futures:
         future.add_done_callback(ended.put)
     for _ in futures:
-        yield ended.get() if ears is None else _next_while_listening(ended, ears)
+        yield ended.get() if reader is None else _next_while_reading(ended, reader)
 
 
-def _next_while_listening(ended: SimpleQueue[Future[Any]], ears: _Ears) -> Future[Any]:
-    """What a worker has told by the time that its work ends is heard before it."""
+def _next_while_reading(ended: SimpleQueue[Future[Any]], reader: _ProgressReader) -> Future[Any]:
+    """What a worker reported before its work ended is passed on before the result."""
     while True:
         try:
             future = ended.get(timeout=_BEAT_S)
         except Empty:
-            ears.listen()
+            reader.pass_on()
         else:
-            ears.listen()
+            reader.pass_on()
             return future
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """All of the file or nothing of it: the program may be interrupted at any time, the disk full.
+    """Write all of the file or nothing, also if the program is interrupted or the disk is full.
 
-    What cannot be finished is taken away, so that it does not fill the disk further. A process that
-    is ended leaves its part: see `take_away_parts`.
+    An unfinished part is deleted. A killed process leaves its part behind: see `take_away_parts`.
     """
     partly = path.with_name(f"{_PARTLY}{token_hex(8)}-{path.name}")
     try:
@@ -141,9 +144,9 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def take_away_parts(folder: Path) -> None:
-    """Of files that nobody can still be writing."""
+    """Delete parts that are too old for anyone to be still writing them."""
     for partly in folder.glob(f"{_PARTLY}*"):
-        with suppress(FileNotFoundError):  # somebody else was faster
+        with suppress(FileNotFoundError):  # another process deleted it
             if time() - partly.stat().st_mtime > _ABANDONED_S:
                 partly.unlink()
 
@@ -152,13 +155,13 @@ def take_away_parts(folder: Path) -> None:
 
 
 class _Worker:
-    """What a worker has of its parent: how much all of them have done."""
+    """What a worker shares with its parent: how much all workers have done."""
 
     done: Synchronized[float]
 
 
 def _prepare(watched: Connection, done: Synchronized[float]) -> None:
-    """Ctrl-C is for the parent, which ends its workers."""
+    """Ignore Ctrl-C: the parent ends its workers."""
     _Worker.done = done
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, args=(watched,), daemon=True).start()

@@ -1,7 +1,7 @@
-"""Observers: what a simulation shows to whoever audits, reports on or records it.
+"""Observers: what an auditor, a report or a recorder sees of a simulation.
 
 A `Cluster` takes a list of observers and calls them in that order. An observer overrides the hooks
-that it needs; hooks that nobody overrides cost nothing. An observer never changes a run: what
+that it needs; hooks without an override cost nothing. An observer never changes a run: what
 devices upload and how messages travel is a `Behaviour` (behaviour.py).
 """
 
@@ -74,7 +74,7 @@ class Observer:
     # -- samples ----------------------------------------------------------------------------
 
     def next_sample_s(self) -> float:
-        """When `sample` is due. A sample lies between two events and is no event itself."""
+        """When `sample` is due. Samples are taken between events and do not count as events."""
         return math.inf
 
     def sample(self, now: float) -> None:

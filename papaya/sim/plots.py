@@ -71,7 +71,9 @@ def save(make: Callable[[], Figure], path: Path) -> Path:
     """Write a figure that is made in our style."""
     if path.suffix not in FORMATS:
         remedy = f"end the file name in {', '.join(FORMATS)}"
-        raise ConfigError.of("plot", str(path), f"{path.suffix!r} is no format for plots", remedy)
+        raise ConfigError.of(
+            "plot", str(path), f"{path.suffix!r} is not a supported format", remedy
+        )
     with mpl.rc_context(_STYLE):
         figure = make()
         path.parent.mkdir(parents=True, exist_ok=True)

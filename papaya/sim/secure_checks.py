@@ -1,10 +1,10 @@
-"""What must hold under secure aggregation, checked by watching from outside (DESIGN 7).
+"""What must hold under secure aggregation, checked from outside the machines.
 
-The auditor knows what nobody in the system does: what each device trained on, what it masked, which
-seed the TSA took where, which sums it gave away. From that it recomputes every masked sum
-and every step, in whole numbers, and demands:
+The auditor knows what no single part of the system knows: what each device trained on and masked,
+which seed the TSA took into which group, and which sums it released. From that it recomputes every
+masked sum and every step, in whole numbers, and requires:
 
-- a device seals one update once, for an offer that nobody else got, and sends those bytes only;
+- a device seals one update once, for an offer that no other device got, and sends only those bytes;
 - a seed is taken into one group, and a record names only members whose seeds are in its group;
 - masks are released for exactly the members of a full and durable record;
 - a version is one step with its members' fixed-point sum, or its predecessor again: only if a seed
@@ -146,7 +146,9 @@ class SecureAuditor:
 
     def _on_accepted(self, index: int, group: int) -> None:
         seed = self._tsa.identity_public_key, index
-        demand(seed in self._granted, f"seed {index} was taken, but its offer was given to nobody")
+        demand(
+            seed in self._granted, f"seed {index} was taken, but its offer was given to no device"
+        )
         known = self._group_of.setdefault(seed, group)
         demand(known == group, f"seed {index} was taken into group {known} and into {group}")
 

@@ -1,8 +1,8 @@
-"""Twin of the TSA: the very object of papaya/tsa, under virtual time, that may crash.
+"""Twin of the TSA: the TSA of papaya/tsa under virtual time, which may crash.
 
-It keeps nothing across a crash, as the real one: a new identity, no groups, no offers. While it is
-away nobody reaches it. Its evidence is empty, and simulated devices believe it: attestation has
-tests of its own.
+Like the real one it keeps nothing across a crash: it comes back with a new identity, no groups and
+no offers. Until then it is unreachable. Its evidence is empty and simulated devices accept that;
+attestation is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class VirtualClock(Protocol):
 
 
 class TsaTwin:
-    """`on_accepted` hears of every seed that was taken, `on_released` of every sum given away."""
+    """`on_accepted` is called for every seed taken, `on_released` for every sum released."""
 
     def __init__(
         self, clock: VirtualClock, rng: Random, limits: TsaLimits = DEFAULT_LIMITS
@@ -45,17 +45,17 @@ class TsaTwin:
         self.adapter = TsaAdapter(self, lambda digest: TsaEvidence("software", b"", b"", -1))
 
     def crash(self, away_s: float = 0.0) -> None:
-        """It comes back after so long, with nothing."""
+        """Lose everything, and be unreachable for `away_s`."""
         self._tsa = TSA(self._rng.randbytes, self._limits)
         self.identity_public_key = self._tsa.identity_public_key
         self._back_at = self._clock.now + away_s
 
     def cut_off(self, away_s: float) -> None:
-        """It lives and keeps everything, but nobody reaches it for so long."""
+        """Keep everything, but be unreachable for `away_s`."""
         self._back_at = max(self._back_at, self._clock.now + away_s)
 
     def fail(self, releases: int) -> None:
-        """It lives, but fails at its next releases, as for want of memory."""
+        """Fail at the next releases, as a TSA that is out of memory does."""
         self._failures = releases
 
     def come_back(self) -> None:

@@ -100,7 +100,7 @@ def p_value(ks: float, sample: int, reference: int) -> float:
 
 
 def noise_level(sample: int, reference: int, chance: float = 0.05) -> float:
-    """The D that is exceeded with this chance when nobody is favoured."""
+    """The D that is exceeded with this probability when there is no bias."""
     return math.sqrt(-math.log(chance / 2) / 2 / _effective(sample, reference))
 
 

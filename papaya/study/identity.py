@@ -1,8 +1,8 @@
-"""How kept files are named: by a digest of all that decides what is in them, our own code included.
+"""Names of kept files: a digest of all that decides their content, our own code included.
 
-Another configuration, other data, another seed or other code has another name. So a file is never
-taken for what this program would make now, and nobody has to know when to delete one. The code is
-the import closure of the recorder and the trainers: a change to a command or a plot keeps the name.
+A file of another configuration, data, seed or code has another name, so an outdated file is never
+used and users need not delete any. The code is the import closure of the recorder and the trainers:
+a change to a command or a plot keeps the name.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where runs come from: recorded once, learnt along many times, kept on disk.
+"""The lab: records runs once, learns along them many times, and keeps both on disk.
 
     with mapping(jobs) as mapped:
         outcomes = Lab(folder, mapped, make, tell).learn(runs)
 
-What is asked for is read if it is there, and made if not. Every recording and every learning run is
-kept under the digest of all that decides it (identity.py), whole or not at all. So work that was
-interrupted goes on where it was, and whoever asks for the same gets the same file:
+A request is read from disk if it is there, and computed if not. Every recording and every learning
+run is kept under the digest of all that decides it (identity.py). Files are written completely or
+not at all. So interrupted work resumes where it stopped, and equal requests get the same file:
 
     traces/DIGEST.npz, .msgpack   a `RecordingPlan`: its trace, and the report on it
     runs/DIGEST.json              a `Run`: its `RunResult`
@@ -33,7 +33,7 @@ from papaya.study.run import (
     clients_to_train,
     fleet_of,
     learn_run,
-    record_course,
+    record_plan,
 )
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import Workload
@@ -63,9 +63,9 @@ class LabStep(NamedTuple):
 class Recording:
     """What was recorded, read when it is asked for."""
 
-    def __init__(self, folder: Path, course: RecordingPlan) -> None:
-        self.course = course
-        self._trace = folder / "traces" / f"{course.digest}.npz"
+    def __init__(self, folder: Path, plan: RecordingPlan) -> None:
+        self.plan = plan
+        self._trace = folder / "traces" / f"{plan.digest}.npz"
         self._report = self._trace.with_suffix(".msgpack")  # JSON has no NaN
 
     @property
@@ -91,7 +91,7 @@ class Recording:
 
 
 class Lab:
-    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` hears of progress."""
+    """`mapped` does the work (jobs.py), `make` makes workloads, `tell` is called with progress."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class Lab:
             part.mkdir(parents=True, exist_ok=True)
             take_away_parts(part)
 
-    def record(self, courses: Iterable[RecordingPlan]) -> list[Recording]:
+    def record(self, plans: Iterable[RecordingPlan]) -> list[Recording]:
         """In the order in which they are asked for."""
-        wanted = [Recording(self.folder, course) for course in courses]
-        distinct = {recording.course.digest: recording for recording in wanted}.values()
-        missing = [recording.course for recording in distinct if not recording.is_there]
-        missing.sort(key=lambda course: -course.effort)  # the longest first
+        wanted = [Recording(self.folder, plan) for plan in plans]
+        distinct = {recording.plan.digest: recording for recording in wanted}.values()
+        missing = [recording.plan for recording in distinct if not recording.is_there]
+        missing.sort(key=lambda plan: -plan.effort)  # the longest first
         work = partial(_record, code_digest(), self.folder)
         self._do("traces", work, missing, len(distinct))
         return wanted
@@ -124,7 +124,7 @@ class Lab:
         found = {run: _read(self.folder, run) for run in dict.fromkeys(wanted)}
         missing = [run for run, outcome in found.items() if outcome is None]
         if missing:
-            self.record(run.course for run in missing)
+            self.record(run.recording_plan for run in missing)
         missing.sort(key=lambda run: -run.effort)
         work = partial(_learn, code_digest(), self.folder, self._make)
         made = {outcome.run: outcome for outcome in self._do("runs", work, missing, len(found))}
@@ -157,17 +157,17 @@ class Lab:
 # -- in any process -----------------------------------------------------------------------------
 
 
-def _record(code: str, folder: Path, course: RecordingPlan, *, tell: Tell) -> None:
+def _record(code: str, folder: Path, plan: RecordingPlan, *, tell: Tell) -> None:
     _refuse_other_code(code)
-    with _shares(course.effort, tell) as told:
-        recorded = record_course(course, lambda recorder: told(course.share_of(recorder)))
-        Recording(folder, course).write(*recorded)
+    with _shares(plan.effort, tell) as told:
+        recorded = record_plan(plan, lambda recorder: told(plan.share_of(recorder)))
+        Recording(folder, plan).write(*recorded)
     gc.collect()  # a cluster is full of cycles, and the next run would look for them rarely
 
 
 def _learn(code: str, folder: Path, make: Make, run: Run, *, tell: Tell) -> RunResult:
     _refuse_other_code(code)
-    recording = _recording(folder, run.course)
+    recording = _recording(folder, run.recording_plan)
     total = max(1, clients_to_train(run, recording.trace))
     with _shares(run.effort, tell) as told:
         outcome = learn_run(
@@ -215,5 +215,5 @@ def _path(folder: Path, run: Run) -> Path:
 
 
 @lru_cache(maxsize=2)
-def _recording(folder: Path, course: RecordingPlan) -> Recording:
-    return Recording(folder, course)
+def _recording(folder: Path, plan: RecordingPlan) -> Recording:
+    return Recording(folder, plan)

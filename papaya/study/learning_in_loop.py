@@ -191,8 +191,8 @@ def learn_in_loop(
     evaluations: int = EVALUATIONS,
     hours: float = MOST_HOURS,
 ) -> Curve:
-    """Run until so many updates are counted (the version that they fill), for at most so many
-    hours, or until `target` is reached and kept. Judged is as in a replay.
+    """Run until `updates` are counted (rounded up to a version), for at most `hours`, or until
+    `target` is reached and kept. Versions are judged as in a replay.
     """
     run = LearningRun(config, workload, rates, seed)
     last = math.ceil(updates / run.task.aggregation_goal)

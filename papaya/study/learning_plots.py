@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from papaya.sim.plots import COLORS, prepare, save  # says so if matplotlib is missing
-from papaya.study.results import ResultRow
 from papaya.study.run import RunResult
+from papaya.study.sweep import ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,20 +38,20 @@ _MAX_TICKS = 8
 _FEW = 3  # points, which a line alone would not show
 
 
-def draw_curve(learnt: RunResult, path: Path, title: str) -> Path:
+def draw_curve(result: RunResult, path: Path, title: str) -> Path:
     """Loss over virtual hours, for all clients and for those with much data."""
 
     def make() -> Figure:
         figure = _figure(8, 4.4)
         axes = figure.add_subplot()
-        ending = "" if learnt.curve.diverged is None else ": diverged"
+        ending = "" if result.curve.diverged is None else ": diverged"
         prepare(axes, title + ending, "virtual time (hours)", "loss on held-out data")
-        hours = [point.hours for point in learnt.curve.points]
+        hours = [point.hours for point in result.curve.points]
         for (field, label), color in zip(_TAILS, COLORS, strict=False):
-            losses = [getattr(point.quality, field) for point in learnt.curve.points]
+            losses = [getattr(point.quality, field) for point in result.curve.points]
             marker = "o" if len(hours) <= _FEW else ""
             axes.plot(hours, losses, color=color, lw=1.6, marker=marker, ms=3, label=label)
-        _target(axes, learnt.run.target)
+        _target(axes, result.run.target)
         axes.legend(frameon=False, fontsize=8.5)
         return figure
 

@@ -61,7 +61,7 @@ class Precision(Struct, frozen=True):
 
 
 def norms_of(found: Sequence[float]) -> Norms | None:
-    """None if nobody trained."""
+    """None if no client trained."""
     if not len(found):
         return None
     return Norms(len(found), *np.percentile(np.array(found), _LEVELS).tolist())
@@ -82,8 +82,8 @@ def precision(
     found: Sequence[float],
     clip: float | None = None,
 ) -> Precision | None:
-    """At this clip, or at the suggested one. None if nobody trained, or too few to suggest one, or
-    if K leaves no level.
+    """At this clip, or at the suggested one. None if no client trained, or too few to suggest one,
+    or if K leaves no level.
     """
     norms = norms_of(found)
     goal = task.aggregation_goal

@@ -236,7 +236,7 @@ def _admitted(updates: Matrix, clip: float | None) -> list[Admitted]:
 
 
 def _last_use(trace: Trace, last: int) -> dict[int, list[int]]:
-    """version -> versions from which nobody trains after it, so that they can be forgotten.
+    """version -> versions from which no client trains after it, so that they can be forgotten.
 
     The newest version is always needed for the next step; it is never listed under itself.
     """

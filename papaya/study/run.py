@@ -1,4 +1,4 @@
-"""One learning run from end to end, and all that is told of it.
+"""One learning run from end to end, and its result.
 
 `Run` is all that decides an outcome: a run is a function of it, the same in any process. First the
 machines run and are recorded (trace.py), then a workload learns along the trace (replay.py), then
@@ -34,8 +34,7 @@ from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import MOST_HOURS, Recorder, Trace, least_s, record
-from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
-from papaya.study.workloads.held_out import at_or_above
+from papaya.study.workloads.base import Clients, Matrix, Quality, Workload, at_or_above
 
 _TRACED_LENGTH: Final = 4
 _MAX_WARM_UP_S: Final = 600.0
@@ -44,8 +43,8 @@ UNBOUNDED: Final = 10**12  # updates: more than any run has
 
 
 class RecordingPlan(Struct, frozen=True, kw_only=True):
-    """What is recorded: until so many counted updates, or for so many hours; then `drain_s` longer,
-    for those who were assigned before.
+    """What is recorded: until `updates` are counted or `hours` have passed, then for `drain_s` more
+    so that clients assigned before can finish.
     """
 
     cluster: ClusterConfig
@@ -83,11 +82,11 @@ def require_target(loss: float | None) -> None:
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """What is learnt along a course, of at most so many counted updates: recording goes on to the
-    end of a minute. `data` names the model and its data by their content.
+    """What is learnt along a recording, from at most so many counted updates (recording goes on to
+    the end of a minute). `data` names the model and its data by their content.
     """
 
-    course: RecordingPlan
+    recording_plan: RecordingPlan
     workload: str
     data: str
     rates: Rates
@@ -101,7 +100,7 @@ class Run(Struct, frozen=True, kw_only=True):
     @property
     def effort(self) -> float:
         """About how many updates are learnt from."""
-        return min(self.updates, self.course.effort)
+        return min(self.updates, self.recording_plan.effort)
 
     @property
     def digest(self) -> str:
@@ -189,23 +188,27 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
     )
 
 
-def record_course(
-    course: RecordingPlan, progress: Callable[[Recorder], None] | None = None
+def record_plan(
+    plan: RecordingPlan, progress: Callable[[Recorder], None] | None = None
 ) -> tuple[Trace, RunReport]:
     return record(
-        course.cluster,
-        course.seed,
-        updates=course.updates,
-        hours=course.hours,
-        drain_s=course.drain_s,
-        warm_up_s=_warm_up_s(course),
+        plan.cluster,
+        plan.seed,
+        updates=plan.updates,
+        hours=plan.hours,
+        drain_s=plan.drain_s,
+        warm_up_s=_warm_up_s(plan),
         progress=progress,
     )
 
 
-def _warm_up_s(course: RecordingPlan) -> float:
+def _warm_up_s(plan: RecordingPlan) -> float:
     """Half of what the run takes at least, or a quarter of its hours."""
-    return min(_MAX_WARM_UP_S, least_s(course.cluster, course.updates) / 2, 900 * course.hours)
+    return min(
+        _MAX_WARM_UP_S,
+        least_s(plan.cluster, plan.updates) / 2,
+        900 * plan.hours,
+    )
 
 
 def fleet_of(report: RunReport) -> FleetSummary:
@@ -238,7 +241,7 @@ def learn_run(
     workload: Workload,
     progress: Callable[[int, int], None] | None = None,
 ) -> RunResult:
-    """`progress` is told how many clients have trained and how many versions were judged so far."""
+    """`progress` is called with the numbers of clients trained and versions judged so far."""
     watched = workload if progress is None else _Watched(workload, progress)
     curve = learn(
         trace,
@@ -249,7 +252,10 @@ def learn_run(
         until=_last_version(run, trace),
     )
     if not curve.points:
-        raise OperatorError(f"version 0 cannot be judged: {curve.diverged}", hint="mend the loss")
+        raise OperatorError(
+            f"version 0 cannot be judged: {curve.diverged}",
+            hint="the loss function returned a non-finite value; check it",
+        )
     reached = None if run.target is None else curve.reached(run.target)
     last = curve.points[-1]
     examples = np.minimum(trace.clients.examples, trace.task.max_examples)
@@ -269,7 +275,7 @@ def learn_run(
         norms=norms_of(curve.norms),
         precision=None
         if curve.diverged is not None  # its updates are no sample of those of a run that learns
-        else precision(run.course.task, workload.length, mean_examples, curve.norms),
+        else precision(run.recording_plan.task, workload.length, mean_examples, curve.norms),
         judges=_judges(workload.held_out) if isinstance(workload, SupportsJudges) else None,
     )
 

@@ -2,27 +2,199 @@
 
     plan = Plan(workload=WorkloadSpec("embedding"), vary={"K": (10, 100)}, seeds=(1, 2, 3))
     outcomes = sweep(plan, Path("runs/sweep"))
+    rows = rows_of(outcomes, ["K"])
 
-Runs that differ only in what happens to updates share one trace of the protocol. What has ended is
-kept in the folder (lab.py): a second call reads what is there and runs the rest.
+A plan is every combination of the varied values, in every regime and with every seed. K and
+max_staleness belong to AsyncFL, over_selection to SyncFL: in the other regime they vary nothing,
+and no run is made twice; a plan with only the other regime is refused. What is not varied is as the
+task's file says.
 
-A run is a function of its `Run`, whatever process makes it. A run that diverges is an outcome as
-well: its curve ends early and says why.
+Runs that differ only in what happens to updates share one trace of the protocol. Finished runs are
+kept in the folder (lab.py): a second call reads them and runs the rest. A run is a function of its
+`Run`, in any process. A run that diverges is an outcome as well: its curve ends early and says why.
+
+Results are means over the seeds of a setting, best setting first: by hours to the target if there
+is one, else by the final loss. Settings in which a seed diverged or missed the target come last.
+An optimum on the edge of the varied values may not be the optimum: `edges` names such variables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Final, Literal
 
+from msgspec import Struct, structs
+
+from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.config.checks import require
+from papaya.learning.server_optimizer import server_optimizer
 from papaya.sim.jobs import mapping
-from papaya.sim.population import PopulationConfig
+from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.lab import Lab, LabStep
-from papaya.study.plan import Plan, runs_of
-from papaya.study.run import Run, RunResult
+from papaya.study.replay import Rates
+from papaya.study.run import RecordingPlan, Run, RunResult, recordable, require_target
+from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.base import Workload
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
+
+Regime = Literal["async", "sync"]
+
+VARIABLES: Final = (
+    "concurrency",
+    "K",
+    "max_staleness",
+    "over_selection",
+    "client_rate",
+    "server_rate",
+    "beta1",
+)
+_WHOLE: Final = ("concurrency", "K", "max_staleness")
+_OF_ONE_REGIME: Final[dict[str, Regime]] = {
+    "K": "async",
+    "max_staleness": "async",
+    "over_selection": "sync",
+}
+_MAX_RUNS: Final = 100_000
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A sweep. Each run ends at so many counted updates, after so many virtual hours, or when its
+    loss has reached the target and stays there.
+    """
+
+    workload: WorkloadSpec
+    vary: dict[str, tuple[float, ...]] = {}
+    regimes: tuple[Regime, ...] = ()
+    seeds: tuple[int, ...] = (1,)
+    updates: int = 5000
+    hours: float = MOST_HOURS
+    target: float | None = None
+    evaluations: int = 50
+    population: PopulationConfig = DEFAULT
+
+    def __post_init__(self) -> None:
+        for name, values in self.vary.items():
+            known = ", ".join(VARIABLES)
+            remedy = _alike(name, values) or f"vary {known}"
+            require(name in VARIABLES, "vary", name, f"is not one of {known}", remedy)
+            require(bool(values), "vary", name, "has no values", f"write {name}=1,2")
+            for value in values:
+                require(math.isfinite(value), name, value, "must be finite", f"leave {value} out")
+                is_whole = name not in _WHOLE or value == int(value)
+                require(is_whole, name, value, "must be a whole number", f"round {name}")
+        require_target(self.target)
+        require(bool(self.seeds), "seeds", self.seeds, "must not be empty", "use (1,)")
+        for field in ("updates", "evaluations"):
+            value = getattr(self, field)
+            require(value >= 1, field, value, "must be at least 1", f"leave {field} out")
+
+
+def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
+    """Without doubles, in the order of the plan; ConfigError if one of them cannot be."""
+    regimes = plan.regimes or (regime_of(prepared.task),)
+    for name in plan.vary:
+        regime = _OF_ONE_REGIME.get(name, regimes[0])
+        problem = f"is of {regime} runs, and there are none: it would vary nothing"
+        remedy = f"--regime {regime} or --regime async,sync, or do not vary {name}"
+        require(regime in regimes, "vary", name, problem, remedy)
+    settings = [
+        dict(zip(plan.vary, values, strict=True)) for values in product(*plan.vary.values())
+    ]
+    count = len(regimes) * len(settings) * len(plan.seeds)
+    problem = f"makes more than {_MAX_RUNS:,} runs"
+    require(count <= _MAX_RUNS, "vary", count, problem, "vary less at once")
+    runs = (
+        _run(plan, prepared, regime, setting, seed)
+        for regime in regimes
+        for setting in settings
+        for seed in plan.seeds
+    )
+    return list({run.digest: run for run in runs}.values())
+
+
+def _alike(name: str, values: tuple[float, ...]) -> str:
+    """The variable that may have been meant."""
+    by_name = {known.lower(): known for known in VARIABLES}
+    for found in get_close_matches(name.lower().replace("-", "_"), by_name, n=1):
+        return f"did you mean {by_name[found]}={','.join(f'{value:g}' for value in values)}?"
+    return ""
+
+
+def setting_of(run: Run) -> dict[str, float | str]:
+    """All that a sweep may vary, as it is in this run."""
+    task, rates = run.recording_plan.task, run.rates
+    return {
+        "regime": regime_of(task),
+        "concurrency": task.concurrency,
+        "K": task.aggregation_goal,
+        "max_staleness": task.max_staleness,
+        "over_selection": getattr(task.regime, "over_selection", 0.0),
+        "client_rate": rates.client.rate,
+        "server_rate": server_optimizer(rates.optimizer).rate,
+        "beta1": rates.optimizer.beta1,
+    }
+
+
+def regime_of(task: TaskConfig) -> Regime:
+    return "sync" if isinstance(task.regime, SyncFL) else "async"
+
+
+def with_setting(task: TaskConfig, regime: Regime | None, setting: dict[str, float]) -> TaskConfig:
+    """The task with what is set. A goal that its file gives holds for the regime and concurrency
+    that the file gives too: with others K is the default of those, unless it is set.
+    """
+    concurrency = int(setting.get("concurrency", task.concurrency))
+    old = task.regime
+    if (regime or regime_of(task)) == "sync":
+        share = old.over_selection if isinstance(old, SyncFL) else SyncFL().over_selection
+        new: AsyncFL | SyncFL = SyncFL(setting.get("over_selection", share))
+    else:
+        kept = old if isinstance(old, AsyncFL) and concurrency == task.concurrency else AsyncFL()
+        goal = setting.get("K", kept.aggregation_goal)
+        limit = setting.get("max_staleness", kept.max_staleness)
+        new = AsyncFL(None if goal is None else int(goal), None if limit is None else int(limit))
+    return structs.replace(task, regime=new, concurrency=concurrency)
+
+
+def with_rates(rates: Rates, setting: dict[str, float]) -> Rates:
+    client, optimizer = rates.client, rates.optimizer
+    if "client_rate" in setting:
+        client = structs.replace(client, rate=setting["client_rate"])
+    if "server_rate" in setting:
+        optimizer = structs.replace(optimizer, rate=setting["server_rate"])
+    if "beta1" in setting:
+        optimizer = structs.replace(optimizer, beta1=setting["beta1"])
+    return structs.replace(rates, client=client, optimizer=optimizer)
+
+
+def _run(
+    plan: Plan, prepared: Prepared, regime: Regime, setting: dict[str, float], seed: int
+) -> Run:
+    task = with_setting(prepared.task, regime, setting)
+    recording_plan = RecordingPlan(
+        cluster=recordable(task, prepared.population),
+        seed=seed,
+        updates=plan.updates,
+        hours=plan.hours,
+    )
+    return Run(
+        recording_plan=recording_plan,
+        workload=prepared.task.task,
+        data=prepared.digest,
+        rates=with_rates(prepared.rates, setting),
+        updates=plan.updates,
+        target=plan.target,
+        evaluations=plan.evaluations,
+    )
+
+
+# -- running -------------------------------------------------------------------------------------
 
 
 def sweep(
@@ -34,7 +206,7 @@ def sweep(
 ) -> list[RunResult]:
     """All outcomes, in the order of the plan. What `folder` has already is not run again.
 
-    `jobs` above 1 are processes that import the program anew: a script that calls this keeps its
+    `jobs` above 1 are processes that import the program again: a script that calls this keeps its
     own work under `if __name__ == "__main__"`. `prepared` is the workload, if it is open already.
     """
     runs = runs_of(plan, prepared or prepare(plan.workload, plan.population))
@@ -44,7 +216,7 @@ def sweep(
 
 
 def _make(spec: WorkloadSpec, population: PopulationConfig, run: Run) -> Workload:
-    return _workload(spec, population, run.course.seed)
+    return _workload(spec, population, run.recording_plan.seed)
 
 
 @lru_cache(maxsize=2)
@@ -55,3 +227,101 @@ def _workload(spec: WorkloadSpec, population: PopulationConfig, seed: int) -> Wo
 @lru_cache(maxsize=2)
 def _prepared(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
     return prepare(spec, population)
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+_RATES = ("client_rate", "server_rate")
+
+
+class ResultRow(Struct, frozen=True, kw_only=True):
+    """Means over the seeds of one setting; `*_spread` are standard deviations.
+
+    `target_hours` and `target_trips` are None unless every seed reached the target.
+    """
+
+    label: str
+    setting: dict[str, float | str]
+    outcomes: tuple[RunResult, ...]
+    diverged: int
+    loss: float
+    loss_spread: float
+    p75: float
+    p99: float
+    hours: float
+    trips: float
+    target_hours: float | None
+    target_hours_spread: float
+    target_trips: float | None
+    utilization: float | None
+    ks: float | None
+
+
+def rows_of(outcomes: Sequence[RunResult], varied: Sequence[str]) -> list[ResultRow]:
+    """One for each setting, the best first."""
+    groups: dict[tuple[tuple[str, float | str], ...], list[RunResult]] = {}
+    for outcome in outcomes:
+        groups.setdefault(tuple(setting_of(outcome.run).items()), []).append(outcome)
+    rows = [_row(dict(setting), found, varied) for setting, found in groups.items()]
+    is_timed = any(outcome.run.target is not None for outcome in outcomes)
+
+    def order(row: ResultRow) -> tuple[bool, float, float]:
+        hours = row.target_hours if row.target_hours is not None else math.inf
+        return row.diverged > 0, hours if is_timed else 0.0, row.loss
+
+    return sorted(rows, key=order)
+
+
+def varied_in(rows: Sequence[ResultRow], wanted: Sequence[str]) -> list[str]:
+    """Those of the wanted names whose values differ between rows."""
+    return [name for name in wanted if len({row.setting[name] for row in rows}) > 1]
+
+
+def edges(rows: Sequence[ResultRow]) -> list[str]:
+    """Rates whose best value, among the rows of the best regime, is the smallest or the largest."""
+    if not rows or rows[0].diverged:
+        return []
+    alike = [row for row in rows if row.setting["regime"] == rows[0].setting["regime"]]
+    found = []
+    for name in varied_in(alike, _RATES):
+        values = sorted(float(row.setting[name]) for row in alike)
+        best = float(rows[0].setting[name])
+        if best in (values[0], values[-1]):
+            which = "smallest" if best == values[0] else "largest"
+            found.append(f"the best {name}, {best:g}, is the {which} that was tried")
+    return found
+
+
+def _row(
+    setting: dict[str, float | str], found: list[RunResult], varied: Sequence[str]
+) -> ResultRow:
+    losses = [outcome.end.all for outcome in found]
+    hours = [o.target_hours for o in found if o.target_hours is not None]
+    trips = [o.target_trips for o in found if o.target_trips is not None]
+    used = [o.fleet.utilization for o in found if o.fleet.utilization is not None]
+    bias = [o.fairness.execution_s.ks for o in found if o.fairness is not None]
+    have_all = len(hours) == len(found)
+    return ResultRow(
+        label=", ".join(_words(name, setting[name]) for name in varied) or "one setting",
+        setting=setting,
+        outcomes=tuple(found),
+        diverged=sum(outcome.curve.diverged is not None for outcome in found),
+        loss=fmean(losses),
+        loss_spread=pstdev(losses),
+        p75=fmean(outcome.end.p75 for outcome in found),
+        p99=fmean(outcome.end.p99 for outcome in found),
+        hours=fmean(outcome.hours for outcome in found),
+        trips=fmean(outcome.trips for outcome in found),
+        target_hours=fmean(hours) if have_all else None,
+        target_hours_spread=pstdev(hours) if have_all else 0.0,
+        target_trips=fmean(trips) if have_all else None,
+        utilization=fmean(used) if used else None,
+        ks=fmean(bias) if bias else None,
+    )
+
+
+def _words(name: str, value: float | str) -> str:
+    if name == "regime":
+        return str(value)
+    return f"{name} {value:g}" if isinstance(value, int | float) else f"{name} {value}"

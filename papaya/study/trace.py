@@ -243,10 +243,10 @@ def record(
     sample_s: float | None = None,
     progress: Callable[[Recorder], None] | None = None,
 ) -> tuple[Trace, RunReport]:
-    """Run the machines until so many counted updates, or for so many hours.
+    """Run the machines until `updates` are counted, for at most `hours`.
 
-    `drain_s`: then so much longer, for those who were assigned before the end. `sample_s`: how far
-    apart the report's samples are; unless given, a second, or more if there would be too many.
+    Then run for `drain_s` more, so that clients assigned before can finish. `sample_s` is the
+    distance between samples of the report: by default a second, or more in a long run.
     """
     if sample_s is None:
         expected_s = min(least_s(config, updates), 3600 * hours)
@@ -264,7 +264,7 @@ def record(
 
 
 def least_s(config: ClusterConfig, updates: float) -> float:
-    """How long so many updates take if every place is taken by somebody all the time."""
+    """How long this many updates take if every slot is busy all the time."""
     task = config.tasks[0]
     block = Population(config.population, 0).visitors(np.arange(_SAMPLED_VISITS))
     busy_s = np.minimum(block.latency_s + block.execution_s, task.training_timeout_s).mean()

@@ -30,7 +30,6 @@ from papaya.errors import Diverged
 from papaya.sim.population import DEFAULT
 from papaya.sim.report import RunReport, percent, regime_name
 from papaya.study.fairness import Distance
-from papaya.study.plan import regime_of, setting_of, with_rates, with_setting
 from papaya.study.precision import LEAST_UPDATES
 from papaya.study.run import (
     FleetSummary,
@@ -40,9 +39,10 @@ from papaya.study.run import (
     clients_to_train,
     fleet_of,
     learn_run,
-    record_course,
+    record_plan,
     recordable,
 )
+from papaya.study.sweep import regime_of, setting_of, with_rates, with_setting
 from papaya.study.trace import MOST_HOURS, Recorder
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
@@ -68,23 +68,23 @@ def run_task(options: SimulateOptions) -> int:
     note(prepared.about)
     seconds = prepared.population.execution_per_example_s
     note(f"a median device takes {seconds:g} s per example (--seconds-per-example)")
-    for warning in run.course.task.warnings():
+    for warning in run.recording_plan.task.warnings():
         note(f"warning: {warning}")
-    if (goal := run.course.task.aggregation_goal) > run.updates:
+    if (goal := run.recording_plan.task.aggregation_goal) > run.updates:
         note(f"warning: the run continues to {goal:,} client updates: a server update needs K")
     learnt, report = _learn(run, prepared, options.processes or 1)
     if not learnt.versions and learnt.curve.diverged is None:
-        hours = f"{run.course.hours:g} virtual hours"
+        hours = f"{run.recording_plan.hours:g} virtual hours"
         note(f"warning: the model was not trained: no server update in {hours}; raise --hours")
     _write(folder, learnt, report)
     if options.is_json:
         print_json(_for_programs(learnt))
     else:
         print_data(summary(learnt))
-    title = f"{learnt.run.workload}: {regime_name(run.course.task)}"
+    title = f"{learnt.run.workload}: {regime_name(run.recording_plan.task)}"
     with writing(folder):
         learning_plots.draw_curve(learnt, folder / "curve.png", title)
-        plots.draw({regime_name(run.course.task): report}, folder / "plot.png", title)
+        plots.draw({regime_name(run.recording_plan.task): report}, folder / "plot.png", title)
     names = ("report.json", "curve.csv", "curve.png", "plot.png")
     note("\n" + "\n".join(str(folder / name) for name in names))
     if learnt.curve.diverged is not None:
@@ -117,32 +117,32 @@ def _run(options: SimulateOptions, prepared: Prepared) -> Run:
         selectors=options.selectors,
         aggregators=options.aggregators,
     )
-    course = RecordingPlan(
+    recording_plan = RecordingPlan(
         cluster=cluster,
         seed=options.seed,
         updates=options.updates or _UPDATES,
         hours=options.hours or MOST_HOURS,
     )
     return Run(
-        course=course,
+        recording_plan=recording_plan,
         workload=prepared.task.task,
         data=prepared.digest,
         rates=with_rates(prepared.rates, setting),
-        updates=course.updates,
+        updates=recording_plan.updates,
         evaluations=options.evaluations or _EVALUATIONS,
     )
 
 
 def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, RunReport]:
-    course = run.course
+    recording_plan = run.recording_plan
     with Progress() as progress:
 
         def recorded(cluster: Recorder) -> None:
             hours = cluster.engine.now / 3600
             words = f"{cluster.counted:,} client updates, {hours:.1f} virtual hours"
-            progress.update("fleet", min(1.0, course.share_of(cluster)), words)
+            progress.update("fleet", min(1.0, recording_plan.share_of(cluster)), words)
 
-        trace, report = record_course(course, recorded)
+        trace, report = record_plan(recording_plan, recorded)
         total = max(1, clients_to_train(run, trace))
 
         def learns(trained: int, judged: int) -> None:
@@ -151,7 +151,7 @@ def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, Run
             )
             progress.update("learning", min(1.0, trained / total), words)
 
-        with prepared.opened(course.seed, processes) as workload:
+        with prepared.opened(recording_plan.seed, processes) as workload:
             return learn_run(run, trace, fleet_of(report), workload, learns), report
 
 
@@ -177,9 +177,9 @@ def _write(folder: Path, learnt: RunResult, report: RunReport) -> None:
 
 def summary(learnt: RunResult) -> str:
     """The result as text for people."""
-    task = learnt.run.course.task
+    task = learnt.run.recording_plan.task
     head = f"{learnt.run.workload}: {regime_name(task)}, C = {task.concurrency}, "
-    head += f"K = {task.aggregation_goal}, seed {learnt.run.course.seed}"
+    head += f"K = {task.aggregation_goal}, seed {learnt.run.recording_plan.seed}"
     rows = [
         ("learnt", f"{_done(learnt)} in {learnt.hours:.2f} virtual hours"),
         ("utilization", _used(learnt.fleet)),

@@ -31,7 +31,7 @@ class Experiment(Protocol):
 
     KEY: str
 
-    def courses(self, scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    def plans(self, scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
         """The runs of the machines that it needs."""
 
     def run(self, lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:

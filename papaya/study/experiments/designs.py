@@ -13,15 +13,15 @@ from statistics import fmean
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
     ONE_RATE,
-    async_course,
-    plain_course,
+    async_plan,
+    plain_plan,
     rates,
     reached,
-    sync_course,
+    sync_plan,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 
@@ -34,18 +34,18 @@ OVER, LARGE, SMALL, PLAIN = DESIGNS = (
 )
 
 
-def design_course(scale: Scale, name: str, seed: int) -> RecordingPlan:
+def design_plan(scale: Scale, name: str, seed: int) -> RecordingPlan:
     """As the paper configures it: all at one concurrency, but without over-selection at K."""
     if name == PLAIN:
-        return plain_course(scale, seed)
+        return plain_plan(scale, seed)
     if name == OVER:
-        return sync_course(scale, scale.concurrency, seed)
+        return sync_plan(scale, scale.concurrency, seed)
     goal = scale.goal if name == SMALL else scale.large_goal
-    return async_course(scale, scale.concurrency, seed, goal)
+    return async_plan(scale, scale.concurrency, seed, goal)
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
-    return [design_course(scale, name, seed) for name in DESIGNS for seed in seeds]
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    return [design_plan(scale, name, seed) for name in DESIGNS for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -54,7 +54,7 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         name: [
             run.hours
             for run in reached(
-                lab, scale.target, [design_course(scale, name, seed) for seed in seeds], chosen
+                lab, scale.target, [design_plan(scale, name, seed) for seed in seeds], chosen
             )
         ]
         for name in DESIGNS

@@ -14,20 +14,20 @@ from papaya.sim.population import Population
 from papaya.sim.report import everyone
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
+from papaya.study.experiments.runs import plain_plan
 from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import plain_course
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 
 KEY = "execution-times"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
-    return [plain_course(scale, seed) for seed in seeds]
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    return [plain_plan(scale, seed) for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
-    recordings = lab.record(courses(scale, seeds))
+    recordings = lab.record(plans(scale, seeds))
     rounds, means, spans = [], [], []
     sample: list[float] = []
     for recording in recordings:

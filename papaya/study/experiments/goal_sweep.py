@@ -11,23 +11,23 @@ from statistics import fmean
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
     ONE_RATE,
-    async_course,
+    async_plan,
     rates,
     reached,
     versions_per_hour,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 
 KEY = "goal-sweep"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     at = scale.concurrency
-    return [async_course(scale, at, seed, goal) for goal in scale.goals for seed in seeds]
+    return [async_plan(scale, at, seed, goal) for goal in scale.goals for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
@@ -35,9 +35,9 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     hours: dict[int, list[float]] = {}
     frequency: dict[int, list[float]] = {}
     for goal in scale.goals:
-        found = [async_course(scale, scale.concurrency, seed, goal) for seed in seeds]
+        found = [async_plan(scale, scale.concurrency, seed, goal) for seed in seeds]
         hours[goal] = [run.hours for run in reached(lab, scale.target, found, chosen)]
-        frequency[goal] = [versions_per_hour(lab, course) for course in found]
+        frequency[goal] = [versions_per_hour(lab, plan) for plan in found]
     small, large = scale.goals[0], scale.goals[-1]
     slower = ratios(hours[large], hours[small])
     panels = [

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import learning
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
-    async_course,
+from papaya.study.experiments.runs import (
+    async_plan,
+    learning,
     perplexity,
-    plain_course,
-    sync_course,
+    plain_plan,
+    sync_plan,
     tuning_seeds,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.tuning import Tuned, tuned_for_loss
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
@@ -52,15 +52,15 @@ class TableRow(NamedTuple):
     hours: list[float]
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     every = [*seeds, *tuning_seeds(scale)]
-    return [_course(scale, name, seed) for name in _PAPER for seed in every]
+    return [_plan(scale, name, seed) for name in _PAPER for seed in every]
 
 
-def _course(scale: Scale, name: str, seed: int) -> RecordingPlan:
+def _plan(scale: Scale, name: str, seed: int) -> RecordingPlan:
     if name == _PLAIN:
-        return plain_course(scale, seed)
-    make = sync_course if name == _OVER else async_course
+        return plain_plan(scale, seed)
+    make = sync_plan if name == _OVER else async_plan
     return make(scale, scale.concurrency, seed)
 
 
@@ -80,13 +80,13 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 def _tune(lab: Lab, scale: Scale, name: str) -> Tuned:
     grid = scale.async_grid if name == _ASYNC else scale.sync_grid
-    courses = [_course(scale, name, seed) for seed in tuning_seeds(scale)]
-    return tuned_for_loss(lab, courses, grid, scale.table_updates)
+    plans = [_plan(scale, name, seed) for seed in tuning_seeds(scale)]
+    return tuned_for_loss(lab, plans, grid, scale.table_updates)
 
 
 def _row(lab: Lab, scale: Scale, seeds: Sequence[int], name: str, chosen: Tuned) -> TableRow:
-    courses = [_course(scale, name, seed) for seed in seeds]
-    runs = [learning(course, chosen.rates, updates=scale.table_updates) for course in courses]
+    plans = [_plan(scale, name, seed) for seed in seeds]
+    runs = [learning(plan, chosen.rates, updates=scale.table_updates) for plan in plans]
     points = [outcome.curve.points[-1] for outcome in lab.learn(runs)]
     found = {level: [perplexity(getattr(p.quality, level)) for p in points] for level in _LEVELS}
     by_clients = [perplexity(point.quality.all_by_clients) for point in points]

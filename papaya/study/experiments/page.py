@@ -13,9 +13,8 @@ from msgspec.structs import asdict
 from papaya.config import TaskConfig
 from papaya.sim.population import DEFAULT, STRESS
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import SUPPLY
+from papaya.study.experiments.runs import CLIENT, LSTM_CLIENT, SUPPLY
 from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import CLIENT, LSTM_CLIENT
 from papaya.study.workloads.paper import LANGUAGE
 
 _LEFT_OUT = "Made with other seeds, another scale or other code, and left out here: "
@@ -54,9 +53,9 @@ def page(
         ),
         f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" if left_out else "",
         (
-            "<p>What was put in is <a href=#inputs>at the end</a>. Grey rows were calibrated "
-            "to the paper: that they agree proves nothing. All other numbers came out of the "
-            "simulation; in brackets the lowest and the highest of several seeds.</p>"
+            "<p>The inputs are <a href=#inputs>at the end</a>. Grey rows were calibrated to the "
+            "paper, so their agreement proves nothing. All other numbers are results of the "
+            "simulation; brackets give the lowest and the highest of several seeds.</p>"
         ),
         _contents(results),
         *(_section(result, folder) for result in results),
@@ -101,7 +100,7 @@ def _inputs(scale: Scale, seeds: Sequence[int]) -> str:
         for group, fields in groups.items()
         for name, value in fields.items()
     ]
-    heading = "<h2 id=inputs>Inputs</h2><p class=paper>What was put in: chosen or calibrated.</p>"
+    heading = "<h2 id=inputs>Inputs</h2><p class=paper>Chosen or calibrated.</p>"
     return "\n".join([heading, "<table>", *rows, "</table>"])
 
 

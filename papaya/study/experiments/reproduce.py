@@ -49,7 +49,7 @@ def reproduce(
     results = []
     with mapping(jobs) as mapped:
         lab = Lab(folder, mapped, workload_of, tell)
-        lab.record(course for one in chosen for course in one.courses(scale, seeds))
+        lab.record(plan for one in chosen for plan in one.plans(scale, seeds))
         for one in chosen:
             result = structs.replace(one.run(lab, scale, seeds), made_of=made_of)
             encoded = msgspec.json.format(msgspec.json.encode(result))

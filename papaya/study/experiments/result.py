@@ -1,8 +1,8 @@
 """What an experiment found, beside what the paper says.
 
-An *input* was calibrated to the paper or taken from it: that it agrees proves nothing. An
-*outcome* came out of the simulation. A *check* is a claim that must hold, or the reproduction has
-failed. Nothing here knows a value of any outcome.
+An *input* was calibrated to the paper or taken from it, so its agreement proves nothing. An
+*outcome* is a result of the simulation. A *check* is a claim that must hold, or the reproduction
+has failed. No outcome is hard-coded here.
 """
 
 from __future__ import annotations

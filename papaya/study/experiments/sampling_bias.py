@@ -18,14 +18,15 @@ import numpy as np
 from papaya.sim.draws import Floats
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import DRAIN_S, START_S
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
+    DRAIN_S,
+    START_S,
     TUNING_SEED,
-    async_course,
-    plain_course,
-    sync_course,
+    async_plan,
+    plain_plan,
+    sync_plan,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.fairness import Distance, distance
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
@@ -37,24 +38,24 @@ _PAPER = {_ASYNC: ("8.8e-4", "0.98"), _OVER: ("6.6e-2", "0.0")}
 _TRUTH = "SyncFL without over-selection"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
-    compared = [course for found in _compared(scale, seeds).values() for course in found]
-    return [*compared, plain_course(scale, TUNING_SEED)]
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    compared = [plan for found in _compared(scale, seeds).values() for plan in found]
+    return [*compared, plain_plan(scale, TUNING_SEED)]
 
 
 def _compared(scale: Scale, seeds: Sequence[int]) -> dict[str, list[RecordingPlan]]:
     at = scale.concurrency
     return {
-        _ASYNC: [async_course(scale, at, seed) for seed in seeds],
-        _OVER: [sync_course(scale, at, seed) for seed in seeds],
+        _ASYNC: [async_plan(scale, at, seed) for seed in seeds],
+        _OVER: [sync_plan(scale, at, seed) for seed in seeds],
     }
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     # Another seed, or the same devices would be on both sides of the comparison.
-    truth = _clients(lab, plain_course(scale, TUNING_SEED), in_whole_rounds=True)
+    truth = _clients(lab, plain_plan(scale, TUNING_SEED), in_whole_rounds=True)
     found = {
-        name: [_clients(lab, course) for course in side]
+        name: [_clients(lab, plan) for plan in side]
         for name, side in _compared(scale, seeds).items()
     }
     by_examples = {n: _distances(sides, truth, 1) for n, sides in found.items()}
@@ -102,10 +103,10 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 
 def _clients(
-    lab: Lab, course: RecordingPlan, *, in_whole_rounds: bool = False
+    lab: Lab, plan: RecordingPlan, *, in_whole_rounds: bool = False
 ) -> tuple[Floats, Floats]:
     """(execution, examples) of the counted. A round that waits for all its clients has no cut."""
-    [recording] = lab.record([course])
+    [recording] = lab.record([plan])
     trace: Trace = recording.trace
     chosen = trace.assigned_s >= START_S
     if not in_whole_rounds:

@@ -11,9 +11,8 @@ from statistics import fmean
 from papaya.config import SyncFL
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.runs import until_versions
+from papaya.study.experiments.runs import async_plan, sync_plan, until_versions, versions_per_hour
 from papaya.study.experiments.scale import OVER_SELECTION, Scale
-from papaya.study.experiments.shared_runs import async_course, sync_course, versions_per_hour
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 
@@ -21,24 +20,24 @@ KEY = "server-updates"
 _BOUNDS = (25.0, 32.0)
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
-    return [course for pair in _pairs(scale, seeds).values() for side in pair for course in side]
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    return [plan for pair in _pairs(scale, seeds).values() for side in pair for plan in side]
 
 
 def _pairs(
     scale: Scale, seeds: Sequence[int]
 ) -> dict[int, tuple[list[RecordingPlan], list[RecordingPlan]]]:
-    """concurrency -> courses of AsyncFL, courses of SyncFL; those of learning runs are used too."""
+    """Concurrency -> plans of AsyncFL and of SyncFL, shared with learning runs."""
     pairs = {
         c: (
-            [async_course(scale, c, seed) for seed in seeds],
-            [sync_course(scale, c, seed) for seed in seeds],
+            [async_plan(scale, c, seed) for seed in seeds],
+            [sync_plan(scale, c, seed) for seed in seeds],
         )
         for c in scale.concurrencies
     }
     most, over = scale.most_clients, SyncFL(OVER_SELECTION)
     pairs[most] = (
-        [async_course(scale, most, seed) for seed in seeds],
+        [async_plan(scale, most, seed) for seed in seeds],
         [until_versions(over, most, seed, scale.rounds // 3) for seed in seeds],  # none learns
     )
     return dict(sorted(pairs.items()))
@@ -46,7 +45,7 @@ def _pairs(
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     rates = {
-        c: tuple([versions_per_hour(lab, course) for course in side] for side in pair)
+        c: tuple([versions_per_hour(lab, plan) for plan in side] for side in pair)
         for c, pair in _pairs(scale, seeds).items()
     }
     most = ratios(*rates[scale.most_clients])

@@ -19,18 +19,18 @@ from typing import NamedTuple
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.runs import learning
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import (
+from papaya.study.experiments.runs import (
     Reached,
-    async_course,
+    async_plan,
+    learning,
     perplexity,
     rates,
     reached,
     runs_to,
-    sync_course,
+    sync_plan,
     tuning_seeds,
 )
+from papaya.study.experiments.scale import Scale
 from papaya.study.experiments.tuning import Tuned, tuned_for_time
 from papaya.study.lab import Lab
 from papaya.study.replay import Rates
@@ -41,10 +41,10 @@ _ROUNDS_OF_A_TRANSIENT = 50
 _PAPERS_SPEEDUP = 5
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     """At every concurrency, in both regimes, of the reported and the tuning seeds."""
     every = [*seeds, *tuning_seeds(scale)]
-    makers = (sync_course, async_course)
+    makers = (sync_plan, async_plan)
     return [make(scale, c, seed) for make in makers for c in scale.concurrencies for seed in every]
 
 
@@ -125,11 +125,11 @@ def _tuned_protocols(lab: Lab, scale: Scale) -> list[Protocol]:
     tuned: dict[tuple[str, int], Tuned] = {}
     for concurrency in scale.concurrencies:
         for regime, make, grid in (
-            ("SyncFL", sync_course, scale.sync_grid),
-            ("AsyncFL", async_course, scale.async_grid),
+            ("SyncFL", sync_plan, scale.sync_grid),
+            ("AsyncFL", async_plan, scale.async_grid),
         ):
-            courses = [make(scale, concurrency, seed) for seed in tuning_seeds(scale)]
-            tuned[regime, concurrency] = tuned_for_time(lab, scale, courses, grid)
+            plans = [make(scale, concurrency, seed) for seed in tuning_seeds(scale)]
+            tuned[regime, concurrency] = tuned_for_time(lab, scale, plans, grid)
     at = {regime: tuned[regime, scale.concurrency].rates for regime in ("SyncFL", "AsyncFL")}
     targets = (scale.target, scale.tuned_target)
     return [
@@ -156,15 +156,15 @@ def _measure(
     stop_at = protocol.targets[-1]
     sides = {
         c: (
-            ([sync_course(scale, c, seed) for seed in seeds], protocol.sync[c]),
-            ([async_course(scale, c, seed) for seed in seeds], protocol.asynchronous[c]),
+            ([sync_plan(scale, c, seed) for seed in seeds], protocol.sync[c]),
+            ([async_plan(scale, c, seed) for seed in seeds], protocol.asynchronous[c]),
         )
         for c in scale.concurrencies
     }
     lab.learn(t for pair in sides.values() for side in pair for t in runs_to(stop_at, *side))
 
-    def runs(courses: list[RecordingPlan], chosen: Rates) -> list[Reached]:
-        return reached(lab, target, courses, chosen, stop_at=stop_at)
+    def runs(plans: list[RecordingPlan], chosen: Rates) -> list[Reached]:
+        return reached(lab, target, plans, chosen, stop_at=stop_at)
 
     return [Pair(c, runs(*sync), runs(*side)) for c, (sync, side) in sides.items()]
 
@@ -236,8 +236,8 @@ def _asymptotes(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol
     c = scale.concurrency
     ends = []
     for name, make, chosen in (
-        ("SyncFL", sync_course, protocol.sync[c]),
-        ("AsyncFL", async_course, protocol.asynchronous[c]),
+        ("SyncFL", sync_plan, protocol.sync[c]),
+        ("AsyncFL", async_plan, protocol.asynchronous[c]),
     ):
         runs = [learning(make(scale, c, seed), chosen) for seed in seeds]
         losses = [[p.quality.all for p in outcome.curve.points] for outcome in lab.learn(runs)]
@@ -252,7 +252,7 @@ def _asymptotes(lab: Lab, scale: Scale, seeds: Sequence[int], protocol: Protocol
 
 
 def unmet(measured: Measured) -> list[str]:
-    """Where there is no speedup to tell."""
+    """Where no speedup can be given."""
     found = [
         f"{name}, C = {pair.concurrency}"
         for name, pairs in measured.items()

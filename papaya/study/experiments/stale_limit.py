@@ -29,16 +29,16 @@ _SMALLER: Final = 4  # than elsewhere, C and K alike: what counts is C / K
 _POPULATIONS: Final = {"default": DEFAULT, "stress": STRESS}
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [
-        _course(scale, limit, name, seed)
+        _plan(scale, limit, name, seed)
         for name in _POPULATIONS
         for limit in _LIMITS
         for seed in seeds
     ]
 
 
-def _course(scale: Scale, limit: int, name: str, seed: int) -> RecordingPlan:
+def _plan(scale: Scale, limit: int, name: str, seed: int) -> RecordingPlan:
     regime = AsyncFL(max(1, scale.goal // _SMALLER), limit)
     concurrency = scale.concurrency // _SMALLER
     return window(regime, concurrency, seed, scale.window_hours / 2, _POPULATIONS[name])
@@ -47,7 +47,7 @@ def _course(scale: Scale, limit: int, name: str, seed: int) -> RecordingPlan:
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     kept = {
         name: {
-            limit: tuple(_kept(lab, _course(scale, limit, name, seed)) for seed in seeds)
+            limit: tuple(_kept(lab, _plan(scale, limit, name, seed)) for seed in seeds)
             for limit in _LIMITS
         }
         for name in _POPULATIONS
@@ -92,14 +92,14 @@ def decide(name: str, kept: dict[int, tuple[float, ...]]) -> Check:
     )
 
 
-def _kept(lab: Lab, course: RecordingPlan) -> float:
+def _kept(lab: Lab, plan: RecordingPlan) -> float:
     """Of the devices that can take part, the 1 % with the most data: counted ÷ expected."""
-    [recording] = lab.record([course])
+    [recording] = lab.record([plan])
     trace = recording.trace
-    population = Population(course.cluster.population, course.seed)
+    population = Population(plan.cluster.population, plan.seed)
     _, examples = everyone(population, trace.task.training_timeout_s)
     edge = float(np.percentile(examples, 99))
-    ends_s = 3600 * course.hours  # of later ones, the slow had no time to come back
+    ends_s = 3600 * plan.hours  # of later ones, the slow had no time to come back
     chosen = (trace.assigned_s >= START_S) & (trace.assigned_s < ends_s)
     share = float((trace.clients.examples[chosen] >= edge).mean())
     return share / float((examples >= edge).mean())

@@ -12,22 +12,22 @@ from statistics import fmean
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
+from papaya.study.experiments.runs import rates, reached, sync_plan
 from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import rates, reached, sync_course
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 
 KEY = "sync-scaling"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
-    return [sync_course(scale, c, seed) for c in scale.concurrencies for seed in seeds]
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    return [sync_plan(scale, c, seed) for c in scale.concurrencies for seed in seeds]
 
 
 def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     chosen = rates(scale.common_rate)
     found = {
-        c: reached(lab, scale.target, [sync_course(scale, c, seed) for seed in seeds], chosen)
+        c: reached(lab, scale.target, [sync_plan(scale, c, seed) for seed in seeds], chosen)
         for c in scale.concurrencies
     }
     hours = {c: [run.hours for run in runs] for c, runs in found.items()}

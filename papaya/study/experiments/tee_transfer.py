@@ -67,7 +67,7 @@ _LABELS: dict[Design, str] = {
 _X_LABEL = "aggregation goal K"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return []
 
 
@@ -152,8 +152,8 @@ def measure_transfer(
 ) -> list[Transfer]:
     """Both designs for every K, naive beyond `naive_up_to` only counted. Medians of `turns`.
 
-    For one K the designs take turns, so each has as many as the other, on the same machine in the
-    same mood; fewer than were asked for where a turn takes long.
+    For one K the designs take turns, so load on the machine affects both alike. There are fewer
+    turns than asked for where a turn takes long.
     """
     found = []
     with _boundary() as stream:

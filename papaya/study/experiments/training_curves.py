@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from papaya.study.experiments import charts
-from papaya.study.experiments.designs import DESIGNS, design_course
+from papaya.study.experiments.designs import DESIGNS, design_plan
 from papaya.study.experiments.result import Finding, Result
-from papaya.study.experiments.runs import learning
+from papaya.study.experiments.runs import LSTM_CLIENT, ONE_RATE, learning, rates
 from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import LSTM_CLIENT, ONE_RATE, rates
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve
 from papaya.study.run import RecordingPlan, Run
@@ -27,9 +26,9 @@ KEY = "training-curves"
 _EVALUATIONS = 30
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
     return [
-        design_course(scale, name, seed) for name in DESIGNS for seed in seeds[: scale.curve_seeds]
+        design_plan(scale, name, seed) for name in DESIGNS for seed in seeds[: scale.curve_seeds]
     ]
 
 
@@ -76,16 +75,16 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
 
 def _runs(lab: Lab, scale: Scale, name: str, seeds: Sequence[int]) -> list[Run]:
     chosen = rates(scale.common_rate, client=LSTM_CLIENT)
-    courses = [design_course(scale, name, seed) for seed in seeds]
+    plans = [design_plan(scale, name, seed) for seed in seeds]
     return [
         learning(
-            recording.course,
+            recording.plan,
             chosen,
             model="lstm",
             updates=_updates_until(recording.trace, scale.fixed_hour),
             evaluations=_EVALUATIONS,
         )
-        for recording in lab.record(courses)
+        for recording in lab.record(plans)
     ]
 
 

@@ -1,6 +1,6 @@
 """Choosing a server rate and a first moment, on seeds that are never reported.
 
-An optimum on the edge of the grid is no optimum: it is returned as such, and fails the run.
+An optimum on the edge of the grid may not be the optimum: it is marked, and fails the check.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from papaya.study.experiments.result import Check, number
-from papaya.study.experiments.runs import learning
+from papaya.study.experiments.runs import learning, met, rates
 from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import met, rates
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve, Rates
 from papaya.study.run import UNBOUNDED, RecordingPlan
@@ -34,27 +33,27 @@ class Tuned(NamedTuple):
 
 
 def tuned_for_time(
-    lab: Lab, scale: Scale, courses: Sequence[RecordingPlan], grid: Sequence[float]
+    lab: Lab, scale: Scale, plans: Sequence[RecordingPlan], grid: Sequence[float]
 ) -> Tuned:
     """The fewest hours to the target of tuned rates."""
     loss = math.log(scale.tuned_target)
-    return tuned(lab, courses, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, target=loss)
+    return tuned(lab, plans, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, target=loss)
 
 
 def tuned_for_loss(
-    lab: Lab, courses: Sequence[RecordingPlan], grid: Sequence[float], updates: int
+    lab: Lab, plans: Sequence[RecordingPlan], grid: Sequence[float], updates: int
 ) -> Tuned:
     """The lowest loss for all clients after so many updates, which is what is reported too."""
 
     def last(curve: Curve) -> float:
         return curve.points[-1].quality.all
 
-    return tuned(lab, courses, grid, (0.9,), last, updates=updates)
+    return tuned(lab, plans, grid, (0.9,), last, updates=updates)
 
 
 def tuned(
     lab: Lab,
-    courses: Sequence[RecordingPlan],
+    plans: Sequence[RecordingPlan],
     grid: Sequence[float],
     moments: Sequence[float],
     score: Callable[[Curve], float],
@@ -62,12 +61,12 @@ def tuned(
     target: float | None = None,
     updates: int = UNBOUNDED,
 ) -> Tuned:
-    """The best of all rates and first moments, by the mean score over the courses."""
+    """The best of all rates and first moments, by the mean score over the plans."""
     candidates = [rates(rate, beta1) for beta1, rate in product(moments, grid)]
     outcomes = lab.learn(
-        learning(course, chosen, updates=updates, target=target)
+        learning(plan, chosen, updates=updates, target=target)
         for chosen in candidates
-        for course in courses
+        for plan in plans
     )
     scores = {
         chosen: fmean(_score(each.curve, score) for each in outcomes if each.run.rates == chosen)

@@ -15,8 +15,8 @@ from msgspec import structs
 from papaya.sim import plots
 from papaya.sim.report import RunReport, Series
 from papaya.study.experiments.result import Check, Finding, Result, number
+from papaya.study.experiments.runs import async_plan, plain_plan, sync_plan
 from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.shared_runs import async_course, plain_course, sync_course
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 
@@ -24,17 +24,17 @@ KEY = "utilization"
 _ASYNC, _OVER = "AsyncFL", "SyncFL with over-selection"
 
 
-def courses(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
-    return [course for found in _regimes(scale, seeds).values() for course in found]
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    return [plan for found in _regimes(scale, seeds).values() for plan in found]
 
 
 def _regimes(scale: Scale, seeds: Sequence[int]) -> dict[str, list[RecordingPlan]]:
     at = scale.concurrency
     return {
-        _ASYNC: [async_course(scale, at, seed) for seed in seeds],
-        _OVER: [sync_course(scale, at, seed) for seed in seeds],
+        _ASYNC: [async_plan(scale, at, seed) for seed in seeds],
+        _OVER: [sync_plan(scale, at, seed) for seed in seeds],
         f"SyncFL without over-selection, C = {scale.large_goal}": [
-            plain_course(scale, seed) for seed in seeds
+            plain_plan(scale, seed) for seed in seeds
         ],
     }
 

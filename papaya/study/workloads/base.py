@@ -3,7 +3,7 @@
 A simulated client is one participation of one device: it trains from the version that it
 downloaded, on the data of its device, and its update is a pure function of (workload, version,
 client, ClientSGD). So updates can be computed late, early, in any batch and in any process, and
-those that nobody counts need not be computed at all.
+updates that are not counted need not be computed at all.
 
 Paper, "Sampling bias and fairness": a model is judged for all clients and for those whose data
 volume is at or above the 75th and the 99th percentile.
@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from papaya.errors import InvariantError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
-from papaya.sim.draws import Ints
+from papaya.sim.draws import Floats, Ints
 
 Matrix: TypeAlias = npt.NDArray[np.float32]
 
@@ -74,3 +75,24 @@ class Workload(Protocol):
 
     def evaluate(self, parameters: Vector) -> Quality:
         """How good a model is for the whole population."""
+
+
+def quality(losses: Floats, volumes: Ints) -> Quality:
+    """The quality of a model: client i has the mean loss `losses[i]`, and `volumes[i]` examples."""
+    if len(losses) == 0 or len(losses) != len(volumes) or volumes.min() < 1:
+        raise InvariantError(f"{len(losses)} losses for {len(volumes)} clients with examples")
+
+    def mean(level: float) -> float:
+        chosen = at_or_above(volumes, level)
+        return float(np.average(losses[chosen], weights=volumes[chosen]))
+
+    return Quality(mean(0), mean(0.75), mean(0.99), float(losses.mean()))
+
+
+def at_or_above(volumes: Ints, level: float) -> npt.NDArray[np.bool_]:
+    """Which clients are at or above this percentile of data volume, from 0 to below 1.
+
+    Clients of equal volume at the edge all belong to it.
+    """
+    chosen: npt.NDArray[np.bool_] = volumes >= np.sort(volumes)[int(level * len(volumes))]
+    return chosen

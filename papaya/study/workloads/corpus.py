@@ -69,7 +69,7 @@ def _loaded(path: Path, load: TextLoader) -> list[bytes]:
     except Exception as error:
         raise OperatorError(
             f"{LOADER} fails on {path}: {type(error).__name__}: {error}",
-            hint="mend it in the task file, or leave this text out",
+            hint="fix it in the task file, or leave this text out",
         ) from error
     for example in examples:
         if not isinstance(example, bytes):

@@ -90,7 +90,7 @@ class Language:
     def strength(self, examples: Ints) -> Floats:
         """The share of a device's examples that is in dialect."""
         distance = np.log(examples) - np.log(self.config.dialect_volume)
-        with np.errstate(over="ignore"):  # far below the volume nobody speaks it
+        with np.errstate(over="ignore"):  # far below the volume, the dialect is not used
             share: Floats = 1.0 / (1.0 + np.exp(-distance / self.config.dialect_width))
         return share
 

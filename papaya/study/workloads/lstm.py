@@ -4,7 +4,7 @@ A sequence is a walk: its first word is drawn from the language's contexts, each
 follows the word before. A sequence is in dialect or not as a whole, with the share that the
 language gives a device of its volume. Sequences are a function of (seed, device).
 
-An LSTM remembers what a walk was like, so its loss is no finite sum over pairs of words: it is
+The loss of an LSTM depends on the whole walk, so it is not a finite sum over pairs of words. It is
 judged on two fixed sets of walks, in the common language and in the dialect, weighted by the exact
 shares of dialect in the population.
 """
@@ -38,7 +38,7 @@ class SequenceSource(Protocol):
 
     def sequences(self, clients: Clients, most: int) -> tuple[Tokens, Ints]:
         """(tokens, offsets): client i has the rows offsets[i] to offsets[i + 1] of tokens, the
-        first of its sequences, at most so many; always the same.
+        first of its sequences, at most `most`; always the same.
         """
 
     def quality(self, losses_of: _LossesOf) -> Quality:

@@ -75,7 +75,7 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A workload that is ready to be run: its task and rates as they are without over-rides.
+    """A workload that is ready to run, with its own task and rates.
 
     `digest` names model and data by their content, unless they are our own code.
     `make(seed, processes)` makes the workload.
@@ -91,7 +91,7 @@ class Prepared:
 
     @contextmanager
     def opened(self, seed: int, processes: int = 1) -> Iterator[Workload]:
-        """The workload, and at the end none of its processes."""
+        """The workload; its processes end with the context."""
         workload = self.make(seed, processes)
         try:
             yield workload
@@ -105,7 +105,7 @@ def prepare(spec: WorkloadSpec, population: PopulationConfig = DEFAULT) -> Prepa
     if not spec.is_built_in and not spec.name.endswith(".py") and not Path(spec.name).is_file():
         close = get_close_matches(spec.name, BUILT_IN, n=1)
         raise OperatorError(
-            f"there is no workload {spec.name!r}: {', '.join(BUILT_IN)} or a .py file",
+            f"unknown workload {spec.name!r}: use {', '.join(BUILT_IN)} or a .py file",
             hint=f"did you mean {close[0]}?" if close else "my_task.py --data leaf:FOLDER",
         )
     return _built_in(spec, population) if spec.is_built_in else _own(spec, population)
@@ -123,7 +123,7 @@ def open_source(data: str, loaded: LoadedTask) -> Source:
     hint = "use leaf:FOLDER, text:FOLDER or stdlib (Python's own sources)"
     if Path(data).exists():
         hint = f"did you mean leaf:{data} (LEAF's JSON) or text:{data} (a file for each client)?"
-    raise OperatorError(f"{data!r} is no data", hint=hint)
+    raise OperatorError(f"unknown data source: {data!r}", hint=hint)
 
 
 def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:

@@ -9,10 +9,9 @@ owner's code is sent. Examples are read here and sent as bytes, so the data sour
 
 The task's own clip is left to the replay: a sweep looks at the norms of updates to choose one.
 
-Refused (OperatorError): a source that gives another number of examples than it was asked for, a
-task file that changed since it was loaded, and all that the engine refuses; ConfigError: an example
-on which the owner's code fails. A client that diverges
-ends the call.
+Refused (OperatorError): a source that gives a wrong number of examples, a task file that changed
+since it was loaded, and all that the engine refuses; ConfigError: an example on which the owner's
+code fails. A client that diverges ends the call.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask, load_task
 from papaya.learning.torch.engine import TorchEngine
 from papaya.sim.draws import Floats, Ints, splitmix64
-from papaya.study.workloads.base import Clients, Matrix, Quality
-from papaya.study.workloads.held_out import quality
+from papaya.study.workloads.base import Clients, Matrix, Quality, quality
 
 ExamplesOf = Callable[[int, int], list[bytes]]
 """examples_of(device, n): the device's n examples, always the same ones."""
 
 JudgedOn = Callable[[int], list[bytes]]
-"""judged_on(device): the device's examples that nobody trains on; at least one."""
+"""judged_on(device): the device's examples that are not trained on; at least one."""
 
 _Job = TypeVar("_Job", bound=Sized)
 
@@ -151,7 +149,7 @@ class TorchWorkload:
         if len(found) != wanted:
             raise OperatorError(
                 f"the data source gives {len(found)} examples of device {device}, not {wanted}",
-                hint="let examples_of(device, n) give n examples: a device's weight is n",
+                hint="make examples_of(device, n) return n examples: a device's weight is n",
             )
         return found
 
@@ -174,7 +172,7 @@ class _Training:
 
 
 class _Trainer:
-    """The engine of one process, made anew when a sweep changes how clients train."""
+    """The engine of one process, rebuilt when a sweep changes how clients train."""
 
     def __init__(self, loaded: LoadedTask) -> None:
         self._loaded = loaded

@@ -69,7 +69,7 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=dict[str, Any])
     learnt = msgspec.convert(report["learning"], RunResult)
     assert out == summary(learnt) + "\n"
-    assert learnt.run.course.seed == 3
+    assert learnt.run.recording_plan.seed == 3
     assert (learnt.updates, learnt.versions, learnt.length) == (80, 20, 3)
     assert learnt.end.all < 0.8 * learnt.start.all
     assert learnt.fleet.mean_staleness is not None  # the warm-up is shorter than even this run
@@ -95,11 +95,11 @@ def test_over_rides_reach_the_run(
     more = ["--server-rate", "0.125", "--seconds-per-example", "0.5", "--hours", "0.5"]
     assert simulate(own, tmp_path, *options, *more) == 0
     learnt = msgspec.json.decode(capsys.readouterr().out, type=RunResult)
-    task, rates = learnt.run.course.task, learnt.run.rates
+    task, rates = learnt.run.recording_plan.task, learnt.run.rates
     assert (task.regime, task.concurrency) == (AsyncFL(5), 20)
     assert (rates.client.rate, rates.optimizer.rate) == (0.25, 0.125)
-    assert learnt.run.course.hours == 0.5
-    assert learnt.run.course.cluster.population.execution_per_example_s == 0.5
+    assert learnt.run.recording_plan.hours == 0.5
+    assert learnt.run.recording_plan.cluster.population.execution_per_example_s == 0.5
 
 
 def test_the_regime_can_be_switched(
@@ -107,7 +107,7 @@ def test_the_regime_can_be_switched(
 ) -> None:
     assert simulate(own, tmp_path, "--regime", "sync", "--format", "json") == 0
     learnt = msgspec.json.decode(capsys.readouterr().out, type=RunResult)
-    assert learnt.run.course.task.regime == SyncFL(0.3)
+    assert learnt.run.recording_plan.task.regime == SyncFL(0.3)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_regime_can_be_switched(
         (["simulate", "signs.py", "--tasks", "2"], "--tasks 2 has an effect only without"),
         (["simulate", "signs.py"], "needs data to learn from"),
         (["sweep", "signs.py"], "needs data to learn from"),
-        (["sweep", "bigam"], "there is no workload 'bigam': embedding, bigram or a .py file"),
+        (["sweep", "bigam"], "unknown workload 'bigam': use embedding, bigram or a .py file"),
         (["sweep", "embedding", "--vary", "k=5"], "did you mean K=5?"),
         (["sweep", "embedding", "--vary", "K=1", "--vary", "K=2"], "--vary K is given twice"),
         (["sweep", "embedding", "--vary", "speed=1"], "is not one of concurrency"),
@@ -327,7 +327,7 @@ def test_the_example_of_the_documentation_learns(
     learnt = msgspec.json.decode(out, type=RunResult)
     assert learnt.end.all < 0.8 * learnt.start.all
     setting = json.loads(out)["setting"]
-    assert setting["K"] == learnt.run.course.task.aggregation_goal
+    assert setting["K"] == learnt.run.recording_plan.task.aggregation_goal
     assert setting["server_rate"] > 0
 
 

@@ -21,7 +21,7 @@ from papaya.study.trace import Recorder
 from papaya.study.workloads.embedding import EmbeddingWorkload
 from tests.unit.study.learners import a_cluster
 
-COURSE = RecordingPlan(cluster=a_cluster(), seed=1)
+PLAN = RecordingPlan(cluster=a_cluster(), seed=1)
 
 
 @pytest.fixture
@@ -96,11 +96,11 @@ def test_the_closure_has_the_machines_and_the_trainers_and_no_command() -> None:
 
 
 def test_recordings_are_known_by_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert COURSE.digest == digest(COURSE)
-    assert structs.replace(COURSE, drain_s=1.0).digest != COURSE.digest
-    before = COURSE.digest
+    assert PLAN.digest == digest(PLAN)
+    assert structs.replace(PLAN, drain_s=1.0).digest != PLAN.digest
+    before = PLAN.digest
     monkeypatch.setattr(identity, "code_digest", lambda: "other")
-    assert COURSE.digest != before
+    assert PLAN.digest != before
 
 
 def test_the_code_is_found_and_read_once() -> None:
@@ -115,11 +115,11 @@ def test_a_process_of_other_code_refuses_to_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that starts after an edit: its files would have other names than those asked for."""
-    course = structs.replace(COURSE, updates=5)
+    plan = structs.replace(PLAN, updates=5)
     outdated = iter(["as it was"])
     monkeypatch.setattr(lab, "code_digest", lambda: next(outdated, "as it is now"))
     with pytest.raises(OperatorError, match="Papaya was changed while it ran"):
-        Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([course])
+        Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([plan])
     assert not list((tmp_path / "traces").iterdir())
 
 
@@ -128,7 +128,7 @@ def test_nothing_of_a_recording_stays_in_memory(tmp_path: Path) -> None:
     gc.disable()
     try:
         recorder = Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload())
-        recorder.record([structs.replace(COURSE, updates=5)])
+        recorder.record([structs.replace(PLAN, updates=5)])
         assert not [each for each in gc.get_objects() if type(each) is Recorder]
     finally:
         gc.enable()

@@ -23,10 +23,18 @@ from papaya.errors import ConfigError, OperatorError
 from papaya.sim.jobs import mapping
 from papaya.sim.population import PopulationConfig
 from papaya.study.lab import Lab, LabStep
-from papaya.study.plan import Plan, runs_of, setting_of, with_setting
-from papaya.study.results import ResultRow, edges, rows_of, varied_in
-from papaya.study.run import RecordingPlan, Run, RunResult, record_course, recordable
-from papaya.study.sweep import sweep
+from papaya.study.run import RecordingPlan, Run, RunResult, record_plan, recordable
+from papaya.study.sweep import (
+    Plan,
+    ResultRow,
+    edges,
+    rows_of,
+    runs_of,
+    setting_of,
+    sweep,
+    varied_in,
+    with_setting,
+)
 from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
 
 POPULATION = PopulationConfig(size=100_000, latency_mean_s=1.0)
@@ -63,13 +71,13 @@ def test_a_plan_is_every_combination_with_every_seed(prepared: Prepared) -> None
     assert len({run.digest for run in runs}) == len(runs) == 8
     found = [(s["K"], s["server_rate"]) for s in map(setting_of, runs)]
     assert found[::2] == [(5, 0.003), (5, 0.03), (10, 0.003), (10, 0.03)]
-    assert [run.course.seed for run in runs[:2]] == [1, 2]
+    assert [run.recording_plan.seed for run in runs[:2]] == [1, 2]
 
 
-def test_runs_that_differ_in_rates_share_their_course(prepared: Prepared) -> None:
+def test_runs_that_differ_in_rates_share_their_recording(prepared: Prepared) -> None:
     runs = runs_of(SMALL, prepared)
-    assert len({run.course.digest for run in runs}) == 2
-    assert runs[0].course == runs[1].course
+    assert len({run.recording_plan.digest for run in runs}) == 2
+    assert runs[0].recording_plan == runs[1].recording_plan
 
 
 def test_what_the_other_regime_does_not_know_makes_no_runs(prepared: Prepared) -> None:
@@ -190,10 +198,10 @@ def test_progress_is_a_share_of_the_work_and_grows_while_runs_go_on(
     prepared: Prepared, tmp_path: Path, jobs: int
 ) -> None:
     """Of two recordings one is three times as long as the other, and goes first."""
-    course, steps = runs_of(SMALL, prepared)[0].course, list[LabStep]()
+    recording_plan, steps = runs_of(SMALL, prepared)[0].recording_plan, list[LabStep]()
     with mapping(jobs) as mapped:
         lab = Lab(tmp_path, mapped, lambda run: prepared.make(1, 1), steps.append)
-        lab.record(structs.replace(course, updates=updates) for updates in (300, 900))
+        lab.record(structs.replace(recording_plan, updates=updates) for updates in (300, 900))
     shares = [step.share for step in steps]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
@@ -285,7 +293,7 @@ def test_a_task_is_recorded_with_its_own_terms_and_every_device_fits() -> None:
         stop=StopRule(versions=3),
     )
     cluster = recordable(task, POPULATION)
-    trace, report = record_course(RecordingPlan(cluster=cluster, seed=1, updates=40))
+    trace, report = record_plan(RecordingPlan(cluster=cluster, seed=1, updates=40))
     assert len(trace.clients) >= 40
     assert trace.versions > 3
     assert (trace.task.concurrency, trace.task.aggregation_goal) == (20, 4)
@@ -308,7 +316,7 @@ def test_rows_put_seeds_together_and_the_best_first(outcomes: list[RunResult]) -
 
 
 def _with_seed(run: Run, seed: int) -> Run:
-    return structs.replace(run, course=structs.replace(run.course, seed=seed))
+    return structs.replace(run, recording_plan=structs.replace(run.recording_plan, seed=seed))
 
 
 def test_with_a_target_the_soonest_come_first_and_those_that_missed_it_last(

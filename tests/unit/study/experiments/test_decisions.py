@@ -11,7 +11,7 @@ from papaya.cli.main import main
 from papaya.study.experiments import model_quality, sampling_bias, speedup, stale_limit
 from papaya.study.experiments.model_quality import TableRow
 from papaya.study.experiments.result import Check
-from papaya.study.experiments.shared_runs import Reached, met, rates
+from papaya.study.experiments.runs import Reached, met, rates
 from papaya.study.experiments.speedup import Pair
 from papaya.study.fairness import Distance
 from papaya.study.replay import Curve, Point

@@ -16,9 +16,8 @@ from papaya.study.experiments.catalogue import EXPERIMENTS
 from papaya.study.experiments.page import page, shown
 from papaya.study.experiments.reproduce import reproduce
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import learning, until_versions, workload_of
+from papaya.study.experiments.runs import learning, met, rates, until_versions, workload_of
 from papaya.study.experiments.scale import FULL, QUICK, SCALES, Scale
-from papaya.study.experiments.shared_runs import met, rates
 from papaya.study.experiments.tuning import tuned
 from papaya.study.lab import Lab, LabStep
 from papaya.study.replay import Curve
@@ -42,7 +41,7 @@ TOY = structs.replace(
     sync_grid=(0.02, 0.03),
     async_grid=(0.01, 0.015),
 )
-COURSE = until_versions(AsyncFL(4), 12, 3, 8)
+PLAN = until_versions(AsyncFL(4), 12, 3, 8)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +112,7 @@ def test_a_report_has_only_results_of_the_same_inputs(tmp_path: Path) -> None:
 def test_what_was_recorded_is_not_recorded_again(tmp_path: Path) -> None:
     steps: list[LabStep] = []
     lab = Lab(tmp_path, in_turn, workload_of, steps.append)
-    run = learning(COURSE, rates(0.01))
+    run = learning(PLAN, rates(0.01))
     first = lab.learn([run, run])
     told = [("traces", 0, 1, 0), ("traces", 1, 1, 0), ("runs", 0, 1, 0), ("runs", 1, 1, 0)]
     assert list(dict.fromkeys(step[:4] for step in steps)) == told
@@ -131,13 +130,13 @@ def test_an_optimum_on_the_edge_of_the_grid_is_no_optimum(tmp_path: Path) -> Non
             assert rate is not None
             return abs(rate - wanted)
 
-        return tuned(lab, [COURSE], (0.01, 0.02, 0.03), (0.0,), score).is_on_edge
+        return tuned(lab, [PLAN], (0.01, 0.02, 0.03), (0.0,), score).is_on_edge
 
     assert [best_at(0.01), best_at(0.02), best_at(0.03)] == [True, False, True]
 
 
 def test_a_run_that_never_meets_its_target_takes_forever(tmp_path: Path) -> None:
-    [outcome] = Lab(tmp_path, in_turn, workload_of).learn([learning(COURSE, rates(0.01))])
+    [outcome] = Lab(tmp_path, in_turn, workload_of).learn([learning(PLAN, rates(0.01))])
     assert math.isinf(met(outcome.curve, 0.0).hours)
 
 

@@ -131,12 +131,12 @@ def test_texts_become_examples_by_the_task_files_own_loader(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("data", ["leaf:", "text", "leaf", "csv:x", "stdlib:x", ""])
 def test_data_of_another_kind_is_refused(tmp_path: Path, data: str) -> None:
-    with pytest.raises(OperatorError, match=rf"'{data}' is no data"):
+    with pytest.raises(OperatorError, match=f"unknown data source: '{data}'"):
         open_source(data, load_task(a_task_file(tmp_path)))
 
 
 def test_who_names_a_folder_alone_is_told_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="is no data") as refused:
+    with pytest.raises(OperatorError, match="unknown data source") as refused:
         open_source(str(tmp_path), load_task(a_task_file(tmp_path)))
     assert refused.value.hint.startswith(f"did you mean leaf:{tmp_path} (LEAF's JSON) or text:")
 
