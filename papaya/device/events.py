@@ -55,10 +55,11 @@ class Troubled(Event, frozen=True):
 
 
 class SelectorUnreachable(Event, frozen=True, tag="Unreachable"):
-    """A server stopped to answer; told once, until it answers again."""
+    """A server stopped answering. Sent once, until the server answers again."""
 
     server: str
     problem: str
+    hint: str = ""  # empty if there is nothing to suggest
 
 
 class SelectorReachable(Event, frozen=True, tag="Reachable"):
