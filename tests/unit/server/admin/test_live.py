@@ -36,14 +36,13 @@ def test_a_lease_that_is_not_renewed_means_that_nobody_leads() -> None:
     """A full disk, for one: the row still names the last leader."""
     cluster = Cluster(ClusterConfig(tasks=(TASK,), coordinators=2), 1)
     cluster.run(120)
-    late_s = 0.0
+    now = cluster.engine.now
+    late = now + 2 * ServerConfig().leader_lease_s
     for node in ("coordinator-0", "coordinator-1"):
         machine = cluster.hosts[node].machine
         assert isinstance(machine, Coordinator)
-        live = CoordinatorLive(machine, lambda: cluster.engine.now + late_s, ("coordinator",))
-        late_s = 0.0
-        assert live.is_led()
-        late_s = 2 * ServerConfig().leader_lease_s
+        assert CoordinatorLive(machine, lambda: now, ("coordinator",)).is_led()
+        live = CoordinatorLive(machine, lambda: late, ("coordinator",))
         assert not live.leads()
         assert not live.is_led()
 
