@@ -1,12 +1,11 @@
-"""A device in plain Python, written from docs/spec/protocol.md alone: it imports nothing of Papaya.
+"""A device in plain Python, written from docs/spec/protocol.md alone, without importing Papaya.
 
-It takes part once. Instead of training, it uploads an update that is zero everywhere, which says
-"I looked at one example and would change nothing". With `--history` it keeps its participations in
-a file; a real device always does.
+It takes part once. It does not train: it uploads an update of zeros for one example, which changes
+nothing. With `--history` it keeps its participations in a file, as every real device must.
 
     python examples/minimal_client.py --server http://127.0.0.1:8750 --token-file device.token
 
-What a real device has beside this is on the page: an example store, eligibility, training.
+A real device also has an example store, eligibility checks and training: see that page.
 """
 
 import argparse
@@ -31,7 +30,7 @@ class SessionOver(Exception):
 
 
 class Server:
-    """Sends requests until they are answered: every one of them may be repeated."""
+    """Repeats each request until it is answered; the protocol allows it for all requests."""
 
     def __init__(self, url, token):
         self.url, self.token = urlsplit(url), token
@@ -53,7 +52,7 @@ class Server:
                     return answer
                 after_s = answer["after_s"]
             except (OSError, HTTPException, ValueError, KeyError, TypeError):
-                pass  # no answer, or nothing that is one
+                pass  # no answer, or not a valid one
             failures += 1
             time.sleep(after_s + random.random() * min(5.0, 0.5 * 2**failures))
         raise SessionOver("no answer came in time")
@@ -70,7 +69,7 @@ class Server:
 
 
 class History:
-    """Which tasks this device took part in: how often, when last, and what the task said of it."""
+    """For each task: how often this device took part, when last, and the task's limits."""
 
     def __init__(self, path, floor_s):
         self.path, self.floor_s, self.entries = path, floor_s, {}
@@ -95,7 +94,7 @@ class History:
             with open(self.path + ".new", "w") as file:
                 json.dump(self.entries, file)
                 file.flush()
-                os.fsync(file.fileno())  # before the first byte of the update leaves
+                os.fsync(file.fileno())  # before the first byte of the update is sent
             os.replace(self.path + ".new", self.path)
 
 
@@ -111,7 +110,7 @@ def download(server, joined):
     key = joined["parameters"]
     status, data = server.once("GET", f"/v1/parameters/{key}", None, {}, 60.0)
     if status != 200 or hashlib.sha256(data).hexdigest()[:32] != key[-32:]:
-        raise SessionOver("the parameters are gone, or are not what their key says")
+        raise SessionOver("the parameters are gone, or do not have the hash in their key")
     return read_parameters(data, joined["model_length"])
 
 
@@ -133,7 +132,7 @@ def upload(server, ticket, chunk_bytes, update):
 
 
 def check_in(server, history, modules, patience_s):
-    """Accepted, or the last Rejected: a device comes back within the window that it was told."""
+    """Accepted, or the last Rejected. A rejected device comes back in the window it was given."""
     ends_at = time.monotonic() + patience_s
     while True:
         message = {"type": "CheckIn", "protocol": PROTOCOL, "excluded": history.excluded()[:64]}
@@ -150,7 +149,7 @@ def take_part(server, history, accepted):
     if joined["evaluates"] or not history.allows(task, *rule):
         return server.ask({"type": "Leave", "ticket": joined["ticket"], "reason": "not for me"})
     parameters = download(server, joined)
-    server.ask({"type": "Heartbeat", "ticket": joined["ticket"]})  # while it trains, one by one
+    server.ask({"type": "Heartbeat", "ticket": joined["ticket"]})  # repeat this while training
     update = struct.pack(f"<{joined['update_length']}f", *(0.0 for _ in parameters))
     granted = server.ask({"type": "Report", "ticket": joined["ticket"], "examples": 1})
     history.record(task, *rule)
@@ -159,12 +158,18 @@ def take_part(server, history, accepted):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--server", default="http://127.0.0.1:8750")
-    parser.add_argument("--token-file", required=True)
-    parser.add_argument("--history", help="a file; without it nothing is remembered")
-    parser.add_argument("--floor", type=float, default=3600.0, help="least seconds between two")
-    parser.add_argument("--module", action="append", default=[], help="hash of a task file I have")
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds of coming back")
+    parser.add_argument("--server", default="http://127.0.0.1:8750", help="address of a selector")
+    parser.add_argument("--token-file", required=True, help="file that holds the device token")
+    parser.add_argument("--history", help="file for participations; without it they are forgotten")
+    parser.add_argument(
+        "--floor", type=float, default=3600.0, help="minimum seconds between two participations"
+    )
+    parser.add_argument(
+        "--module", action="append", default=[], help="hash of a task file that this device has"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds to keep coming back when rejected"
+    )
     options = parser.parse_args()
     with open(options.token_file) as file:
         server = Server(options.server, file.read().strip())

@@ -1,15 +1,15 @@
 """A next-word model over source code: the task of `make demo`, and a start for your own.
 
 The last three words predict the next one: an embedding, a small perceptron, and the embedding
-again as the output layer. Small enough that a device trains it in a fraction of a second.
+again as the output layer. A device trains it in a fraction of a second.
 
-The vocabulary is fixed here, so that no device has to tell anyone its words: the most common words
-of the language have a place of their own, all others share 1,792 places by their checksum.
+The vocabulary is fixed here, so that no device has to reveal its words: the most common words of
+the language have their own place; all others share 1,792 places, chosen by their checksum.
 
     papaya task submit examples/next_word.py
     papaya client --task examples/next_word.py --store device.db
 
-`load_examples` turns one text into what goes into the device's collection "text".
+`load_examples` turns a text into the examples of the device's collection "text".
 """
 
 import re
@@ -29,8 +29,8 @@ from papaya.learning.task import (
     Task,
 )
 
-CONTEXT = 3  # words that are looked at
-WINDOW = 8  # words that one example predicts
+CONTEXT = 3  # words that the model sees
+WINDOW = 8  # words that the model predicts in one example
 PLACES = 2048
 WIDTH = 32
 
@@ -58,7 +58,7 @@ _WORD = re.compile(r"[A-Za-z_]+|\d+|\"\"\"|'''|\.\.\.|[=!<>+-]=|->|\*\*|//|>>|<<
 
 
 def load_examples(text: str) -> list[bytes]:
-    """A text as examples: windows of eight words, each after the three words before it."""
+    """The examples of a text: windows of eight words, each with the three words before it."""
     words = ["<line>" if word == "\n" else word for word in _WORD.findall(text)]
     words = ["<start>"] * CONTEXT + words
     ends = range(CONTEXT + WINDOW, len(words) + 1, WINDOW)
@@ -71,7 +71,7 @@ def place(word: str) -> int:
 
 
 def to_tensors(examples: list[bytes]) -> tuple[Tensor, Tensor]:
-    """Places of the words before, and of the word to predict, for every word of every window."""
+    """For every word of every window: the places of the words before it, and its own."""
     windows = torch.tensor([[place(word) for word in e.decode().split(" ")] for e in examples])
     before = windows.unfold(1, CONTEXT, 1)[:, :-1]
     return before.reshape(-1, CONTEXT), windows[:, CONTEXT:].reshape(-1)
@@ -107,8 +107,8 @@ task = Task(
     concurrency=24,
     optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.2, beta2=0.99),
     evaluation=EvaluationPlan(every_versions=5, clients=16),
-    secure_aggregation=SecureAggregation(),  # the server sees sums of 10 updates, and no update
-    clip=2.0,  # nearly all updates are shorter; the first ones, before it learns, are the longest
+    secure_aggregation=SecureAggregation(),  # the server sees only sums of 10 updates
+    clip=2.0,  # nearly all updates are shorter; the first ones are the longest
     participation_gap_s=0.0,  # a demonstration: the same devices come back at once
     sample=load_examples("import os\n\ndef main():\n    print(os.getcwd())\n"),
 )

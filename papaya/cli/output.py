@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import json
 import math
 import os
 import sys
@@ -126,15 +127,16 @@ def _short(text: str) -> int:
 def printable(text: str, keep: str = "") -> str:
     """Escape control characters: text from a server must not move the cursor or fake a line."""
     return "".join(
-        character
-        if character.isprintable() or character in keep
-        else character.encode("unicode_escape").decode()
+        character if character.isprintable() or character in keep else ascii(character)[1:-1]
         for character in text
     )
 
 
 def print_json(value: object) -> None:
-    _print(msgspec.json.encode(value).decode())
+    text = msgspec.json.encode(value).decode()
+    if not text.isprintable():  # U+0080 to U+009F, or right-to-left marks
+        text = "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    _print(text)
 
 
 def print_data(text: str) -> None:

@@ -1,7 +1,6 @@
-"""`papaya status`: is the system up, who leads, who was heard, how full are the tasks.
+"""`papaya status`: the leader, the servers it heard from, and how busy the tasks are.
 
-Exit code 1 when something needs a person: no leader, no selector or aggregator heard, a task that
-halted.
+Exits with 1 if someone should act: nobody leads, no selector or aggregator reports, a task halted.
 """
 
 from __future__ import annotations
@@ -29,29 +28,34 @@ def run(options: ConnectionOptions) -> int:
     else:
         print_data(describe(status))
     for problem in problems:
-        note(f"trouble: {problem}")
+        note(f"problem: {problem}")
     return 1 if problems else 0
 
 
 def trouble(status: SystemStatus) -> list[str]:
-    """What a person should look at."""
+    """Problems that someone should look at."""
     found = [f"task {view.task} halted: {view.halted}" for view in status.tasks if view.halted]
     if not status.leader:
         return ["no coordinator leads yet", *found]
+    if not status.is_led:
+        problem = f"nobody leads: {status.leader} has not renewed its lease"
+        return [f"{problem}; check that it runs and that its disk is not full", *found]
     if not status.leads:
-        return found  # only the leader hears the others
+        return found  # only the leader gets reports of other servers
     if status.recovers or status.just_started:
         return found
     if not status.aggregators:
-        found.append("no aggregator was heard: no task can train")
+        found.append("no aggregator reports: no task can train")
     if not status.selectors:
-        found.append("no selector was heard: no device can check in")
+        found.append("no selector reports: no device can check in")
     return found
 
 
 def describe(status: SystemStatus) -> str:
     leader = status.leader or "nobody yet"
-    if status.leads:
+    if status.leader and not status.is_led:
+        leader = f"nobody; the last leader was {leader}"
+    elif status.leads:
         leader += ", this server" + (", recovering" if status.recovers else "")
     elif status.leader:
         leader += "; ask that one for live numbers"

@@ -47,6 +47,10 @@ from papaya.tsa.measurement import (
     read_lock,
 )
 
+_TIME = (1980, 1, 1, 0, 0, 0)
+_MODE = 0o100644 << 16
+_UNIX = 3
+
 
 class NoWheels(OperatorError):
     """The dependencies could not be downloaded."""
@@ -146,11 +150,6 @@ def reading(source: Path | None, revision: str | None) -> ReadSource:
     if revision is not None:
         return from_revision(source or Path(), revision)
     return installed if source is None else from_folder(source)
-
-
-_TIME = (1980, 1, 1, 0, 0, 0)
-_MODE = 0o100644 << 16
-_UNIX = 3
 
 
 def from_folder(root: Path) -> ReadSource:

@@ -46,6 +46,14 @@ class Leadership:
     def leads(self, now: float) -> bool:
         return self.epoch > 0 and now < self._leads_until
 
+    def is_led(self, now: float) -> bool:
+        """Whether some coordinator leads, as far as this one can tell: the row was renewed."""
+        if self.leads(now):
+            return True
+        if self._row is None or self._row_seen_at is None:
+            return False
+        return now - self._row_seen_at < self._config.leader_lease_s
+
     def recovers(self, now: float) -> bool:
         return now < self.recovers_until
 

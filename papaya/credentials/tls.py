@@ -99,10 +99,16 @@ def explain(error: Exception, url: str) -> tuple[str, str]:
     if isinstance(error, socket.gaierror):
         return f"unknown host {urlsplit(url).hostname}", "check the host name in the address"
     problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    # A TLS listener answers plain HTTP with an alert, or closes the connection.
-    if url.startswith("http://") and not isinstance(error, ConnectionRefusedError | TimeoutError):
+    if url.startswith("http://") and _is_broken_answer(error):
         return problem, f"if the server uses TLS: {_with_scheme(url, 'https')}"
     return problem, ""
+
+
+def _is_broken_answer(error: Exception) -> bool:
+    """What plain HTTP gets from a TLS listener: an alert instead of an answer, or a close."""
+    if isinstance(error, OSError):
+        return isinstance(error, ConnectionResetError) or error.errno == errno.ECONNRESET
+    return True
 
 
 def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]:

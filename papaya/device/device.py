@@ -46,8 +46,7 @@ from papaya.errors import OperatorError
 from papaya.messages.selection import Capabilities
 
 _SHORTEST_PAUSE_S = 0.05
-_TRIPS = ("counted", "discarded")
-_WENT_WELL = (*_TRIPS, "aborted")
+_WENT_WELL = ("counted", "discarded", "aborted")
 
 
 class Device:
@@ -127,7 +126,7 @@ class Device:
         return finish
 
     async def run_forever(self, visits: int | None = None) -> None:
-        """Make visits until `stop()`, or until so many ended as trips (counted or discarded)."""
+        """Make visits until `stop()`, or until this many visits ended, whatever their outcome."""
         sweeping = asyncio.create_task(self._sweep_forever())
         try:
             await self._visit_forever(visits)
@@ -136,21 +135,22 @@ class Device:
             await asyncio.gather(sweeping, return_exceptions=True)
 
     async def _visit_forever(self, visits: int | None) -> None:
-        trips = 0
+        ended = 0
         while not self._stopping.is_set():
             try:
                 finish = await self._visit_if_eligible()
-            except OperatorError as error:  # for example a full disk or a locked file; it may pass
+            except OperatorError as error:  # such as a full disk or a locked file: try again
                 self._tell_trouble(error)
-                await self._wait(self._back_off())
-                continue
-            if finish is None:
-                await self._wait(self._process.pacing.eligibility_poll_s)
-                continue
-            trips += finish.ending in _TRIPS
-            if visits is not None and trips >= visits:
+                pause_s = self._back_off()
+            else:
+                if finish is None:  # not eligible, so there was no visit
+                    await self._wait(self._process.pacing.eligibility_poll_s)
+                    continue
+                pause_s = self._pause_after(finish)
+            ended += 1
+            if visits is not None and ended >= visits:
                 return
-            await self._wait(self._pause_after(finish))
+            await self._wait(pause_s)
 
     async def _visit_if_eligible(self) -> Finish | None:
         reasons = await self._process.reasons_against()

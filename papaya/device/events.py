@@ -57,6 +57,7 @@ class SelectorUnreachable(Event, frozen=True, tag="Unreachable"):
 
     server: str
     problem: str
+    hint: str = ""  # empty if there is nothing to suggest
 
 
 class SelectorReachable(Event, frozen=True, tag="Reachable"):

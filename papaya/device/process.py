@@ -116,8 +116,8 @@ class DeviceProcess:
                 self._checked_at = self.now()
             return self._reasons
 
-    def _told(self, server: str, problem: str | None) -> None:
+    def _told(self, server: str, problem: str | None, hint: str) -> None:
         if problem is None:
             self._notify(SelectorReachable(_PROCESS, self.now(), server))
         else:
-            self._notify(SelectorUnreachable(_PROCESS, self.now(), server, problem))
+            self._notify(SelectorUnreachable(_PROCESS, self.now(), server, problem, hint))

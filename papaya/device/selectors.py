@@ -21,7 +21,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 
 from papaya import __version__
-from papaya.credentials.tls import client_context
+from papaya.credentials.tls import client_context, explain
 from papaya.credentials.token_files import Secret
 from papaya.device.limits import DeviceLimits
 from papaya.errors import ConfigError, ProtocolError
@@ -90,7 +90,7 @@ class Selectors:
         self,
         session: aiohttp.ClientSession,
         limits: DeviceLimits,
-        told: Callable[[str, str | None], None],
+        told: Callable[[str, str | None, str], None],
     ) -> None:
         self._session = session
         self._limits = limits
@@ -129,18 +129,20 @@ class Selectors:
             self._mark(selector, f"it answers, but {error}")
             return None
         except BROKEN as error:
-            self._mark(selector, str(error) or type(error).__name__)
+            # aiohttp wraps the error that says why it could not connect.
+            cause = getattr(error, "certificate_error", None) or getattr(error, "os_error", None)
+            self._mark(selector, *explain(cause or error, selector))
             return None
         self._mark(selector, None)
         return self._limits.bounded(answer)
 
-    def _mark(self, selector: str, problem: str | None) -> None:
+    def _mark(self, selector: str, problem: str | None, hint: str = "") -> None:
         """Report a server as silent if it never answered, or failed three times in a row."""
         before = self._failures.get(selector, _SILENT - 1)
         after = 0 if problem is None else min(before + 1, _SILENT)
         self._failures[selector] = after
         if (before == _SILENT) != (after == _SILENT):
-            self._told(selector, problem)
+            self._told(selector, problem, hint)
 
 
 def _in_pieces(

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -89,16 +91,22 @@ def test_a_short_demo_learns_and_leaves_only_its_results(tmp_path: Path) -> None
     assert "version 0" in done.stderr
 
 
-def test_an_interrupted_demo_ends_whatever_it_started(tmp_path: Path) -> None:
-    mark = uuid4().hex
-    with subprocess.Popen(
-        [*DEMO, *SMALL, "--output", str(tmp_path / "results")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=environment(tmp_path, mark),
-    ) as process:
+@contextmanager
+def a_running_demo(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[str]]:
+    """As a shell starts a background job, and many CI systems everything: SIGINT is ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(
+            [*DEMO, *SMALL, "--output", str(tmp_path / "results")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env=environment(tmp_path, mark),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
@@ -108,13 +116,27 @@ def test_an_interrupted_demo_ends_whatever_it_started(tmp_path: Path) -> None:
             assert sum(" serve --config " in command for command in running) == 1
             assert sum(" serve tsa " in command for command in running) == 1
             assert sum(" client " in command for command in running) == 1
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            yield process
         finally:
             process.kill()
+
+
+def test_an_interrupted_demo_ends_whatever_it_started(tmp_path: Path) -> None:
+    mark = uuid4().hex
+    with a_running_demo(tmp_path, mark) as process:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert out == ""
     assert err.endswith("interrupted\n")
     assert "Traceback" not in err
     assert left_behind(mark) == []
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_killed_demo_leaves_no_process_behind(tmp_path: Path) -> None:
+    """As a test that fails kills it, or the kernel when memory runs out."""
+    mark = uuid4().hex
+    with a_running_demo(tmp_path, mark) as process:
+        process.kill()
+    assert left_behind(mark) == []

@@ -27,6 +27,7 @@ from papaya.cli.output import (
     positive,
     print_data,
     print_json,
+    printable,
     whole,
 )
 from papaya.clock import device_clock
@@ -315,14 +316,16 @@ class Printer:
             case VisitEnded():
                 self._endings[event.ending] += 1
                 if not self._is_json:
-                    print_data(_line(event))
+                    print_data(printable(_line(event)))
             case NotEligible():
                 self._note_once(f"not eligible: {'; '.join(event.reasons)}")
             case Troubled():
                 self._note_once(f"{event.device}: {event.problem}")
             case SelectorUnreachable():
-                note(f"{event.server} does not answer: {event.problem}; trying again")
-                self._note_once("hint: is it running? `papaya serve` starts a server here")
+                problem = printable(event.problem)
+                note(f"{event.server} does not answer: {problem}; trying again")
+                hint = "check that it runs: `papaya serve` starts a server on this machine"
+                self._note_once(f"hint: {event.hint or hint}")
             case SelectorReachable():
                 note(f"{event.server} answers again")
 

@@ -74,6 +74,9 @@ _DEVICES_IN_A_PROCESS = 16
 _LOOK_S = 0.5
 _GLANCES = 5  # looks at the server's disk between two polls, to find a sum of few clients
 _PATIENCE_S = 180.0  # beyond --minutes: to start, and to evaluate the last version
+_LOGGED_S = 60.0  # time limit for the server to start its TSA and to log it
+_POLL_S = 0.05
+_DOCUMENTATION = Path("pydoc_data", "topics.py")
 _EVALUATE_UPDATES = 50
 _EXTRAS = {"aiohttp": "device", "torch": "torch", "matplotlib": "sim", "rich": "sim"}
 _ASSUMED = "idle,charging,unmetered"
@@ -360,10 +363,6 @@ def _done(options: DemoOptions, detail: TaskDetail) -> float:
     return max(by_time, by_version)
 
 
-_LOGGED_S = 60.0  # time limit for the server to start its TSA and to log it
-_POLL_S = 0.05
-
-
 def write_task(
     path: Path, original: Path, regime: AsyncFL | SyncFL, concurrency: int, *, is_clear: bool
 ) -> None:
@@ -414,9 +413,6 @@ def _log_key(path: Path) -> str:
             )
         time.sleep(_POLL_S)
     return path.read_text(encoding="ascii").strip()
-
-
-_DOCUMENTATION = Path("pydoc_data", "topics.py")
 
 
 def find_texts(count: int, seed: int, library: Path = LIBRARY) -> list[Path]:

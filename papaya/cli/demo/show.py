@@ -39,6 +39,20 @@ from papaya.server.admin.views import TaskDetail
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SOFTWARE = (
+    "INSECURE: the TSA runs in software on this machine, and its evidence proves nothing. "
+    "This only shows how it works."
+)
+_INK, _FAINT, _MODEL, _CLIENTS = "#222222", "#dddddd", "#e4572e", "#2e6f95"
+_STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "axes.edgecolor": "#999999",
+    "axes.labelcolor": _INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+}
 _METRICS_BYTES = 4 << 20
 _LINE_EVERY_S = 2.0  # the task is polled every half second
 _STILL_EVERY_S = 2.5
@@ -227,12 +241,6 @@ def _curves(samples: list[DemoSample], detail: TaskDetail) -> dict[str, str]:
     }
 
 
-SOFTWARE = (
-    "INSECURE: the TSA runs in software on this machine, and its evidence proves nothing. "
-    "This only shows how it works."
-)
-
-
 class MaskedSample(Struct, frozen=True):
     """The smallest masked sum that was seen: its clients, its size and its entropy."""
 
@@ -398,18 +406,6 @@ def seen_by_server(summary: Summary) -> str:
         f"{summary.trips:,} masked updates, which are noise{noise}, and {summary.version} sums of "
         f"{summary.threshold} or more updates."
     )
-
-
-_INK, _FAINT, _MODEL, _CLIENTS = "#222222", "#dddddd", "#e4572e", "#2e6f95"
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.edgecolor": "#999999",
-    "axes.labelcolor": _INK,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-}
 
 
 def draw(

@@ -47,6 +47,8 @@ from papaya.verifiable_log.note import COSIGNATURE, LOG_SIGNATURE, SignerKey
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import REGISTERS, Record
 
+_RECORD_HINT = "--revision takes what `git rev-parse HEAD` prints; add --sgx, --tdx or --software"
+
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
@@ -136,9 +138,6 @@ def _fields(entry: bytes) -> dict[str, str]:
         "recipe": record.recipe,
         **measured,
     }
-
-
-_RECORD_HINT = "--revision takes what `git rev-parse HEAD` prints; add --sgx, --tdx or --software"
 
 
 @dataclass(frozen=True, kw_only=True)

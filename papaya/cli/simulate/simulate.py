@@ -97,7 +97,7 @@ def add_to(commands: Commands) -> None:
         "--hours",
         type=positive,
         metavar="H",
-        help=f"hours of virtual time (default: {_HOURS}; with a task file: until --updates are done)",
+        help=f"hours of virtual time (default: {_HOURS}; with a task file: until --updates)",
     )
     parser.add_argument(
         "--seed", type=whole(0), metavar="S", help="seed of the run; the same seed repeats it"

@@ -55,6 +55,12 @@ from papaya.server.admin.views import (
 
 Change = Literal["pause", "resume", "cancel"]
 
+_LEFT_HINT = (
+    "hint: these devices left the task; look for `failed` lines in the device logs. Check that the "
+    "devices have the same task file that was submitted"
+)
+_METRICS_BYTES = 16 << 20
+_COUNTER = r"papaya_task_(?:sessions_aborted|updates_discarded)_total"
 _HEADER = (
     *("task", "state", "version", "evaluated", "loss", "perplexity"),
     *("active", "of", "utilization"),
@@ -314,14 +320,6 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-_LEFT_HINT = (
-    "hint: these devices left the task; look for `failed` lines in the device logs. Check that the "
-    "devices have the same task file that was submitted"
-)
-_METRICS_BYTES = 16 << 20
-_COUNTER = r"papaya_task_(?:sessions_aborted|updates_discarded)_total"
 
 
 def without_update(client: AdminClient, task: str) -> dict[str, int]:

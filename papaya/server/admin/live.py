@@ -35,6 +35,8 @@ class Live(Protocol):
 
     def leads(self) -> bool: ...
 
+    def is_led(self) -> bool: ...
+
     def recovers(self) -> bool: ...
 
     def task(self, row: TaskRow) -> LiveTask | None: ...
@@ -56,6 +58,9 @@ class CoordinatorLive:
 
     def leads(self) -> bool:
         return self._coordinator.leadership.leads(self._now())
+
+    def is_led(self) -> bool:
+        return self._coordinator.leadership.is_led(self._now())
 
     def recovers(self) -> bool:
         return self.leads() and self._coordinator.leadership.recovers(self._now())

@@ -127,6 +127,7 @@ class AdminService:
         return SystemStatus(
             roles=self.live.roles,
             leads=self.live.leads(),
+            is_led=self.live.is_led(),
             recovers=self.live.recovers(),
             just_started=self.now() < self._started + 2 * self._server.heartbeat_s,
             leader=known.holder,

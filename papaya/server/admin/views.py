@@ -128,11 +128,13 @@ class SelectorStatus(Struct, frozen=True):
 class SystemStatus(Struct, frozen=True, kw_only=True):
     """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`.
 
+    `is_led`: whether any coordinator renewed its lease in time, as seen from this process.
     `just_started`: some servers may not have reported yet.
     """
 
     roles: tuple[str, ...]
     leads: bool
+    is_led: bool = True  # absent in answers of older servers
     recovers: bool
     just_started: bool
     leader: NodeId

@@ -394,6 +394,11 @@ def test_each_kind_of_run_has_a_folder_of_its_own(
     arguments: list[str], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[demo.DemoOptions] = []
-    monkeypatch.setattr(demo, "run", lambda options: found.append(options) or 0)
+
+    def run(options: demo.DemoOptions) -> int:
+        found.append(options)
+        return 0
+
+    monkeypatch.setattr(demo, "run", run)
     assert main(["demo", *arguments]) == 0
     assert demo.output_of(found[0]) == Path(folder)

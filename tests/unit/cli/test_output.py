@@ -5,19 +5,76 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.cli.output import Progress, make_folder, plural, table, whole, writing
+from papaya.cli.output import (
+    FormatOptions,
+    Progress,
+    add_format,
+    bind,
+    make_folder,
+    plural,
+    table,
+    whole,
+    writing,
+)
 from papaya.errors import OperatorError
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SomeOptions(FormatOptions):
+    place: Path | None = None
+    count: int = 50_000
+    words: Sequence[str] = ()
+    is_loud: bool = False
+
+
+def some_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("place", nargs="?", type=Path, help="where")
+    parser.add_argument("--count", type=int, help="number of things")
+    parser.add_argument("--words", action="append", help="words (default: the usual ones)")
+    parser.add_argument("--loud", dest="is_loud", action="store_true", help="be loud")
+    add_format(parser)
+    return parser
+
+
+def test_options_have_the_defaults_of_their_class_and_help_shows_them() -> None:
+    found: list[SomeOptions] = []
+    parser = some_parser()
+
+    def run(options: SomeOptions) -> int:
+        found.append(options)
+        return len(found)
+
+    bind(parser, SomeOptions, run)
+    for arguments in ([], ["x", "--words", "a", "--words", "b", "--loud", "--format", "json"]):
+        options = parser.parse_args(arguments)
+        assert options.run(options) == len(found)
+    assert found[0] == SomeOptions()
+    assert found[1] == SomeOptions(place=Path("x"), words=["a", "b"], is_loud=True, format="json")
+    help_text = parser.format_help()
+    assert help_text.count("default") == 3
+    for shown in ("(default: 50_000)", "(default: the usual ones)", "(default: text)"):
+        assert shown in help_text
+
+
+def test_options_that_differ_from_their_class_are_refused() -> None:
+    parser = some_parser()
+    parser.add_argument("--colour")
+    with pytest.raises(TypeError, match=r"SomeOptions differ in \['colour'\]"):
+        bind(parser, SomeOptions, lambda options: 0)
 
 
 def test_numbers_line_up_to_the_right() -> None:

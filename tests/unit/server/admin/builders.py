@@ -39,10 +39,14 @@ class FakeLive:
     def __init__(self) -> None:
         self.roles: tuple[str, ...] = ("coordinator", "selector", "aggregator")
         self.is_leader = True
+        self.has_leader = True
         self.found: dict[TaskId, LiveTask] = {}
 
     def leads(self) -> bool:
         return self.is_leader
+
+    def is_led(self) -> bool:
+        return self.has_leader
 
     def recovers(self) -> bool:
         return False

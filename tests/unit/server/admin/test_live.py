@@ -32,11 +32,27 @@ def test_a_leader_knows_who_is_active_and_who_was_heard() -> None:
     assert not live.recovers()
 
 
+def test_a_lease_that_is_not_renewed_means_that_nobody_leads() -> None:
+    """A full disk, for one: the row still names the last leader."""
+    cluster = Cluster(ClusterConfig(tasks=(TASK,), coordinators=2), 1)
+    cluster.run(120)
+    now = cluster.engine.now
+    late = now + 2 * ServerConfig().leader_lease_s
+    for node in ("coordinator-0", "coordinator-1"):
+        machine = cluster.hosts[node].machine
+        assert isinstance(machine, Coordinator)
+        assert CoordinatorLive(machine, lambda: now, ("coordinator",)).is_led()
+        live = CoordinatorLive(machine, lambda: late, ("coordinator",))
+        assert not live.leads()
+        assert not live.is_led()
+
+
 def test_a_candidate_knows_nothing() -> None:
     live = CoordinatorLive(
         Coordinator("coordinator-1", 0.0, ServerConfig(), Random(1)), lambda: 5.0, ("coordinator",)
     )
     assert not live.leads()
+    assert not live.is_led()
     assert live.task(TaskRow(TASK)) is None
     assert live.selectors() == ()
     assert live.aggregators() == ()
