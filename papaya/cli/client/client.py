@@ -222,7 +222,9 @@ async def _run(options: argparse.Namespace, printer: Printer) -> None:
         blobs_url=getattr(options, "blobs_url", None),
         certificates=getattr(options, "ca", None),
         proxy=getattr(options, "proxy", None),
-        trust=trust_in(getattr(options, "trust", None), options.store, clock.now),
+        trust=trust_in(
+            getattr(options, "trust", None), options.store, clock.now, getattr(options, "ca", None)
+        ),
         notify=printer.on_event,
     )
     async with shared as process, trainer_for(options, clock) as (trainer, tasks):

@@ -126,11 +126,14 @@ def _deal_out(
     )
 
 
-def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust | None:
+def trust_in(
+    path: Path | None, store: Path, now: Callable[[], float], certificates: Path | None = None
+) -> Trust | None:
     """The owner's policy on TSAs; what was seen of the log is kept beside the store."""
     if path is None:
         return None
     policy = read_policy(path)
     if policy.allow_insecure_software:
         note("INSECURE: software evidence is believed, which proves nothing")
-    return Trust(policy, store.with_name(f"{store.name}.log-checkpoint"), now)
+    checkpoint = store.with_name(f"{store.name}.log-checkpoint")
+    return Trust(policy, checkpoint, now, certificates=certificates)
