@@ -10,6 +10,8 @@ first byte of an update leaves the device.
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
@@ -35,12 +37,17 @@ class Participated(Struct, frozen=True, gc=False):
 class History(Struct, gc=False):
     """The rule, over entries that the driver keeps durable. `evaluations`: what `learn` was told.
 
+    `ceiling_s`: a task is named at check-in for at most so long after a participation, whatever
+    gap and limit its server sent. Otherwise one answer of a rogue server would bar the device from
+    the task forever.
+
     `gc=False`: none can come to hold itself, and a simulated fleet has millions.
     """
 
     floor_s: float
     entries: dict[TaskId, Participated] = {}
     evaluations: dict[TaskId, TaskId] = {}
+    ceiling_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.entries = dict(self.entries)  # what it was made from does not change with it
@@ -66,7 +73,8 @@ class History(Struct, gc=False):
         barred = {
             task: -entry.last_at
             for task, entry in self.entries.items()
-            if not self.allows(now, task, entry.gap_s, entry.limit)
+            if now < entry.last_at + self.ceiling_s
+            and not self.allows(now, task, entry.gap_s, entry.limit)
         }
         named = [(since, task) for task, since in barred.items() if not task.endswith(_EVALUATE)]
         named += [
