@@ -10,6 +10,8 @@ privacy budget counts devices. It is written before the first byte of an update 
 
 from __future__ import annotations
 
+import math
+
 from msgspec import Struct
 
 from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
@@ -35,13 +37,19 @@ class Participated(Struct, frozen=True, gc=False):
 class History(Struct, gc=False):
     """The rule, over entries that the driver stores.
 
-    `evaluations` maps evaluation tasks to the name under which they are recorded. `gc=False`
-    because a simulated fleet has millions of these, and none can refer to itself.
+    `evaluations` maps evaluation tasks to the name under which they are recorded.
+
+    `ceiling_s`: a task is excluded for at most so long after a participation, whatever gap and
+    limit its server sent. Otherwise one answer of a rogue server would bar the device from the task
+    forever.
+
+    `gc=False` because a simulated fleet has millions of these, and none can refer to itself.
     """
 
     floor_s: float
     entries: dict[TaskId, Participated] = {}
     evaluations: dict[TaskId, TaskId] = {}
+    ceiling_s: float = math.inf
 
     def __post_init__(self) -> None:
         self.entries = dict(self.entries)  # do not change the caller's dictionary
@@ -67,7 +75,8 @@ class History(Struct, gc=False):
         barred = {
             task: -entry.last_at
             for task, entry in self.entries.items()
-            if not self.allows(now, task, entry.gap_s, entry.limit)
+            if now < entry.last_at + self.ceiling_s
+            and not self.allows(now, task, entry.gap_s, entry.limit)
         }
         named = [(since, task) for task, since in barred.items() if not task.endswith(_EVALUATE)]
         named += [

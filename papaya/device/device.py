@@ -71,9 +71,10 @@ class Device:
         self.name = name
         self._process = process
         self._config = config or DeviceConfig()
-        self._capabilities = Capabilities(
-            trainer.engine, trainer.modules, memory_mb, tuple(sorted(labels))
-        )
+        # Without a trust policy the device could not mask: do not offer task files that need it.
+        refused = trainer.secure_modules if process.trust is None else ()
+        modules = tuple(module for module in trainer.modules if module not in refused)
+        self._capabilities = Capabilities(trainer.engine, modules, memory_mb, tuple(sorted(labels)))
         self._notify = notify
         self._rng = rng or Random()
         addresses = check_urls(selectors)
@@ -105,7 +106,11 @@ class Device:
 
     async def visit(self) -> Finish:
         """Make one visit, eligible or not; leave it if the device becomes ineligible."""
-        history = await asyncio.to_thread(self._history.load, self._config.participation_floor_s)
+        history = await asyncio.to_thread(
+            self._history.load,
+            self._config.participation_floor_s,
+            self._process.limits.max_participation_gap_s,
+        )
         machine = Client(
             self._equipment.selectors, self._capabilities, history, self._config, self._rng
         )

@@ -7,6 +7,7 @@ nothing. So a participation may be lost, but never counted twice.
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 from papaya.client.history import History, Participated
@@ -48,12 +49,12 @@ class DeviceHistory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def load(self, floor_s: float) -> History:
-        """The history as of now; `floor_s` is the device's own and no task's."""
+    def load(self, floor_s: float, ceiling_s: float = math.inf) -> History:
+        """The current history; both bounds are the device's own."""
         select = "SELECT task, count, last_at, gap_s, max_count FROM participation"
         with self._file.transaction():
             entries = {task: Participated(*entry) for task, *entry in self._file.rows(select)}
-        return History(floor_s, entries, self._evaluations)
+        return History(floor_s, entries, self._evaluations, ceiling_s)
 
     def remember(self, task: TaskId, participated: Participated) -> None:
         """Write a participation durably. Raises if it is not the next one after the last."""

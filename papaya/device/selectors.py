@@ -60,9 +60,9 @@ def open_session(
     certificates: Path | None = None, proxy: str | None = None
 ) -> aiohttp.ClientSession:
     """One pool of connections for all devices of a process. Call it inside a running loop."""
-    tsa = client_context(None if certificates is None else str(certificates))
+    tls = client_context(None if certificates is None else str(certificates))
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tsa, socket_factory=_socket),
+        connector=aiohttp.TCPConnector(limit=0, ssl=tls, socket_factory=_socket),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         headers={"User-Agent": f"papaya/{__version__}", "Accept-Encoding": "identity"},

@@ -54,6 +54,11 @@ class Trainer(Protocol):
         """The hashes of this device's task files."""
         ...
 
+    @property
+    def secure_modules(self) -> tuple[str, ...]:
+        """Those of `modules` that need secure aggregation."""
+        ...
+
     def knows(self, program: TaskId) -> bool: ...
 
     def terms(self, program: TaskId) -> TaskTerms | None:
@@ -83,6 +88,8 @@ class ExecutorTrainer:
         aliases: Mapping[TaskId, TaskId] | None = None,
     ) -> None:
         self.modules = tuple(dict.fromkeys(file.module_hash for file in executor.tasks))
+        secure = (file.module_hash for file in executor.tasks if file.terms.secure)
+        self.secure_modules = tuple(dict.fromkeys(secure))
         self._executor = executor
         self._files = {file.task: file for file in executor.tasks}
         for name, task in (aliases or {}).items():
@@ -207,6 +214,7 @@ class ProtocolTrainer:
         modules: tuple[str, ...] = (),
     ) -> None:
         self.modules = modules
+        self.secure_modules: tuple[str, ...] = ()
         self._update = update
         self._seconds = seconds
         self._examples = examples

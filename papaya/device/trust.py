@@ -9,8 +9,8 @@ the policy. Without a policy of its owner a device trusts no TSA.
 The client asks for one seal per update (`papaya/client/client.py`). Here every call is another
 update.
 
-`seal` blocks on the network, on a host that may be hostile: it has half a minute for all of the
-log, holds no lock meanwhile, and `seal_aside` keeps it on threads of its own.
+`seal` blocks on the network, on a host that may be hostile: it has half a minute for all files of
+the log, and holds no lock meanwhile. `seal_aside` runs it on a daemon thread.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 
 import msgspec
 import numpy as np
@@ -29,6 +28,7 @@ import numpy as np
 from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.client.work import Seal, Sealed
+from papaya.credentials.tls import client_context
 from papaya.device.executor import TaskTerms
 from papaya.device.terms import agreed_policy
 from papaya.errors import ConfigError, OperatorError, ProtocolError
@@ -59,14 +59,16 @@ class Trust:
         now: Callable[[], float],
         *,
         log_s: float = _LOG_S,
+        certificates: Path | None = None,
     ) -> None:
+        """`certificates`: the authority of the log's host, if not one of the system's."""
         self.policy = policy
+        self._tls = client_context(None if certificates is None else str(certificates))
         self._memory = CheckpointFile(checkpoint, policy.log_policy())
         self._now = now
         self._log_s = log_s
         self._lock = Lock()
         self._believed: dict[tuple[bytes, bytes], float] = {}
-        self._threads = ThreadPoolExecutor(thread_name_prefix="trust")
         try:
             self._reader()
         except (LogError, OSError) as error:
@@ -77,9 +79,29 @@ class Trust:
             ) from error
 
     async def seal_aside(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
-        """Seal on a separate thread: a slow log delays other seals and nothing else."""
-        call = partial(self.seal, work, terms, evaluates=evaluates)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        """Seal on a daemon thread: a slow log delays neither the loop nor the process's end."""
+        loop = asyncio.get_running_loop()
+        sealed: asyncio.Future[Sealed] = loop.create_future()
+
+        def finish(result: Sealed | Exception) -> None:
+            if sealed.done():  # the visit has ended
+                return
+            if isinstance(result, Exception):
+                sealed.set_exception(result)
+            else:
+                sealed.set_result(result)
+
+        def run() -> None:
+            result: Sealed | Exception
+            try:
+                result = self.seal(work, terms, evaluates=evaluates)
+            except Exception as error:
+                result = error
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(finish, result)
+
+        Thread(target=run, name="papaya-seal", daemon=True).start()
+        return await sealed
 
     def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
         """Make all checks, then seal. Raises ProtocolError at the first check that fails."""
@@ -135,7 +157,7 @@ class Trust:
 
     def _reader(self) -> LogReader:
         """A reader that starts from the newest checkpoint seen. For one thread and one reading."""
-        fetch = over_http(self.policy.log_url, all_s=self._log_s)
+        fetch = over_http(self.policy.log_url, all_s=self._log_s, tls=self._tls)
         pinned = self.policy.log_checkpoint.encode() or None
         return RememberingReader(fetch, self.policy.log_policy(), self._memory, pinned)
 

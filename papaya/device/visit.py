@@ -45,6 +45,8 @@ from papaya.messages.selection import CheckIn
 
 _SENDING = (Stage.UPLOADING, Stage.COMPLETING)
 _LONGEST_WAIT_S = 3600.0
+_NO_TRUST = "this device has no trust policy for secure aggregation"
+_TRUST_HINT = "papaya client --trust FILE"
 
 
 class Equipment(NamedTuple):
@@ -193,6 +195,8 @@ class DeviceVisit:
                 f"task {told} it",
                 hint="give devices exactly the file that was submitted",
             )
+        if joined.secure and self._process.trust is None:
+            raise ProtocolError(_NO_TRUST, hint=_TRUST_HINT)  # now, not after training
         limit = self._process.limits.max_model_bytes
         if 4 * max(joined.model_length, joined.update_length) > limit:
             raise ProtocolError(
@@ -229,10 +233,7 @@ class DeviceVisit:
         terms = self._equipment.trainer.terms(task_of(joined.parameters))
         try:
             if trust is None or terms is None:
-                raise ProtocolError(
-                    "this device has no trust policy for secure aggregation",
-                    hint="papaya client --trust FILE",
-                )
+                raise ProtocolError(_NO_TRUST, hint=_TRUST_HINT)
             done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
         except Exception as error:  # whatever goes wrong, nothing was masked
             self._fail("no seal", _in_words(error))

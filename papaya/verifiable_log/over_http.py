@@ -1,8 +1,12 @@
-"""A log's files over HTTP, by the standard library alone, and never for longer than was said.
+"""Reads a log's files over HTTP, with the standard library only, and always within a deadline.
 
-Whoever serves a log may drip it: one byte before each timeout of a socket, in the handshake, the
-headers or the body. So the time for a file, and for all files of one reading, is counted from the
-outside: when it is over, the connection is shut down, and whatever waits for it fails.
+A hostile host may send one byte before each timeout of a socket, in the handshake, the headers or
+the body; a name server may not answer; a name may have many addresses that all time out. So each
+request runs on a daemon thread, and the caller waits until the deadline of the file and of the
+whole reading. Then the connection is shut down, which ends the thread.
+
+Redirects are not followed, and no other URL scheme is supported: the host could otherwise make a
+device send requests to other hosts.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ from __future__ import annotations
 import http.client
 import math
 import socket
+import ssl
 import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
 from functools import partial
-from threading import Lock, Timer
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
@@ -24,8 +30,17 @@ from papaya.verifiable_log.tiles import MAX_FILE_BYTES, Fetch
 _NOT_THERE = (404, 410)
 
 
-def over_http(url: str, *, file_s: float = 30.0, all_s: float = math.inf) -> Fetch:
-    """Files under a URL: each within `file_s`, and all within `all_s` from now on."""
+def over_http(
+    url: str,
+    *,
+    file_s: float = 30.0,
+    all_s: float = math.inf,
+    tls: ssl.SSLContext | None = None,
+) -> Fetch:
+    """Fetch files under a URL: each within `file_s`, and all within `all_s` from now on.
+
+    `tls` replaces the system's certificate authorities.
+    """
     if not url.startswith(("https://", "http://")):
         raise LogError(f"not an HTTP address: {url!r}")
     ends_at = time.monotonic() + all_s
@@ -37,7 +52,7 @@ def over_http(url: str, *, file_s: float = 30.0, all_s: float = math.inf) -> Fet
             raise LogSourceUnreachable(
                 f"{address} was not tried: the log has taken {all_s:g} s already"
             )
-        body = _read(address, allowed_s)
+        body = _read_within(address, allowed_s, tls)
         if len(body) > MAX_FILE_BYTES:
             raise LogError(f"{address} is longer than {MAX_FILE_BYTES} bytes")
         return body
@@ -45,48 +60,62 @@ def over_http(url: str, *, file_s: float = 30.0, all_s: float = math.inf) -> Fet
     return fetch
 
 
-def _read(address: str, allowed_s: float) -> bytes:
+def _read_within(address: str, allowed_s: float, tls: ssl.SSLContext | None) -> bytes:
     watch = _Watch()
-    timer = Timer(allowed_s, watch.end)
-    timer.daemon = True
-    timer.start()
+    found: SimpleQueue[bytes | LogError] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            found.put(_read(address, allowed_s, watch, tls))
+        except LogError as error:
+            found.put(error)
+
+    Thread(target=read, name="papaya-log", daemon=True).start()
     try:
-        with _opener(watch).open(address, timeout=allowed_s) as answer:
+        result = found.get(timeout=allowed_s)
+    except Empty:
+        result = LogSourceUnreachable(f"{address} cannot be read: not within {allowed_s:.3g} s")
+    finally:
+        watch.end()
+    if isinstance(result, LogError):
+        raise result
+    return result
+
+
+def _read(address: str, allowed_s: float, watch: _Watch, tls: ssl.SSLContext | None) -> bytes:
+    try:
+        with _opener(watch, tls).open(address, timeout=allowed_s) as answer:
             body: bytes = answer.read(MAX_FILE_BYTES + 1)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in _NOT_THERE:
             raise MissingFile(f"{address} is not there") from error
         raise LogSourceUnreachable(f"{address} answers {error.code}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        problem = f"not within {allowed_s:.3g} s" if watch.is_over else str(error)
-        raise LogSourceUnreachable(f"{address} cannot be read: {problem}") from error
+    except Exception as error:
+        raise LogSourceUnreachable(f"{address} cannot be read: {error}") from error
     finally:
-        timer.cancel()
         watch.close()
-    if watch.is_over:  # a body without a length ends where it was cut off
-        raise LogSourceUnreachable(f"{address} cannot be read: not within {allowed_s:.3g} s")
     return body
 
 
 class _Watch:
-    """The connections of one request: a timer shuts them down, wherever their reader is."""
+    """The connections of one request; `end` shuts them down while another thread reads."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self._is_over = False
         self._lock = Lock()
         self._connections: list[socket.socket] = []
 
     def add(self, connection: socket.socket) -> None:
         with self._lock:
-            if self.is_over:
-                raise TimeoutError("its time is over")
-            # A second handle: TLS takes the first one away from here.
+            if self._is_over:
+                raise TimeoutError("the deadline has passed")
+            # A duplicate, because TLS detaches the original.
             self._connections.append(connection.dup())
 
     def end(self) -> None:
         with self._lock:
-            self.is_over = True
+            self._is_over = True
             for connection in self._connections:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
@@ -106,10 +135,10 @@ class _Watched(http.client.HTTPConnection):
 
 
 class _WatchedTls(http.client.HTTPSConnection, _Watched):
-    """In this order of classes it is watched before the handshake."""
+    """With this order of base classes the connection is watched before the handshake."""
 
 
-def _opener(watch: _Watch) -> urllib.request.OpenerDirector:
+def _opener(watch: _Watch, tls: ssl.SSLContext | None) -> urllib.request.OpenerDirector:
     def watched(kind: type[_Watched], host: str, **options: Any) -> _Watched:
         connection = kind(host, **options)
         connection.watch = watch
@@ -121,6 +150,16 @@ def _opener(watch: _Watch) -> urllib.request.OpenerDirector:
 
     class Tls(urllib.request.HTTPSHandler):
         def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-            return self.do_open(partial(watched, _WatchedTls), req)
+            return self.do_open(partial(watched, _WatchedTls, context=tls), req)
 
-    return urllib.request.build_opener(Plain, Tls)
+    # Not `build_opener`, which adds handlers of redirects, ftp:, file: and data:.
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.ProxyHandler(),
+        urllib.request.HTTPDefaultErrorHandler(),
+        urllib.request.HTTPErrorProcessor(),
+        Plain(),
+        Tls(),
+    ):
+        opener.add_handler(handler)
+    return opener

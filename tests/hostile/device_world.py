@@ -76,7 +76,9 @@ class World:
         shown.symlink_to(f"log-{self._logs}")
         return log
 
-    def device(self, *, log_s: float = 30.0, **changes: Any) -> Trust:
+    def device(
+        self, *, log_s: float = 30.0, certificates: Path | None = None, **changes: Any
+    ) -> Trust:
         """As it is after a start: what it knows comes from its owner and its disk."""
         policy = a_policy(
             log_url=f"{self.address}/shown",
@@ -85,7 +87,9 @@ class World:
             minimum_threshold=1,
         )
         changed = structs.replace(policy, **changes)
-        return Trust(changed, self.checkpoint, lambda: self.now, log_s=log_s)
+        return Trust(
+            changed, self.checkpoint, lambda: self.now, log_s=log_s, certificates=certificates
+        )
 
     def offer(
         self, parameters: PublicParameters = TASK, binary: bytes = GOOD, leaf: int = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -49,6 +50,7 @@ from tests.hostile.device_world import (
     World,
     a_world,
 )
+from tests.system.tls import make_certificates
 from tests.unit.client.builders import GRANTED, Phone, joined
 from tests.unit.device import fake_selector
 from tests.unit.verifiable_log.hosts import Dripping, serving
@@ -129,7 +131,7 @@ def test_a_checkpoint_that_cannot_be_kept_ends_the_visit(world: World) -> None:
     """Nothing is masked for a log that the device would not know again."""
     device = world.device()
     world.checkpoint.with_name(f".{world.checkpoint.name}.new").mkdir()
-    with pytest.raises(OperatorError, match="cannot be kept"):
+    with pytest.raises(OperatorError, match="cannot store the checkpoint"):
         world.seal(device)
 
 
@@ -215,6 +217,34 @@ def test_a_log_host_that_drips_leaves_the_other_threads_of_a_process_alone(tmp_p
         asyncio.run(scenario(World(tmp_path, f"http://127.0.0.1:{host.port}"), host))
 
 
+def test_a_seal_that_waits_does_not_keep_the_process_alive(tmp_path: Path) -> None:
+    async def scenario(world: World, host: Dripping) -> None:
+        device, work = world.device(), world.work()
+        seal = asyncio.create_task(device.seal_aside(work, TERMS, evaluates=False))
+        await asyncio.to_thread(host.asked.acquire, timeout=10)
+        asked = [thread for thread in threading.enumerate() if thread.name.startswith("papaya-")]
+        assert len(asked) == 2, "one that seals and one that reads the log"
+        assert all(thread.daemon for thread in asked)
+        seal.cancel()
+        await asyncio.gather(seal, return_exceptions=True)
+
+    before = {thread for thread in threading.enumerate() if thread.name.startswith("papaya-")}
+    for thread in before:
+        thread.join(30)
+    with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
+        asyncio.run(scenario(World(tmp_path, f"http://127.0.0.1:{host.port}"), host))
+
+
+def test_the_certificates_of_a_device_are_also_those_of_the_log(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "tls")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    with serving(tmp_path, context) as address:
+        world = World(tmp_path, address)
+        assert "certificate" in refused(world, world.device(), "log")
+        assert world.seal(world.device(certificates=made.authority)).update
+
+
 # --- What a server says --------------------------------------------------------------------------
 
 
@@ -279,6 +309,13 @@ def test_a_server_with_secure_aggregation_for_a_file_that_knows_none() -> None:
     assert (finish.ending, fake.completed) == ("failed", [])
     assert "does not know secure aggregation" in told
     assert {"parameters", "report", "chunk"}.isdisjoint(fake.seen)
+
+
+def test_a_device_without_a_trust_policy_leaves_a_secure_task_before_it_trains() -> None:
+    finish, told, fake = asyncio.run(visited(secure_file=True, secure_server=True))
+    assert (finish.ending, fake.completed) == ("failed", [])
+    assert "no trust policy" in told
+    assert fake.seen == ["check-in", "join", "leave"]
 
 
 def test_a_server_and_a_file_that_agree() -> None:

@@ -272,7 +272,7 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
         blobs_url=options.blobs_url,
         certificates=options.ca,
         proxy=options.proxy,
-        trust=trust_in(options.trust, options.store, clock.now),
+        trust=trust_in(options.trust, options.store, clock.now, options.ca),
         notify=printer.on_event,
     )
     async with shared as process, trainer_for(options, clock) as (trainer, tasks):

@@ -127,14 +127,17 @@ def _deal_out(
     )
 
 
-def trust_in(path: Path | None, store: Path, now: Callable[[], float]) -> Trust | None:
+def trust_in(
+    path: Path | None, store: Path, now: Callable[[], float], certificates: Path | None = None
+) -> Trust | None:
     """The policy about TSAs. The last checkpoint of the log is saved in a file beside the store."""
     if path is None:
         return None
     policy = read_policy(path)
     if policy.allow_insecure_software:
         note("INSECURE: software evidence is accepted, which proves nothing")
-    return Trust(policy, store.with_name(f"{store.name}.log-checkpoint"), now)
+    checkpoint = store.with_name(f"{store.name}.log-checkpoint")
+    return Trust(policy, checkpoint, now, certificates=certificates)
 
 
 async def examples_of(

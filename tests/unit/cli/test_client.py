@@ -205,7 +205,7 @@ def test_an_unknown_field_of_a_policy_on_trust_names_the_table_of_fields(tmp_pat
     [
         ([], "no task file"),
         (["--task", "no_such_file.py"], "no task file no_such_file.py"),
-        (["--protocol-only", "1", "--server", "nowhere"], "is no address"),
+        (["--protocol-only", "1", "--server", "nowhere"], "is not an address"),
         (["--protocol-only", "1", "--server", ""], "no server"),
         (["--protocol-only", "1", "--assume", "rich"], "'rich'"),
         (["--protocol-only", "1", "--policies", "none.toml"], "none.toml cannot be read"),
@@ -214,7 +214,7 @@ def test_an_unknown_field_of_a_policy_on_trust_names_the_table_of_fields(tmp_pat
         (["--protocol-only", "1", "--participation-floor", "-1"], "participation_floor_s"),
         (["--protocol-only", "1", "--pause", "-1"], "pause_s"),
         (["--protocol-only", "1", "--import", "a=none.txt"], "none.txt cannot be read"),
-        (["--protocol-only", "1", "--blobs-url", "cdn"], "is no address"),
+        (["--protocol-only", "1", "--blobs-url", "cdn"], "is not an address"),
     ],
 )
 def test_what_cannot_work_is_an_error_with_a_hint(

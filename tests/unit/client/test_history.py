@@ -134,6 +134,19 @@ def test_no_more_tasks_are_named_than_a_check_in_may_carry() -> None:
     assert named == tuple(f"t{number}" for number in range(299, 299 - MAX_EXCLUDED, -1))
 
 
+@pytest.mark.parametrize(("gap_s", "limit"), [(1e300, None), (0.0, 1)])
+def test_no_server_bars_a_device_for_longer_than_its_own_ceiling(
+    gap_s: float, limit: int | None
+) -> None:
+    history = History(0.0, ceiling_s=1000.0)
+    history.record(100.0, "next-word", gap_s, limit)
+    assert history.excluded(1099.0) == ("next-word",)
+    assert history.excluded(1100.0) == ()
+    # A limit that the task has when the device joins again still holds.
+    assert not history.allows(1100.0, "next-word", 0.0, 1)
+    assert history.allows(1100.0, "next-word", 0.0, None)
+
+
 # --- In a session
 
 

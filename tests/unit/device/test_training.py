@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.client.work import Finish, Trained
 from papaya.device.events import Event, VisitEnded
@@ -30,7 +31,7 @@ VALIDATION = [example for example in EXAMPLES if split_of(example, POLICY) == "v
 
 class FakeExecutor:
     def __init__(self, file: TaskFile, failure: JobFailed | None = None) -> None:
-        self.tasks = (file,)
+        self.tasks: tuple[TaskFile, ...] = (file,)
         self.jobs: list[tuple[Job, float]] = []
         self._failure = failure
 
@@ -145,6 +146,28 @@ def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -
             assert "--alias next-word=" in ended.detail
             assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
             assert fake.seen == ["check-in", "join", "leave"]
+
+    asyncio.run(scenario())
+
+
+def test_a_device_without_a_trust_policy_does_not_declare_secure_task_files() -> None:
+    """The coordinator would assign it a task that it has to leave."""
+
+    async def scenario() -> None:
+        async with serving() as fake, process() as host:
+            clear = task_file("clear")
+            secure = structs.replace(
+                task_file("masked"),
+                module_hash="sha256:cd",
+                terms=structs.replace(clear.terms, secure=True),
+            )
+            executor = FakeExecutor(clear)
+            executor.tasks = (clear, secure)
+            trainer = ExecutorTrainer(executor, host.now, Random(1))
+            assert trainer.modules == ("sha256:ab", "sha256:cd")
+            with device(host, fake.url, trainer=trainer) as phone:
+                await phone.visit()
+            assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
 
     asyncio.run(scenario())
 

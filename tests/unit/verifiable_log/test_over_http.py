@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -27,6 +29,8 @@ def test_a_file_is_read_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with serving(tmp_path / "log", context) as address:
         with pytest.raises(LogSourceUnreachable, match="certificate"):
             over_http(address)("checkpoint")
+        fetch = over_http(address, tls=ssl.create_default_context(cafile=made.authority))
+        assert fetch("checkpoint") == b"a log"
         monkeypatch.setenv("SSL_CERT_FILE", str(made.authority))
         fetch = over_http(address)
         assert fetch("checkpoint") == b"a log"
@@ -72,8 +76,35 @@ def test_only_http_is_fetched(url: str) -> None:
         over_http(url)
 
 
-def test_a_host_does_not_redirect_to_a_file(tmp_path: Path) -> None:
-    """`file:` behind a redirect would read what is on the device."""
-    place = b"HTTP/1.0 302 Found\r\nLocation: file:///etc/hostname\r\nContent-Length: 0\r\n\r\n"
-    with Dripping(place) as host, pytest.raises(LogSourceUnreachable):
-        over_http(f"http://127.0.0.1:{host.port}")("checkpoint")
+@pytest.mark.parametrize("scheme", ["http", "https", "ftp", "file", "data"])
+@pytest.mark.parametrize("status", [b"301 Moved", b"302 Found", b"303 See Other", b"307 T"])
+def test_no_redirect_is_followed(scheme: str, status: bytes) -> None:
+    """Otherwise a log's host could make a device connect to any other host, or read a file."""
+    with Dripping(b"") as other:
+        to = f"Location: {scheme}://127.0.0.1:{other.port}/checkpoint".encode()
+        answer = b"HTTP/1.0 " + status + b"\r\n" + to + b"\r\nContent-Length: 0\r\n\r\n"
+        with Dripping(answer) as host, pytest.raises(LogSourceUnreachable, match="answers 30"):
+            over_http(f"http://127.0.0.1:{host.port}", file_s=_LONG_S)("checkpoint")
+        assert not other.asked.acquire(blocking=False)
+
+
+def test_a_name_server_that_does_not_answer_is_left_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+
+    def wait(*_: object, **__: object) -> list[object]:
+        over.wait(_LONG_S)
+        raise OSError("no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    began = time.monotonic()
+    with pytest.raises(LogSourceUnreachable, match=r"not within 0\.3 s"):
+        over_http("http://log.example", file_s=0.3)("checkpoint")
+    assert time.monotonic() - began < _LONG_S / 2
+    readers = [thread for thread in threading.enumerate() if thread.name == "papaya-log"]
+    assert readers
+    assert all(thread.daemon for thread in readers), "they must not keep the process alive"
+    over.set()
+    for thread in readers:
+        thread.join()
