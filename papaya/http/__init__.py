@@ -3,7 +3,8 @@
 Bodies are received straight into their final buffer (docs/adr/0012-own-http-endpoint.md). Not
 supported: chunked encoding, other versions of HTTP, percent-decoding, ranges, redirects, cookies.
 
-    listener, server_connection, connection_state     the server's side
+    listener, acceptor, proxy_protocol                listening, and limits on connections
+    server_connection, connection_state               the server's side of a connection
     pool, client_connection                           requests to other servers
     relay, splice                                     passing a body on while it arrives
     head, exchange, routes, limits, errors            shared by both

@@ -10,7 +10,7 @@ import errno
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -54,10 +54,15 @@ async def a_listener(
         await listener.drain(0)
 
 
-def silent(stack: ExitStack, listener: Listener, count: int) -> None:
+def silent(stack: ExitStack, listener: Listener, count: int) -> list[socket.socket]:
     """Connections that never send a byte."""
-    for _ in range(count):
-        stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+    address = ("127.0.0.1", listener.port)
+    return [stack.enter_context(socket.create_connection(address)) for _ in range(count)]
+
+
+def until_closed(connection: socket.socket) -> None:
+    with suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
 
 
 async def until_accepted(listener: Listener, count: int) -> None:
@@ -100,8 +105,8 @@ def test_a_handshake_that_does_not_end_in_time_gives_its_place_back(
         limits = ListenerLimits(max_connections=3, head_timeout_s=0.1)
         async with a_listener(limits, tls) as listener:
             with ExitStack() as stack:
-                silent(stack, listener, 3)
-                await until_accepted(listener, 3)
+                for connection in silent(stack, listener, 3):
+                    await asyncio.to_thread(until_closed, connection)
                 await until_accepted(listener, 0)
                 assert (await ask(listener, ssl=tls[1])).status == 200
 
@@ -132,7 +137,7 @@ def test_everybody_above_the_limit_is_told_to_wait(loop: str, is_tls: bool, tls:
 @both_loops
 def test_one_address_cannot_take_the_places_of_others(loop: str) -> None:
     async def main() -> None:
-        limits = ListenerLimits(max_connections=1000, max_connections_per_address=3)
+        limits = ListenerLimits(max_connections_per_address=3, linger_s=60)
         async with a_listener(limits) as listener:
             with ExitStack() as stack:
                 silent(stack, listener, 3)
