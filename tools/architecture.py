@@ -88,6 +88,8 @@ ALLOWED: tuple[str, ...] = (
     *("contextlib.nullcontext", "contextlib.suppress"),
     # On strings. load and dump work on files.
     *("json.dumps", "json.loads"),
+    # Parses addresses; opens no socket.
+    "ipaddress.ip_network",
     # A generator with its own seed. The functions of `random` share one seeded by the system.
     "random.Random",
     # Structs, and a parser of bytes.

@@ -25,7 +25,7 @@ from ssl import SSLContext
 from papaya.http.errors import HttpError
 from papaya.http.exchange import log
 from papaya.http.limits import ListenerLimits
-from papaya.http.proxy_protocol import Client, read_client
+from papaya.http.proxy_protocol import ProxiedClient, read_client
 
 MAX_REFUSED = 64  # connections of one listener that are being answered 503
 
@@ -37,7 +37,7 @@ _RETRY_S = 1.0
 class Admission:
     """The place of one accepted socket, until `release` is called."""
 
-    def __init__(self, acceptor: Acceptor, client: Client, is_refused: bool) -> None:
+    def __init__(self, acceptor: Acceptor, client: ProxiedClient, is_refused: bool) -> None:
         self.client = client  # the real one, if a proxy told it
         # What to tell the client instead of serving it.
         self.refusal: str | None = "too many connections" if is_refused else None

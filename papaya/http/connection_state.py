@@ -57,7 +57,7 @@ TRANSITIONS: dict[ConnectionState, frozenset[ConnectionState]] = {
 _SAME_WAIT = {_S.HELD: _S.BODY, _S.DISCARD: _S.BODY, _S.FILE: _S.ANSWER}
 
 
-class Progress(NamedTuple):
+class RequestProgress(NamedTuple):
     """A connection at one moment."""
 
     state: ConnectionState
@@ -82,14 +82,14 @@ class Timeouts:
 
     def __init__(self, limits: ListenerLimits, now: float) -> None:
         self._limits = limits
-        self._before: Progress | None = None
+        self._before: RequestProgress | None = None
         self._checked_at = now
         self._state_at = now  # the present wait began
         self._moved_at = now  # the last byte was received
         self._sent_at = now  # the peer last took some of an answer, or nothing was unsent
         self._start = 0  # bytes received when the present wait began
 
-    def exceeded(self, now: float, progress: Progress) -> str | None:
+    def exceeded(self, now: float, progress: RequestProgress) -> str | None:
         """Why the connection should be closed; None if it is within its limits."""
         before, self._before = self._before, progress
         elapsed, self._checked_at = now - self._checked_at, now
@@ -110,7 +110,7 @@ class Timeouts:
             return "the peer does not read the answer"
         return self._too_slow(now, progress)
 
-    def _too_slow(self, now: float, progress: Progress) -> str | None:
+    def _too_slow(self, now: float, progress: RequestProgress) -> str | None:
         limits = self._limits
         waited_s = now - self._state_at
         match _wait(progress)[0]:
@@ -130,5 +130,5 @@ class Timeouts:
         return None
 
 
-def _wait(progress: Progress) -> tuple[ConnectionState, int]:
+def _wait(progress: RequestProgress) -> tuple[ConnectionState, int]:
     return _SAME_WAIT.get(progress.state, progress.state), progress.requests

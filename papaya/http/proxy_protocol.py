@@ -21,10 +21,10 @@ _V2_MAX_BYTES = 2048  # of addresses and extensions; the specification expects l
 _V1 = re.compile(rb"PROXY TCP([46]) ([0-9a-fA-F.:]+) [0-9a-fA-F.:]+ (\d{1,5}) \d{1,5}\r\n")
 _LOCAL, _PROXIED = 0x20, 0x21
 
-Client = tuple[str, int]
+ProxiedClient = tuple[str, int]
 
 
-async def read_client(connection: socket.socket) -> Client | None:
+async def read_client(connection: socket.socket) -> ProxiedClient | None:
     """Reads exactly the header. None: the proxy itself is the client, as in health checks."""
     start = await _exactly(connection, len(_SIGNATURE))
     if start == _SIGNATURE:
@@ -38,7 +38,7 @@ async def read_client(connection: socket.socket) -> Client | None:
     return parse_v1(await _line(connection, start))
 
 
-def parse_v1(line: bytes) -> Client | None:
+def parse_v1(line: bytes) -> ProxiedClient | None:
     """`line` ends with its CRLF."""
     if line.startswith(b"PROXY UNKNOWN") and line.endswith(b"\r\n"):
         return None
@@ -48,7 +48,7 @@ def parse_v1(line: bytes) -> Client | None:
     return _client(found[2].decode(), int(found[3]), int(found[1]))
 
 
-def parse_v2(fixed: bytes, rest: bytes) -> Client | None:
+def parse_v2(fixed: bytes, rest: bytes) -> ProxiedClient | None:
     """`fixed`: the four bytes after the signature. `rest`: as many as they announce."""
     command, family = fixed[0], fixed[1]
     if command == _LOCAL:
@@ -60,7 +60,7 @@ def parse_v2(fixed: bytes, rest: bytes) -> Client | None:
     raise HttpError(400, "the PROXY header is not of a TCP connection")
 
 
-def _client(host: str, port: int, version: int) -> Client:
+def _client(host: str, port: int, version: int) -> ProxiedClient:
     try:
         address = ip_address(host)
     except ValueError:

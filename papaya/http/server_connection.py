@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 from papaya.http.acceptor import Admission
-from papaya.http.connection_state import TRANSITIONS, ConnectionState, Progress, Timeouts
+from papaya.http.connection_state import TRANSITIONS, ConnectionState, RequestProgress, Timeouts
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange, Headers, as_refusal, has_body, log, render_head
 from papaya.http.head import END_OF_HEAD, RequestHead, check_partial, parse_request
@@ -143,7 +143,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def check_timeouts(self, now: float) -> None:
         unsent = self._out.unsent
         flushed = self._out.written - unsent
-        progress = Progress(self._state, self._requests, self._received, flushed, unsent)
+        progress = RequestProgress(self._state, self._requests, self._received, flushed, unsent)
         late = self._timeouts.exceeded(now, progress)
         if late is None:
             return

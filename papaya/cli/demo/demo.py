@@ -38,7 +38,7 @@ from papaya.cli.demo.show import (
     SOFTWARE,
     DemoSample,
     Onlooker,
-    Recorder,
+    DemoRecorder,
     Summary,
     draw,
     perplexities,
@@ -271,7 +271,7 @@ def _train(
     client = AdminClient(admin, token.read_text(encoding="ascii").strip())
     onlooker = Onlooker(folder / "data" / "blobs", TASK)
     with view_for(partial(_done, options)) as view:
-        recorder = Recorder(client, view, 60 * options.minutes + _PATIENCE_S)
+        recorder = DemoRecorder(client, view, 60 * options.minutes + _PATIENCE_S)
         detail = follow(
             client, TASK, "evaluated", _LOOK_S, recorder, sleep=partial(_wait, processes, onlooker)
         )

@@ -89,7 +89,7 @@ class DemoSample(NamedTuple):
     version: int
 
 
-class Recorder(Show):
+class DemoRecorder(Show):
     """Records a sample at each poll; raises if the run takes too long."""
 
     def __init__(self, client: AdminClient, show: View, patience_s: float) -> None:

@@ -7,7 +7,7 @@ import itertools
 from papaya.http.connection_state import (
     TRANSITIONS,
     ConnectionState,
-    Progress,
+    RequestProgress,
     Timeouts,
 )
 from papaya.http.limits import ListenerLimits
@@ -22,7 +22,7 @@ LIMITS = ListenerLimits(
 )
 
 
-def first_verdict(*moments: tuple[int, Progress]) -> tuple[int, str] | None:
+def first_verdict(*moments: tuple[int, RequestProgress]) -> tuple[int, str] | None:
     """Sweeps every second; each moment lasts until the next."""
     patience = Timeouts(LIMITS, 0)
     for (start, seen), (end, _) in itertools.pairwise(moments):
@@ -38,14 +38,14 @@ def seen(
     received: int = 0,
     flushed: int = 0,
     unsent: int = 0,
-) -> Progress:
-    return Progress(phase, exchanges, received, flushed, unsent)
+) -> RequestProgress:
+    return RequestProgress(phase, exchanges, received, flushed, unsent)
 
 
 END = (1000, seen(ConnectionState.ANSWER))
 
 
-def steady(phase: ConnectionState, rate: int) -> list[tuple[int, Progress]]:
+def steady(phase: ConnectionState, rate: int) -> list[tuple[int, RequestProgress]]:
     return [(now, seen(phase, received=now * rate)) for now in range(100)]
 
 

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 import pytest
 
 from papaya.http.errors import HttpError
-from papaya.http.proxy_protocol import Client, parse_v1, parse_v2, read_client
+from papaya.http.proxy_protocol import ProxiedClient, parse_v1, parse_v2, read_client
 from tests.unit.http.loopback import LOOPS, run
 
 SIGNATURE = b"\r\n\r\n\0\r\nQUIT\n"
@@ -42,7 +42,7 @@ V1 = b"PROXY TCP4 192.0.2.7 10.0.0.1 4711 443\r\n"
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("piece_bytes", [1, 1000])
 def test_exactly_the_header_is_read(
-    header: bytes, client: Client | None, loop: str, piece_bytes: int
+    header: bytes, client: ProxiedClient | None, loop: str, piece_bytes: int
 ) -> None:
     """What follows belongs to TLS or HTTP."""
 
