@@ -161,7 +161,7 @@ def test_a_seed_is_taken_into_one_group_and_only_for_an_offer_that_was_given() -
     audited.accept(SESSIONS[0])
     with broken("taken into group 1 and into 2"):
         audited.tsa.on_accepted(audited.index[SESSIONS[0]], 2)
-    with broken("given to nobody"):
+    with broken("given to no device"):
         audited.tsa.on_accepted(77, 1)
 
 
