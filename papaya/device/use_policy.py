@@ -1,7 +1,7 @@
 """The owner's policies: which tasks may use a collection of examples, and how long it is kept.
 
-Paper, "Client Runtime": the example store "enforces data use and retention policies". Policies are
-declared on the device, in TOML or by the app, and never by a server:
+Paper, "Client Runtime": the example store "enforces the data use and retention policy". Policies
+are declared on the device, in TOML or by the app, and never by a server:
 
     [collections.keyboard]
     tasks = ["next-word", "emoji-*"]   # tasks that may train on it; none by default

@@ -1,7 +1,7 @@
 """The server's optimizer: turns the mean update of a full buffer into the next version.
 
-Paper, "Experimental Setup": "we use SGD on the client and FedAdam on the server". The step is a
-difference of models, so it stands where an optimizer has minus the gradient.
+As in the paper's experiments, clients use SGD and the server FedAdam. The step is a difference of
+models and takes the place of the negative gradient.
 
 - fedavg, fedsgd: `torch.optim.SGD` with momentum (rate 1 adds the mean update as it is). They are
   the same on the server; they differ in what the client does before it uploads.

@@ -1,8 +1,8 @@
-"""Whether a task's owner has what was asked for: the rules that end a task, as one pure function.
+"""The rules that end a task, as one pure function.
 
-DESIGN, evaluation: the mean loss per example on held-out data of devices is what targets and
-patience are about. The number of versions is enforced exactly by the aggregator, which makes no
-version beyond it; here is the rest. Nothing is smoothed: one lucky evaluation reaches a target.
+Target and patience use the mean loss per example on held-out data of devices. The aggregator
+enforces the number of versions; the other rules are here. Losses are not smoothed: a single good
+evaluation reaches a target.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@
         concurrency=24,
     )
 
-DESIGN: a device never runs code that a server sends. The owner and every device have this file
-already; `module_hash` is how a server names it, and a device whose file differs is not compatible.
-So a task is one file: what it would import from its neighbours is not in the hash, and is not
-found.
+A device never runs code that a server sends. The owner and every device have this file already; a
+server names it by `module_hash`, and a device with a different file is not eligible. A task is one
+file: modules beside it are not in the hash and cannot be imported.
 
 Refused (OperatorError with file and line): a file that does not run, no task or two tasks, a model
 that cannot be made or trained as float32, a loss that is not a scalar. Torch is imported only when

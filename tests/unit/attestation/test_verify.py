@@ -52,7 +52,7 @@ def test_parts_of_other_lengths_are_not_bound(key: bytes, digest: bytes) -> None
 
 
 def test_the_first_failure_is_the_one_that_is_told(tmp_path: Path) -> None:
-    """DESIGN: quote, then measurement in the log, then parameters."""
+    """The order: quote, then measurement in the log, then parameters."""
     device = a_device(tmp_path, identity_key=b"x" * 32, leaf_index=0)
     reasons = []
     for evidence in (
