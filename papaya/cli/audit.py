@@ -3,15 +3,17 @@
 Each release is rebuilt from its revision and compared with its record. `--source` must be a git
 clone for this: a folder or this installation may hold the same sources, but nothing shows which
 revision they are. Exits with 2 if the log cannot be reached; with 3 if a step failed, also if the
-clone lacks a revision; with 4 if a release was not rebuilt, because then only the form of the log
-was checked and no binary. Other steps that could not be done are listed.
+clone lacks a revision; with 4 if a step was not done and the auditor did not ask to skip it. A step
+that is skipped is something that the auditor trusts instead of checking, and the output says what.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from papaya.cli.log.source import (
     LogReadOptions,
@@ -46,28 +48,39 @@ from papaya.verifiable_log.auditor import AuditStep, Built, CannotBuild, NoSourc
 from papaya.verifiable_log.record import Record
 
 _READING = ("checkpoint", "entries")
+_MEASURED = re.compile(r"([0-9]{1,9}):([a-z]+)\.([a-z0-9_]+)=([0-9a-f]{2,256})")
 
 
-class NotRebuilt(PapayaError):
-    """No step failed, but releases were not rebuilt, so they were not compared with any source."""
+TRUSTED: Final = {
+    "witnesses": "whoever runs the log shows everyone the same log",
+    "consistency": "the log was never rewritten before this audit",
+    "rebuild": "the logged binaries were built from the published source",
+    "dependencies": "the dependencies of the TSA are the published ones",
+    "measurement": "the logged measurements belong to the logged binaries",
+}
+"""What an auditor trusts who skips a step."""
+
+
+class NotChecked(PapayaError):
+    """No step failed, but some were not done."""
 
     exit_code = 4
-    default_hint = "clone the sources and add --source DIR, or accept this with --allow-not-done"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions(LogReadOptions, FormatOptions):
     source: Path | None = None
     wheels: Path | None = None
-    allow_not_done: bool = False
+    measured: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
 
 
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "audit",
         description="Read a public log, check every record and rebuild every release in it. Exits "
-        "with 2 if the log cannot be reached, with 3 if a check failed, and with 4 if a release "
-        "was not rebuilt.",
+        "with 2 if the log cannot be reached, with 3 if a check failed, and with 4 if a check was "
+        "not done and is not skipped.",
     )
     add_reading(parser)
     parser.add_argument(
@@ -80,9 +93,17 @@ def add_to(commands: Commands) -> None:
         help="folder that has the dependencies (default: download them with pip)",
     )
     parser.add_argument(
-        "--allow-not-done",
-        action="store_true",
-        help="exit with 0 even if releases could not be rebuilt",
+        "--measured",
+        action="append",
+        metavar="RECORD:PLATFORM.FIELD=HEX",
+        help="measurement of a rebuilt release, computed with the platform's tools, to compare "
+        "with the record; may be repeated",
+    )
+    parser.add_argument(
+        "--skip",
+        action="append",
+        choices=tuple(TRUSTED),
+        help="check that may be left out; may be repeated",
     )
     add_format(parser)
     bind(parser, AuditOptions, run)
@@ -93,7 +114,7 @@ def run(options: AuditOptions) -> int:
     reader = reader_of(options, policy)
     rebuild = _rebuild(options.source, options.wheels)
     with keeping():
-        steps = list(audit(reader, policy, rebuild, now()))
+        steps = list(audit(reader, policy, rebuild, now(), measured_of(options.measured)))
     failed = [step for step in steps if step.outcome == "failed"]
     open_steps = [step for step in steps if step.outcome == "not done"]
     if options.is_json:
@@ -106,11 +127,31 @@ def run(options: AuditOptions) -> int:
     unread = [step for step in open_steps if step.name in _READING]
     if unread:
         raise LogUnreachable(unread[0].detail)
-    unbuilt = [step for step in open_steps if step.name == "rebuild"]
-    if unbuilt and not options.allow_not_done:
-        raise NotRebuilt(f"{plural(len(unbuilt), 'release')} could not be rebuilt here")
-    note(f"no step failed; {plural(len(open_steps), 'step')} could not be done here")
+    skipped = [name for name in TRUSTED if any(step.name == name for step in open_steps)]
+    for name in skipped:
+        note(f"not checked: {name}; you trust that {TRUSTED[name]}")
+    if missing := [name for name in skipped if name not in options.skip]:
+        options_to_skip = " ".join(f"--skip {name}" for name in missing)
+        raise NotChecked(
+            f"the audit did not check: {', '.join(missing)}",
+            hint=f"see the steps above for what each needs, or accept it: {options_to_skip}",
+        )
+    note(f"no step failed; {plural(len(open_steps), 'step')} skipped")
     return 0
+
+
+def measured_of(given: Sequence[str]) -> dict[tuple[int, str, str], str]:
+    """Of each `RECORD:PLATFORM.FIELD=HEX`."""
+    found: dict[tuple[int, str, str], str] = {}
+    for text in given:
+        match = _MEASURED.fullmatch(text)
+        if match is None:
+            raise OperatorError(
+                f"--measured {text!r} is not RECORD:PLATFORM.FIELD=HEX",
+                hint="for example --measured 0:sgx.mrenclave=5f1b…, in lower case",
+            )
+        found[int(match[1]), match[2], match[3]] = match[4]
+    return found
 
 
 def _listed(steps: Sequence[AuditStep]) -> str:

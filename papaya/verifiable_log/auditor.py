@@ -12,8 +12,9 @@ failed: the step that wanted to read it is `not done`, and the last one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from papaya.verifiable_log.checkpoint import LogPolicy
@@ -52,9 +53,17 @@ class AuditStep:
 
 
 def audit(
-    reader: LogReader, policy: LogPolicy, rebuild: Rebuild, now: float
+    reader: LogReader,
+    policy: LogPolicy,
+    rebuild: Rebuild,
+    now: float,
+    measured: Mapping[tuple[int, str, str], str] = MappingProxyType({}),
 ) -> Iterator[AuditStep]:
-    """Every step as it is done. After a failure of the log itself nothing more is believed."""
+    """Every step as it is done. After a failure of the log itself nothing more is believed.
+
+    `measured`: by record, platform and field, the measurement that the auditor computed with the
+    platform's own tools from the rebuilt artifact.
+    """
     known = reader.remembered is not None
     old_size = reader.checkpoint.size if known else 0
     try:
@@ -81,7 +90,7 @@ def audit(
         return
     yield AuditStep("entries", "passed", f"all {len(entries)} hash to the checkpoint's root")
     for index, entry in enumerate(entries):
-        yield from _audit_record(index, entry, rebuild)
+        yield from _audit_record(index, entry, rebuild, measured)
 
 
 def _witnessed(policy: LogPolicy) -> AuditStep:
@@ -91,7 +100,9 @@ def _witnessed(policy: LogPolicy) -> AuditStep:
     return AuditStep("witnesses", "passed", detail)
 
 
-def _audit_record(index: int, entry: bytes, rebuild: Rebuild) -> Iterator[AuditStep]:
+def _audit_record(
+    index: int, entry: bytes, rebuild: Rebuild, measured: Mapping[tuple[int, str, str], str]
+) -> Iterator[AuditStep]:
     try:
         record = Record.decode(entry)
     except LogError as error:
@@ -108,8 +119,22 @@ def _audit_record(index: int, entry: bytes, rebuild: Rebuild) -> Iterator[AuditS
     else:
         yield from _compared(record, built, index)
     for platform in sorted(record.measurements.keys() - {"software"}):
-        detail = f"the measurement for {platform} comes from its own tools: see docs/deploy-tsa.md"
-        yield AuditStep("measurement", "not done", detail, index)
+        for field, logged in sorted(record.measurements[platform].items()):
+            found = measured.get((index, platform, field))
+            yield _measured(f"{platform}.{field}", logged, found, index)
+
+
+def _measured(name: str, logged: str, found: str | None, index: int) -> AuditStep:
+    if found is None:
+        detail = (
+            f"{name} was not compared: compute it with the platform's tools (docs/deploy-tsa.md) "
+            f"and pass it as --measured {index}:{name}=HEX"
+        )
+        return AuditStep("measurement", "not done", detail, index)
+    if found != logged:
+        detail = f"{name} of the artifact is {found}, the record says {logged}"
+        return AuditStep("measurement", "failed", detail, index)
+    return AuditStep("measurement", "passed", f"{name} is {found}", index)
 
 
 def _compared(record: Record, built: Built, index: int) -> Iterator[AuditStep]:

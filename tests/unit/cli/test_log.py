@@ -212,7 +212,8 @@ def test_an_audit_rebuilds_every_release_of_a_clone(world: World) -> None:
     make_sources(world.clone, "the next release\n")
     world.revision = commit(world.clone)
     world.append()
-    steps = world.read("audit", "--source", world.clone, "--wheels", world.wheels)
+    clone = ["--source", world.clone, "--wheels", world.wheels]
+    steps = world.read("audit", *clone, *skipping("witnesses", "consistency", "measurement"))
     rebuilt = [(s["index"], s["outcome"]) for s in steps if s["name"] == "rebuild"]
     assert rebuilt == [(0, "passed"), (1, "passed")]
     assert outcomes(steps) == {
@@ -225,7 +226,29 @@ def test_an_audit_rebuilds_every_release_of_a_clone(world: World) -> None:
         "dependencies": "passed",
         "measurement": "not done",
     }
-    assert "3 steps could not be done here" in world.captured.err
+    assert "no step failed; 3 steps skipped" in world.captured.err
+    assert "not checked: measurement; you trust that the logged" in world.captured.err
+
+
+def test_a_measurement_is_compared_or_the_audit_is_not_complete(world: World) -> None:
+    """Before, an audit exited with 0 although no measurement had been compared."""
+    world.append("--sgx", "ab" * 32)
+    clone = ["--source", world.clone, "--wheels", world.wheels]
+    rest = skipping("witnesses", "consistency")
+    with pytest.raises(audit.NotChecked, match=r"did not check: measurement$") as caught:
+        world.read("audit", *clone, *rest)
+    assert caught.value.exit_code == 4
+    assert caught.value.hint.endswith("--skip measurement")
+    steps = world.read("audit", *clone, *rest, "--measured", f"0:sgx.mrenclave={'ab' * 32}")
+    assert outcomes(steps)["measurement"] == "passed"
+    with pytest.raises(ProtocolError, match="1 step of the audit failed"):
+        world.read("audit", *clone, *rest, "--measured", f"0:sgx.mrenclave={'cd' * 32}")
+    with pytest.raises(OperatorError, match=r"is not RECORD:PLATFORM\.FIELD=HEX"):
+        world.read("audit", *clone, "--measured", "sgx=AB")
+
+
+def skipping(*steps: str) -> list[str]:
+    return [word for step in steps for word in ("--skip", step)]
 
 
 def test_an_audit_finds_a_binary_that_the_source_does_not_give(world: World) -> None:
@@ -246,17 +269,17 @@ def test_an_audit_finds_a_binary_that_the_source_does_not_give(world: World) -> 
 
 def test_an_audit_without_the_source_says_so(world: World) -> None:
     world.append()
-    with pytest.raises(audit.NotRebuilt, match="1 release") as caught:
+    with pytest.raises(audit.NotChecked, match=r"did not check: .*rebuild") as caught:
         world.read("audit")
     assert caught.value.exit_code == 4
     steps = msgspec.json.decode(world.captured.out)
     [step] = [step for step in steps if step["name"] == "rebuild"]
     assert step["outcome"] == "not done"
     assert world.revision in step["detail"]
-    assert world.read("audit", "--allow-not-done") == steps
+    assert world.read("audit", *skipping("witnesses", "consistency", "rebuild")) == steps
 
 
-@pytest.mark.parametrize("allowed", [(), ("--allow-not-done",)])
+@pytest.mark.parametrize("allowed", [(), ("--skip", "rebuild")])
 def test_an_audit_fails_for_a_revision_that_the_clone_does_not_have(
     world: World, allowed: tuple[str, ...]
 ) -> None:
@@ -278,7 +301,7 @@ def test_a_machine_without_git_says_nothing_about_a_revision(
 ) -> None:
     world.append()
     monkeypatch.setenv("PATH", str(world.folder / "no-programs"))
-    with pytest.raises(audit.NotRebuilt):
+    with pytest.raises(audit.NotChecked):
         world.read("audit", "--source", world.clone, "--wheels", world.wheels)
     assert "git could not be run" in world.captured.out
 
@@ -308,7 +331,7 @@ def test_a_memory_that_cannot_be_written_is_told(world: World) -> None:
 
 
 def rebuild_of(world: World, *options: object) -> tuple[str, str]:
-    with pytest.raises(audit.NotRebuilt):
+    with pytest.raises(audit.NotChecked):
         world.read("audit", *options)
     steps = msgspec.json.decode(world.captured.out)
     [step] = [step for step in steps if step["name"] == "rebuild"]
@@ -345,13 +368,15 @@ def test_an_audit_without_dependencies_says_so(world: World) -> None:
     world.append()
     (world.folder / "empty").mkdir()
     options = ["--source", world.clone, "--wheels", world.folder / "empty"]
-    steps = world.read("audit", *options)
+    skipped = skipping("witnesses", "consistency", "dependencies")
+    steps = world.read("audit", *options, *skipped)
     assert outcomes(steps)["rebuild"] == "passed"
     assert outcomes(steps)["dependencies"] == "not done"
 
 
 def test_an_audit_prints_its_steps_for_people(world: World) -> None:
     world.append()
-    text = world.out("audit", world.log, "--log-key", world.log_key, "--allow-not-done")
+    skipped = skipping("witnesses", "consistency", "rebuild")
+    text = world.out("audit", world.log, "--log-key", world.log_key, *skipped)
     assert "log       checkpoint" in text
     assert "record 0  rebuild" in text
