@@ -18,6 +18,7 @@ from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
 
 _EVALUATE = "/evaluate"  # not a valid end of a task id
 _MAX_EVALUATIONS = MAX_EXCLUDED
+_ASK_AGAIN_S = 3600.0
 
 
 def evaluations_of(parameters: BlobKey) -> TaskId:
@@ -39,9 +40,10 @@ class History(Struct, gc=False):
 
     `evaluations` maps evaluation tasks to the name under which they are recorded.
 
-    `ceiling_s`: a task is excluded for at most so long after a participation, whatever gap and
-    limit its server sent. Otherwise one answer of a rogue server would bar the device from the task
-    forever.
+    `ceiling_s`: so long after a participation, and then once per such a period, the task is not
+    excluded for an hour, whatever gap and limit its server sent. Otherwise one answer of a rogue
+    server would bar the device from the task forever. The gap and the limit that come with a join
+    always apply.
 
     `gc=False` because a simulated fleet has millions of these, and none can refer to itself.
     """
@@ -75,7 +77,7 @@ class History(Struct, gc=False):
         barred = {
             task: -entry.last_at
             for task, entry in self.entries.items()
-            if now < entry.last_at + self.ceiling_s
+            if not self._asks_again(now - entry.last_at)
             and not self.allows(now, task, entry.gap_s, entry.limit)
         }
         named = [(since, task) for task, since in barred.items() if not task.endswith(_EVALUATE)]
@@ -85,6 +87,10 @@ class History(Struct, gc=False):
             if together in barred
         ]
         return tuple(task for _, task in sorted(named)[:MAX_EXCLUDED])
+
+    def _asks_again(self, since_s: float) -> bool:
+        """Is it time to ask the server for the gap and the limit that apply now?"""
+        return since_s >= self.ceiling_s and since_s % self.ceiling_s < _ASK_AGAIN_S
 
     def record(self, now: float, task: TaskId, gap_s: float, limit: int | None) -> Participated:
         before = self.entries.get(task)

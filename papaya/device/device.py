@@ -109,7 +109,7 @@ class Device:
         history = await asyncio.to_thread(
             self._history.load,
             self._config.participation_floor_s,
-            self._process.limits.max_participation_gap_s,
+            self._process.limits.max_exclusion_s,
         )
         machine = Client(
             self._equipment.selectors, self._capabilities, history, self._config, self._rng

@@ -2,8 +2,8 @@
 
 A server sends timeouts, heartbeat intervals, waiting times and sizes. A device follows them within
 bounds that its owner set: no server can make it hold a session for a day, wait for a year, send
-heartbeats in a tight loop, download more than it has room for, or stay away from a task for longer
-than `max_participation_gap_s` (`papaya/client/history.py` also applies that to max_participations).
+heartbeats in a tight loop, download more than it has room for, or exclude a task forever: after
+`max_exclusion_s` the device asks again (`papaya/client/history.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class DeviceLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_heartbeat_s: float = 300.0
     max_retry_after_s: float = 60.0
     max_rejected_s: float = 86400.0
-    max_participation_gap_s: float = 30 * 86400.0
+    max_exclusion_s: float = 30 * 86400.0
     max_model_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
@@ -44,9 +44,6 @@ class DeviceLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                     answer,
                     heartbeat_s=_at_most(self.max_heartbeat_s, heartbeat_s),
                     training_timeout_s=_at_most(self.max_training_s, answer.training_timeout_s),
-                    participation_gap_s=_at_most(
-                        self.max_participation_gap_s, answer.participation_gap_s
-                    ),
                 )
             case UploadGranted():
                 timeout_s = _at_most(self.max_upload_s, answer.upload_timeout_s)

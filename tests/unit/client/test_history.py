@@ -138,13 +138,24 @@ def test_no_more_tasks_are_named_than_a_check_in_may_carry() -> None:
 def test_no_server_bars_a_device_for_longer_than_its_own_ceiling(
     gap_s: float, limit: int | None
 ) -> None:
-    history = History(0.0, ceiling_s=1000.0)
-    history.record(100.0, "next-word", gap_s, limit)
-    assert history.excluded(1099.0) == ("next-word",)
-    assert history.excluded(1100.0) == ()
-    # A limit that the task has when the device joins again still holds.
-    assert not history.allows(1100.0, "next-word", 0.0, 1)
-    assert history.allows(1100.0, "next-word", 0.0, None)
+    """It asks again for an hour of each period: a task that still refuses it costs few slots."""
+    day_s = 86400.0
+    history = History(0.0, ceiling_s=30 * day_s)
+    history.record(0.0, "next-word", gap_s, limit)
+    for period in (1, 2):
+        assert history.excluded(30 * day_s * period - 1) == ("next-word",)
+        assert history.excluded(30 * day_s * period) == ()
+        assert history.excluded(30 * day_s * period + 3600) == ("next-word",)
+
+
+def test_the_gap_and_the_limit_of_a_join_always_apply() -> None:
+    """A gap is a privacy rule: a device must not shorten a gap of 90 days to its own 30."""
+    day_s = 86400.0
+    history = History(0.0, ceiling_s=30 * day_s)
+    history.record(0.0, "next-word", 90 * day_s, 1)
+    assert not history.allows(31 * day_s, "next-word", 90 * day_s, None)
+    assert not history.allows(31 * day_s, "next-word", 0.0, 1)
+    assert history.allows(31 * day_s, "next-word", 0.0, None)
 
 
 # --- In a session

@@ -77,7 +77,7 @@ def test_servers_of_one_installation_trust_each_other(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("authority", "name"), [("other.pem", "localhost"), ("one.pem", "else")])
-def test_a_server_with_a_foreign_certificate_or_name_is_not_tsa(
+def test_a_server_with_a_foreign_certificate_or_name_is_not_trusted(
     folder: Path, authority: str, name: str
 ) -> None:
     server = server_context(deployment(folder, "one.pem", "one.key", None))

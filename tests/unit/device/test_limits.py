@@ -18,11 +18,8 @@ SECONDS = st.floats(0, 1e308) | st.just(float("inf")) | st.just(float("nan"))
 
 @given(SECONDS, SECONDS)
 def test_no_time_is_beyond_the_limits(one: float, other: float) -> None:
-    offer = LIMITS.bounded(
-        joined(heartbeat_s=one, training_timeout_s=other, participation_gap_s=one)
-    )
+    offer = LIMITS.bounded(joined(heartbeat_s=one, training_timeout_s=other))
     assert isinstance(offer, Joined)
-    assert 0 <= offer.participation_gap_s <= LIMITS.max_participation_gap_s
     assert LIMITS.min_heartbeat_s <= offer.heartbeat_s <= LIMITS.max_heartbeat_s
     assert 0 <= offer.training_timeout_s <= LIMITS.max_training_s
     granted = LIMITS.bounded(UploadGranted(b"", 1, 1, one))
