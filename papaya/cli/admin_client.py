@@ -164,12 +164,24 @@ class AdminClient:
 
     def _decode(self, data: bytes, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(data, type=kind)
+            return msgspec.convert(_on_one_line(msgspec.json.decode(data)), kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise OperatorError(
                 f"{self.url} did not answer like an admin API of this version: {error}",
                 hint="check the address: `papaya serve` prints that of its admin API",
             ) from error
+
+
+def _on_one_line(value: object) -> object:
+    """Server text must not fake a line of our own output."""
+    match value:
+        case str():
+            return " ".join(value.splitlines()) if not value.isprintable() else value
+        case list():
+            return [_on_one_line(each) for each in value]
+        case dict():
+            return {name: _on_one_line(each) for name, each in value.items()}
+    return value
 
 
 def _token(file: Path | None) -> str:

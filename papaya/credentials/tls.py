@@ -9,15 +9,22 @@ cannot ask for it. Certificates are read at the start only.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import socket
 import ssl
 import stat
+from datetime import UTC, datetime, timedelta
 from urllib.parse import urlsplit
+
+from cryptography.x509 import load_pem_x509_certificates
 
 from papaya.config.deployment import Deployment
 from papaya.errors import OperatorError
 
+logger = logging.getLogger("papaya.server")
+
+_SOON = timedelta(days=14)
 _PROTOCOLS = ("http/1.1",)
 # How OpenSSL calls an answer that is not TLS.
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
@@ -41,7 +48,22 @@ def server_context(deployment: Deployment) -> ssl.SSLContext | None:
             hint="both are PEM, the key belongs to the first certificate in the file and has no "
             f"passphrase: openssl pkey -in {key} -noout",
         ) from error
+    _check_dates(certificate)
     return context
+
+
+def _check_dates(path: str) -> None:
+    """An expired certificate would only show as failed handshakes on every device."""
+    with open(path, "rb") as file:
+        found = load_pem_x509_certificates(file.read())[0]
+    ends, now = found.not_valid_after_utc, datetime.now(UTC)
+    if ends <= now:
+        raise OperatorError(
+            f"tls_certificate {path} expired at {ends:%Y-%m-%d %H:%M} UTC",
+            hint="renew it, then start the server again",
+        )
+    if ends - now < _SOON:
+        logger.warning("tls_certificate %s expires at %s UTC: renew it", path, f"{ends:%Y-%m-%d}")
 
 
 def client_context(authority: str | None = None) -> ssl.SSLContext:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -32,6 +33,7 @@ MAX_REFUSED = 64  # connections of one listener that are being answered 503
 _PER_TURN = 64  # accepted before the loop serves its connections
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _RETRY_S = 1.0
+_WARN_S = 60.0
 
 
 class Admission:
@@ -72,6 +74,7 @@ class Acceptor:
         self._served = 0  # accepted sockets that are not refused
         self._refused = 0  # accepted sockets that are refused
         self._by_address: Counter[str] = Counter()  # of those that are served
+        self._warned_at: dict[str, float] = {}  # by limit, when a refusal was last logged
         self._is_paused = False  # nothing is accepted now
         self._is_closed = False
         self._listen()
@@ -131,12 +134,27 @@ class Acceptor:
                 self._loop.call_later(_RETRY_S, self._listen)
                 return
             connection.setblocking(False)
+            if is_refused:
+                self._warn("max_connections", peer[0])
             self._served += not is_refused
             self._refused += is_refused
             admission = Admission(self, (peer[0], peer[1]), is_refused)
             task = self._loop.create_task(self._open(connection, admission))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
+
+    def _warn(self, limit: str, host: str) -> None:
+        """At most once a minute for each limit."""
+        now = self._loop.time()
+        if now - self._warned_at.get(limit, -math.inf) >= _WARN_S:
+            self._warned_at[limit] = now
+            log.warning(
+                "connections are refused, the last one from %s: %s = %d is reached (hint: raise it;"
+                " if this is the address of a load balancer, add it to proxies)",
+                host,
+                limit,
+                getattr(self._limits, limit),
+            )
 
     async def _open(self, connection: socket.socket, admission: Admission) -> None:
         try:
@@ -180,6 +198,7 @@ class Acceptor:
             return True
         key = address_key(admission.client[0])
         if self._by_address[key] >= self._limits.max_connections_per_address:
+            self._warn("max_connections_per_address", admission.client[0])
             if self._refused >= MAX_REFUSED:
                 return False
             admission.refusal = "too many connections from your address"
@@ -209,7 +228,10 @@ async def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for family, _, _, _, address in dict.fromkeys(found):
-            listening = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                listening = socket.socket(family, socket.SOCK_STREAM)
+            except OSError:  # a kernel without IPv6, for example
+                continue
             sockets.append(listening)
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # Accepted sockets inherit it. Small answers must not wait for more bytes.
@@ -224,4 +246,6 @@ async def bind(host: str, port: int, backlog: int) -> list[socket.socket]:
         for listening in sockets:
             listening.close()
         raise
+    if not sockets:
+        raise OSError(errno.EAFNOSUPPORT, f"no address family of {host} is available")
     return sockets

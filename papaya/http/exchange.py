@@ -6,9 +6,11 @@ an answer does nothing, so callers need not check first.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from pathlib import Path
@@ -25,6 +27,7 @@ Blame = Callable[[Exception], HttpError | None]
 
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n" for s in HTTPStatus}
 _BODILESS = (204, 304)
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _PRINTABLE = re.compile(r"[\t\x20-\x7e]*")
 
 
@@ -95,11 +98,18 @@ class Exchange:
             return
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _NO_SUCH_FILE:
+                raise
             self.answer_problem(404, "no such file")
             return
         try:
-            size = os.fstat(file).st_size
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                os.close(file)
+                self.answer_problem(404, "no such file")
+                return
+            size = found.st_size
             head = render_head(status, size, headers, content_type)
         except BaseException:
             os.close(file)

@@ -18,7 +18,8 @@ from papaya.http.limits import ListenerLimits
 from papaya.http.routes import HttpRoute, Routes
 from papaya.http.server_connection import ServerConnection
 
-RenderProblem = Callable[[int, str], bytes]
+RenderProblem = Callable[[int, str, float | None], bytes]
+"""The body of an error: status, text, and the seconds of its Retry-After header, if any."""
 """Makes the body of an error answer from the status and a text."""
 Observe = Callable[[str, int, float], None]
 """Called for each answer: the route's path template, the status, the seconds since the head."""
@@ -26,7 +27,7 @@ Observe = Callable[[str, int, float], None]
 _BACKLOG = 4096
 
 
-def plain_problem(status: int, text: str) -> bytes:
+def plain_problem(status: int, text: str, retry_after_s: float | None) -> bytes:
     """The body of an error answer, if the user of this package defines none."""
     return msgspec.json.encode({"status": status, "problem": text})
 

@@ -20,6 +20,7 @@ _V1_MAX_BYTES = 107
 _V2_MAX_BYTES = 2048  # of addresses and extensions; the specification expects less than 512
 _V1 = re.compile(rb"PROXY TCP([46]) ([0-9a-fA-F.:]+) [0-9a-fA-F.:]+ (\d{1,5}) \d{1,5}\r\n")
 _LOCAL, _PROXIED = 0x20, 0x21
+_UNSPECIFIED = 0x00  # the family of a connection whose client the proxy does not tell
 
 ProxiedClient = tuple[str, int]
 
@@ -51,7 +52,7 @@ def parse_v1(line: bytes) -> ProxiedClient | None:
 def parse_v2(fixed: bytes, rest: bytes) -> ProxiedClient | None:
     """`fixed`: the four bytes after the signature. `rest`: as many as they announce."""
     command, family = fixed[0], fixed[1]
-    if command == _LOCAL:
+    if command == _LOCAL or (command == _PROXIED and family == _UNSPECIFIED):
         return None
     if command == _PROXIED and family == 0x11 and len(rest) >= 12:
         return str(IPv4Address(rest[:4])), int.from_bytes(rest[8:10], "big")

@@ -18,7 +18,9 @@ gets an error answer; nothing that a peer sends can stop the server.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -91,7 +93,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         if not self._listener.is_accepting:
             refusal = "the server is stopping"
         if refusal is not None:
-            self._refuse(503, refusal, (("Retry-After", str(self._listener.limits.retry_after_s)),))
+            self._observe(503)
+            self._refuse_for_now(refusal)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         receiver = self._receiver
@@ -198,7 +201,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def send_problem(
         self, exchange: Exchange, status: int, text: str, headers: Headers = ()
     ) -> None:
-        body = self._listener.problem(status, text)
+        body = self._listener.problem(status, text, None)
         head = render_head(status, len(body), headers, "application/json")
         self.send_answer(exchange, status, head, body)
 
@@ -477,7 +480,16 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _refuse(self, status: int, text: str, headers: Headers = ()) -> None:
         """Answers a peer that has no exchange, and closes."""
-        body = self._listener.problem(status, text)
+        self._send_refusal(status, self._listener.problem(status, text, None), headers)
+
+    def _refuse_for_now(self, text: str) -> None:
+        """Answers 503. Peers come back spread out in time, or they would all be refused again."""
+        least_s = self._listener.limits.retry_after_s
+        retry_s = math.ceil(random.uniform(least_s, 3 * least_s))
+        body = self._listener.problem(503, text, retry_s)
+        self._send_refusal(503, body, (("Retry-After", str(retry_s)),))
+
+    def _send_refusal(self, status: int, body: bytes, headers: Headers) -> None:
         head = render_head(status, len(body), headers, "application/json")
         self._out.answer(self._complete(head, True), body)
         self._linger()

@@ -17,7 +17,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from papaya.errors import ProtocolError
-from papaya.http.errors import HttpError
+from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered, HttpRoute
@@ -115,7 +115,7 @@ class Peers:
                 )
                 if response.status != TAKEN:
                     self._refused(to, response.status)
-        except (ProtocolError, HttpError, OSError, TimeoutError) as error:
+        except (ProtocolError, HttpError, MisuseError, OSError, TimeoutError) as error:
             self.lost += 1 + len(queue)
             logger.info("%s cannot be reached: %s", to, error)
         finally:
@@ -138,7 +138,7 @@ class Peers:
                 wire.encode(message),
                 _RELAY_TIMEOUT_S,
             )
-        except (ProtocolError, HttpError, OSError, TimeoutError) as error:
+        except (ProtocolError, HttpError, MisuseError, OSError, TimeoutError) as error:
             logger.info("%s cannot be reached: %s", to, error)
             request.answer(Retry("the aggregator cannot be reached", self._retry_s))
         else:

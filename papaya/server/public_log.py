@@ -23,7 +23,9 @@ from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey
 from papaya.verifiable_log.record import Record
 
 LOG_PATH = "/v1/log/{path...}"
-_PUBLIC = re.compile(r"checkpoint|tile/[0-9a-z/.]{1,100}")
+_PUBLIC = re.compile(
+    r"checkpoint|tile/(entries|[0-9]{1,2})(/x[0-9]{3}){0,6}/[0-9]{3}(\.p/[1-9][0-9]{0,2})?"
+)
 _NAME = "INSECURE.papaya.invalid/one-machine"
 
 

@@ -68,11 +68,17 @@ def retry_after_s(heartbeat_s: float) -> float:
     return min(1.0, heartbeat_s / 4)
 
 
-def problem(status: int, text: str, retry_s: float = 1.0) -> bytes:
-    """The message for an error of the HTTP layer: Retry or Refused, by status."""
+def problem(
+    status: int, text: str, retry_after_s: float | None = None, *, retry_s: float = 1.0
+) -> bytes:
+    """The message for an error of the HTTP layer: Retry or Refused, by status.
+
+    `retry_after_s` is that of the answer's header; `retry_s` is for answers without one.
+    """
     reason = text[:128]
     if status in _PASSING:
-        return wire.encode(Retry(reason, after_s=retry_s))
+        after_s = retry_s if retry_after_s is None else retry_after_s
+        return wire.encode(Retry(reason, after_s=after_s))
     return wire.encode(Refused(reason))
 
 

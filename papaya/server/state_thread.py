@@ -112,8 +112,9 @@ class StateThread:
 
     def _on_outcomes(self, writes: list[_Write], outcomes: Sequence[Outcome]) -> None:
         for write, outcome in zip(writes, outcomes, strict=True):
-            self._observe(perf_counter() - write.asked_at, outcome)
             _complete(write.outcome, outcome)
+        for write, outcome in zip(writes, outcomes, strict=True):
+            self._observe(perf_counter() - write.asked_at, outcome)
 
     # -- on the thread ----------------------------------------------------------------------
 
@@ -155,6 +156,9 @@ class StateThread:
             outcomes = self._store.transact_all([write.transaction for write in writes])
         except Exception:  # a bug in the store must not leave the machines without an outcome
             logger.exception("the state store failed in %d transactions", len(writes))
+            outcomes = ["unknown"] * len(writes)
+        if len(outcomes) != len(writes):
+            logger.error("the state store gave %d of %d outcomes", len(outcomes), len(writes))
             outcomes = ["unknown"] * len(writes)
         self.problem = "the last commit failed" if "unknown" in outcomes else ""
         self._loop.call_soon_threadsafe(self._on_outcomes, writes, outcomes)

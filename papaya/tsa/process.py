@@ -4,8 +4,8 @@ The loop behind `papaya serve tsa`. When nobody has asked anything for a moment 
 seeds, so that a release finds its sum ready. A connection is not read while its answer is being
 sent, so a peer that does not read costs one answer of memory, which is a view of the sum. A
 connection that announces too long a request is closed; one too many closes the connection that was
-silent longest. No peer can end the process, and no want of memory: only the `stop` socket can. It
-logs nothing and writes nothing.
+silent longest, among those that have not authenticated if these are too many. No peer can end the
+process, nor can a lack of memory: only the `stop` socket can. It logs nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from papaya.tsa.service import MakeEvidence, ReplyParts, TsaService, TsaSession
 from papaya.tsa.tsa import TSA, TsaLimits
 
 MAX_CONNECTIONS: Final = 64
+MAX_STRANGERS: Final = 16  # of them; connections that have not proved a key
 _READ_BYTES: Final = 1 << 16
 _QUIET_S: Final = 0.005  # seeds that come close together are summed together
 _LONGEST_WAIT_S: Final = 0.05  # when it is never quiet
@@ -151,8 +152,7 @@ class Process:
             stream, _ = self._listener.accept()
         except OSError:  # it went away again, or there are no file descriptors left
             return
-        if len(self._connections) >= MAX_CONNECTIONS:
-            self._close(next(iter(self._connections.values())))
+        self._make_room()
         try:
             stream.setblocking(False)
             endpoint.tune(stream)
@@ -162,6 +162,18 @@ class Process:
             stream.close()
             return
         self._connections[stream] = connection
+
+    def _make_room(self) -> None:
+        """Closes the stranger that was silent longest, if there are too many strangers.
+
+        A stranger has not proved the key of a cluster. Whoever has is closed only for the sake of
+        another one: otherwise every local user could cut off the servers.
+        """
+        strangers = [c for c in self._connections.values() if not c.session.is_authenticated]
+        if len(strangers) >= MAX_STRANGERS:
+            self._close(strangers[0])
+        elif len(self._connections) >= MAX_CONNECTIONS:
+            self._close(next(iter(self._connections.values())))
 
     def _serve(self, connection: _Connection, events: int) -> None:
         # Whoever was heard last goes to the end of the line, and is closed last.

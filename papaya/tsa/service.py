@@ -58,6 +58,10 @@ class TsaSession:
         self._challenge = challenge
         self._cluster: bytes | None = None  # the public key that was proved
 
+    @property
+    def is_authenticated(self) -> bool:
+        return self._cluster is not None
+
     def answer(self, request: bytes, now: float) -> ReplyParts:
         """The parts of the whole answer, to be sent one after the other. Raises nothing."""
         try:

@@ -78,7 +78,7 @@ async def ask(listener: Listener, header: bytes = b"", **options: Any) -> Respon
 
 def assert_told_to_wait(response: Response) -> None:
     assert response.status == 503
-    assert response.headers["retry-after"] == "5"
+    assert 5 <= int(response.headers["retry-after"]) <= 15
     assert response.headers["connection"] == "close"
 
 

@@ -250,7 +250,7 @@ def test_one_connection_too_many(loop: str) -> None:
                     three.send(a_request("POST", "/echo", b"x"))
                     response = await three.response()
                     assert response.status == 503
-                    assert response.headers["retry-after"] == "5"
+                    assert 5 <= int(response.headers["retry-after"]) <= 15
                     assert await three.rest() == b""
                 assert (await one.ask("POST", "/echo", b"first in")).body == b"first in"
             while server.connections:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from papaya.tsa import endpoint, wire
 from papaya.tsa.client import TsaClient
-from papaya.tsa.errors import RefusalReason, TsaRefused
-from papaya.tsa.process import MAX_CONNECTIONS
+from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
+from papaya.tsa.process import MAX_CONNECTIONS, MAX_STRANGERS
 from papaya.tsa.service import NOT_PROVED, TsaService
 from tests.unit.secagg.builders import NOW, Deployment, a_task, with_byte_changed
 from tests.unit.tsa.running import CLUSTER, authenticated, received, running, serving
@@ -185,10 +185,30 @@ def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:
     with running() as where:
         crowd: list[socket.socket] = []
         try:
-            crowd.extend(endpoint.connect(where, 30) for _ in range(MAX_CONNECTIONS))
+            crowd.extend(endpoint.connect(where, 30) for _ in range(MAX_STRANGERS))
             with TsaClient(where, CLUSTER) as client:
                 assert client.register(a_task())
             assert crowd[0].recv(1) == b""
         finally:
             for stranger in crowd:
                 stranger.close()
+
+
+def test_strangers_do_not_cut_off_an_authenticated_connection() -> None:
+    """Before, the connection that was silent longest was closed, whosever it was."""
+    with running() as where, TsaClient(where, CLUSTER) as client, ExitStack() as crowd:
+        for _ in range(2 * MAX_CONNECTIONS):
+            crowd.enter_context(endpoint.connect(where, 30))
+        with TsaClient(where, CLUSTER) as other:  # accepted after all of them
+            assert other.register(a_task())
+        assert client.register(a_task())
+
+
+def test_too_many_authenticated_connections_close_the_oldest() -> None:
+    with running() as where, ExitStack() as stack:
+        clients = [
+            stack.enter_context(TsaClient(where, CLUSTER)) for _ in range(MAX_CONNECTIONS + 1)
+        ]
+        assert clients[-1].register(a_task())
+        with pytest.raises(Unavailable):
+            clients[0].register(a_task())

@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
-
 from papaya.cli.admin_client import (
     AdminClient,
     OneTaskOptions,
@@ -23,7 +21,7 @@ from papaya.cli.admin_client import (
     client_for,
     task_path,
 )
-from papaya.cli.output import Commands, bind, note, positive, print_data, printable
+from papaya.cli.output import Commands, bind, note, positive, print_data, print_json, printable
 from papaya.errors import OperatorError
 from papaya.messages.storage import PointRow
 from papaya.server.admin.views import TaskDetail, TaskView
@@ -66,11 +64,11 @@ def run(options: TaskWatchOptions) -> int:
     client.get(task_path(options.task), TaskDetail)  # fail now if the name or the token is wrong
     show: Show
     if options.is_json:
-        show = LineShow(lambda detail: msgspec.json.encode(detail).decode())
+        show = LineShow(print_json)
     elif sys.stdout.isatty():
         show = Display()
     else:
-        show = LineShow(line)
+        show = LineShow(lambda detail: print_data(line(detail)))
     with show:
         detail = follow(client, options.task, options.until, options.interval, show)
     if detail.task.state == "cancelled":
@@ -92,8 +90,8 @@ class Show(AbstractContextManager["Show"]):
 class LineShow(Show):
     """Prints a line for each change of version, state or loss."""
 
-    def __init__(self, render: Callable[[TaskDetail], str]) -> None:
-        self._render = render
+    def __init__(self, show: Callable[[TaskDetail], None]) -> None:
+        self._show = show
         self._last: object = None
 
     def update(self, detail: TaskDetail) -> None:
@@ -101,7 +99,7 @@ class LineShow(Show):
         now = (task.version, task.state, task.loss, task.halted)
         if now != self._last:
             self._last = now
-            print_data(self._render(detail))
+            self._show(detail)
 
 
 class Display(Show):

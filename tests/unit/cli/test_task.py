@@ -13,6 +13,7 @@ from msgspec import structs
 from prometheus_client import Counter
 
 from papaya.cli.admin_client import TOKEN_VARIABLE, AdminClient, ServerUnreachable
+from papaya.cli.output import print_data
 from papaya.cli.task import watch
 from papaya.cli.task.submit import changed
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
@@ -257,7 +258,7 @@ def test_watch_tells_every_change_and_ends_with_the_task(
             run(server, "task", action, "next-word")
 
     client = AdminClient(server.url, TOKEN)
-    show = watch.LineShow(watch.line)
+    show = watch.LineShow(lambda detail: print_data(watch.line(detail)))
     last = watch.follow(client, "next-word", "completed", 1.0, show, sleep)
     assert last.task.state == "cancelled"
     lines = [line for line in capsys.readouterr().out.splitlines() if "version 0" in line]
@@ -295,7 +296,14 @@ def test_watch_until_evaluated_waits_for_the_last_version(server: AdminServer) -
             server.call(server.system.service.set_state("planned-eval-0", "cancelled"))
 
     client = AdminClient(server.url, TOKEN)
-    watch.follow(client, "planned", "evaluated", 1.0, watch.LineShow(watch.line), sleep)
+    watch.follow(
+        client,
+        "planned",
+        "evaluated",
+        1.0,
+        watch.LineShow(lambda detail: print_data(watch.line(detail))),
+        sleep,
+    )
     assert len(slept) == 2
 
 
@@ -317,7 +325,7 @@ def test_watch_waits_for_a_server_that_restarts_and_not_for_ever(
             return found
 
     client = Restarting(server.url, TOKEN)
-    show = watch.LineShow(watch.line)
+    show = watch.LineShow(lambda detail: print_data(watch.line(detail)))
     seen = watch.follow(client, "next-word", "completed", 1.0, show, lambda seconds: None)
     assert seen.task.state == "completed"
     assert capsys.readouterr().err.count("waiting for it") == 1

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ssl
 import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 from papaya.config.deployment import Deployment
 from papaya.credentials.tls import between_servers, client_context, server_context
@@ -118,3 +123,25 @@ def test_an_authority_that_does_not_work_is_explained(folder: Path, authority: s
     with pytest.raises(OperatorError, match="tls_authority") as refused:
         between_servers(deployment(folder, "one.pem", "one.key", authority))
     assert refused.value.hint
+
+
+@pytest.mark.parametrize(("days", "problem"), [(-1, "expired at"), (3, "")])
+def test_a_server_says_at_its_start_that_its_certificate_ends(
+    tmp_path: Path, days: int, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = Ed25519PrivateKey.generate()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).serial_number(1)
+    made = made.public_key(key.public_key()).not_valid_before(now - timedelta(days=9))
+    signed = made.not_valid_after(now + timedelta(days=days)).sign(key, None)
+    certificate, private = tmp_path / "c.pem", tmp_path / "k.pem"
+    certificate.write_bytes(signed.public_bytes(Encoding.PEM))
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    tls = Deployment(tls_certificate=str(certificate), tls_key=str(private))
+    if problem:
+        with pytest.raises(OperatorError, match=problem):
+            server_context(tls)
+    else:
+        assert server_context(tls) is not None
+        assert "renew it" in caplog.text
