@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -173,7 +174,10 @@ def test_who_took_part_is_compared_with_all_who_could() -> None:
 )
 def test_the_statistic_is_scipys(sample: list[int], reference: list[float]) -> None:
     ours = ks_statistic(np.array(sample, np.float64), np.array(reference))
-    assert ours == pytest.approx(stats.ks_2samp(sample, reference, method="exact").statistic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the p-value, which is not compared
+        theirs = stats.ks_2samp(sample, reference, method="asymp").statistic
+    assert ours == pytest.approx(theirs)
 
 
 def test_the_window_begins_after_the_warm_up() -> None:

@@ -43,9 +43,8 @@ def test_one_more_client_is_as_many_bytes_as_the_documentation_says() -> None:
     counts = [bytes_into_tee(k, MODEL_BYTES, "asynchronous") for k in (1, 2, 3)]
     assert [b - a for a, b in pairwise(counts)] == [BYTES_PER_CLIENT, BYTES_PER_CLIENT]
     text = Path("docs/secure-aggregation.md").read_text()
-    assert f"go {BYTES_PER_CLIENT} bytes per client" in text
-    assert f"{SEED_MESSAGE_BYTES} with its sealed seed" in text
-    assert f"{NAME_BYTES} that name it" in text
+    assert f"receives {BYTES_PER_CLIENT} bytes per client" in text
+    assert f"{SEED_MESSAGE_BYTES} with the sealed seed" in text
 
 
 def test_naive_aggregation_is_k_times_m_and_ours_k_plus_m() -> None:
