@@ -36,9 +36,9 @@ from papaya.cli.admin_client import AdminClient
 from papaya.cli.demo.processes import Processes, interrupted_by_signals, wait_s
 from papaya.cli.demo.show import (
     SOFTWARE,
+    DemoRecorder,
     DemoSample,
     Onlooker,
-    DemoRecorder,
     Summary,
     draw,
     perplexities,
