@@ -8,14 +8,39 @@ for which `minimum_threshold` and `maximum_staleness` are meant.
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 
-from papaya.errors import ConfigError
+from papaya.errors import ConfigError, ProtocolError
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.note import VerifierKey
+
+AttestationReason: TypeAlias = Literal[
+    "platform", "quote", "debug", "log", "measurement", "report_data"
+]
+
+
+class AttestationError(ProtocolError):
+    """The first check that failed, in `reason`; nothing was masked.
+
+    platform       this device does not take evidence of that kind
+    quote          malformed, not under the vendor's root, expired, revoked, or a bad TCB status
+    debug          the host can read the enclave
+    log            the log cannot be read, was rolled back, forked, or lacks witnesses
+    measurement    another binary than the record of the log says
+    report_data    another identity key, or other parameters, than the server says
+    """
+
+    default_hint: ClassVar[str] = (
+        "the device takes no part; whoever runs the server must show evidence that holds"
+    )
+
+    def __init__(self, reason: AttestationReason, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.reason = reason
+
 
 PlatformName: TypeAlias = Literal["sgx", "tdx", "software"]
 # "Revoked" is not among them: no policy accepts it.

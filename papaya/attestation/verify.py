@@ -26,8 +26,13 @@ import dcap_qvl  # type: ignore[import-untyped]
 import msgspec
 from cryptography.hazmat.primitives import serialization
 
-from papaya.attestation.errors import AttestationError, AttestationReason
-from papaya.attestation.policy import PLATFORMS, DevicePolicy, PlatformName
+from papaya.attestation.policy import (
+    PLATFORMS,
+    AttestationError,
+    AttestationReason,
+    DevicePolicy,
+    PlatformName,
+)
 from papaya.attestation.software import root_certificate
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.reader import LogReader

@@ -40,9 +40,8 @@ from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.verifiable_log.errors import LogError
-from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
 from papaya.verifiable_log.over_http import over_http
-from papaya.verifiable_log.reader import LogReader
+from papaya.verifiable_log.reader import CheckpointFile, LogReader, RememberingReader
 
 # How long a verified identity is trusted without reading the log again.
 _BELIEVED_S = 600.0

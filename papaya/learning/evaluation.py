@@ -32,6 +32,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from papaya.config import StopRule
 from papaya.config.task import EVALUATION_CLIP
 from papaya.errors import Diverged, InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
@@ -180,3 +181,23 @@ def _percentile(table: Tensor, share: float) -> int:
 def _from_bucket(table: Tensor, first: int) -> Share:
     loss_sum, examples, clients = (float(total) for total in table[first:].sum(axis=0))
     return Share(BUCKETS[first], clients, examples, loss_sum / examples)
+
+
+def verdict(rule: StopRule, submitted: float, now: float, losses: Sequence[float]) -> str | None:
+    """Why the task ends now, in words for its owner, or None.
+
+    `losses`: one for each evaluation since the task began or was rolled back, oldest first. Hours
+    count from the submission, pauses included.
+    """
+    if rule.target_loss is not None and losses and losses[-1] <= rule.target_loss:
+        return f"loss {losses[-1]:.4g} has reached the target of {rule.target_loss:g}"
+    if rule.patience is not None and evaluations_without_gain(losses) >= rule.patience:
+        return f"no improvement on loss {min(losses):.4g} in {rule.patience} evaluations"
+    if rule.hours is not None and now >= submitted + 3600 * rule.hours:
+        return f"{rule.hours:g} hours are over"
+    return None
+
+
+def evaluations_without_gain(losses: Sequence[float]) -> int:
+    """How many evaluations came after the first one with the lowest loss."""
+    return len(losses) - 1 - losses.index(min(losses)) if losses else 0

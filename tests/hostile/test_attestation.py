@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from papaya.attestation.errors import AttestationError
-from papaya.attestation.policy import DevicePolicy
+from papaya.attestation.policy import AttestationError, DevicePolicy
 from papaya.attestation.software import make_collateral, make_quote
 from papaya.attestation.verify import Evidence, report_data
 from papaya.secagg.errors import OfferRefused

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from papaya.attestation.errors import AttestationError
+from papaya.attestation.policy import AttestationError
 from papaya.client.client import Stage
 from papaya.client.work import Downloaded, Finish, Seal, Sealed, Trained
 from papaya.device.events import Event, VisitEnded

@@ -13,9 +13,8 @@ from msgspec.structs import asdict
 from papaya.config import TaskConfig
 from papaya.sim.population import DEFAULT, STRESS
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import CLIENT, LSTM_CLIENT, SUPPLY
-from papaya.study.experiments.scale import Scale
-from papaya.study.workloads.paper import LANGUAGE
+from papaya.study.experiments.runs import CLIENT, LSTM_CLIENT, SUPPLY, Scale
+from papaya.study.workloads.lstm import LANGUAGE
 
 _LEFT_OUT = "Made with other seeds, another scale or other code, and left out here: "
 _STYLE = """

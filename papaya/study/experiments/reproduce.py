@@ -12,18 +12,64 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Final, Protocol, cast
 
 import msgspec
 from msgspec import Struct, structs
 
 from papaya.sim.jobs import mapping, write_whole
-from papaya.study.experiments.catalogue import EXPERIMENTS
+from papaya.study.experiments import (
+    designs,
+    execution_times,
+    goal_sweep,
+    model_quality,
+    sampling_bias,
+    server_updates,
+    speedup,
+    stale_limit,
+    sync_scaling,
+    tee_transfer,
+    training_curves,
+    utilization,
+)
 from papaya.study.experiments.page import page
 from papaya.study.experiments.result import Result
-from papaya.study.experiments.runs import workload_of
-from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.runs import Scale, workload_of
 from papaya.study.identity import digest
 from papaya.study.lab import Lab, LabStep
+from papaya.study.run import RecordingPlan
+
+
+class Experiment(Protocol):
+    """A module of this package; `EXPERIMENTS` has all of them, in the order of the report."""
+
+    KEY: str
+
+    def plans(self, scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+        """The runs of the machines that it needs."""
+
+    def run(self, lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+        """What came of them."""
+
+
+_MODULES: Final[tuple[ModuleType, ...]] = (
+    execution_times,
+    sync_scaling,
+    utilization,
+    server_updates,
+    speedup,
+    goal_sweep,
+    sampling_bias,
+    model_quality,
+    training_curves,
+    designs,
+    tee_transfer,
+    stale_limit,
+)
+EXPERIMENTS: Final[dict[str, Experiment]] = {
+    module.KEY: cast(Experiment, module) for module in _MODULES
+}
 
 
 class _Inputs(Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What models of the synthetic language (language.py) share: data, batches, the judge.
+"""Two models of the synthetic language (language.py), embedding and bigram, and what they share.
 
 Data is drawn while a client trains, from the hash of its device. Each client is trained on its
 own, in float32 and in a fixed order: the same bits in any batch. With numba a compiled loop does it
@@ -12,9 +12,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import ClassVar, Final, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD
@@ -27,6 +28,9 @@ from papaya.study.workloads.language import GRAIN, Judge, Language
 KernelName: TypeAlias = Literal["fastest", "numpy"]
 
 _COIN: Final = 2.0**32
+WIDTH: Final = 12
+_INITIAL: Final = 0.1
+_Real = TypeVar("_Real", np.float32, np.float64)
 
 
 class LanguageWorkload(ABC):
@@ -150,3 +154,76 @@ def _compiled(name: str) -> Callable[..., None] | None:
         "bigram": compiled_language.bigram,
     }
     return loops[name]
+
+
+class BigramWorkload(LanguageWorkload):
+    """A table of logits: each word has a row of odds of the next.
+
+    Convex, and each context is learnt on its own. A client touches few of its parameters.
+
+    Parameters: the table, row by row. Version 0 gives all words the same odds.
+    """
+
+    name: ClassVar[str] = "bigram"
+
+    @property
+    def length(self) -> int:
+        return self.language.vocabulary**2
+
+    def initial(self, seed: int) -> Vector:
+        return np.zeros(self.length, FLOAT32)
+
+    def logits(self, parameters: Floats) -> Floats:
+        return parameters.reshape(self.language.vocabulary, -1)
+
+    def _descend(self, model: Vector, words: Ints, following: Ints, rate: float) -> None:
+        table = model.reshape(self.language.vocabulary, -1)
+        np.subtract.at(table, words, error(table[words], following, rate))
+
+
+class EmbeddingWorkload(LanguageWorkload):
+    """A log-bilinear model: the odds of the next word from one embedding.
+
+        logits = outputs @ inputs[word] + bias        inputs, outputs: vocabulary x WIDTH
+
+    Small enough for sweeps over millions of clients, and not convex, so that rates and staleness
+    matter as they do for larger models.
+
+    Parameters: inputs, outputs, bias.
+    """
+
+    name: ClassVar[str] = "embedding"
+
+    @property
+    def length(self) -> int:
+        return self.language.vocabulary * (2 * WIDTH + 1)
+
+    def initial(self, seed: int) -> Vector:
+        """Small random embeddings, no bias."""
+        rng = np.random.Generator(np.random.PCG64([seed, 1]))
+        vector = rng.normal(0.0, _INITIAL, self.length).astype(FLOAT32)
+        vector[2 * self.language.vocabulary * WIDTH :] = 0
+        return vector
+
+    def logits(self, parameters: Floats) -> Floats:
+        inputs, outputs, bias = _split(parameters, self.language.vocabulary)
+        result: Floats = inputs @ outputs.T + bias
+        return result
+
+    def _descend(self, model: Vector, words: Ints, following: Ints, rate: float) -> None:
+        inputs, outputs, bias = _split(model, self.language.vocabulary)
+        entered = inputs[words]
+        wrong = error(entered @ outputs.T + bias, following, rate)
+        back = wrong @ outputs
+        outputs -= wrong.T @ entered
+        bias -= wrong.sum(axis=0)
+        np.subtract.at(inputs, words, back)
+
+
+def _split(
+    vector: npt.NDArray[_Real], vocabulary: int
+) -> tuple[npt.NDArray[_Real], npt.NDArray[_Real], npt.NDArray[_Real]]:
+    """Views of the parameters: inputs, outputs, bias."""
+    size, shape = vocabulary * WIDTH, (vocabulary, WIDTH)
+    inputs, outputs = vector[:size], vector[size : 2 * size]
+    return inputs.reshape(shape), outputs.reshape(shape), vector[2 * size :]

@@ -9,8 +9,7 @@ import pytest
 
 from papaya.verifiable_log.errors import ForkError, LogError, RollbackError
 from papaya.verifiable_log.folder import LogFolder
-from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
-from papaya.verifiable_log.reader import LogReader
+from papaya.verifiable_log.reader import CheckpointFile, LogReader, RememberingReader
 from tests.unit.verifiable_log.builders import KEY, NOW, POLICY, a_log
 
 ENTRIES = [b"entry %d" % i for i in range(9)]
