@@ -26,8 +26,13 @@ from papaya.learning.parameters import FLOAT32, Vector
 from papaya.sim.draws import Floats, HashWords, Ints, counters, splitmix64, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
-from papaya.study.workloads.language import GRAIN, Judge, Language, LanguageConfig
-from papaya.study.workloads.language_workload import EmbeddingWorkload
+from papaya.study.workloads.language import (
+    GRAIN,
+    EmbeddingWorkload,
+    Judge,
+    Language,
+    LanguageConfig,
+)
 from papaya.study.workloads.lstm_trainers import LstmSizes, LstmTrainer, Tokens, fastest
 
 LANGUAGE: Final = LanguageConfig()

@@ -29,7 +29,7 @@ from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
 from papaya.study.replay import Rates
 from papaya.study.workloads.base import Clients, Workload
-from papaya.study.workloads.language_workload import (
+from papaya.study.workloads.language import (
     BigramWorkload,
     EmbeddingWorkload,
     LanguageWorkload,

@@ -12,8 +12,7 @@ from msgspec import structs
 
 from papaya.config import AsyncFL
 from papaya.sim.jobs import in_turn
-from papaya.study.experiments.page import page, shown
-from papaya.study.experiments.reproduce import EXPERIMENTS, reproduce
+from papaya.study.experiments.reproduce import EXPERIMENTS, page, reproduce, shown
 from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.runs import (
     FULL,

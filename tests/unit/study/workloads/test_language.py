@@ -15,10 +15,13 @@ from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD
 from papaya.sim.population import DEFAULT, STRESS, Population, PopulationConfig, volume_quantiles
 from papaya.study.workloads.base import Clients
-from papaya.study.workloads.language import GRAIN, Judge, Language, LanguageConfig
-from papaya.study.workloads.language_workload import (
+from papaya.study.workloads.language import (
+    GRAIN,
     BigramWorkload,
     EmbeddingWorkload,
+    Judge,
+    Language,
+    LanguageConfig,
     LanguageWorkload,
 )
 
