@@ -39,7 +39,7 @@ from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import PopulationConfig
 from papaya.study.replay import Rates, learn
 from papaya.study.trace import Trace, record
-from papaya.study.workloads.embedding import EmbeddingWorkload
+from papaya.study.workloads.language import EmbeddingWorkload
 
 SEED = 1
 FLEET = 10**8

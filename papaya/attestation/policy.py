@@ -1,21 +1,45 @@
-"""What the owner of a device demands of a TSA, before its updates are masked for it.
+"""What the owner of a device requires of a TSA before updates are masked for it.
 
-Everything here is the device's own: no server can change it, and defaults are the strict side of
-every choice. Refused when it is made: a policy that contradicts itself. It does not know a
-task's parameters; those that the device agrees to are `Policy` in `papaya/secagg/participant.py`,
-for which `minimum_threshold` and `maximum_staleness` are meant.
+The policy is the device's own: no server can change it, and the defaults are strict. A policy that
+contradicts itself is refused. `minimum_threshold` and `maximum_staleness` become part of
+`ParticipantPolicy` (`papaya/secagg/participant.py`), which also has the parameters of a task.
 """
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args
 
 import msgspec
 
-from papaya.errors import ConfigError
+from papaya.errors import ConfigError, ProtocolError
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.note import VerifierKey
+
+AttestationReason: TypeAlias = Literal[
+    "platform", "quote", "debug", "log", "measurement", "report_data"
+]
+
+
+class AttestationError(ProtocolError):
+    """The first check that failed, in `reason`; nothing was masked.
+
+    platform       this device does not accept evidence of that kind
+    quote          malformed, not under the vendor's root, expired, revoked, or a bad TCB status
+    debug          the host can read the enclave
+    log            the log cannot be read, was rolled back, forked, or lacks witnesses
+    measurement    the binary is not the one in the log's record
+    report_data    the identity key or the parameters are not those that the server sent
+    """
+
+    default_hint: ClassVar[str] = (
+        "the device does not take part; the operator of the server must provide valid evidence"
+    )
+
+    def __init__(self, reason: AttestationReason, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.reason = reason
+
 
 PlatformName: TypeAlias = Literal["sgx", "tdx", "software"]
 # "Revoked" is not among them: no policy accepts it.
@@ -32,25 +56,25 @@ PLATFORMS: tuple[PlatformName, ...] = get_args(PlatformName)
 
 
 class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which TSAs this device believes.
+    """Which TSAs this device trusts.
 
     log_key                    the log's public key, as `papaya log` prints it: name+id+base64
     log_url                    where the log is read, by this device and by every auditor
     log_checkpoint             the checkpoint that came with the device's package, if any
     witnesses                  public keys of witnesses; `witness_quorum` of them must have cosigned
-    max_cosignature_age_s      an older cosignature does not count; none: any age does
-    oldest_record              releases before this one are not believed any more
-    platforms                  what may vouch for the TSA binary
-    allow_insecure_software    take evidence that proves nothing; for demonstrations and tests
-    tcb_statuses               states of a processor's trusted computing base that are good enough
-    rejected_advisories        Intel advisories, such as INTEL-SA-00615, that are not
+    max_cosignature_age_s      older cosignatures do not count; without it any age counts
+    oldest_record              older releases are not trusted any more
+    platforms                  kinds of evidence that are accepted
+    allow_insecure_software    accept evidence that proves nothing; for demonstrations and tests
+    tcb_statuses               accepted states of a processor's trusted computing base
+    rejected_advisories        Intel advisories that are not accepted, such as INTEL-SA-00615
     minimum_tcb_evaluation     collateral from an older evaluation by Intel is refused
     allow_dynamic_platform     processors may have been added to the machine (any with two or more)
     allow_cached_keys          the machine may keep its platform keys at Intel
-    allow_smt                  hyper-threading may be on: side channels get easier
+    allow_smt                  hyper-threading may be on, which makes side channels easier
     minimum_threshold          sums of fewer clients are refused, whatever is attested
     maximum_staleness          tasks that allow more are refused: a server that lies about versions
-                               makes one update up to sqrt(1 + max_staleness) times louder
+                               gives one update up to sqrt(1 + max_staleness) times its weight
     """
 
     log_key: str
@@ -81,19 +105,19 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "leave it out, or set allow_insecure_software = true for a demonstration",
             )
         if not self.platforms:
-            raise ConfigError.of("platforms", (), "nothing could ever be believed", 'name "sgx"')
+            raise ConfigError.of("platforms", (), "no TSA could ever be trusted", 'name "sgx"')
         if self.minimum_threshold < 1:
             raise ConfigError.of(
                 "minimum_threshold",
                 self.minimum_threshold,
-                "a sum has at least one member",
+                "must be at least 1",
                 "leave it at 10, or lower it to 1 for a demonstration",
             )
         if self.maximum_staleness < 0:
             raise ConfigError.of(
                 "maximum_staleness",
                 self.maximum_staleness,
-                "an update is never ahead of its server",
+                "must be at least 0",
                 "leave it at 1000, or use 0 to take part in synchronous rounds only",
             )
         if self.oldest_record < 0:
@@ -110,9 +134,9 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except LogError as error:
             raise ConfigError(
                 f"the log of this device's policy cannot be used: {error}",
-                hint="copy log_key and witnesses from whoever runs the log: name+id+base64",
+                hint="get log_key and witnesses (name+id+base64) from the operator of the log",
             ) from error
 
     def accepts(self, platform: PlatformName) -> bool:
-        is_worth_something = platform != "software" or self.allow_insecure_software
-        return platform in self.platforms and is_worth_something
+        is_allowed = platform != "software" or self.allow_insecure_software
+        return platform in self.platforms and is_allowed

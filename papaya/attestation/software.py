@@ -1,12 +1,11 @@
 """The `software` platform: SGX quotes in Intel's format, under a root that is named INSECURE.
 
-It lets a laptop run the whole protocol through the very code that verifies hardware. It proves
-nothing: every private key below follows from a public text, so anyone can make any quote. That is
-on purpose. A secret key here would look like security, and whoever runs the software could sign
-what they like all the same. A device accepts these quotes only if its owner says so
-(`DevicePolicy.allow_insecure_software`).
+A laptop can run the whole protocol with it, through the same code that verifies hardware. It proves
+nothing: every private key below is derived from a public text, so anyone can make any quote. A
+secret key would not help, because whoever runs the software could sign anything. A device accepts
+these quotes only if its owner sets `DevicePolicy.allow_insecure_software`.
 
-Made here: root, PCK authority, TCB signer, PCK certificate with Intel's SGX extension, revocation
+It makes a root, PCK authority, TCB signer, PCK certificate with Intel's SGX extension, revocation
 lists, TCB info, QE identity, and quotes of version 3. Quotes and certificates are the same bytes
 every time; collateral is issued for the 30 days after `now`, as Intel's is.
 """
@@ -42,7 +41,7 @@ _ATTRIBUTES, _DEBUG = 0x05, 0x02
 
 
 class SoftwarePlatform:
-    """Quotes for one measurement: the SHA-256 of the artifact that claims to be running."""
+    """Quotes for one measurement: the SHA-256 of the artifact."""
 
     name = "software"
 

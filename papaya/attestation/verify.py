@@ -1,18 +1,17 @@
 """The device's checks of a TSA, in order, before it masks anything.
 
     "upon receiving an attestation quote [...] the client verifies the quote to ensure: the hash of
-    the running TSA binary is the same as the one published with the open sourced code; the hash
+    the running trusted binary is the same as the one published with the open sourced code; the hash
     of the public parameters provided by the server matches the hash included in the attestation
     quote. The client aborts if any of these conditions cannot be verified." (paper)
 
 1. the quote: vendor's root, certificates, revocation lists, TCB by the device's policy, no debug;
-2. the measurement: it is that of a record in the log, which is read where auditors read it;
-3. the report data: exactly this identity key and the hash of exactly these parameters.
+2. the measurement: it is in a record of the log, which is read from where auditors read it;
+3. the report data: this identity key and the hash of these parameters.
 
 The device's policy on the parameters and the signature of the offer follow in `papaya/secagg`. All
-times are by the device's own clock. Quotes are malleable outside the part that is signed, so
-nothing here, and nothing anywhere else, may be keyed on the bytes or the hash of a quote: what
-counts is `Verified`.
+times are by the device's own clock. Quotes are malleable outside the signed part, so never use the
+bytes or the hash of a quote as a key; use `Verified`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,13 @@ import dcap_qvl  # type: ignore[import-untyped]
 import msgspec
 from cryptography.hazmat.primitives import serialization
 
-from papaya.attestation.errors import AttestationError, AttestationReason
-from papaya.attestation.policy import PLATFORMS, DevicePolicy, PlatformName
+from papaya.attestation.policy import (
+    PLATFORMS,
+    AttestationError,
+    AttestationReason,
+    DevicePolicy,
+    PlatformName,
+)
 from papaya.attestation.software import root_certificate
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.reader import LogReader
@@ -45,7 +49,7 @@ _TD_REGISTERS = {f"rtmr{i}": f"rt_mr{i}" for i in range(4)} | {"mrtd": "mr_td"}
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a TSA shows: a quote, and the vendor's collateral that the server relays."""
+    """A TSA's quote, and the vendor's collateral that the server relays."""
 
     platform: PlatformName
     quote: bytes
@@ -54,7 +58,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Quoted:
-    """What a quote says and the vendor's signatures vouch for."""
+    """The content of a quote, after its signatures were verified."""
 
     platform: PlatformName
     registers: Mapping[str, str]
@@ -65,7 +69,7 @@ class Quoted:
 
 @dataclass(frozen=True)
 class Verified:
-    """A TSA that passed all checks: this key speaks for this binary and parameters."""
+    """A TSA that passed all checks: the key belongs to this binary and these parameters."""
 
     quoted: Quoted
     record: Record
@@ -75,14 +79,14 @@ class Verified:
 
     @property
     def insecure(self) -> bool:
-        """True for evidence that proves nothing. Whoever shows anything about it says so."""
+        """True for evidence that proves nothing. Every display of it must say so."""
         return self.quoted.platform == "software"
 
 
 def report_data(identity_key: bytes, parameters_hash: bytes) -> bytes:
     """The 64 bytes that a quote binds: the identity key, then the hash of the parameters."""
     if len(identity_key) != KEY_BYTES or len(parameters_hash) != HASH_BYTES:
-        raise AttestationError("report_data", "a key and a hash have 32 bytes each")
+        raise AttestationError("report_data", "the key and the hash must have 32 bytes each")
     return identity_key + parameters_hash
 
 
@@ -96,7 +100,7 @@ def verify_evidence(
     reader: LogReader,
     now: float,
 ) -> Verified:
-    """All checks in order; the first that fails raises. `reader` remembers the log's checkpoint."""
+    """Make all checks in order; the first that fails raises."""
     quoted = verify_quote(evidence, policy, now)
     record = verify_logged(quoted, leaf_index, policy, reader, now)
     verify_report_data(quoted, identity_key, parameters_hash)
@@ -104,16 +108,16 @@ def verify_evidence(
 
 
 def verify_quote(evidence: Evidence, policy: DevicePolicy, now: float) -> Quoted:
-    """The vendor vouches for this quote, and the platform is as good as the policy demands."""
+    """Check that the vendor signed this quote, and that the platform satisfies the policy."""
     platform = evidence.platform
     if platform not in PLATFORMS or not policy.accepts(platform):
         hint = None
         if platform == "software":
             hint = (
-                "it proves nothing; a device takes it only with allow_insecure_software = true, "
-                'and "software" among its platforms'
+                "software evidence proves nothing; for a demonstration set allow_insecure_software "
+                '= true in the policy of the device and add "software" to platforms'
             )
-        message = f"this device does not believe {platform[:20]!r} evidence"
+        message = f"this device does not accept {platform[:20]!r} evidence"
         raise AttestationError("platform", message, hint=hint)
     if len(evidence.quote) > MAX_QUOTE_BYTES or len(evidence.collateral) > MAX_COLLATERAL_BYTES:
         raise AttestationError("quote", "the quote or its collateral is too long")
@@ -132,12 +136,12 @@ def verify_quote(evidence: Evidence, policy: DevicePolicy, now: float) -> Quoted
 def verify_logged(
     quoted: Quoted, leaf_index: int, policy: DevicePolicy, reader: LogReader, now: float
 ) -> Record:
-    """The binary that was measured is the one of record `leaf_index` of the public log."""
+    """Check that the measured binary is the one in record `leaf_index` of the public log."""
     try:
         reader.refresh(now)
         record = Record.decode(reader.entry(leaf_index))
     except LogError as error:
-        raise AttestationError("log", f"the log does not hold: {error}") from error
+        raise AttestationError("log", f"the log failed a check: {error}") from error
     if leaf_index < policy.oldest_record:
         message = f"record {leaf_index} is older than {policy.oldest_record}, the oldest allowed"
         raise AttestationError("measurement", message)
@@ -150,7 +154,7 @@ def verify_logged(
 
 
 def verify_report_data(quoted: Quoted, identity_key: bytes, parameters_hash: bytes) -> None:
-    """The quote binds this key and these parameters, so no server can exchange either."""
+    """Check the key and the parameters against the quote, so no server can replace either."""
     expected = report_data(identity_key, parameters_hash)
     if quoted.report_data[:KEY_BYTES] != expected[:KEY_BYTES]:
         raise AttestationError("report_data", "the quote is for another identity key")
@@ -172,13 +176,13 @@ def _quote_policy(policy: DevicePolicy, now: int) -> dcap_qvl.QuotePolicy:
 
 def _quoted(platform: PlatformName, claims: dict[str, Any]) -> Quoted:
     if claims["tee_type"] != _TEE_TYPES[platform]:
-        raise AttestationError("platform", f"this is not a quote of {platform}")
+        raise AttestationError("platform", f"this is not a {platform} quote")
     [report] = claims["report"].values()
     while "base" in report:  # later versions of a TD report wrap the earlier ones
         report = report["base"]
     attributes = bytes.fromhex(report["td_attributes" if platform == "tdx" else "attributes"])
     if attributes[0] & _DEBUG_BITS[platform]:
-        raise AttestationError("debug", "the host can read this enclave: it runs in debug mode")
+        raise AttestationError("debug", "the enclave runs in debug mode, so its host can read it")
     if platform == "tdx":
         registers = {name: str(report[field]) for name, field in _TD_REGISTERS.items()}
     else:

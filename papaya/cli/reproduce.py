@@ -27,11 +27,9 @@ from papaya.cli.output import (
     writing,
 )
 from papaya.errors import OperatorError
-from papaya.study.experiments.catalogue import EXPERIMENTS
-from papaya.study.experiments.page import shown
-from papaya.study.experiments.reproduce import reproduce
+from papaya.study.experiments.reproduce import EXPERIMENTS, reproduce, shown
 from papaya.study.experiments.result import Result
-from papaya.study.experiments.scale import SCALES
+from papaya.study.experiments.runs import SCALES
 from papaya.study.lab import LabStep
 
 _WORK = {"traces": "recording", "runs": "learning"}

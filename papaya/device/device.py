@@ -12,12 +12,16 @@ For an app:
         ) as device:
             finish = await device.visit()        # one visit: how it ended
             await device.run_forever()           # or all of them, until device.stop()
+
+`DeviceRuntime` runs many devices in one process; the failure of one does not affect the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Self
@@ -26,7 +30,7 @@ from papaya.client.client import Client, Stage
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.device_history import DeviceHistory
+from papaya.device.device_file import DeviceHistory
 from papaya.device.events import (
     NotEligible,
     Notify,
@@ -222,3 +226,58 @@ class Device:
     def _reached(self, machine: Client, stage: Stage) -> None:
         if stage is not Stage.OVER:
             self._notify(StageReached(self.name, self._process.now(), stage.value, machine.task))
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class DeviceRuntime:
+    """Runs many devices until they are done, or until a signal.
+
+    On SIGTERM or SIGINT every device leaves its session. Running uploads have `drain_s` to finish,
+    the other devices leave at once, and after another `leave_s` the process ends in any case.
+    """
+
+    def __init__(self, process: DeviceProcess, devices: Sequence[Device]) -> None:
+        self._pacing = process.pacing
+        self._devices = tuple(devices)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self, visits: int | None = None) -> None:
+        """Run until every device made its `visits`, or until `stop()`."""
+        running = [asyncio.create_task(device.run_forever(visits)) for device in self._devices]
+        stopped = asyncio.create_task(self._stopping.wait())
+        try:
+            await self._until_over(running, stopped)
+        finally:
+            for task in (*running, stopped):
+                task.cancel()
+            await asyncio.gather(*running, stopped, return_exceptions=True)
+
+    @contextmanager
+    def stopped_by_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in _SIGNALS:
+                loop.remove_signal_handler(number)
+
+    async def _until_over(
+        self, running: list[asyncio.Task[None]], stopped: asyncio.Task[bool]
+    ) -> None:
+        pending = {*running, stopped}
+        while not stopped.done() and pending != {stopped}:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a bug or a broken disk: report it
+        for even_sending, seconds in ((False, self._pacing.drain_s), (True, self._pacing.leave_s)):
+            if left := [task for task in running if not task.done()]:
+                for device in self._devices:
+                    device.stop(even_sending)
+                await asyncio.wait(left, timeout=seconds)

@@ -5,11 +5,14 @@ rewriting the file. `secure_delete` alone is not enough: it overwrites a deleted
 copies that remain when rows move between pages. There is no write-ahead log, because it would keep
 old pages for as long as another process reads.
 
+`DeviceHistory` keeps participations (`papaya/client/history.py`) across restarts.
+
 Thread-safe: calls run one at a time. Errors of SQLite or the disk are OperatorErrors.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 import tempfile
@@ -17,9 +20,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
+from papaya.client.history import History, Participated
 from papaya.errors import OperatorError
+from papaya.messages.base import TaskId
 
 StrPath: TypeAlias = str | os.PathLike[str]
 
@@ -27,6 +32,22 @@ _BUSY_TIMEOUT_S = 10.0
 _PRAGMAS = ("secure_delete=ON", "journal_mode=DELETE", "synchronous=FULL")
 _CLEAN, _DELETED = 0, 1  # the file's user_version: has anything been deleted since the last scrub?
 _IN_MEMORY = ":memory:"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS participation (
+    task TEXT PRIMARY KEY,
+    count INTEGER NOT NULL,
+    last_at REAL NOT NULL,
+    gap_s REAL NOT NULL,
+    max_count INTEGER
+) STRICT, WITHOUT ROWID;
+"""
+_FIRST = """
+INSERT OR IGNORE INTO participation (count, last_at, gap_s, max_count, task) VALUES (?, ?, ?, ?, ?)
+"""
+_NEXT = """
+UPDATE participation SET count = ?, last_at = ?, gap_s = ?, max_count = ?
+WHERE task = ? AND count = ?
+"""
 
 
 class DeviceFile:
@@ -118,3 +139,47 @@ def _make_private(path: Path) -> None:
         pass  # another process has created it
     finally:
         os.unlink(temporary)
+
+
+class DeviceHistory:
+    """One device's participations, in the same file as its examples.
+
+    A participation is durable before the first byte of an update leaves the device. It is written
+    by a compare-and-set: a second process on the same file that read an older history is refused
+    and sends nothing. So a participation may be lost, but never counted twice.
+    """
+
+    def __init__(self, path: StrPath) -> None:
+        self._file = DeviceFile(path, _SCHEMA)
+        self._evaluations: dict[TaskId, TaskId] = {}  # the tasks that this process has recorded
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def load(self, floor_s: float, ceiling_s: float = math.inf) -> History:
+        """The current history; both bounds are the device's own."""
+        select = "SELECT task, count, last_at, gap_s, max_count FROM participation"
+        with self._file.transaction():
+            entries = {task: Participated(*entry) for task, *entry in self._file.rows(select)}
+        return History(floor_s, entries, self._evaluations, ceiling_s)
+
+    def remember(self, task: TaskId, participated: Participated) -> None:
+        """Write a participation durably. Raises if it is not the next one after the last."""
+        new = participated
+        values = (new.count, new.last_at, new.gap_s, new.limit, task)
+        with self._file.transaction():
+            if new.count == 1:
+                changed = self._file.change(_FIRST, *values)
+            else:
+                changed = self._file.change(_NEXT, *values, new.count - 1)
+        if changed != 1:
+            raise OperatorError(
+                f"another process took part in {task!r} with the history {self._file.path}",
+                hint="run one process per device",
+            )

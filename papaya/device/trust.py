@@ -28,25 +28,58 @@ import numpy as np
 from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.client.work import Seal, Sealed
+from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.credentials.tls import client_context
 from papaya.device.executor import TaskTerms
-from papaya.device.terms import agreed_policy
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.learning.parameters import FLOAT32
+from papaya.messages.base import TaskId
 from papaya.secagg.errors import SecureAggregationError
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.participant import Terms, UnsealedUpdate
+from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.verifiable_log.errors import LogError
-from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
 from papaya.verifiable_log.over_http import over_http
-from papaya.verifiable_log.reader import LogReader
+from papaya.verifiable_log.reader import CheckpointFile, LogReader, RememberingReader
 
 # How long a verified identity is trusted without reading the log again.
 _BELIEVED_S = 600.0
 _MOST_BELIEVED = 64
 # For all files of the log together; an upload has 120 s unless its server says otherwise.
 _LOG_S = 30.0
+
+
+def agreed_policy(
+    owner: DevicePolicy, task: TaskId, terms: TaskTerms, *, evaluates: bool
+) -> ParticipantPolicy:
+    """The terms under which a device masks: its own copy of the task file, its owner's limits.
+
+    Requires the larger of the two thresholds. Nothing here comes from a server. A task without a
+    clip is refused (ProtocolError), because masked values would be unbounded.
+    """
+    minimum_threshold = max(owner.minimum_threshold, terms.threshold or 1)
+    if evaluates:
+        return ParticipantPolicy(
+            task=task,
+            length=EVALUATION_LENGTH,
+            clip=EVALUATION_CLIP,
+            max_examples=1,
+            max_staleness=EVALUATION_MAX_STALENESS,
+            minimum_threshold=minimum_threshold,
+            weighting="none",
+        )
+    if terms.clip is None:
+        raise ProtocolError(f"task {task} has no clip: nothing bounds what would be masked")
+    return ParticipantPolicy(
+        task=task,
+        length=terms.model_length,
+        clip=terms.clip,
+        max_examples=terms.max_examples,
+        max_staleness=terms.max_staleness,
+        minimum_threshold=minimum_threshold,
+        maximum_staleness=owner.maximum_staleness,
+    )
 
 
 class Trust:

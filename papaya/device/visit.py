@@ -32,7 +32,7 @@ from papaya.client.work import (
 )
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.device_history import DeviceHistory
+from papaya.device.device_file import DeviceHistory
 from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore
 from papaya.device.process import DeviceProcess

@@ -1,23 +1,20 @@
-"""What an evaluation task counts: loss, examples and clients per bucket of data volume.
+"""Evaluation: loss, examples and clients per bucket of data volume; and the rules that end a task.
 
 Paper, "Sampling bias and fairness": a model is judged for all clients and for those with much
 data, the 75th and the 99th percentile of the number of training examples. Percentile p means
 clients at or above it.
 
-One device fills its own bucket and nothing else, so sums over devices need no list of devices. The
-edges are fixed, the same for every task: a device learns nothing about others from them. The price
-is resolution: a percentile is widened to the whole bucket that it falls into, and `Share.clients`
-says how many that were.
+A device fills only its own bucket, so sums over devices need no list of devices. The edges are the
+same for every task, so a device learns nothing about others from them. A percentile is widened to
+the whole bucket that it falls into; `Share.clients` is the number of clients there.
 
-Everything is a whole number: losses count in units of `LOSS_UNIT`, and numbers above
-`EVALUATION_CLIP` are written in digits of that size, each in a place of its own. So fixed point
-rounds nothing away and clamps nothing, however many clients there are, and a sum is exact with
-secure aggregation and without. What is told misses the true mean loss by at most `error_bound`.
+All numbers are integers: losses are in units of `LOSS_UNIT`, and numbers above `EVALUATION_CLIP`
+are split into digits. So fixed point neither rounds nor clamps, and sums are exact with and without
+secure aggregation. A reported mean loss is wrong by at most `error_bound`.
 
-One client weighs in the mean by its examples, so a server takes no more of them than the task
-allows a client, and no loss below zero or above `MAX_LOSS` for each: `admit_evaluation`, before an
-upload enters the sum. So no absurd upload ends a task. A lie within these bounds counts, by its
-share of the examples.
+A client's weight in the mean is its number of examples. `admit_evaluation` refuses more examples
+than the task allows a client, and losses below zero or above `MAX_LOSS`, so no single upload can
+end a task. False values within these bounds count.
 
 Refused: sums of another length, negative counts, examples without clients, no clients at all, and
 sums that clients within those bounds cannot have made.
@@ -32,6 +29,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from papaya.config import StopRule
 from papaya.config.task import EVALUATION_CLIP
 from papaya.errors import Diverged, InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
@@ -40,14 +38,14 @@ from papaya.learning.parameters import FLOAT32, FLOAT64, Tensor, Vector
 BUCKETS: Final = (0, *(2**power for power in range(1, 16)))
 LOSS_UNIT: Final = 2.0**-24
 _BASE: Final = int(EVALUATION_CLIP) + 1
-# What the digits of a bucket are worth, the lowest first: the sum of losses, the examples, and last
-# the clients. There are enough for MAX_LOSS on each of 2^31 examples.
+# The digits of a bucket, the lowest first: the sum of losses, the examples, and last the clients.
+# There are enough for MAX_LOSS on each of 2^31 examples.
 _LOSS: Final = slice(0, 5)
 _EXAMPLES: Final = slice(5, 8)
 _COLUMNS: Final = 9
 EVALUATION_LENGTH: Final = _COLUMNS * len(BUCKETS)
-# The mean loss of one client; a larger one counts as this. For log-losses it is far beyond the
-# worst model; scale another kind of loss until it fits.
+# The largest mean loss of a client; larger ones are reduced to it. Log-losses are far below it;
+# scale other kinds of loss.
 MAX_LOSS: Final = 1000.0
 _ROUNDED: Final = 1 + 2.0**-16  # sums that went through float32
 _MOST_FINITE: Final = 700.0  # exp of more is not a float64
@@ -77,7 +75,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 def bucket(volume: int) -> int:
     """The index of the bucket for a device with this many training examples."""
     if volume < 0:
-        raise InvariantError(f"volume = {volume}: a device cannot have fewer than no examples")
+        raise InvariantError(f"volume = {volume}: must be at least 0")
     return max(index for index, edge in enumerate(BUCKETS) if edge <= volume)
 
 
@@ -99,15 +97,15 @@ def evaluation_vector(volume: int, loss_sum: float, examples: int) -> Vector:
 
 
 def error_bound(share: Share) -> float:
-    """The most by which a mean loss can miss the real one.
+    """The largest error of a reported mean loss.
 
-    Each client rounds its sum once, to a unit; and what is told went through float32.
+    Each client rounds its sum once, to a unit; the result is rounded to float32.
     """
     return LOSS_UNIT / 2 * share.clients / share.examples + 2.0**-22 * share.loss
 
 
 def admit_evaluation(pieces: Sequence[Vector], max_examples: int) -> None:
-    """Is this what `evaluation_vector` makes on some device? UpdateRefused if not."""
+    """Raise UpdateRefused unless `evaluation_vector` can return this vector."""
     table = np.concatenate(pieces).astype(FLOAT64).reshape(-1, _COLUMNS)
     filled = table[np.any(table != 0, axis=1)]
     if len(filled) != 1:
@@ -124,10 +122,10 @@ def admit_evaluation(pieces: Sequence[Vector], max_examples: int) -> None:
 
 
 def summarize(sums: Tensor, max_examples: int = 2**32) -> EvaluationResult:
-    """The result that these sums over devices say, or ProtocolError."""
+    """The result of these sums over devices. Raises ProtocolError."""
     if sums.shape != (EVALUATION_LENGTH,):
         raise ProtocolError(f"an evaluation is {EVALUATION_LENGTH} numbers, not {sums.shape}")
-    # Whole numbers that went through a mean in float32.
+    # Integers that were divided and multiplied again in float32.
     counted = np.rint(sums.astype(FLOAT64)).reshape(-1, _COLUMNS)
     if not np.isfinite(counted).all() or (counted < 0).any():
         raise ProtocolError("an evaluation holds a count below zero, NaN or infinity")
@@ -151,7 +149,7 @@ def summarize(sums: Tensor, max_examples: int = 2**32) -> EvaluationResult:
 
 
 def _digits(number: int, where: slice) -> list[int]:
-    """The lowest first."""
+    """The digits of a number, the lowest first."""
     found = []
     for _ in range(where.start, where.stop):
         number, digit = divmod(number, _BASE)
@@ -180,3 +178,24 @@ def _percentile(table: Tensor, share: float) -> int:
 def _from_bucket(table: Tensor, first: int) -> Share:
     loss_sum, examples, clients = (float(total) for total in table[first:].sum(axis=0))
     return Share(BUCKETS[first], clients, examples, loss_sum / examples)
+
+
+def verdict(rule: StopRule, submitted: float, now: float, losses: Sequence[float]) -> str | None:
+    """Why the task ends now, or None. The aggregator enforces the number of versions.
+
+    `losses`: one for each evaluation since the task began or was rolled back, oldest first. Hours
+    count from the submission, pauses included. Losses are not smoothed: a single good evaluation
+    reaches a target.
+    """
+    if rule.target_loss is not None and losses and losses[-1] <= rule.target_loss:
+        return f"loss {losses[-1]:.4g} has reached the target of {rule.target_loss:g}"
+    if rule.patience is not None and evaluations_without_gain(losses) >= rule.patience:
+        return f"no improvement on loss {min(losses):.4g} in {rule.patience} evaluations"
+    if rule.hours is not None and now >= submitted + 3600 * rule.hours:
+        return f"{rule.hours:g} hours are over"
+    return None
+
+
+def evaluations_without_gain(losses: Sequence[float]) -> int:
+    """How many evaluations came after the first one with the lowest loss."""
+    return len(losses) - 1 - losses.index(min(losses)) if losses else 0

@@ -49,7 +49,7 @@ _MOMENTS: Final = ("first_moment", "second_moment")
 
 
 class OptimizerState(Struct, frozen=True, eq=False):
-    """What an optimizer remembers: the steps it has made and at most two moments."""
+    """An optimizer's state: the number of steps and at most two moments."""
 
     steps: int
     moments: tuple[Vector, ...]
@@ -82,7 +82,7 @@ class ServerOptimizer(ABC):
     def step(
         self, parameters: Vector, step: Vector, state: OptimizerState
     ) -> tuple[Vector, OptimizerState]:
-        """The next version and state; the arguments stay as they are."""
+        """The next version and state; the arguments are not changed."""
         self._check(parameters, step, state)
         steps = state.steps + 1
         result = np.empty_like(parameters)
@@ -196,7 +196,7 @@ _KINDS: Final[dict[str, type[ServerOptimizer]]] = {
 
 
 def server_optimizer(config: OptimizerConfig) -> ServerOptimizer:
-    """The optimizer that a task asks for."""
+    """The optimizer of a task's configuration."""
     return _KINDS[config.kind](config)
 
 

@@ -83,7 +83,7 @@ class LoadedTask:
     manifest: Manifest
 
     def config(self) -> TaskConfig:
-        """What a server is asked to run."""
+        """The configuration that is submitted to a server."""
         return self.task.config(self.manifest.length, self.module_hash)
 
     def initial_parameters(self, *, seed: int = 0, checkpoint: Path | None = None) -> Vector:
@@ -112,10 +112,10 @@ class LoadedTask:
 
 
 def load_task(path: Path) -> LoadedTask:
-    """Run the owner's own file, here, and check what it defines, or OperatorError."""
+    """Run the owner's file in this process and check what it defines. Raises OperatorError."""
     source = _read(path)
     name = module_hash(source)
-    # Its hash in its name: two files of one name do not hide each other.
+    # The hash makes the module's name unique for files of the same name.
     module = ModuleType("papaya_task_" + name.removeprefix("sha256:"))
     module.__file__ = str(path)
     _run(source, path, module)

@@ -50,7 +50,7 @@ _JUST_BELOW: Final = 1 - 2.0**-23
 
 
 def model_update(trained: Vector, initial: Vector) -> Vector:
-    """What a client uploads: the way from the model it was given to the model it has trained."""
+    """What a client uploads: the trained model minus the one that it was given."""
     if trained.shape != initial.shape:
         raise InvariantError(f"trained {trained.shape} from a model of {initial.shape}")
     return np.subtract(trained, initial, dtype=FLOAT32)
@@ -108,9 +108,9 @@ def _scaled(delta: Vector, found: float, clip: float) -> Vector:
 
 
 class Admitted(NamedTuple):
-    """An update that is safe to fold: views of the bytes that were sent, to be taken times `scale`.
+    """An update that is safe to fold: views of the received bytes, to be multiplied by `scale`.
 
-    The scale is 1 unless the norm had to be clipped: nothing is copied for it.
+    The scale is 1 unless the norm was clipped. Nothing is copied.
     """
 
     pieces: list[Vector]
@@ -133,7 +133,7 @@ def admit(
         return Admitted(pieces, 1.0)
     found = _norm(pieces)
     if clip is not None and found > clip and rule == "clip":
-        # As a device clips, see `_scaled`; what counts as clipped is still to be below the limit.
+        # Clip as a device does, see `_scaled`; the clipped norm must still be below the limit.
         scale, found = clip / found * _JUST_BELOW, clip
     else:
         scale = 1.0
@@ -149,7 +149,7 @@ def _vectors(chunks: Sequence[BytesLike]) -> list[Vector]:
 
 
 def _is_clearly_within(pieces: Sequence[Vector], limit: float) -> bool:
-    """At the speed of memory: True only if all is finite and the norm surely within the limit.
+    """A fast check: True only if all values are finite and the norm is surely within the limit.
 
     Sums of squares in float32, one per row. NaN and infinity stay what they are, an overflow gives
     infinity. Rounding is off by at most row x 2**-24 of the sum, far less than the margin, and
@@ -173,7 +173,7 @@ def _factor(staleness: int) -> float:
 
 
 class Contribution(NamedTuple):
-    """One admitted update and what it weighs."""
+    """One admitted update and its weight."""
 
     update: Admitted
     examples: int
@@ -196,7 +196,7 @@ class WeightedSum:
     __slots__ = ("vector", "weight")
 
     def __init__(self, vector: Tensor, weight: float) -> None:
-        """Takes the vector over: the caller must not keep writing to it."""
+        """Takes ownership of the vector: the caller must not write to it any more."""
         if not 0 <= weight < math.inf:
             raise InvariantError(f"total weight = {weight}")
         self.vector = vector

@@ -3,20 +3,20 @@
 Paper, "Protocol Detail", steps 3 and 4: "client i validates the signature and aborts if not valid
 [...] picks a random seed s_i [...] and sends v_i + m_i". Three rules that close attacks:
 
-- *A client seals the seed of one update once.* Sealed for two groups, two sums would differ by one
-  client. `UnsealedUpdate.seal` gives its update away, but whoever has the numbers can make another.
-  That nobody does, whatever a server says it has lost, is for the stages of the client
-  (`papaya/client/client.py`). A retry sends the same bytes; after a restart nothing is sent.
-- *Nobody tells a client its weight.* It is computed from the client's own examples and from how far
-  the server says it is ahead, within limits that are public parameters.
-- *The device has its own policy.* Parameters that are honestly attested may still be too weak. So
-  is a large `max_staleness`: what the server says of versions damps an update by up to
-  sqrt(1 + max_staleness), which makes others quieter than the one that it wants to hear.
+- *A client seals the seed of an update once.* If it were sealed for two groups, their sums would
+  differ by this one client. `UnsealedUpdate.seal` consumes the update. The client
+  (`papaya/client/client.py`) never makes a second one from the same numbers, even if a server says
+  that it lost the first: a retry sends the same bytes, and after a restart nothing is sent.
+- *A client computes its own weight*, from its examples and from the version that the server
+  reports, within limits that are public parameters.
+- *The device has its own policy*, because attested parameters may still be too weak. For example, a
+  server that lies about versions can damp updates by up to sqrt(1 + max_staleness), so that the one
+  it wants to learn about dominates the sum.
 
-Order of the device's checks: evidence (attestation), then `Terms` (policy), then the offer; nothing
-is masked before all of them passed. The norm of the update is clipped by the caller; here single
-coordinates are clamped, and NaN and infinity refused. Of counts, which are not weighted, whatever
-would be rounded or clamped is refused.
+The device checks evidence (attestation), then `Terms` (policy), then the offer, and masks nothing
+before all have passed. The caller clips the norm of the update. Here single coordinates are
+clamped, and NaN and infinity are refused. Counts are not weighted: they are refused if they would
+be rounded or clamped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEFAULT_MAXIMUM_STALENESS: Final = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParticipantPolicy:
-    """What this device agrees to: the values of its own task file, and limits of its owner."""
+    """What this device agrees to: the values of its own task file, and its owner's limits."""
 
     task: str
     length: int
@@ -55,7 +55,7 @@ class ParticipantPolicy:
     def check(self, parameters: PublicParameters) -> None:
         """Raises OfferRefused at the first difference."""
         if parameters.threshold < self.minimum_threshold:
-            message = f"sums of {parameters.threshold} clients, this device wants "
+            message = f"threshold = {parameters.threshold}, this device requires "
             raise OfferRefused("threshold", f"{message}at least {self.minimum_threshold}")
         if parameters.max_staleness > self.maximum_staleness:
             message = f"max_staleness = {parameters.max_staleness}, this device allows "
@@ -63,7 +63,7 @@ class ParticipantPolicy:
         for name in ("task", "length", "clip", "max_examples", "max_staleness", "weighting"):
             found, wanted = getattr(parameters, name), getattr(self, name)
             if found != wanted:
-                raise OfferRefused(name, f"{name} = {found}, its task file says {wanted}")
+                raise OfferRefused(name, f"{name} = {found}, this device's task file says {wanted}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def weight_and_damping(
 
 
 class UnsealedUpdate:
-    """An update that has not left the device. Sealing gives it away; it cannot be copied."""
+    """An update that has not left the device. Sealing consumes it; it cannot be copied."""
 
     __slots__ = ("_delta", "_examples", "_initial_version")
 
@@ -108,7 +108,7 @@ class UnsealedUpdate:
     ) -> SealedUpdate:
         """Masks the update and seals its seed for this offer. Raising leaves it unsealed."""
         if self._delta is None:
-            message = "this update was sealed: send the same bytes again, or drop it"
+            message = "this update was already sealed: send the same bytes again, or drop it"
             raise UpdateError("already_sealed", message)
         parameters = terms.parameters
         parameters_hash = parameters.digest()
@@ -154,7 +154,7 @@ def _masked(
 
 
 def _check_counts(values: Reals, most: float) -> None:
-    """NaN and infinity do not pass either."""
+    """Refuses NaN and infinity too."""
     with np.errstate(invalid="ignore"):
         are_counts = (np.rint(values) == values) & (np.abs(values) <= most)
     if not are_counts.all():
@@ -163,7 +163,7 @@ def _check_counts(values: Reals, most: float) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SealedUpdate:
-    """All that leaves the device: it says nothing to anyone but the TSA."""
+    """What leaves the device. Only the TSA can learn anything from it."""
 
     parameters_hash: bytes
     index: int

@@ -1,17 +1,20 @@
-"""The server's last step: take the masks off a sum, and believe it only if it can be true.
+"""The server's last step: remove the masks from a sum and check that it is plausible.
 
-Paper, "Protocol Detail", step 8: the server "computes the sum of all private arrays". Under the
-mask a server sees nothing, so a wrong seed or a broken client shows only here. Four rules, all
-of which every sum of honest clients keeps: the constants add up to the members; the weight is above
-zero and at most one per member; no coordinate exceeds clip per member; and the sum is no longer
-than updates of the clip's norm can make it together, which noise in even a few coordinates is
-(ADR 0024). Refused (Implausible): anything else. The caller drops the buffer, counts it, and makes
-no step.
+Paper, "Protocol Detail", step 8: the server "computes the sum of all private arrays". A server
+cannot see masked updates, so a wrong seed or a broken client is found only here. Every sum of
+honest clients satisfies four rules (ADR 0024):
 
-Masks are taken off while they arrive, block by block, so that a sum of masks is never held as a
-whole, and the TSA sends while the server computes.
+- the constants add up to the number of members;
+- the weight is above zero and at most one per member;
+- no coordinate exceeds the clip times the members;
+- the norm is at most what updates within the clip can add up to. Noise in even a few coordinates
+  exceeds it.
 
-What passes may still be poisoned: see the limitations.
+Other sums are refused (Implausible): the caller drops the buffer, counts it, and makes no step. A
+sum that passes may still be poisoned (docs/limitations.md).
+
+Masks are removed block by block while they arrive, so the sum of masks is never held as a whole,
+and the TSA sends while the server computes.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from papaya.secagg.words import BLOCK, SIGNED, WORD, Words, blocks
 Signed: TypeAlias = npt.NDArray[np.int32]
 _Floats: TypeAlias = npt.NDArray[np.float32]
 TakeBlock: TypeAlias = Callable[[int, Words], None]
-"""Hears a block of a sum of masks and the word that it starts at; the block is then overwritten."""
+"""Takes a block of a sum of masks and the word that it starts at; the block is then overwritten."""
 
 _FLOAT32: Final = np.dtype("<f4")
 _FLOAT32_SLACK: Final = 2.0**-10
@@ -67,10 +70,7 @@ class UnmaskedSum:
 
 
 class Unmasking:
-    """Blocks of masks in, a checked sum out. What is given stays as it is.
-
-    Nothing is told of the sum before all of it was checked.
-    """
+    """Takes blocks of masks, returns a checked sum. `masked_sum` is not changed."""
 
     def __init__(self, masked_sum: Words, members: int, parameters: PublicParameters) -> None:
         self._masked = masked_sum
@@ -86,12 +86,12 @@ class Unmasking:
         self._squares = 0.0
 
     def take(self, start: int, masks: Words) -> None:
-        """The next block, at most BLOCK words; from word 0 on it begins anew."""
+        """Take the next block, at most BLOCK words. Word 0 starts over."""
         if start == 0:
             self._taken, self._extent, self._squares = 0, 0, 0.0
         end = start + masks.size
         if start != self._taken or end > self._masked.size:
-            raise Implausible("length", f"masks for words {start} to {end} are out of place")
+            raise Implausible("length", f"unexpected masks for words {start} to {end}")
         self._taken = end
         words = self._unmasked[start:end]
         np.subtract(self._masked[start:end], masks, out=words)
@@ -105,7 +105,7 @@ class Unmasking:
             self._squares += float(np.einsum("i,i->", floats, floats))
 
     def result(self) -> UnmaskedSum:
-        """The values of the sum, or Implausible with its reason."""
+        """The values of the sum. Raises Implausible."""
         if self._taken != self._masked.size:
             message = f"masks for {self._taken} words, {self._masked.size} expected"
             raise Implausible("length", message)
@@ -125,10 +125,9 @@ class Unmasking:
 def largest_norm(weight: float, members: int, parameters: PublicParameters) -> float:
     """The longest sum, in steps, that honest clients of this weight can have made together.
 
-    Each update has at most the clip's norm, times its weight. To that comes what rounding adds:
-    half a step to each coordinate, and to the weight that is known here, per member. A thousandth
-    is for devices and servers that compute a norm in float32. Evaluations have no norm: the clip
-    bounds each of their numbers by itself.
+    Each update has at most the clip's norm, times its weight. Rounding adds, per member, half a
+    step to each coordinate and to the weight. The slack of a thousandth is for norms computed in
+    float32. Evaluations have no limit, because the clip bounds each of their numbers.
     """
     if parameters.weighting == "none":
         return math.inf
@@ -137,7 +136,7 @@ def largest_norm(weight: float, members: int, parameters: PublicParameters) -> f
 
 
 def give_in_blocks(masks: Words, take: TakeBlock) -> None:
-    """A whole sum of masks, as it would arrive."""
+    """Pass a whole sum of masks to `take`, block by block."""
     for block in blocks(masks.size):
         take(block.start, masks[block])
 
@@ -145,7 +144,7 @@ def give_in_blocks(masks: Words, take: TakeBlock) -> None:
 def unmask(
     masked_sum: Words, masks_sum: Words, members: int, parameters: PublicParameters
 ) -> UnmaskedSum:
-    """For masks that are here already: the values of a sum, or Implausible with its reason."""
+    """Unmask with a whole sum of masks. Raises Implausible."""
     unmasking = Unmasking(masked_sum, members, parameters)
     give_in_blocks(masks_sum, unmasking.take)
     return unmasking.result()

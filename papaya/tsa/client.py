@@ -1,10 +1,9 @@
 """The aggregator's side of the wire: blocking calls, for a worker thread.
 
-One connection, one call at a time (a lock sees to it). A connection that broke stays broken:
-whoever connects again compares `identity_public_key`, because a TSA that was restarted
-has another one, and has lost its open groups and outstanding offers. Raises `TsaRefused` as the
-TSA said it, `Unavailable` for everything else, and believes no length that it did not
-expect.
+One connection, one call at a time (by a lock). A broken connection is not reopened. After
+connecting again, compare `identity_public_key`: a restarted TSA has another one, and has lost its
+open groups and outstanding offers. Raises `TsaRefused` for a refusal by the TSA and `Unavailable`
+for everything else, including an answer of unexpected length.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ DEFAULT_TIMEOUT_S: Final = 60.0
 
 
 class TsaClient:
-    """Connects when made, and proves `cluster_key`. Use as a context manager, or `close` it."""
+    """Connects and authenticates with `cluster_key` when constructed; close it after use."""
 
     def __init__(
         self,
@@ -73,16 +72,16 @@ class TsaClient:
         try:
             return wire.decode_offers(body)
         except ChannelError as error:
-            raise Unavailable(f"the TSA answered nonsense: {error}") from error
+            raise Unavailable(f"invalid answer of the TSA: {error}") from error
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
-        """Refused with REPLAYED means: it has this seed in this group already."""
+        """A refusal REPLAYED means that the TSA already has this seed in this group."""
         self._call(wire.accept_request(index, group, sealed), 0)
 
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        """The sum of the members' masks; `take` works on a block while the next one is sent."""
+        """Pass the sum of the members' masks to `take`, block by block while it arrives."""
         request = wire.release_request(parameters.digest(), group, sorted(members))
         words = parameters.vector_words
         scratch = np.empty(min(words, BLOCK), WORD)
@@ -106,7 +105,7 @@ class TsaClient:
         try:
             return wire.decode_status(body)
         except struct.error as error:
-            raise Unavailable(f"the TSA answered nonsense: {error}") from error
+            raise Unavailable(f"invalid answer of the TSA: {error}") from error
 
     def evidence(self, parameters_hash: bytes) -> bytes:
         return self._call(wire.task_request(Operation.EVIDENCE, parameters_hash), None)
@@ -126,14 +125,14 @@ class TsaClient:
         return wire.decode_count(self._call(request, len(wire.encode_count(0))))
 
     def _call(self, request: bytes, expected: int | None) -> bytes:
-        """One small answer; `expected` None leaves its size open, up to a limit."""
+        """Send a request, return the answer. `expected` is its size; None for any up to a limit."""
         with self._lock, _Broken(self._stream):
             body = bytearray(self._ask(request, expected))
             self._read_into(len(body), memoryview(body))
             return bytes(body)
 
     def _ask(self, request: bytes, expected: int | None) -> int:
-        """Sends, and reads the head of the answer; raises a refusal, returns the body's size."""
+        """Send a request and return the size of the answer's body. Raises a refusal."""
         self._stream.sendall(request)
         head = bytearray(wire.LENGTH.size + 1)
         self._read_into(len(head), memoryview(head))
@@ -156,12 +155,12 @@ class TsaClient:
         while at < size:
             got = self._stream.recv_into(target[at:])
             if got == 0:
-                raise ConnectionResetError("it closed the connection")
+                raise ConnectionResetError("the TSA closed the connection")
             at += got
 
 
 class _Broken:
-    """What goes wrong on a stream ends it: nobody knows where the next answer would start."""
+    """Closes the stream on an error, because the start of the next answer is unknown."""
 
     def __init__(self, stream: socket.socket) -> None:
         self._stream = stream
@@ -174,4 +173,4 @@ class _Broken:
             return
         self._stream.close()
         if isinstance(error, OSError):
-            raise Unavailable(f"lost the TSA: {error}") from error
+            raise Unavailable(f"lost the connection to the TSA: {error}") from error

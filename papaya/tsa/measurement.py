@@ -1,14 +1,13 @@
-"""What the TSA binary is: its manifest, and the one hash that stands for it.
+"""The manifest of the TSA binary, and its hash.
 
-    "the code of the TSA running inside the Intel SGX enclave is open sourced in advance
-    along with the hash of the TSA binary, such that the community can exam the code and rebuild
-    the TSA binary" (paper, "Deployment with Intel SGX")
+    "the code of the trusted party running inside the Intel SGX enclave is open sourced in advance
+    along with the hash of the trusted binary, such that the community can exam the code and rebuild
+    the trusted binary" (paper, "Deployment with Intel SGX")
 
 `papaya/tsa/enclave.toml` lists the enclave's own sources, and its dependencies as wheels by hash.
 The manifest gives each file's SHA-256, as `sha256sum` prints it, sorted by path; its own SHA-256 is
-the artifact's hash, which the log records and `software` evidence reports. It follows from sources
-and lock alone: no clock, no file mode, no compiler, no network. Refused: a lock that names a file
-twice, or a path outside the tree.
+the artifact's hash, which the log records and `software` evidence reports. It depends on the
+sources and the lock only. A lock that names a file twice, or a path outside the tree, is refused.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class LockError(Exception):
-    """The lock file of the enclave cannot be meant."""
+    """The enclave's lock file is invalid."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """One dependency, as it lies in the artifact."""
+    """One dependency, a file of the artifact."""
 
     name: str
     version: str
@@ -49,7 +48,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class EnclaveLock:
-    """What goes into the artifact, and for which Python and platforms the wheels are."""
+    """The files of the artifact, and the Python version and platforms of its wheels."""
 
     python: str
     platforms: tuple[str, ...]
@@ -67,7 +66,7 @@ class EnclaveLock:
                 tuple(Wheel(**wheel) for wheel in fields["wheels"]),
             )
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-            raise LockError(f"{LOCK} is not a lock: {error}") from error
+            raise LockError(f"{LOCK} is not a valid lock file: {error}") from error
         lock._check()
         return lock
 
@@ -110,4 +109,4 @@ def measure(read: ReadSource = installed) -> bytes:
 
 def _match(pattern: re.Pattern[str], value: object) -> None:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise LockError(f"{LOCK} holds {value!r}, which cannot be meant")
+        raise LockError(f"{LOCK} contains an invalid value: {value!r}")

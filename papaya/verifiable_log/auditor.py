@@ -1,13 +1,12 @@
-"""What an auditor does with a log, step by step, and which steps could not be done.
+"""Audits a log step by step, and reports the steps that could not be done.
 
     "Request for the latest log snapshot via the same API. Request for all the records [...] Check
     if the source code can be used to build the expected trust binaries." (paper, "Auditing")
 
-The audit reads the log through the same `LogReader` as a device. Building is not done here: it is a
-function that is given, and raises `CannotBuild` where it could not be tried, `NoSource` where the
-source does not have what the record names. A step that was not done is never reported as done:
-measurements of hardware are not checked here, and it says so. A log that cannot be reached has not
-failed: the step that wanted to read it is `not done`, and the last one.
+The audit reads the log through the same `LogReader` as a device. The caller passes the build
+function; it raises `CannotBuild` if it cannot run here, and `NoSource` if the source does not
+contain the record's revision. Hardware measurements are not checked here and are reported as `not
+done`. If the log is unreachable, the step that reads it is `not done`, and the audit ends.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ Rebuild: TypeAlias = Callable[[Record], "Built"]
 
 
 class CannotBuild(Exception):
-    """The build could not be tried here; says why."""
+    """The build cannot run here. The message says why."""
 
 
 class NoSource(Exception):
-    """The source is here, and nothing can be built from the record's revision of it; says why."""
+    """The source does not contain what the record names. The message says what is missing."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a build gave: the artifact's hash, and why it has no dependencies, if it has none."""
+    """The hash of a built artifact. `without_dependencies`: why they were not checked, if so."""
 
     artifact: str
     without_dependencies: str = ""
@@ -59,7 +58,7 @@ def audit(
     now: float,
     measured: Mapping[tuple[int, str, str], str] = MappingProxyType({}),
 ) -> Iterator[AuditStep]:
-    """Every step as it is done. After a failure of the log itself nothing more is believed.
+    """Yield each step when it is done. The audit ends if the log itself fails a check.
 
     `measured`: by record, platform and field, the measurement that the auditor computed with the
     platform's own tools from the rebuilt artifact.
@@ -77,9 +76,9 @@ def audit(
     yield AuditStep("checkpoint", "passed", f"size {checkpoint.size}, signed by {policy.key.name}")
     yield _witnessed(policy)
     if known:
-        yield AuditStep("consistency", "passed", f"continues the remembered log of size {old_size}")
+        yield AuditStep("consistency", "passed", f"extends the remembered log of size {old_size}")
     else:
-        yield AuditStep("consistency", "not done", "no earlier checkpoint is remembered here")
+        yield AuditStep("consistency", "not done", "no earlier checkpoint is stored here")
     try:
         entries = reader.entries()
     except LogSourceUnreachable as error:
@@ -95,7 +94,9 @@ def audit(
 
 def _witnessed(policy: LogPolicy) -> AuditStep:
     if not policy.quorum:
-        return AuditStep("witnesses", "not done", "no witnesses were named: a fork could be hidden")
+        return AuditStep(
+            "witnesses", "not done", "no witnesses are configured, so a fork could be hidden"
+        )
     detail = f"at least {policy.quorum} of {len(policy.witnesses)} have cosigned"
     return AuditStep("witnesses", "passed", detail)
 

@@ -1,13 +1,13 @@
-"""Checkpoints (C2SP tlog-checkpoint): a log's signed promise, and who must have signed it.
+"""Checkpoints (C2SP tlog-checkpoint): a log's signed size and root, and the required signers.
 
     origin, unique to the log
     size of the tree, decimal
     base64 of its root
 
-`LogPolicy` is what a device or an auditor was told about a log: its key, and which witnesses
-must have seen the checkpoint. A witness vouches that it has seen no other history, so a
-log needs accomplices before it can show one history to devices and another to auditors. Without
-witnesses a fork is noticed by whoever sees both sides.
+`LogPolicy` is the configuration of a device or an auditor: the log's key, and the witnesses that
+must have cosigned. A witness signs only checkpoints that extend those it signed before. So a log
+cannot show one history to devices and another to auditors unless witnesses collude. Without
+witnesses a fork is found only by someone who sees both histories.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLOCK_SKEW_S = 300
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Size and root of a log's tree; it was verified if it comes from `open_checkpoint`."""
+    """Size and root of a log's tree. `open_checkpoint` returns verified ones."""
 
     origin: str
     size: int
@@ -46,13 +46,13 @@ class Checkpoint:
 
     @classmethod
     def parse(cls, text: str) -> Checkpoint:
-        """Of a note's text. Extension lines are signed, mean nothing here and are dropped."""
+        """Parse a note's text. Extension lines are ignored."""
         lines = text.split("\n")
         if len(lines) < 4 or not all(lines[:-1]) or lines[-1]:
             raise LogError("a checkpoint has an origin, a size and a root")
         origin, digits, encoded = lines[:3]
         if not (digits.isascii() and digits.isdigit()) or (digits[0] == "0" and digits != "0"):
-            raise LogError(f"not the size of a log: {digits[:40]!r}")
+            raise LogError(f"invalid log size: {digits[:40]!r}")
         # Twenty digits are enough; int() of many more is slow.
         if len(digits) > 20 or int(digits) > MAX_SIZE:
             raise LogError(f"a log of {digits[:40]} entries is too large")
@@ -64,7 +64,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class LogPolicy:
-    """Which log is meant, and how many of which witnesses must have cosigned its checkpoint.
+    """A log's key, and how many of which witnesses must have cosigned its checkpoint.
 
     The origin of a log is the name of its key.
     """
@@ -84,9 +84,11 @@ class LogPolicy:
         if len({witness.public_key for witness in self.witnesses}) != len(self.witnesses):
             raise LogError("two witnesses have the same key")
         if not 0 <= self.quorum <= len(self.witnesses):
-            raise LogError(f"{self.quorum} of {len(self.witnesses)} witnesses is impossible")
+            raise LogError(
+                f"the quorum is {self.quorum}, but there are {len(self.witnesses)} witnesses"
+            )
         if self.witnesses and not self.quorum:
-            raise LogError("witnesses are named, but none of them has to sign: set the quorum")
+            raise LogError("there are witnesses, but the quorum is 0: set it to at least 1")
 
 
 def sign_checkpoint(checkpoint: Checkpoint, key: SignerKey) -> bytes:
@@ -103,8 +105,8 @@ def open_checkpoint(raw: bytes, policy: LogPolicy, now: float) -> Checkpoint:
     counted = [time for time in times if time is not None and _in_time(time, policy, now)]
     if len(counted) < policy.quorum:
         raise SignatureError(
-            f"{len(counted)} witnesses vouch for the checkpoint of size {checkpoint.size},"
-            f" {policy.quorum} of {len(policy.witnesses)} must"
+            f"{len(counted)} witnesses signed the checkpoint of size {checkpoint.size} in time,"
+            f" {policy.quorum} of {len(policy.witnesses)} are required"
         )
     return checkpoint
 
@@ -112,7 +114,7 @@ def open_checkpoint(raw: bytes, policy: LogPolicy, now: float) -> Checkpoint:
 def open_remembered(raw: bytes, policy: LogPolicy) -> Checkpoint:
     """A checkpoint that was accepted before, or came with the device's package.
 
-    Its witnesses counted then; the policy may name others by now.
+    Witnesses are not checked again, because the policy may name others by now.
     """
     return _signed_by_log(open_note(raw, [policy.key]), policy)
 
@@ -122,7 +124,7 @@ def _signed_by_log(note: Note, policy: LogPolicy) -> Checkpoint:
         raise SignatureError(f"{policy.key.name} has not signed this checkpoint")
     checkpoint = Checkpoint.parse(note.text)
     if checkpoint.origin != policy.key.name:
-        raise LogError(f"this is the log {checkpoint.origin!r}, not {policy.key.name!r}")
+        raise LogError(f"this is a checkpoint of {checkpoint.origin!r}, not of {policy.key.name!r}")
     return checkpoint
 
 

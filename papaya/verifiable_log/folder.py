@@ -1,14 +1,15 @@
-"""A log as a folder of static files, which any HTTP server or CDN can serve: its one writer.
+"""Writes a log as a folder of static files, which any HTTP server or CDN can serve.
 
-A file is written beside its place, synced and renamed, and folders are synced; the checkpoint comes
-last. So a checkpoint never names a tile that is not there, whenever the power fails; tiles that no
-checkpoint names yet are overwritten by the next append. A lock file keeps a second writer out. The
-writer refuses to go on from a folder whose tiles do not give the root of its checkpoint: signing
-then would be signing a fork. The private key is never kept in this folder.
+Files are written atomically and synced, the checkpoint last. So after a power failure a checkpoint
+never names a missing tile; tiles without a checkpoint are overwritten by the next append. A lock
+file refuses a second writer. The writer also refuses a folder whose tiles do not give the root of
+its checkpoint, because it would sign a fork. The private key is never kept in this folder.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +20,6 @@ from papaya.verifiable_log.checkpoint import (
     open_remembered,
     sign_checkpoint,
 )
-from papaya.verifiable_log.durable import locked, sync_folder, write_durably
 from papaya.verifiable_log.errors import ForkError, LogError, MissingFile
 from papaya.verifiable_log.merkle import EMPTY_ROOT, leaf_hash, tree_root
 from papaya.verifiable_log.note import (
@@ -47,7 +47,7 @@ _LOCK = ".lock"
 
 
 class LogFolder:
-    """Reads and appends; everything that is appended is durable when the call returns."""
+    """Reads and appends. What is appended is durable when the call returns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,11 +61,11 @@ class LogFolder:
             raise MissingFile(f"the log in {self._folder} has no file {path}") from error
 
     def create(self, key: SignerKey) -> Checkpoint:
-        """A signed empty log. Refused where a log is already."""
+        """Create a signed empty log. Refuses a folder that contains a log."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
             if (self._folder / CHECKPOINT).exists():
-                raise LogError(f"there is a log in {self._folder} already")
+                raise LogError(f"{self._folder} already contains a log")
             checkpoint = Checkpoint(key.name, 0, EMPTY_ROOT)
             self._write(CHECKPOINT, sign_checkpoint(checkpoint, key))
             return checkpoint
@@ -73,8 +73,8 @@ class LogFolder:
     def append(self, entries: Sequence[bytes], key: SignerKey) -> Checkpoint:
         """Append, sign and publish."""
         if not entries:
-            raise LogError("there is nothing to append")
-        join_entries(entries)  # refuses what is too long before anything is written
+            raise LogError("no entries to append")
+        join_entries(entries)  # refuses entries that are too long before anything is written
         with self._locked():
             old = self._checked(key)
             new_size = old.size + len(entries)
@@ -85,21 +85,21 @@ class LogFolder:
             return checkpoint
 
     def add_cosignature(self, line: str, witness: VerifierKey, key: SignerKey) -> None:
-        """Publish the checkpoint with the signature of a witness on it."""
+        """Add a witness's signature to the published checkpoint."""
         with self._locked():
             self._checked(key)
             text, lines = split_note(self.fetch(CHECKPOINT))
             kept = [kept for kept in lines if not kept.startswith(f"— {witness.name} ")]
             note = signed_note(text, [*kept, line])
             if witness not in open_note(note, [key.verifier, witness]).signed_by:
-                raise LogError(f"this is not a signature of {witness.name}")
+                raise LogError(f"the line is not a signature of {witness.name} on this checkpoint")
             self._write(CHECKPOINT, note)
 
     def _checked(self, key: SignerKey) -> Checkpoint:
         checkpoint = open_remembered(self.fetch(CHECKPOINT), LogPolicy(key.verifier))
         size = checkpoint.size
         if tree_root(TileNodes(self.fetch, size), size) != checkpoint.root:
-            raise ForkError(f"the tiles in {self._folder} are not those of its checkpoint")
+            raise ForkError(f"the tiles in {self._folder} do not match its checkpoint")
         return checkpoint
 
     def _write_level_0(self, old_size: int, entries: Sequence[bytes]) -> None:
@@ -110,15 +110,15 @@ class LogFolder:
         self._write_hashes(0, old_size, [leaf_hash(entry) for entry in entries])
 
     def _kept_entries(self, number: int, width: int) -> list[bytes]:
-        """Of a partial bundle, which is written again with more."""
+        """The entries of a partial bundle, which is written again with more."""
         kept = split_entries(self.fetch(entries_path(number, width)), width)
         hashes = split_hashes(self.fetch(tile_path(0, number, width)), width)
         if [leaf_hash(entry) for entry in kept] != hashes:
-            raise ForkError(f"the entries in {self._folder} are not those of its tiles")
+            raise ForkError(f"the entries in {self._folder} do not match its tiles")
         return kept
 
     def _write_hashes(self, level: int, old_size: int, hashes: Sequence[bytes]) -> None:
-        """Tiles of this level, then of the levels above for the tiles that became full."""
+        """Write tiles of this level, then of the levels above for tiles that became full."""
         first, width = divmod(old_size >> (TILE_HEIGHT * level), TILE_WIDTH)
         kept = split_hashes(self.fetch(tile_path(level, first, width)), width) if width else []
         full = []
@@ -150,3 +150,30 @@ class LogFolder:
 def _groups(first: int, items: Sequence[bytes]) -> Iterator[tuple[int, Sequence[bytes]]]:
     for start in range(0, len(items), TILE_WIDTH):
         yield first + start // TILE_WIDTH, items[start : start + TILE_WIDTH]
+
+
+def write_durably(place: Path, data: bytes) -> None:
+    """Replace a file atomically; durable when the call returns."""
+    beside = place.with_name(f".{place.name}.new")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(place)
+    sync_folder(place.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool) -> Iterator[None]:
+    """Excludes other threads and processes. Raises BlockingIOError if locked and not `wait`."""
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield

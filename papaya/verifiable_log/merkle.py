@@ -47,14 +47,14 @@ def inclusion_proof(nodes: Nodes, index: int, size: int) -> list[bytes]:
 
 
 def consistency_proof(nodes: Nodes, old_size: int, new_size: int) -> list[bytes]:
-    """RFC 6962, 2.1.2: what turns both roots out of shared subtrees."""
+    """RFC 6962, 2.1.2: the subtrees from which both roots can be computed."""
     if not 0 < old_size <= new_size:
-        raise ProofError(f"no consistency proof leads from size {old_size} to size {new_size}")
+        raise ProofError(f"there is no consistency proof from size {old_size} to size {new_size}")
     return _old_path(nodes, old_size, 0, new_size, whole=True)
 
 
 def _split(size: int) -> int:
-    """The largest power of two below `size`: where RFC 6962 cuts a tree in two."""
+    """The largest power of two below `size`: where RFC 6962 splits a tree."""
     return 1 << ((size - 1).bit_length() - 1)
 
 
@@ -93,7 +93,7 @@ def _old_path(nodes: Nodes, old_end: int, start: int, end: int, *, whole: bool) 
 def verify_inclusion(
     leaf: bytes, index: int, size: int, proof: Sequence[bytes], root: bytes
 ) -> None:
-    """Raise unless the leaf hash `leaf` stands at `index` of the tree with this size and root."""
+    """Raise unless the leaf hash `leaf` is at `index` of the tree with this size and root."""
     _check_hashes(leaf, root, *proof)
     if not 0 <= index < size <= MAX_SIZE:
         raise ProofError(f"there is no leaf {index} in a tree of {size}")
@@ -120,10 +120,10 @@ def verify_consistency(
     """Raise unless the tree of `new_size` begins with the tree of `old_size`."""
     _check_hashes(old_root, new_root, *proof)
     if not 0 < old_size <= new_size <= MAX_SIZE:
-        raise ProofError(f"nothing proves that size {old_size} leads to size {new_size}")
+        raise ProofError(f"there is no consistency proof from size {old_size} to size {new_size}")
     if old_size == new_size:
         if proof:
-            raise ProofError("between trees of one size there is nothing to prove")
+            raise ProofError("a consistency proof between trees of the same size must be empty")
         if old_root != new_root:
             raise ProofError(f"two trees of size {old_size} have different roots")
         return
@@ -153,7 +153,7 @@ def verify_consistency(
 
 
 def _to_right_child(here: int, last: int) -> tuple[int, int]:
-    """Past the levels where the rightmost node has no sibling."""
+    """Skip the levels where the rightmost node has no sibling."""
     while here and not here & 1:
         here, last = here >> 1, last >> 1
     return here, last

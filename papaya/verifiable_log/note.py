@@ -5,9 +5,9 @@
     — <key name> base64(key id, 4 bytes || signature)
 
 A log signs the text (type 0x01). A witness signs `cosignature/v1`, a time and the text (type 0x04,
-C2SP tlog-cosignature). Signatures of unknown keys are ignored, as the specification demands; a
-wrong signature by a known key refuses the whole note. Keys are written as elsewhere in that world:
-`name+id+base64` for verifiers, `PRIVATE+KEY+name+id+base64` for signers.
+C2SP tlog-cosignature). Signatures of unknown keys are ignored, as the specification demands; a note
+with a wrong signature by a known key is refused. Keys are written `name+id+base64` for verifiers
+and `PRIVATE+KEY+name+id+base64` for signers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VerifierKey:
         return parsed
 
     def verify(self, text: str, signature: bytes) -> int | None:
-        """The time of a cosignature, None for a log's signature; raises if it does not hold."""
+        """The time of a cosignature, None for a log's signature. Raises if it is wrong."""
         message, time = text.encode(), None
         if self.kind == COSIGNATURE:
             time = int.from_bytes(signature[:_TIME_BYTES])
@@ -79,13 +79,13 @@ class VerifierKey:
         try:
             Ed25519PublicKey.from_public_bytes(self.public_key).verify(signature, message)
         except (InvalidSignature, ValueError) as error:
-            raise SignatureError(f"the signature of {self.name} does not hold") from error
+            raise SignatureError(f"the signature of {self.name} is wrong") from error
         return time
 
 
 @dataclass(frozen=True)
 class SignerKey:
-    """The private key of a log or a witness, made from 32 drawn bytes."""
+    """The private key of a log or a witness, made from 32 random bytes."""
 
     name: str
     seed: bytes = field(repr=False)
@@ -93,7 +93,7 @@ class SignerKey:
 
     def __post_init__(self) -> None:
         if len(self.seed) != _KEY_BYTES:
-            raise LogError(f"a private key is {_KEY_BYTES} bytes")
+            raise LogError(f"a private key must have {_KEY_BYTES} bytes")
         _ = self.verifier
 
     @property
@@ -102,7 +102,7 @@ class SignerKey:
         return VerifierKey(self.name, public.public_bytes_raw(), self.kind)
 
     def reveal(self) -> str:
-        """The private key itself, for a file that only its owner may read."""
+        """The private key as text, for a file that only its owner may read."""
         encoded = base64.b64encode(bytes([self.kind]) + self.seed).decode()
         return f"{_PRIVATE}{self.name}+{self.verifier.key_id.hex()}+{encoded}"
 
@@ -117,11 +117,11 @@ class SignerKey:
         return parsed
 
     def signature_line(self, text: str, time: int | None = None) -> str:
-        """One line of a note; a witness's carries the time of its signature."""
+        """One signature line of a note. A witness must pass the time."""
         key = Ed25519PrivateKey.from_private_bytes(self.seed)
         if self.kind == COSIGNATURE:
             if time is None:
-                raise LogError("a cosignature has a time")
+                raise LogError("a cosignature needs a time")
             signature = time.to_bytes(_TIME_BYTES) + key.sign(_cosigned(text, time))
         else:
             signature = key.sign(text.encode())
@@ -131,7 +131,7 @@ class SignerKey:
 
 @dataclass(frozen=True)
 class Note:
-    """A note whose known signatures were verified; `times` has those of cosignatures."""
+    """A note with its verified signatures; `times` are None except for cosignatures."""
 
     text: str
     signed_by: tuple[VerifierKey, ...]
@@ -158,7 +158,7 @@ def open_note(raw: bytes, known: Iterable[VerifierKey]) -> Note:
 
 
 def split_note(raw: bytes) -> tuple[str, list[str]]:
-    """Text and signature lines, nothing verified: only for whoever adds a signature."""
+    """Text and signature lines, not verified. Only for adding a signature."""
     text, lines = _split(raw)
     return text, [f"{line}\n" for line in lines]
 
@@ -169,15 +169,15 @@ def _split(raw: bytes) -> tuple[str, list[str]]:
     try:
         whole = raw.decode()
     except UnicodeDecodeError as error:
-        raise LogError("a note is UTF-8 text") from error
+        raise LogError("the note is not UTF-8 text") from error
     if any(ord(character) < 0x20 and character != "\n" for character in whole):
-        raise LogError("a note holds no control characters")
+        raise LogError("the note contains control characters")
     text, separator, signatures = whole.rpartition("\n\n")
     if not separator or not signatures.endswith("\n"):
-        raise LogError("a note is text, an empty line and signatures")
+        raise LogError("the note is not text, an empty line and signatures")
     lines = signatures[:-1].split("\n")
     if len(lines) > MAX_SIGNATURES:
-        raise LogError(f"a note with {len(lines)} signatures has more than {MAX_SIGNATURES}")
+        raise LogError(f"the note has {len(lines)} signatures, above the limit of {MAX_SIGNATURES}")
     return f"{text}\n", lines
 
 
@@ -204,7 +204,7 @@ def _parse_key(text: str) -> tuple[str, str, int, bytes]:
 
 def _check_name(name: str) -> None:
     if not name or "+" in name or any(character.isspace() for character in name):
-        raise LogError(f"a key's name has neither spaces nor plus signs: {name!r}")
+        raise LogError(f"a key's name must not contain spaces or plus signs: {name!r}")
 
 
 def _cosigned(text: str, time: int) -> bytes:

@@ -50,7 +50,7 @@ def over_http(
         allowed_s = min(file_s, ends_at - time.monotonic())
         if allowed_s <= 0:
             raise LogSourceUnreachable(
-                f"{address} was not tried: the log has taken {all_s:g} s already"
+                f"{address} was not read: the deadline of {all_s:g} s for the whole log has passed"
             )
         body = _read_within(address, allowed_s, tls)
         if len(body) > MAX_FILE_BYTES:
@@ -74,7 +74,9 @@ def _read_within(address: str, allowed_s: float, tls: ssl.SSLContext | None) -> 
     try:
         result = found.get(timeout=allowed_s)
     except Empty:
-        result = LogSourceUnreachable(f"{address} cannot be read: not within {allowed_s:.3g} s")
+        result = LogSourceUnreachable(
+            f"{address} cannot be read: no complete response within {allowed_s:.3g} s"
+        )
     finally:
         watch.end()
     if isinstance(result, LogError):
@@ -89,8 +91,8 @@ def _read(address: str, allowed_s: float, watch: _Watch, tls: ssl.SSLContext | N
     except urllib.error.HTTPError as error:
         error.close()
         if error.code in _NOT_THERE:
-            raise MissingFile(f"{address} is not there") from error
-        raise LogSourceUnreachable(f"{address} answers {error.code}") from error
+            raise MissingFile(f"{address} does not exist") from error
+        raise LogSourceUnreachable(f"{address} returned HTTP {error.code}") from error
     except Exception as error:
         raise LogSourceUnreachable(f"{address} cannot be read: {error}") from error
     finally:

@@ -1,11 +1,11 @@
-"""One record of the log: a released TSA binary, what each platform measures of it, its source.
+"""One record of the log: a released TSA binary, its measurement on each platform, its source.
 
-    "append the identity and manifest of the TSA binary to the verifiable log" (paper)
+    "append the identity and manifest of the trusted binary to the verifiable log" (paper)
 
 A record is canonical JSON: parsed, encoded again and compared, so that one release has one leaf
-hash. `REGISTERS` says which measurements a platform must name, all of them: a TDX record that left
-out RTMR2 would admit any kernel command line. A record refuses a `software` measurement that is not
-the artifact's own hash.
+hash. A record must have all measurements that `REGISTERS` lists for a platform: a TDX record
+without RTMR2 would allow any kernel command line. A `software` measurement must be the artifact's
+hash.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Record:
     def __post_init__(self) -> None:
         _check_hex("artifact", self.artifact, 32)
         if not self.measurements:
-            raise LogError("a record names the measurements of at least one platform")
+            raise LogError("a record needs the measurements of at least one platform")
         for platform, registers in self.measurements.items():
             _check_registers(platform, registers)
         software = self.measurements.get("software")
@@ -78,7 +78,7 @@ class Record:
             raise LogError(f"not a record of the format {FORMAT}")
         measurements = fields["measurements"]
         if not isinstance(measurements, dict):
-            raise LogError("measurements are given by platform and register")
+            raise LogError("measurements must be grouped by platform and register")
         record = cls(
             fields["artifact"],
             measurements,
@@ -91,10 +91,10 @@ class Record:
         return record
 
     def check_measured(self, platform: str, registers: Mapping[str, str]) -> None:
-        """Raise unless this release measures so on this platform."""
+        """Raise unless these are the release's measurements on this platform."""
         logged = self.measurements.get(platform)
         if logged is None:
-            raise LogError(f"the record {self.artifact[:16]}… names no measurement for {platform}")
+            raise LogError(f"the record {self.artifact[:16]}… has no measurement for {platform}")
         for name in REGISTERS[platform]:
             if registers.get(name) != logged[name]:
                 raise LogError(f"{name} is {registers.get(name)}, the logged one is {logged[name]}")
@@ -106,33 +106,33 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
-        raise LogError("a record is JSON") from error
+        raise LogError("the record is not JSON") from error
     if not isinstance(fields, dict):
-        raise LogError("a record is a JSON object")
+        raise LogError("the record is not a JSON object")
     return fields
 
 
 def _check_registers(platform: str, registers: object) -> None:
     if platform not in REGISTERS:
-        raise LogError(f"there is no platform {platform!r}")
+        raise LogError(f"unknown platform: {platform!r}")
     wanted = REGISTERS[platform]
     if not isinstance(registers, Mapping) or registers.keys() != wanted.keys():
-        raise LogError(f"{platform} is measured by {', '.join(wanted)}")
+        raise LogError(f"{platform} needs the measurements {', '.join(wanted)}")
     for name, size in wanted.items():
         _check_hex(f"{platform} {name}", registers[name], size)
 
 
 def _check_hex(name: str, value: object, size: int) -> None:
     if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{2 * size}}}", value):
-        raise LogError(f"{name} is {size} bytes in lower-case hexadecimal digits")
+        raise LogError(f"{name} must be {size} bytes in lower-case hexadecimal digits")
 
 
 def _check_revision(value: object) -> None:
     if not isinstance(value, str) or not _REVISION.fullmatch(value):
-        raise LogError("revision is a commit's full id, in lower-case hexadecimal digits")
+        raise LogError("revision must be a commit's full id, in lower-case hexadecimal digits")
 
 
 def _check_text(name: str, text: object) -> None:
-    # Printable: whoever shows a hostile log must not have a terminal driven by it.
+    # Printable only: a hostile log must not send control sequences to a terminal.
     if not (isinstance(text, str) and 0 < len(text) <= _MAX_TEXT and text.isprintable()):
-        raise LogError(f"{name} is one printable line of at most {_MAX_TEXT} characters")
+        raise LogError(f"{name} must be one printable line of at most {_MAX_TEXT} characters")

@@ -4,9 +4,8 @@
     tile/<level>/<number>[.p/<width>]       hashes of complete subtrees of 256^level leaves
     tile/entries/<number>[.p/<width>]       entries, each after its length in two bytes
 
-Partial tiles carry their width in their name, so every file but `checkpoint` is immutable and any
-cache may keep it. Nothing read here is believed by itself: whoever reads builds a proof from it and
-verifies that.
+Partial tiles have their width in their name, so every file except `checkpoint` is immutable and can
+be cached. Nothing is verified here: readers build proofs from tiles and verify those.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def width_of(size: int, level: int, number: int) -> int:
 
 
 class TileNodes:
-    """`Nodes` for the proofs in `merkle`, over the tiles of one tree; keeps what it has read."""
+    """`Nodes` for the proofs in `merkle`, over the tiles of one tree; caches tiles."""
 
     def __init__(self, fetch: Fetch, size: int) -> None:
         self._fetch = fetch
@@ -78,7 +77,7 @@ class TileNodes:
 
 
 def fetch_tile(fetch: Fetch, path: Callable[[int], str], width: int) -> bytes:
-    """A partial tile may be gone once the full one is there."""
+    """Fetch a tile; the full one if the partial one was removed."""
     try:
         return fetch(path(width))
     except MissingFile:
@@ -95,7 +94,7 @@ def split_hashes(raw: bytes, width: int) -> list[bytes]:
 
 
 def subtree_root(hashes: Sequence[bytes]) -> bytes:
-    """Of a power of two of neighbouring hashes."""
+    """The root of neighbouring hashes; their number must be a power of two."""
     while len(hashes) > 1:
         hashes = [node_hash(hashes[i], hashes[i + 1]) for i in range(0, len(hashes), 2)]
     return hashes[0]
@@ -115,7 +114,7 @@ def split_entries(raw: bytes, width: int) -> list[bytes]:
     while at < len(raw):
         end = at + 2 + int.from_bytes(raw[at : at + 2])
         if end > len(raw) or at + 2 > len(raw):
-            raise LogError("an entry bundle ends within an entry")
+            raise LogError("the entry bundle ends within an entry")
         entries.append(raw[at + 2 : end])
         at = end
     if len(entries) not in (width, TILE_WIDTH):

@@ -30,10 +30,13 @@ from papaya.study.learning_in_loop import LearningRun, learn_in_loop
 from papaya.study.replay import Curve, Rates, learn
 from papaya.study.trace import Trace, record
 from papaya.study.workloads.base import Clients, Workload
-from papaya.study.workloads.bigram import BigramWorkload
-from papaya.study.workloads.embedding import EmbeddingWorkload
-from papaya.study.workloads.language import Language
-from papaya.study.workloads.language_workload import KernelName, LanguageWorkload
+from papaya.study.workloads.language import (
+    BigramWorkload,
+    EmbeddingWorkload,
+    KernelName,
+    Language,
+    LanguageWorkload,
+)
 from tests.unit.study.learners import (
     ASYNC,
     LANGUAGE,

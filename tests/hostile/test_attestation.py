@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from papaya.attestation.errors import AttestationError
-from papaya.attestation.policy import DevicePolicy
+from papaya.attestation.policy import AttestationError, DevicePolicy
 from papaya.attestation.software import make_collateral, make_quote
 from papaya.attestation.verify import Evidence, report_data
 from papaya.secagg.errors import OfferRefused
@@ -182,7 +181,7 @@ def test_an_old_checkpoint_behind_good_evidence(tmp_path: Path) -> None:
     device.reader = a_reader(older, device.reader.remembered)
     error = refused(device, software_evidence())
     assert error.reason == "log"
-    assert "but 2 entries were there before" in str(error)
+    assert "but had 2 before" in str(error)
 
 
 def test_a_forked_log_behind_good_evidence(tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_a_forked_log_behind_good_evidence(tmp_path: Path) -> None:
     device.reader, device.leaf_index = a_reader(fork, device.reader.remembered), 1
     error = refused(device, software_evidence(bytes.fromhex("ef" * 32)))
     assert error.reason == "log"
-    assert "does not continue" in str(error)
+    assert "does not extend" in str(error)
 
 
 def test_a_log_that_no_witness_has_seen(tmp_path: Path) -> None:
@@ -203,7 +202,7 @@ def test_a_log_that_no_witness_has_seen(tmp_path: Path) -> None:
     device = Device(a_reader(log, policy=policy), leaf_index=0)
     error = refused(device, software_evidence())
     assert error.reason == "log"
-    assert "0 witnesses vouch" in str(error)
+    assert "0 witnesses signed" in str(error)
 
 
 @pytest.mark.parametrize("index", [-1, 2, 10**9])

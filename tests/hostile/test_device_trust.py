@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from papaya.attestation.errors import AttestationError
+from papaya.attestation.policy import AttestationError
 from papaya.client.client import Stage
 from papaya.client.work import Downloaded, Finish, Seal, Sealed, Trained
 from papaya.device.events import Event, VisitEnded
@@ -86,7 +86,7 @@ def test_an_old_checkpoint_after_a_restart(world: World) -> None:
     world.seal(world.device())
     world.show(OLD)
     offer = world.offer(binary=OLD, leaf=0)
-    assert "2 entries were there before" in refused(world, world.device(), "log", offer)
+    assert "had 2 before" in refused(world, world.device(), "log", offer)
 
 
 def test_a_forked_log_after_a_restart(world: World) -> None:
@@ -95,14 +95,14 @@ def test_a_forked_log_after_a_restart(world: World) -> None:
     for history in ((OLD, EVIL), (OLD, EVIL, GOOD)):
         world.show(*history)
         said = refused(world, world.device(), "log", world.offer(binary=EVIL))
-        assert "does not continue" in said
+        assert "does not extend" in said
 
 
 def test_a_forked_log_after_a_visit_that_was_refused_and_a_restart(world: World) -> None:
     """The log was seen, whatever was wrong with the evidence."""
     refused(world, world.device(), "measurement", world.offer(binary=EVIL))
     world.show(OLD, EVIL)
-    assert "does not continue" in refused(world, world.device(), "log", world.offer(binary=EVIL))
+    assert "does not extend" in refused(world, world.device(), "log", world.offer(binary=EVIL))
 
 
 def test_a_log_that_was_seen_and_withholds_its_entry(world: World) -> None:
@@ -110,7 +110,7 @@ def test_a_log_that_was_seen_and_withholds_its_entry(world: World) -> None:
         path.rename(path.with_name("gone"))
     refused(world, world.device(), "log")
     world.show(OLD, EVIL)
-    assert "does not continue" in refused(world, world.device(), "log", world.offer(binary=EVIL))
+    assert "does not extend" in refused(world, world.device(), "log", world.offer(binary=EVIL))
 
 
 def test_a_fork_from_before_the_checkpoint_in_the_package(world: World) -> None:
@@ -120,7 +120,7 @@ def test_a_fork_from_before_the_checkpoint_in_the_package(world: World) -> None:
     pinned = world.log(OLD, GOOD).fetch("checkpoint").decode()
     world.show(OLD, EVIL, GOOD)
     device = world.device(log_checkpoint=pinned)
-    assert "does not continue" in refused(world, device, "log", world.offer(binary=EVIL))
+    assert "does not extend" in refused(world, device, "log", world.offer(binary=EVIL))
     world.show(OLD)
     refused(world, world.device(log_checkpoint=pinned), "log", world.offer(binary=OLD, leaf=0))
     world.show(OLD, GOOD)
@@ -140,7 +140,7 @@ def test_a_damaged_file_stops_a_device_and_nobody_is_told_to_delete_it(
     world: World, damage: bytes
 ) -> None:
     world.checkpoint.write_bytes(damage)
-    with pytest.raises(OperatorError, match="no checkpoint of this log") as caught:
+    with pytest.raises(OperatorError, match="not a checkpoint of this log") as caught:
         world.device()
     assert "restore" in caught.value.hint
     assert "remove" not in caught.value.hint
@@ -171,7 +171,7 @@ def test_an_expiry_that_the_server_has_stretched(world: World) -> None:
 def test_a_log_host_that_drips_is_given_up(tmp_path: Path) -> None:
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
         world = World(tmp_path, f"http://127.0.0.1:{host.port}")
-        assert "not within" in refused(world, world.device(log_s=0.3), "log")
+        assert "no complete response within" in refused(world, world.device(log_s=0.3), "log")
 
 
 def test_a_log_host_that_drips_does_not_keep_a_believed_party_waiting(tmp_path: Path) -> None:

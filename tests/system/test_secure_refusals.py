@@ -41,7 +41,7 @@ def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> Non
                 (None, "masked", TERMS, "no trust policy"),
                 (unbelieving, "masked", TERMS, "software"),
                 (careful, "masked", TERMS, f"at least {GOAL + 1}"),
-                (known, "masked", strict, "its task file says 2"),
+                (known, "masked", strict, "task file says 2"),
                 (known, "masked", crowded, f"at least {GOAL + 1}"),
                 (known, "clear", TERMS, "asks for secure aggregation"),
                 (known, "masked", structs.replace(TERMS, secure=False), "does not know secure"),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from papaya.attestation.errors import AttestationError
-from papaya.attestation.policy import PlatformName
+from papaya.attestation.policy import AttestationError, PlatformName
 from papaya.attestation.verify import Evidence, verify_quote
 from tests.unit.attestation.builders import a_policy, software_evidence
 from tests.vectors.public import public

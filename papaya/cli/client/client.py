@@ -251,11 +251,9 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
         trainer_for,
         trust_in,
     )
-    from papaya.device.device import Device
+    from papaya.device.device import Device, DeviceRuntime
     from papaya.device.limits import CheckInPacing, DeviceLimits
-    from papaya.device.memory import memory_mb
-    from papaya.device.process import DeviceProcess
-    from papaya.device.runtime import DeviceRuntime
+    from papaya.device.process import DeviceProcess, memory_mb
 
     clock = device_clock()
     stores = device_stores(options.store, options.devices)

@@ -19,10 +19,9 @@ from papaya.errors import OperatorError, ProtocolError
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
 from papaya.verifiable_log.folder import LogFolder
-from papaya.verifiable_log.memory import CheckpointFile, RememberingReader
 from papaya.verifiable_log.note import SignerKey, VerifierKey
 from papaya.verifiable_log.over_http import over_http
-from papaya.verifiable_log.reader import LogReader
+from papaya.verifiable_log.reader import CheckpointFile, LogReader, RememberingReader
 from papaya.verifiable_log.tiles import Fetch
 
 

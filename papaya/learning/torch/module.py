@@ -22,13 +22,13 @@ from papaya.learning.definition import Task
 from papaya.learning.parameters import Manifest, Vector
 
 Batch: TypeAlias = tuple[Any, ...]
-"""What the owner's `batch` makes of examples, and `loss` is given beside the module."""
+"""The result of the owner's `batch`; passed to `loss` after the module."""
 
 _OTHER_NORMALISATION = "use LayerNorm or GroupNorm, or track_running_stats=False"
 
 
 def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
-    """The owner's module, initialised by this seed, and nobody's random generator disturbed."""
+    """The owner's module, initialised by this seed. Global random generators are unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = task.model()
@@ -104,13 +104,13 @@ def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
 
 
 def tried_batch(task: Task, examples: Sequence[bytes]) -> Batch:
-    """What the owner's `batch` makes of these, and nobody's random generator disturbed."""
+    """The result of the owner's `batch`. Global random generators are unchanged."""
     with torch.random.fork_rng(devices=[]):
         return _batch(task, examples)
 
 
 def try_loss(task: Task, batch: Batch) -> None:
-    """The owner's `loss` of a fresh module, refused if no client could learn from it."""
+    """The owner's `loss` of a fresh module. Refused if no client could learn from it."""
     module = make_module(task).train()
     before = {name: value.clone() for name, value in _fixed(module).items()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.config import ServerConfig
 from papaya.errors import PapayaError
-from papaya.learning.stopping import verdict
+from papaya.learning.evaluation import verdict
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import (

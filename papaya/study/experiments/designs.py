@@ -15,13 +15,13 @@ from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
 from papaya.study.experiments.runs import (
     ONE_RATE,
+    Scale,
     async_plan,
     plain_plan,
     rates,
     reached,
     sync_plan,
 )
-from papaya.study.experiments.scale import Scale
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

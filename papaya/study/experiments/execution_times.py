@@ -14,8 +14,7 @@ from papaya.sim.population import Population
 from papaya.sim.report import everyone
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import plain_plan
-from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.runs import Scale, plain_plan
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

@@ -16,15 +16,16 @@ from typing import NamedTuple
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.runs import (
+    Scale,
+    Tuned,
     async_plan,
     learning,
     perplexity,
     plain_plan,
     sync_plan,
+    tuned_for_loss,
     tuning_seeds,
 )
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.tuning import Tuned, tuned_for_loss
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

@@ -8,22 +8,87 @@ is kept in the folder: calling it again goes on from there.
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from html import escape
 from pathlib import Path
+from types import ModuleType
+from typing import Final, Protocol, cast
 
 import msgspec
 from msgspec import Struct, structs
+from msgspec.structs import asdict
 
+from papaya.config import TaskConfig
 from papaya.sim.jobs import mapping, write_whole
-from papaya.study.experiments.catalogue import EXPERIMENTS
-from papaya.study.experiments.page import page
-from papaya.study.experiments.result import Result
-from papaya.study.experiments.runs import workload_of
-from papaya.study.experiments.scale import Scale
+from papaya.sim.population import DEFAULT, STRESS
+from papaya.study.experiments import (
+    designs,
+    execution_times,
+    goal_sweep,
+    model_quality,
+    sampling_bias,
+    server_updates,
+    speedup,
+    stale_limit,
+    sync_scaling,
+    tee_transfer,
+    training_curves,
+    utilization,
+)
+from papaya.study.experiments.result import Check, Finding, Result, number
+from papaya.study.experiments.runs import CLIENT, LSTM_CLIENT, SUPPLY, Scale, workload_of
 from papaya.study.identity import digest
 from papaya.study.lab import Lab, LabStep
+from papaya.study.run import RecordingPlan
+from papaya.study.workloads.lstm import LANGUAGE
+
+_LEFT_OUT = "Made with other seeds, another scale or other code, and left out here: "
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+       color: #222; }
+h1 { margin-bottom: 0; } h2 { margin-top: 3rem; border-top: 1px solid #ddd; padding-top: 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #eee; }
+td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.input { color: #777; } .input td:first-child::after { content: " (calibrated input)"; }
+.holds::before { content: "✓ "; color: #2a7; } .fails::before { content: "✗ "; color: #c33; }
+.fails { color: #c33; } img { max-width: 100%; } .paper, .notes { color: #555; }
+"""
+
+
+class Experiment(Protocol):
+    """A module of this package; `EXPERIMENTS` has all of them, in the order of the report."""
+
+    KEY: str
+
+    def plans(self, scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+        """The runs of the machines that it needs."""
+
+    def run(self, lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+        """What came of them."""
+
+
+_MODULES: Final[tuple[ModuleType, ...]] = (
+    execution_times,
+    sync_scaling,
+    utilization,
+    server_updates,
+    speedup,
+    goal_sweep,
+    sampling_bias,
+    model_quality,
+    training_curves,
+    designs,
+    tee_transfer,
+    stale_limit,
+)
+EXPERIMENTS: Final[dict[str, Experiment]] = {
+    module.KEY: cast(Experiment, module) for module in _MODULES
+}
 
 
 class _Inputs(Struct, frozen=True):
@@ -79,3 +144,135 @@ def _with_earlier(
             else:
                 others.append(key)
     return [found[key] for key in EXPERIMENTS if key in found], others
+
+
+# --- The report: one HTML file that needs nothing else --------------------------------------------
+
+
+def page(
+    results: Sequence[Result],
+    scale: Scale,
+    seeds: Sequence[int],
+    folder: Path,
+    left_out: Sequence[str] = (),
+) -> str:
+    """All results; the plots are read from the folder. `left_out`: those made of other inputs."""
+    checks = [check for result in results for check in result.checks]
+    failed = [check for check in checks if not check.holds]
+    verdict = "all hold" if not failed else f"{len(failed)} of {len(checks)} do not hold"
+    seeds_text = ", ".join(f"number {seed}" for seed in seeds)
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8>",
+        f"<title>Papaya: the paper's evaluation, {scale.name}</title><style>{_STYLE}</style>",
+        "<h1>The paper's evaluation, reproduced</h1>",
+        (
+            f"<p class=paper>Scale: {escape(scale.name)}. Seeds: {seeds_text}. "
+            f"Claims: {len(checks)}, {verdict}.</p>"
+        ),
+        f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" if left_out else "",
+        (
+            "<p>The inputs are <a href=#inputs>at the end</a>. Grey rows were calibrated to the "
+            "paper, so their agreement proves nothing. All other numbers are results of the "
+            "simulation; brackets give the lowest and the highest of several seeds.</p>"
+        ),
+        _contents(results),
+        *(_section(result, folder) for result in results),
+        _inputs(scale, seeds),
+    ]
+    return "\n".join(parts)
+
+
+def _contents(results: Sequence[Result]) -> str:
+    """Every result with what became of its claims."""
+    rows = [
+        f"<tr><td><a href=#{escape(result.key)}>{escape(result.title)}</a>"
+        f"<td class=paper>{escape(result.paper.partition(':')[0])}<td>{_claims(result)}</tr>"
+        for result in results
+    ]
+    return "\n".join(["<table>", *rows, "</table>"])
+
+
+def _claims(result: Result) -> str:
+    if not result.checks:
+        return ""
+    held = sum(check.holds for check in result.checks)
+    kind = "holds" if held == len(result.checks) else "fails"
+    return f"<span class={kind}>{held} of {len(result.checks)}</span>"
+
+
+def _inputs(scale: Scale, seeds: Sequence[int]) -> str:
+    """Everything that was put in, from the objects that the runs were made of."""
+    task = TaskConfig(task="experiment", concurrency=scale.concurrency, model_length=1)
+    groups = {
+        "size of the runs": asdict(scale) | {"seeds": len(seeds)},
+        "default population, calibrated to the paper": asdict(DEFAULT),
+        "stress population": asdict(STRESS),
+        "language, its dialect calibrated": asdict(LANGUAGE),
+        "task": {"training_timeout_s": task.training_timeout_s, "max_examples": task.max_examples},
+        "fleet": {"check-ins per expected completion": SUPPLY},
+        "client SGD": asdict(CLIENT),
+        "client SGD of the LSTM": asdict(LSTM_CLIENT),
+    }
+    rows = [
+        f"<tr><td>{escape(group)}<td>{escape(_named(name))}<td>{escape(_words(value))}</tr>"
+        for group, fields in groups.items()
+        for name, value in fields.items()
+    ]
+    heading = "<h2 id=inputs>Inputs</h2><p class=paper>Chosen or calibrated.</p>"
+    return "\n".join([heading, "<table>", *rows, "</table>"])
+
+
+def _named(field: str) -> str:
+    """`latency_mean_s` -> latency mean (s)"""
+    words = field.replace("_", " ")
+    return f"{words[:-2]} (s)" if words.endswith(" s") else words
+
+
+def _words(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _section(result: Result, folder: Path) -> str:
+    return "\n".join(
+        [
+            f"<h2 id={escape(result.key)}>{escape(result.title)}</h2>",
+            f"<p class=paper>{escape(result.paper)}</p>",
+            "<table><tr><th><th>paper<th>here<th></tr>",
+            *map(_row, result.findings),
+            "</table><ul style='list-style:none;padding:0'>",
+            *map(_check, result.checks),
+            "</ul>",
+            *(_image(folder / name) for name in result.plots),
+            "<div class=notes>",
+            *(f"<p>{escape(text)}</p>" for text in result.notes),
+            "</div>",
+        ]
+    )
+
+
+def _row(finding: Finding) -> str:
+    return (
+        f"<tr class={finding.kind}><td>{escape(finding.name)}<td>{escape(finding.paper)}"
+        f"<td class=number>{escape(shown(finding))}</tr>"
+    )
+
+
+def shown(finding: Finding) -> str:
+    """The mean with the spread of the seeds."""
+    unit = f" {finding.unit}" if finding.unit else ""
+    if len(finding.values) == 1 or not math.isfinite(finding.mean):
+        return number(finding.mean) + unit
+    low, high = map(number, finding.spread)
+    return f"{number(finding.mean)}{unit} ({low} – {high})"
+
+
+def _check(check: Check) -> str:
+    kind = "holds" if check.holds else "fails"
+    return f"<li class={kind}>{escape(check.claim)}: {escape(check.detail)}</li>"
+
+
+def _image(path: Path) -> str:
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f"<img alt='{escape(path.stem)}' src='data:image/png;base64,{data}'>"

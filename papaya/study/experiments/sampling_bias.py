@@ -22,11 +22,11 @@ from papaya.study.experiments.runs import (
     DRAIN_S,
     START_S,
     TUNING_SEED,
+    Scale,
     async_plan,
     plain_plan,
     sync_plan,
 )
-from papaya.study.experiments.scale import Scale
 from papaya.study.fairness import Distance, distance
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan

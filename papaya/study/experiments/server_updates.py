@@ -11,8 +11,14 @@ from statistics import fmean
 from papaya.config import SyncFL
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.runs import async_plan, sync_plan, until_versions, versions_per_hour
-from papaya.study.experiments.scale import OVER_SELECTION, Scale
+from papaya.study.experiments.runs import (
+    OVER_SELECTION,
+    Scale,
+    async_plan,
+    sync_plan,
+    until_versions,
+    versions_per_hour,
+)
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

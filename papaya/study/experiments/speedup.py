@@ -21,6 +21,8 @@ from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
 from papaya.study.experiments.runs import (
     Reached,
+    Scale,
+    Tuned,
     async_plan,
     learning,
     perplexity,
@@ -28,10 +30,9 @@ from papaya.study.experiments.runs import (
     reached,
     runs_to,
     sync_plan,
+    tuned_for_time,
     tuning_seeds,
 )
-from papaya.study.experiments.scale import Scale
-from papaya.study.experiments.tuning import Tuned, tuned_for_time
 from papaya.study.lab import Lab
 from papaya.study.replay import Rates
 from papaya.study.run import RecordingPlan

@@ -17,8 +17,7 @@ from papaya.sim.population import DEFAULT, STRESS, Population
 from papaya.sim.report import everyone
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import START_S, window
-from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.runs import START_S, Scale, window
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

@@ -12,8 +12,7 @@ from statistics import fmean
 
 from papaya.study.experiments import charts
 from papaya.study.experiments.result import Check, Finding, Result, number, ratios
-from papaya.study.experiments.runs import rates, reached, sync_plan
-from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.runs import Scale, rates, reached, sync_plan
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

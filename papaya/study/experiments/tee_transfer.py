@@ -37,7 +37,7 @@ from papaya.secagg.parameters import EXTRA_WORDS, HASH_BYTES
 from papaya.secagg.words import WORD_BYTES
 from papaya.sim.plots import COLORS, prepare, save
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.runs import Scale
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 from papaya.tsa import endpoint, wire

@@ -15,8 +15,7 @@ import numpy as np
 from papaya.study.experiments import charts
 from papaya.study.experiments.designs import DESIGNS, design_plan
 from papaya.study.experiments.result import Finding, Result
-from papaya.study.experiments.runs import LSTM_CLIENT, ONE_RATE, learning, rates
-from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.runs import LSTM_CLIENT, ONE_RATE, Scale, learning, rates
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve
 from papaya.study.run import RecordingPlan, Run

@@ -15,8 +15,7 @@ from msgspec import structs
 from papaya.sim import plots
 from papaya.sim.report import RunReport, Series
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import async_plan, plain_plan, sync_plan
-from papaya.study.experiments.scale import Scale
+from papaya.study.experiments.runs import Scale, async_plan, plain_plan, sync_plan
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 

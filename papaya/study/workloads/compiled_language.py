@@ -1,4 +1,4 @@
-"""The compiled loops of embedding.py and bigram.py. Importing it needs `papaya-fl[numba]`.
+"""The compiled loops of the models in language.py. Importing it needs `papaya-fl[numba]`.
 
 A client's whole training in one call, without the global lock; clients one after the other, each
 in the same order of operations whatever the batch, so that the bits do not depend on it.

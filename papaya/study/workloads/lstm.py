@@ -7,23 +7,38 @@ language gives a device of its volume. Sequences are a function of (seed, device
 The loss of an LSTM depends on the whole walk, so it is not a finite sum over pairs of words. It is
 judged on two fixed sets of walks, in the common language and in the dialect, weighted by the exact
 shares of dialect in the population.
+
+`paper_workload` makes the models of `papaya reproduce`: this LSTM for the training curves, and the
+smaller EmbeddingWorkload for everything else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Final, Protocol
+from functools import cached_property, lru_cache
+from typing import Final, Literal, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.sim.draws import Floats, HashWords, Ints, counters, splitmix64, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig
-from papaya.study.workloads.base import Clients, Matrix, Quality
-from papaya.study.workloads.language import GRAIN, Judge, Language, LanguageConfig
+from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
+from papaya.study.workloads.language import (
+    GRAIN,
+    EmbeddingWorkload,
+    Judge,
+    Language,
+    LanguageConfig,
+)
 from papaya.study.workloads.lstm_trainers import LstmSizes, LstmTrainer, Tokens, fastest
+
+LANGUAGE: Final = LanguageConfig()
+_LSTM: Final = LstmSizes()
+
+Model = Literal["embedding", "lstm"]
 
 _LossesOf = Callable[[Tokens], Floats]
 """The mean loss of each sequence."""
@@ -133,3 +148,15 @@ class Lstm:
 
     def evaluate(self, parameters: Vector) -> Quality:
         return self.source.quality(lambda tokens: self.trainer.losses(parameters, tokens))
+
+
+@lru_cache(maxsize=2)
+def paper_workload(model: str, population: PopulationConfig) -> Workload:
+    """A `Model`, judged on this population.
+
+    All runs share one seed of the language's data; their own seeds decide who takes part and when.
+    """
+    if model == "embedding":
+        return EmbeddingWorkload(population, Language(LANGUAGE))
+    language = Language(structs.replace(LANGUAGE, vocabulary=_LSTM.vocabulary))
+    return Lstm(Walks(language, _LSTM.steps, population), _LSTM)

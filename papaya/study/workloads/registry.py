@@ -4,8 +4,8 @@ A `WorkloadSpec` is a few words, so that another process can make the same workl
 stands for is opened by `prepare`:
 
     embedding | bigram                       the synthetic language (language.py)
-    my_task.py with data leaf:FOLDER         LEAF's JSON (leaf.py)
-                    text:FOLDER, stdlib      texts, a file for each client (corpus.py)
+    my_task.py with data leaf:FOLDER         LEAF's JSON (source.py)
+                    text:FOLDER, stdlib      texts, a file for each client (source.py)
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
@@ -30,15 +29,23 @@ from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
 from papaya.study.replay import Rates
 from papaya.study.workloads.base import Clients, Workload
-from papaya.study.workloads.corpus import folder_source, library_source, loader_of
-from papaya.study.workloads.language_workload import LanguageWorkload
-from papaya.study.workloads.leaf import leaf_source
-from papaya.study.workloads.source import Source, population_of
+from papaya.study.workloads.language import (
+    BigramWorkload,
+    EmbeddingWorkload,
+    LanguageWorkload,
+)
+from papaya.study.workloads.source import (
+    Source,
+    folder_source,
+    leaf_source,
+    library_source,
+    loader_of,
+    population_of,
+)
 
-# name -> module and class, made with (population, seed=…).
-BUILT_IN: Final = {
-    "embedding": ("papaya.study.workloads.embedding", "EmbeddingWorkload"),
-    "bigram": ("papaya.study.workloads.bigram", "BigramWorkload"),
+BUILT_IN: Final[dict[str, type[LanguageWorkload]]] = {
+    "embedding": EmbeddingWorkload,
+    "bigram": BigramWorkload,
 }
 _RATES: Final = Rates(
     client=ClientSGD(rate=1.0),
@@ -131,13 +138,11 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         raise OperatorError(
             f"{spec.name} has data of its own", hint="leave --data out, or name a task file"
         )
-    module, name = BUILT_IN[spec.name]
-    kind = getattr(import_module(module), name)
-    workload: LanguageWorkload = kind(population)
+    kind = BUILT_IN[spec.name]
+    workload = kind(population)
 
     def make(seed: int, processes: int) -> Workload:
-        made: Workload = kind(population, seed=seed)
-        return made
+        return kind(population, seed=seed)
 
     return Prepared(
         spec=spec,

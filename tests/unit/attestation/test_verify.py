@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.attestation.errors import AttestationError
+from papaya.attestation.policy import AttestationError
 from papaya.attestation.verify import (
     MAX_COLLATERAL_BYTES,
     MAX_QUOTE_BYTES,

@@ -17,7 +17,7 @@ from papaya.cli.main import main
 from papaya.sim.jobs import write_whole
 from papaya.study import lab
 from papaya.study.experiments import reproduce
-from papaya.study.experiments.scale import QUICK, SCALES
+from papaya.study.experiments.runs import QUICK, SCALES
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 FULL: Final = Path("/dev/full")

@@ -108,14 +108,14 @@ def test_a_witness_signs_and_its_signature_is_demanded(world: World) -> None:
     key = world.out("log", "key", "--witness", "--name", "witness", "--output", witness)
     seen = world.folder / "seen"
     reading = [world.log, "--log-key", world.log_key, "--remember", seen]
-    with pytest.raises(LogRefused, match="0 witnesses vouch"):
+    with pytest.raises(LogRefused, match="0 witnesses signed"):
         world.read("verify", "--witness", key)
     line = world.out("log", "cosign", *reading, "--key", witness)
     where = ["--log", world.log, "--key", world.key]
     world.out("log", "add-cosignature", *where, "--witness", key, "--line", line)
     assert world.read("verify", "--witness", key)["records"] == 1
     world.append()
-    with pytest.raises(LogRefused, match="0 witnesses vouch"):
+    with pytest.raises(LogRefused, match="0 witnesses signed"):
         world.read("verify", "--witness", key)
 
 
@@ -130,7 +130,7 @@ def test_a_witness_does_not_sign_a_fork(world: World) -> None:
     world.log.rename(world.folder / "gone")
     world.out("log", "create", "--log", world.log, "--key", world.key)
     LogFolder(world.log).append([b"another past"], SignerKey.parse(world.key.read_text()))
-    with pytest.raises(LogRefused, match="does not continue"):
+    with pytest.raises(LogRefused, match="does not extend"):
         world.out("log", *cosign, "--remember", seen)
     assert world.captured.out == ""
 
@@ -145,14 +145,14 @@ def test_verify_remembers_and_refuses_a_roll_back(world: World) -> None:
     world.log.rename(world.folder / "gone")
     world.out("log", "create", "--log", world.log, "--key", world.key)
     before = seen.read_bytes()
-    with pytest.raises(LogRefused, match="size 0, but 2"):
+    with pytest.raises(LogRefused, match="0 entries now, but had 2"):
         world.read("verify", "--remember", seen)
     assert seen.read_bytes() == before
 
 
 def test_verify_refuses_an_entry_that_is_no_record(world: World) -> None:
     LogFolder(world.log).append([b"\x1b[2Jhidden"], SignerKey.parse(world.key.read_text()))
-    with pytest.raises(LogRefused, match="record 0: a record is JSON"):
+    with pytest.raises(LogRefused, match="record 0: the record is not JSON"):
         world.read("verify")
     assert "\x1b" not in world.out("log", "show", world.log, "--log-key", world.log_key)
 
@@ -319,7 +319,7 @@ def test_a_log_that_failed_an_audit_must_be_continued_all_the_same(world: World)
 def test_a_damaged_memory_is_told_and_not_replaced(world: World, damage: bytes) -> None:
     seen = world.folder / "seen"
     seen.write_bytes(damage)
-    with pytest.raises(OperatorError, match="no checkpoint of this log"):
+    with pytest.raises(OperatorError, match="not a checkpoint of this log"):
         world.read("verify", "--remember", seen)
     assert seen.read_bytes() == damage
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import structs
 
 from papaya.client.work import Trained
+from papaya.device.device import DeviceRuntime
 from papaya.device.eligibility import Condition, Eligibility
 from papaya.device.events import (
     Event,
@@ -27,7 +28,6 @@ from papaya.device.events import (
 from papaya.device.example_store import ExampleStore
 from papaya.device.limits import CheckInPacing
 from papaya.device.process import OwnLoad
-from papaya.device.runtime import DeviceRuntime
 from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from aiohttp import web
 from msgspec import structs
 
+from papaya.device.device import DeviceRuntime
 from papaya.device.events import Event, VisitEnded
-from papaya.device.runtime import DeviceRuntime
 from papaya.messages.participation import Leave
 from tests.unit.device.fake_selector import (
     JOINED,

@@ -14,7 +14,7 @@ from papaya.client.work import Finish, Trained
 from papaya.device.events import Event, VisitEnded
 from papaya.device.example_store import ExampleStore, UseRefused, split_of
 from papaya.device.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
-from papaya.device.memory import memory_mb
+from papaya.device.process import memory_mb
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer, TrainingRequest
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError, ProtocolError

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papaya.config import StopRule
-from papaya.learning.stopping import evaluations_without_gain, verdict
+from papaya.learning.evaluation import evaluations_without_gain, verdict
 
 LOSSES = st.lists(st.floats(0, 100), max_size=20)
 

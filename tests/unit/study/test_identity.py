@@ -18,7 +18,7 @@ from papaya.study.identity import closure, code_digest, digest
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 from papaya.study.trace import Recorder
-from papaya.study.workloads.embedding import EmbeddingWorkload
+from papaya.study.workloads.language import EmbeddingWorkload
 from tests.unit.study.learners import a_cluster
 
 PLAN = RecordingPlan(cluster=a_cluster(), seed=1)

@@ -20,7 +20,7 @@ from papaya.sim.draws import Ints
 from papaya.study.replay import NORMS_KEPT, Curve, Point, Rates, learn
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
-from papaya.study.workloads.embedding import EmbeddingWorkload
+from papaya.study.workloads.language import EmbeddingWorkload
 from tests.unit.study.learners import LANGUAGE, POPULATION, RATES, Drift, Kept, a_trace
 
 Floats = npt.NDArray[np.float64]

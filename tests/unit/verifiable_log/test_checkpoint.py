@@ -79,7 +79,7 @@ def test_malformed_checkpoints_are_refused(text: str) -> None:
 
 def test_another_logs_checkpoint_is_refused_even_if_our_log_signed_it() -> None:
     other = Checkpoint("example.org/another", 3, bytes(32))
-    with pytest.raises(LogError, match="this is the log"):
+    with pytest.raises(LogError, match="this is a checkpoint of"):
         open_checkpoint(sign_checkpoint(other, KEY), POLICY, NOW)
 
 
@@ -89,7 +89,7 @@ def test_enough_witnesses_are_enough() -> None:
 
 
 def test_too_few_witnesses_are_too_few() -> None:
-    with pytest.raises(SignatureError, match=r"1 witnesses vouch .* 2 of 3 must"):
+    with pytest.raises(SignatureError, match=r"1 witnesses signed .* 2 of 3 are required"):
         open_checkpoint(witnessed(WITNESSES[0]), TWO_OF_THREE, NOW)
 
 
@@ -131,9 +131,9 @@ def test_a_remembered_checkpoint_had_its_witnesses_then() -> None:
     [
         (KEYS[0], (), 0, "not of a log"),
         (KEY.verifier, (KEY.verifier,), 1, "not of a witness"),
-        (KEY.verifier, KEYS, 4, "impossible"),
-        (KEY.verifier, KEYS, -1, "impossible"),
-        (KEY.verifier, KEYS, 0, "set the quorum"),
+        (KEY.verifier, KEYS, 4, "the quorum is"),
+        (KEY.verifier, KEYS, -1, "the quorum is"),
+        (KEY.verifier, KEYS, 0, "the quorum is 0"),
         (
             KEY.verifier,
             (KEYS[0], SignerKey("alias", WITNESSES[0].seed, 4).verifier),

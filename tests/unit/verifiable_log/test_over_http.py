@@ -34,7 +34,7 @@ def test_a_file_is_read_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("SSL_CERT_FILE", str(made.authority))
         fetch = over_http(address)
         assert fetch("checkpoint") == b"a log"
-        with pytest.raises(MissingFile, match="is not there"):
+        with pytest.raises(MissingFile, match="does not exist"):
             fetch("tile/0/000")
 
 
@@ -55,7 +55,7 @@ def test_a_host_that_drips_is_left_in_time(scheme: str, first: bytes) -> None:
     began = time.monotonic()
     with Dripping(first) as host:
         fetch = over_http(f"{scheme}://127.0.0.1:{host.port}", file_s=0.3)
-        with pytest.raises(LogSourceUnreachable, match="not within"):
+        with pytest.raises(LogSourceUnreachable, match="no complete response within"):
             fetch("checkpoint")
     assert time.monotonic() - began < _LONG_S
 
@@ -64,9 +64,9 @@ def test_all_files_of_one_reading_have_one_time(tmp_path: Path) -> None:
     """Or a host would drip each of many tiles for as long as it is let."""
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
         fetch = over_http(f"http://127.0.0.1:{host.port}", file_s=_LONG_S, all_s=0.3)
-        with pytest.raises(LogSourceUnreachable, match="not within"):
+        with pytest.raises(LogSourceUnreachable, match="no complete response within"):
             fetch("checkpoint")
-        with pytest.raises(LogSourceUnreachable, match="was not tried"):
+        with pytest.raises(LogSourceUnreachable, match="was not read"):
             fetch("tile/0/000")
 
 
@@ -83,7 +83,7 @@ def test_no_redirect_is_followed(scheme: str, status: bytes) -> None:
     with Dripping(b"") as other:
         to = f"Location: {scheme}://127.0.0.1:{other.port}/checkpoint".encode()
         answer = b"HTTP/1.0 " + status + b"\r\n" + to + b"\r\nContent-Length: 0\r\n\r\n"
-        with Dripping(answer) as host, pytest.raises(LogSourceUnreachable, match="answers 30"):
+        with Dripping(answer) as host, pytest.raises(LogSourceUnreachable, match="HTTP 30"):
             over_http(f"http://127.0.0.1:{host.port}", file_s=_LONG_S)("checkpoint")
         assert not other.asked.acquire(blocking=False)
 
@@ -99,7 +99,7 @@ def test_a_name_server_that_does_not_answer_is_left_in_time(
 
     monkeypatch.setattr(socket, "getaddrinfo", wait)
     began = time.monotonic()
-    with pytest.raises(LogSourceUnreachable, match=r"not within 0\.3 s"):
+    with pytest.raises(LogSourceUnreachable, match=r"no complete response within 0\.3 s"):
         over_http("http://log.example", file_s=0.3)("checkpoint")
     assert time.monotonic() - began < _LONG_S / 2
     readers = [thread for thread in threading.enumerate() if thread.name == "papaya-log"]

@@ -33,7 +33,7 @@ def test_any_http_server_can_serve_a_log(tmp_path: Path, address: str) -> None:
 
 
 def test_what_is_not_served_is_missing(address: str) -> None:
-    with pytest.raises(MissingFile, match="is not there"):
+    with pytest.raises(MissingFile, match="does not exist"):
         over_http(address)("checkpoint")
 
 

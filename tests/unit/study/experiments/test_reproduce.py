@@ -12,13 +12,20 @@ from msgspec import structs
 
 from papaya.config import AsyncFL
 from papaya.sim.jobs import in_turn
-from papaya.study.experiments.catalogue import EXPERIMENTS
-from papaya.study.experiments.page import page, shown
-from papaya.study.experiments.reproduce import reproduce
+from papaya.study.experiments.reproduce import EXPERIMENTS, page, reproduce, shown
 from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import learning, met, rates, until_versions, workload_of
-from papaya.study.experiments.scale import FULL, QUICK, SCALES, Scale
-from papaya.study.experiments.tuning import tuned
+from papaya.study.experiments.runs import (
+    FULL,
+    QUICK,
+    SCALES,
+    Scale,
+    learning,
+    met,
+    rates,
+    tuned,
+    until_versions,
+    workload_of,
+)
 from papaya.study.lab import Lab, LabStep
 from papaya.study.replay import Curve
 

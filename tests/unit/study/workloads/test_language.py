@@ -15,10 +15,15 @@ from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD
 from papaya.sim.population import DEFAULT, STRESS, Population, PopulationConfig, volume_quantiles
 from papaya.study.workloads.base import Clients
-from papaya.study.workloads.bigram import BigramWorkload
-from papaya.study.workloads.embedding import EmbeddingWorkload
-from papaya.study.workloads.language import GRAIN, Judge, Language, LanguageConfig
-from papaya.study.workloads.language_workload import LanguageWorkload
+from papaya.study.workloads.language import (
+    GRAIN,
+    BigramWorkload,
+    EmbeddingWorkload,
+    Judge,
+    Language,
+    LanguageConfig,
+    LanguageWorkload,
+)
 
 LANGUAGE = Language()
 KINDS: tuple[type[LanguageWorkload], ...] = (EmbeddingWorkload, BigramWorkload)

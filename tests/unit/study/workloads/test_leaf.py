@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.study.workloads.leaf import leaf_source
+from papaya.study.workloads.source import leaf_source
 
 
 def a_file(path: Path, users: dict[str, list[tuple[Any, Any]]], /, **changes: Any) -> Path:

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.client.history import History, Participated
-from papaya.device.device_file import DeviceFile
-from papaya.device.device_history import DeviceHistory
+from papaya.device.device_file import DeviceFile, DeviceHistory
 from papaya.device.example_store import ExampleStore
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError
