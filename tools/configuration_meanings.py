@@ -23,7 +23,7 @@ from papaya.config import (
 MEANINGS: dict[type[Struct], dict[str, str]] = {
     TaskConfig: {
         "task": "The name of the task, unique in the system.",
-        "concurrency": "The paper's C: number of clients that may take part at once.",
+        "concurrency": "The paper's C: number of clients that may take part at the same time.",
         "model_length": "Number of float32 parameters of the model.",
         "regime": "AsyncFL or SyncFL.",
         "optimizer": "The server optimizer, which turns a full buffer into the next version.",
@@ -32,14 +32,14 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "aggregation](secure-aggregation.md). Requires `clip`. None: updates are in the clear.",
         "training_timeout_s": "Time limit of a client for download and training together.",
         "upload_timeout_s": "Time limit of a client from its report to its last chunk.",
-        "max_examples": "Largest number of examples that counts for one client's weight.",
-        "clip": "Largest L2 norm of an update. None: only updates above 2⁶⁰ are refused.",
+        "max_examples": "Maximum number of examples that counts for one client's weight.",
+        "clip": "Maximum L2 norm of an update. None: only updates above 2⁶⁰ are refused.",
         "over_clip": "What to do with an update above `clip`: refuse it, or scale it down.",
-        "participation_gap_s": "Shortest time between two participations of one device. Its "
-        "own `participation_floor_s` can only lengthen it.",
-        "max_participations": "Largest number of participations of one device. None: no limit.",
-        "keep_versions": "Smallest number of newest versions that are kept.",
-        "commit_interval_s": "Shortest time between two commits of an open buffer.",
+        "participation_gap_s": "Minimum time between two participations of one device. The "
+        "device's `participation_floor_s` can only increase it.",
+        "max_participations": "Maximum number of participations of one device. None: no limit.",
+        "keep_versions": "Number of newest versions to keep at least.",
+        "commit_interval_s": "Minimum time between two commits of an open buffer.",
         "durability": "`commit`: an acknowledged update survives a crash. `step`: only versions "
         "do, as in the paper.",
         "stop": "When the task ends automatically.",
@@ -62,7 +62,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "version": "The version that is evaluated.",
         "parameters": "The key of its parameters.",
         "model_length": "Number of parameters of that version.",
-        "max_examples": "Largest number of held-out examples of one client: the task's own.",
+        "max_examples": "Maximum number of held-out examples of one client: the task's own.",
     },
     Deployment: {
         "data": "Folder of the state database, the blobs and the tokens.",
@@ -91,8 +91,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "intermediate aggregate.",
         "upload_memory_mb": "Memory for uploads under way. An upload begins when there is room for "
         "all of it and two chunks more. Use about `upload_slots` x the largest model, so that all "
-        "slots can be used at once. A task whose model does not fit at all is not served.",
-        "max_connections": "Largest number of connections to one listener. It is lowered if the "
+        "slots can be used at the same time. A task whose model does not fit at all is not served.",
+        "max_connections": "Maximum number of connections to one listener. It is lowered if the "
         "system's limit on open files (`ulimit -n`) does not allow as many.",
         "max_connections_per_address": "Connections to the device listener from one client address "
         "at a time; IPv6 addresses count by their /64. Mobile carriers put many devices behind one "
@@ -125,25 +125,25 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     Requirements: {
         "engine": "Training engine that the device must have. None: any.",
         "module": "Hash of the task file that the device must have. None: any.",
-        "min_memory_mb": "Smallest memory that the device must declare, in MB.",
+        "min_memory_mb": "Minimum memory that the device must declare, in MB.",
         "labels": "Labels that the device must declare.",
     },
     SecureAggregation: {
-        "threshold": "Smallest number of clients whose sum may be revealed. None: K.",
+        "threshold": "Minimum number of clients whose sum may be revealed. None: K.",
     },
     ServerConfig: {
         "heartbeat_s": "Heartbeat interval of aggregators, selectors, leader and clients.",
         "hold_s": "How long a selector holds a check-in before it rejects it.",
-        "min_report_interval_s": "Shortest time between two reports of one server.",
-        "held_report_interval_s": "Shortest time between two reports that only change the "
+        "min_report_interval_s": "Minimum time between two reports of one server.",
+        "held_report_interval_s": "Minimum time between two reports that only change the "
         "number of held check-ins.",
-        "max_held": "Largest number of check-ins that one selector holds.",
-        "upload_slots": "Largest number of uploads that one aggregator receives at once. Each "
-        "takes the memory of a model.",
+        "max_held": "Maximum number of check-ins that one selector holds.",
+        "upload_slots": "Maximum number of uploads that one aggregator receives at the same time. "
+        "Each takes the memory of a model.",
         "chunk_bytes": "Size of every chunk of an upload except the last.",
         "pace": "Check-ins that pace steering aims at, per expected completion.",
-        "min_retry_s": "Shortest mean time after which a rejected device is asked to come back.",
-        "max_retry_s": "Longest mean time after which a rejected device is asked to come back.",
+        "min_retry_s": "Minimum mean time after which a rejected device is asked to come back.",
+        "max_retry_s": "Maximum mean time after which a rejected device is asked to come back.",
     },
     DeviceConfig: {
         "request_timeout_s": "A request without an answer is sent again this long after it was "
@@ -154,7 +154,14 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "value.",
         "max_backoff_s": "Upper limit of this waiting time.",
         "give_up_s": "How long a device tries to check in, and then to join.",
-        "participation_floor_s": "Shortest time between two participations in one task, set by the "
+        "participation_floor_s": "Minimum time between two participations in one task, set by the "
         "device. No task can shorten it.",
     },
+}
+
+# Derived value -> meaning, where the first line of the docstring does not explain the value.
+DERIVED: dict[str, str] = {
+    "model_bytes": "Size of the parameters in bytes: 4 × `model_length`.",
+    "workload": "Estimated load of the task: concurrency × model size in bytes. The Coordinator "
+    "uses it to place tasks.",
 }

@@ -31,7 +31,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError
-from tools.configuration_meanings import MEANINGS
+from tools.configuration_meanings import DERIVED, MEANINGS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -221,7 +221,7 @@ def derived_table(**columns: Struct) -> Iterator[str]:
     for name, found in vars(kind).items():
         if isinstance(found, property):
             values = " | ".join(f"`{getattr(column, name)}`" for column in columns.values())
-            meaning = (found.__doc__ or "").split("\n")[0]
+            meaning = DERIVED.get(name) or (found.__doc__ or "").split("\n")[0]
             yield f"| `{name}` | {values} | {meaning} |\n"
 
 
