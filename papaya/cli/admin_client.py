@@ -146,7 +146,13 @@ class AdminClient:
     def _connect(self) -> HTTPConnection:
         if not self._is_secure:
             return HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        context = ssl.create_default_context(cafile=self._authority)
+        try:
+            context = ssl.create_default_context(cafile=self._authority)
+        except OSError as error:  # also if it is not PEM
+            raise OperatorError(
+                f"cannot use the certificate file {self._authority}: {error.strerror or error}",
+                hint="check the path after --ca; the file is PEM",
+            ) from error
         return HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
 
     def _refused(self, status: int, data: bytes) -> OperatorError:
@@ -159,6 +165,11 @@ class AdminClient:
             body = msgspec.json.decode(data, type=_ErrorBody)
         except (msgspec.DecodeError, UnicodeDecodeError):
             body = _ErrorBody()
+        if status == 404 and not body.error:  # errors of the admin API are in `error`
+            return OperatorError(
+                f"{self.url} is not the admin API of a coordinator",
+                hint="`papaya serve` prints the address of its admin API; the default port is 8751",
+            )
         problem = body.error or body.reason or f"{self.url} answered with status {status}"
         return OperatorError(printable(problem), hint=printable(body.hint))
 

@@ -134,12 +134,16 @@ class TsaConnection:
     def _connect(self) -> TsaClient:
         """Connect to the running TSA; on one machine, start it if none runs."""
         address = self._deployment.tsa or self._own_address
-        try:
+        if self._deployment.tsa:
             return TsaClient(address, self._cluster_key)
+        logger.warning(
+            "INSECURE: the TSA runs as a child process with software evidence, which proves "
+            "nothing; devices accept it only with allow_insecure_software = true"
+        )
+        try:
+            return TsaClient(address, self._cluster_key)  # a killed server may have left it
         except Unavailable:
-            if self._deployment.tsa:
-                raise
-        self._start_child()
+            self._start_child()
         return TsaClient(address, self._cluster_key)
 
     def _disconnect(self) -> None:
@@ -157,10 +161,6 @@ class TsaConnection:
         return f"unix:{path}"
 
     def _start_child(self) -> None:
-        logger.warning(
-            "INSECURE: the TSA runs as a child of this server, with software evidence "
-            "that proves nothing; only devices that are told to will believe it"
-        )
         command = [sys.executable, "-m", "papaya", "serve", "tsa"]
         words = self._data / "tsa.log"  # not stderr: its reader would wait for the child
         with words.open("wb") as stderr:

@@ -61,6 +61,8 @@ class VerifierKey:
 
     @classmethod
     def parse(cls, text: str) -> VerifierKey:
+        if text.startswith(_PRIVATE):
+            raise LogError("this is a private key; use the file that ends with .pub")
         name, key_id, kind, key = _parse_key(text)
         parsed = cls(name, key, kind)
         if parsed.key_id.hex() != key_id:
@@ -216,7 +218,8 @@ def decode_base64(text: str) -> bytes:
     try:
         decoded = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise LogError(f"not base64: {text[:80]!r}") from error
+        # The text is not quoted: it may be a private key.
+        raise LogError(f"{len(text)} characters that are not base64") from error
     if base64.b64encode(decoded).decode() != text:
-        raise LogError(f"not canonical base64: {text[:80]!r}")
+        raise LogError(f"{len(text)} characters that are not canonical base64")
     return decoded

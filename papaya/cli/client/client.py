@@ -294,6 +294,8 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
                 options.imports, devices, options.task, trainer, tasks, clock.now()
             )
             note(f"{plural(len(devices), 'device')} for {', '.join(tasks) or 'any task'}")
+            if trainer.secure_modules and shared.trust is None:
+                note("warning: without --trust FILE these devices take part in no secure task")
             runtime = DeviceRuntime(process, devices)
             with runtime.stopped_by_signals():
                 await runtime.run(options.visits)
