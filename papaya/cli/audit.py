@@ -84,13 +84,13 @@ def add_to(commands: Commands) -> None:
     )
     add_reading(parser)
     parser.add_argument(
-        "--source", type=Path, metavar="DIR", help="git clone that has the logged revisions"
+        "--source", type=Path, metavar="DIR", help="git clone that contains the logged revisions"
     )
     parser.add_argument(
         "--wheels",
         type=Path,
         metavar="DIR",
-        help="folder that has the dependencies (default: download them with pip)",
+        help="folder with the dependency wheels (default: download them with pip)",
     )
     parser.add_argument(
         "--measured",

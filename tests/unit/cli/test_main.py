@@ -185,7 +185,7 @@ def test_a_full_disk_behind_stdout_is_the_operators_to_mend(
             check=False,
         )
     assert done.returncode == 2
-    assert "\nerror: stdout cannot be written: " in done.stderr
+    assert "\nerror: cannot write to stdout: " in done.stderr
     assert "\n\nhint: " in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr

@@ -131,7 +131,7 @@ def test_a_folder_that_takes_no_file_is_refused() -> None:
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="cannot be written: Is a directory"), writing(tmp_path):
+    with pytest.raises(OperatorError, match=r"cannot write .*: Is a directory"), writing(tmp_path):
         tmp_path.write_bytes(b"")
 
 

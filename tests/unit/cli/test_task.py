@@ -92,8 +92,8 @@ def test_status_exits_with_1_when_a_person_should_look(
     server.system.live.has_leader = False  # the row still names one, but it is not renewed
     assert run(server, "status") == 1
     out, err = capsys.readouterr()
-    assert "leader       nobody; the last leader was coordinator\n" in out
-    assert "problem: nobody leads: coordinator has not renewed its lease" in err
+    assert "leader       none; the last leader was coordinator\n" in out
+    assert "problem: no leader: coordinator has not renewed its lease" in err
 
 
 def test_every_command_speaks_json(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:
