@@ -23,7 +23,7 @@ class AttestationError(ProtocolError):
     """
 
     default_hint: ClassVar[str] = (
-        "the device takes no part; whoever runs the server must show evidence that holds"
+        "the device does not take part; the operator of the server must provide valid evidence"
     )
 
     def __init__(self, reason: AttestationReason, message: str, *, hint: str | None = None) -> None:

@@ -81,23 +81,23 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "leave it out, or set allow_insecure_software = true for a demonstration",
             )
         if not self.platforms:
-            raise ConfigError.of("platforms", (), "nothing could ever be believed", 'name "sgx"')
+            raise ConfigError.of("platforms", (), "must name at least one platform", 'add "sgx"')
         if self.minimum_threshold < 1:
             raise ConfigError.of(
                 "minimum_threshold",
                 self.minimum_threshold,
-                "a sum has at least one member",
+                "must be at least 1",
                 "leave it at 10, or lower it to 1 for a demonstration",
             )
         if self.maximum_staleness < 0:
             raise ConfigError.of(
                 "maximum_staleness",
                 self.maximum_staleness,
-                "an update is never ahead of its server",
+                "must be at least 0",
                 "leave it at 1000, or use 0 to take part in synchronous rounds only",
             )
         if self.oldest_record < 0:
-            raise ConfigError.of("oldest_record", self.oldest_record, "below 0", "use 0")
+            raise ConfigError.of("oldest_record", self.oldest_record, "must be at least 0", "use 0")
 
     def log_policy(self) -> LogPolicy:
         try:
@@ -109,8 +109,8 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         except LogError as error:
             raise ConfigError(
-                f"the log of this device's policy cannot be used: {error}",
-                hint="copy log_key and witnesses from whoever runs the log: name+id+base64",
+                f"cannot use the log of this device's policy: {error}",
+                hint="copy log_key and witnesses from the operator of the log: name+id+base64",
             ) from error
 
     def accepts(self, platform: PlatformName) -> bool:

@@ -82,7 +82,7 @@ class Verified:
 def report_data(identity_key: bytes, parameters_hash: bytes) -> bytes:
     """The 64 bytes that a quote binds: the identity key, then the hash of the parameters."""
     if len(identity_key) != KEY_BYTES or len(parameters_hash) != HASH_BYTES:
-        raise AttestationError("report_data", "a key and a hash have 32 bytes each")
+        raise AttestationError("report_data", "invalid key or hash: expected 32 bytes each")
     return identity_key + parameters_hash
 
 
@@ -110,10 +110,10 @@ def verify_quote(evidence: Evidence, policy: DevicePolicy, now: float) -> Quoted
         hint = None
         if platform == "software":
             hint = (
-                "it proves nothing; a device takes it only with allow_insecure_software = true, "
-                'and "software" among its platforms'
+                "software evidence proves nothing; to accept it, set "
+                'allow_insecure_software = true and add "software" to platforms'
             )
-        message = f"this device does not believe {platform[:20]!r} evidence"
+        message = f"this device does not accept {platform[:20]!r} evidence"
         raise AttestationError("platform", message, hint=hint)
     if len(evidence.quote) > MAX_QUOTE_BYTES or len(evidence.collateral) > MAX_COLLATERAL_BYTES:
         raise AttestationError("quote", "the quote or its collateral is too long")
@@ -137,7 +137,7 @@ def verify_logged(
         reader.refresh(now)
         record = Record.decode(reader.entry(leaf_index))
     except LogError as error:
-        raise AttestationError("log", f"the log does not hold: {error}") from error
+        raise AttestationError("log", f"the log cannot be verified: {error}") from error
     if leaf_index < policy.oldest_record:
         message = f"record {leaf_index} is older than {policy.oldest_record}, the oldest allowed"
         raise AttestationError("measurement", message)

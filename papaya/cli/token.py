@@ -110,7 +110,7 @@ def run_show(options: TokenShowOptions) -> int:
 def _listed(found: list[dict[str, str | bool]]) -> str:
     rows = []
     for entry in found:
-        state = entry.get("token", "exists" if entry["exists"] else "not made yet")
+        state = entry.get("token", "exists" if entry["exists"] else "not created yet")
         rows.append((str(entry["file"]), str(entry["purpose"]), str(state)))
     return table(("file", "what it does", ""), rows)
 

@@ -158,8 +158,8 @@ class TsaConnection:
 
     def _start_child(self) -> None:
         logger.warning(
-            "INSECURE: the TSA runs as a child of this server, with software evidence "
-            "that proves nothing; only devices that are told to will believe it"
+            "INSECURE: the TSA runs as a child process with software evidence, which proves "
+            "nothing; devices accept it only with allow_insecure_software = true"
         )
         command = [sys.executable, "-m", "papaya", "serve", "tsa"]
         words = self._data / "tsa.log"  # not stderr: its reader would wait for the child
@@ -220,7 +220,7 @@ class TsaConnection:
             data = path.read_bytes()
             json.loads(data)
         except (OSError, ValueError) as error:
-            raise Unavailable(f"the collateral in {path} cannot be used: {error}") from error
+            raise Unavailable(f"cannot use the collateral in {path}: {error}") from error
         return data
 
 

@@ -73,7 +73,7 @@ class TsaClient:
         try:
             return wire.decode_offers(body)
         except ChannelError as error:
-            raise Unavailable(f"the TSA answered nonsense: {error}") from error
+            raise Unavailable(f"the TSA sent an invalid answer: {error}") from error
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
         """Refused with REPLAYED means: it has this seed in this group already."""
@@ -106,7 +106,7 @@ class TsaClient:
         try:
             return wire.decode_status(body)
         except struct.error as error:
-            raise Unavailable(f"the TSA answered nonsense: {error}") from error
+            raise Unavailable(f"the TSA sent an invalid answer: {error}") from error
 
     def evidence(self, parameters_hash: bytes) -> bytes:
         return self._call(wire.task_request(Operation.EVIDENCE, parameters_hash), None)
@@ -114,7 +114,7 @@ class TsaClient:
     def _identity(self) -> tuple[bytes, bytes]:
         answer = self._call(wire.identity_request(), 1 + KEY_BYTES + wire.CHALLENGE_BYTES)
         if answer[0] != wire.VERSION:
-            raise Unavailable(f"the TSA speaks version {answer[0]}, not {wire.VERSION}")
+            raise Unavailable(f"the TSA has protocol version {answer[0]}, not {wire.VERSION}")
         return answer[1 : 1 + KEY_BYTES], answer[1 + KEY_BYTES :]
 
     def _authenticate(self, cluster_key: Ed25519PrivateKey, challenge: bytes) -> None:

@@ -67,7 +67,7 @@ class EnclaveLock:
                 tuple(Wheel(**wheel) for wheel in fields["wheels"]),
             )
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-            raise LockError(f"{LOCK} is not a lock: {error}") from error
+            raise LockError(f"invalid {LOCK}: {error}") from error
         lock._check()
         return lock
 
@@ -110,4 +110,4 @@ def measure(read: ReadSource = installed) -> bytes:
 
 def _match(pattern: re.Pattern[str], value: object) -> None:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise LockError(f"{LOCK} holds {value!r}, which cannot be meant")
+        raise LockError(f"invalid entry in {LOCK}: {value!r}")

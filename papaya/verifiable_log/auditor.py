@@ -95,7 +95,9 @@ def audit(
 
 def _witnessed(policy: LogPolicy) -> AuditStep:
     if not policy.quorum:
-        return AuditStep("witnesses", "not done", "no witnesses were named: a fork could be hidden")
+        return AuditStep(
+            "witnesses", "not done", "no witnesses were given, so a fork cannot be detected"
+        )
     detail = f"at least {policy.quorum} of {len(policy.witnesses)} have cosigned"
     return AuditStep("witnesses", "passed", detail)
 
@@ -146,4 +148,6 @@ def _compared(record: Record, built: Built, index: int) -> Iterator[AuditStep]:
     if built.without_dependencies:
         yield AuditStep("dependencies", "not done", built.without_dependencies, index)
     else:
-        yield AuditStep("dependencies", "passed", "all have the hashes of the lock", index)
+        yield AuditStep(
+            "dependencies", "passed", "all match the hashes in papaya/tsa/enclave.toml", index
+        )

@@ -49,16 +49,16 @@ class Checkpoint:
         """Of a note's text. Extension lines are signed, mean nothing here and are dropped."""
         lines = text.split("\n")
         if len(lines) < 4 or not all(lines[:-1]) or lines[-1]:
-            raise LogError("a checkpoint has an origin, a size and a root")
+            raise LogError("malformed checkpoint: expected origin, size and root")
         origin, digits, encoded = lines[:3]
         if not (digits.isascii() and digits.isdigit()) or (digits[0] == "0" and digits != "0"):
-            raise LogError(f"not the size of a log: {digits[:40]!r}")
+            raise LogError(f"invalid size of a log: {digits[:40]!r}")
         # Twenty digits are enough; int() of many more is slow.
         if len(digits) > 20 or int(digits) > MAX_SIZE:
             raise LogError(f"a log of {digits[:40]} entries is too large")
         root = decode_base64(encoded)
         if len(root) != HASH_BYTES:
-            raise LogError(f"a root has {HASH_BYTES} bytes, this one has {len(root)}")
+            raise LogError(f"invalid root: expected {HASH_BYTES} bytes, found {len(root)}")
         return cls(origin, int(digits), root)
 
 
@@ -84,9 +84,9 @@ class LogPolicy:
         if len({witness.public_key for witness in self.witnesses}) != len(self.witnesses):
             raise LogError("two witnesses have the same key")
         if not 0 <= self.quorum <= len(self.witnesses):
-            raise LogError(f"{self.quorum} of {len(self.witnesses)} witnesses is impossible")
+            raise LogError(f"invalid quorum: {self.quorum} of {len(self.witnesses)} witnesses")
         if self.witnesses and not self.quorum:
-            raise LogError("witnesses are named, but none of them has to sign: set the quorum")
+            raise LogError("witnesses are given, but none of them has to sign: set the quorum")
 
 
 def sign_checkpoint(checkpoint: Checkpoint, key: SignerKey) -> bytes:
@@ -103,8 +103,8 @@ def open_checkpoint(raw: bytes, policy: LogPolicy, now: float) -> Checkpoint:
     counted = [time for time in times if time is not None and _in_time(time, policy, now)]
     if len(counted) < policy.quorum:
         raise SignatureError(
-            f"{len(counted)} witnesses vouch for the checkpoint of size {checkpoint.size},"
-            f" {policy.quorum} of {len(policy.witnesses)} must"
+            f"{len(counted)} witnesses signed the checkpoint of size {checkpoint.size}; "
+            f"{policy.quorum} of {len(policy.witnesses)} are required"
         )
     return checkpoint
 

@@ -40,7 +40,7 @@ class CheckpointFile:
         try:
             open_remembered(found, self._policy)
         except LogError as error:
-            raise LogError(f"{self._path} is no checkpoint of this log: {error}") from error
+            raise LogError(f"invalid checkpoint of this log in {self._path}: {error}") from error
         self._last = found
         return found
 
@@ -53,7 +53,7 @@ class CheckpointFile:
             if there != known:
                 return False
             if there is not None and self._size(note) < self._size(there):
-                raise RollbackError(f"{self._path} has seen a longer log")
+                raise RollbackError(f"{self._path} already has a checkpoint of a longer log")
             write_durably(self._path, note)
             self._last = note
             return True
@@ -81,4 +81,4 @@ class RememberingReader(LogReader):
             assert note is not None
             if self._memory.replace(known, note):
                 return fresh
-        raise LogError("others read this log at the same time, and saw another one each time")
+        raise LogError("the stored checkpoint changed repeatedly during this read; try again")

@@ -49,7 +49,7 @@ def inclusion_proof(nodes: Nodes, index: int, size: int) -> list[bytes]:
 def consistency_proof(nodes: Nodes, old_size: int, new_size: int) -> list[bytes]:
     """RFC 6962, 2.1.2: what turns both roots out of shared subtrees."""
     if not 0 < old_size <= new_size:
-        raise ProofError(f"no consistency proof leads from size {old_size} to size {new_size}")
+        raise ProofError(f"no consistency proof from size {old_size} to size {new_size}")
     return _old_path(nodes, old_size, 0, new_size, whole=True)
 
 
@@ -120,10 +120,10 @@ def verify_consistency(
     """Raise unless the tree of `new_size` begins with the tree of `old_size`."""
     _check_hashes(old_root, new_root, *proof)
     if not 0 < old_size <= new_size <= MAX_SIZE:
-        raise ProofError(f"nothing proves that size {old_size} leads to size {new_size}")
+        raise ProofError(f"no consistency proof from size {old_size} to size {new_size}")
     if old_size == new_size:
         if proof:
-            raise ProofError("between trees of one size there is nothing to prove")
+            raise ProofError("the proof between two trees of equal size must be empty")
         if old_root != new_root:
             raise ProofError(f"two trees of size {old_size} have different roots")
         return
@@ -161,4 +161,4 @@ def _to_right_child(here: int, last: int) -> tuple[int, int]:
 
 def _check_hashes(*hashes: bytes) -> None:
     if any(len(item) != HASH_BYTES for item in hashes):
-        raise ProofError(f"a hash has {HASH_BYTES} bytes")
+        raise ProofError(f"invalid hash: expected {HASH_BYTES} bytes")

@@ -74,12 +74,12 @@ class VerifierKey:
             time = int.from_bytes(signature[:_TIME_BYTES])
             signature = signature[_TIME_BYTES:]
             if time > _MAX_TIME:
-                raise SignatureError(f"the cosignature of {self.name} has an impossible time")
+                raise SignatureError(f"invalid time in the cosignature of {self.name}")
             message = _cosigned(text, time)
         try:
             Ed25519PublicKey.from_public_bytes(self.public_key).verify(signature, message)
         except (InvalidSignature, ValueError) as error:
-            raise SignatureError(f"the signature of {self.name} does not hold") from error
+            raise SignatureError(f"invalid signature of {self.name}") from error
         return time
 
 
@@ -93,7 +93,7 @@ class SignerKey:
 
     def __post_init__(self) -> None:
         if len(self.seed) != _KEY_BYTES:
-            raise LogError(f"a private key is {_KEY_BYTES} bytes")
+            raise LogError(f"invalid private key: expected {_KEY_BYTES} bytes")
         _ = self.verifier
 
     @property
@@ -121,7 +121,7 @@ class SignerKey:
         key = Ed25519PrivateKey.from_private_bytes(self.seed)
         if self.kind == COSIGNATURE:
             if time is None:
-                raise LogError("a cosignature has a time")
+                raise LogError("the cosignature has no time")
             signature = time.to_bytes(_TIME_BYTES) + key.sign(_cosigned(text, time))
         else:
             signature = key.sign(text.encode())
@@ -169,12 +169,12 @@ def _split(raw: bytes) -> tuple[str, list[str]]:
     try:
         whole = raw.decode()
     except UnicodeDecodeError as error:
-        raise LogError("a note is UTF-8 text") from error
+        raise LogError("the note is not UTF-8") from error
     if any(ord(character) < 0x20 and character != "\n" for character in whole):
-        raise LogError("a note holds no control characters")
+        raise LogError("the note contains control characters")
     text, separator, signatures = whole.rpartition("\n\n")
     if not separator or not signatures.endswith("\n"):
-        raise LogError("a note is text, an empty line and signatures")
+        raise LogError("malformed note: expected text, an empty line and signatures")
     lines = signatures[:-1].split("\n")
     if len(lines) > MAX_SIGNATURES:
         raise LogError(f"a note with {len(lines)} signatures has more than {MAX_SIGNATURES}")
@@ -184,7 +184,7 @@ def _split(raw: bytes) -> tuple[str, list[str]]:
 def _parse_line(line: str) -> tuple[str, bytes, bytes]:
     parts = line.removeprefix(_DASH).split(" ")
     if not line.startswith(_DASH) or len(parts) != 2:
-        raise LogError(f"not a signature line: {line[:80]!r}")
+        raise LogError(f"malformed signature line: {line[:80]!r}")
     _check_name(parts[0])
     decoded = decode_base64(parts[1])
     if len(decoded) <= _ID_BYTES:
@@ -195,7 +195,7 @@ def _parse_line(line: str) -> tuple[str, bytes, bytes]:
 def _parse_key(text: str) -> tuple[str, str, int, bytes]:
     parts = text.strip().split("+", 2)
     if len(parts) != 3:
-        raise LogError("a key is written name+id+base64")
+        raise LogError("malformed key, expected name+id+base64")
     decoded = decode_base64(parts[2])
     if len(decoded) != 1 + _KEY_BYTES:
         raise LogError(f"the key of {parts[0]!r} is not an Ed25519 key")
@@ -204,7 +204,9 @@ def _parse_key(text: str) -> tuple[str, str, int, bytes]:
 
 def _check_name(name: str) -> None:
     if not name or "+" in name or any(character.isspace() for character in name):
-        raise LogError(f"a key's name has neither spaces nor plus signs: {name!r}")
+        raise LogError(
+            f"invalid name of a key: {name!r} contains a space or a plus sign, or is empty"
+        )
 
 
 def _cosigned(text: str, time: int) -> bytes:
@@ -216,7 +218,7 @@ def decode_base64(text: str) -> bytes:
     try:
         decoded = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise LogError(f"not base64: {text[:80]!r}") from error
+        raise LogError(f"invalid base64: {text[:80]!r}") from error
     if base64.b64encode(decoded).decode() != text:
         raise LogError(f"not canonical base64: {text[:80]!r}")
     return decoded

@@ -42,7 +42,7 @@ def over_http(
     `tls` replaces the system's certificate authorities.
     """
     if not url.startswith(("https://", "http://")):
-        raise LogError(f"not an HTTP address: {url!r}")
+        raise LogError(f"invalid HTTP address: {url!r}")
     ends_at = time.monotonic() + all_s
 
     def fetch(path: str) -> bytes:
@@ -74,7 +74,7 @@ def _read_within(address: str, allowed_s: float, tls: ssl.SSLContext | None) -> 
     try:
         result = found.get(timeout=allowed_s)
     except Empty:
-        result = LogSourceUnreachable(f"{address} cannot be read: not within {allowed_s:.3g} s")
+        result = LogSourceUnreachable(f"cannot read {address}: no answer within {allowed_s:.3g} s")
     finally:
         watch.end()
     if isinstance(result, LogError):
@@ -92,7 +92,7 @@ def _read(address: str, allowed_s: float, watch: _Watch, tls: ssl.SSLContext | N
             raise MissingFile(f"{address} is not there") from error
         raise LogSourceUnreachable(f"{address} answers {error.code}") from error
     except Exception as error:
-        raise LogSourceUnreachable(f"{address} cannot be read: {error}") from error
+        raise LogSourceUnreachable(f"cannot read {address}: {error}") from error
     finally:
         watch.close()
     return body

@@ -68,7 +68,7 @@ class LogReader:
         known = open_remembered(note, self._policy)
         for other in self._to_continue:
             if other.size == known.size and other.root != known.root:
-                raise ForkError(f"two histories of the log are remembered, both of {known.size}")
+                raise ForkError(f"two different checkpoints of size {known.size} are remembered")
         self._to_continue.append(known)
         if self._checkpoint is None or self._checkpoint.size < known.size:
             self._note, self._checkpoint = note, known

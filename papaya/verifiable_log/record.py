@@ -49,7 +49,7 @@ class Record:
     def __post_init__(self) -> None:
         _check_hex("artifact", self.artifact, 32)
         if not self.measurements:
-            raise LogError("a record names the measurements of at least one platform")
+            raise LogError("the record has no measurement")
         for platform, registers in self.measurements.items():
             _check_registers(platform, registers)
         software = self.measurements.get("software")
@@ -78,7 +78,7 @@ class Record:
             raise LogError(f"not a record of the format {FORMAT}")
         measurements = fields["measurements"]
         if not isinstance(measurements, dict):
-            raise LogError("measurements are given by platform and register")
+            raise LogError("invalid measurements: expected platforms with their registers")
         record = cls(
             fields["artifact"],
             measurements,
@@ -94,7 +94,7 @@ class Record:
         """Raise unless this release measures so on this platform."""
         logged = self.measurements.get(platform)
         if logged is None:
-            raise LogError(f"the record {self.artifact[:16]}… names no measurement for {platform}")
+            raise LogError(f"the record {self.artifact[:16]}… has no measurement for {platform}")
         for name in REGISTERS[platform]:
             if registers.get(name) != logged[name]:
                 raise LogError(f"{name} is {registers.get(name)}, the logged one is {logged[name]}")
@@ -106,33 +106,37 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
-        raise LogError("a record is JSON") from error
+        raise LogError("the record is not JSON") from error
     if not isinstance(fields, dict):
-        raise LogError("a record is a JSON object")
+        raise LogError("the record is not a JSON object")
     return fields
 
 
 def _check_registers(platform: str, registers: object) -> None:
     if platform not in REGISTERS:
-        raise LogError(f"there is no platform {platform!r}")
+        raise LogError(f"unknown platform: {platform!r}")
     wanted = REGISTERS[platform]
     if not isinstance(registers, Mapping) or registers.keys() != wanted.keys():
-        raise LogError(f"{platform} is measured by {', '.join(wanted)}")
+        raise LogError(f"invalid measurement of {platform}: expected {', '.join(wanted)}")
     for name, size in wanted.items():
         _check_hex(f"{platform} {name}", registers[name], size)
 
 
 def _check_hex(name: str, value: object, size: int) -> None:
     if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{2 * size}}}", value):
-        raise LogError(f"{name} is {size} bytes in lower-case hexadecimal digits")
+        raise LogError(f"invalid {name}: expected {size} bytes in lower-case hexadecimal digits")
 
 
 def _check_revision(value: object) -> None:
     if not isinstance(value, str) or not _REVISION.fullmatch(value):
-        raise LogError("revision is a commit's full id, in lower-case hexadecimal digits")
+        raise LogError(
+            "invalid revision: expected the full id of a commit, in lower-case hexadecimal digits"
+        )
 
 
 def _check_text(name: str, text: object) -> None:
     # Printable: whoever shows a hostile log must not have a terminal driven by it.
     if not (isinstance(text, str) and 0 < len(text) <= _MAX_TEXT and text.isprintable()):
-        raise LogError(f"{name} is one printable line of at most {_MAX_TEXT} characters")
+        raise LogError(
+            f"invalid {name}: expected one printable line of at most {_MAX_TEXT} characters"
+        )

@@ -140,7 +140,7 @@ def test_a_damaged_file_stops_a_device_and_nobody_is_told_to_delete_it(
     world: World, damage: bytes
 ) -> None:
     world.checkpoint.write_bytes(damage)
-    with pytest.raises(OperatorError, match="no checkpoint of this log") as caught:
+    with pytest.raises(OperatorError, match="invalid checkpoint of this log") as caught:
         world.device()
     assert "restore" in caught.value.hint
     assert "remove" not in caught.value.hint
@@ -171,7 +171,7 @@ def test_an_expiry_that_the_server_has_stretched(world: World) -> None:
 def test_a_log_host_that_drips_is_given_up(tmp_path: Path) -> None:
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
         world = World(tmp_path, f"http://127.0.0.1:{host.port}")
-        assert "not within" in refused(world, world.device(log_s=0.3), "log")
+        assert "no answer within" in refused(world, world.device(log_s=0.3), "log")
 
 
 def test_a_log_host_that_drips_does_not_keep_a_believed_party_waiting(tmp_path: Path) -> None:

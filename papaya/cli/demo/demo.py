@@ -412,7 +412,7 @@ def _log_key(path: Path) -> str:
         if time.monotonic() > ends_at:
             raise PapayaError(
                 f"the server did not start its TSA within {_LOGGED_S:g} s",
-                hint="look at logs/server.log in the output folder, or use --clear",
+                hint="check logs/server.log in the output folder, or use --clear",
             )
         time.sleep(_POLL_S)
     return path.read_text(encoding="ascii").strip()

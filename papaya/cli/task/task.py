@@ -297,8 +297,9 @@ def run_rollback(options: TaskRollbackOptions) -> int:
 def run_mark(options: TaskMarkOptions) -> int:
     path = task_path(options.task, "mark")
     view = client_for(options).post(path, Mark(options.version, not options.remove), VersionView)
-    is_kept = "is kept" if not options.remove else "is no longer marked"
-    return _tell(options, view, f"version {view.version} of {options.task} {is_kept}")
+    change = "is no longer" if options.remove else "is now"
+    text = f"version {view.version} of {options.task} {change} protected from automatic deletion"
+    return _tell(options, view, text)
 
 
 def run_evaluate(options: TaskEvaluateOptions) -> int:

@@ -51,12 +51,12 @@ def _files_of(path: Path) -> list[Path]:
     found = sorted(file for file in path.glob("*.json") if not file.name.startswith("."))
     if not found:
         inner = sorted(folder.parent for folder in path.glob("*/*.json"))
-        hint = f"leaf:{inner[0]}" if inner else "name a folder with LEAF's files in it"
+        hint = f"leaf:{inner[0]}" if inner else "use a folder with LEAF's files"
         raise OperatorError(f"there is no *.json in {path}", hint=hint)
     if len(found) > _MAX_FILES:
         raise OperatorError(
             f"{path} has {len(found):,} files, above the limit of {_MAX_FILES:,}",
-            hint="join them: a file holds many users",
+            hint="join them: a file can contain many users",
         )
     return found
 
@@ -108,4 +108,4 @@ def _decoded(path: Path) -> _File:
 
 
 def _malformed(path: Path, problem: str) -> OperatorError:
-    return OperatorError(f"{path} is not LEAF's format: {problem}", hint=f"write {_SHAPE}")
+    return OperatorError(f"invalid LEAF file {path}: {problem}", hint=f"write {_SHAPE}")

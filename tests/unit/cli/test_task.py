@@ -121,8 +121,8 @@ def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[st
         (("pause", "next-word"), "next-word is paused"),
         (("resume", "next-word"), "next-word is running"),
         (("rollback", "next-word", "0"), "next-word continues at version 1, from version 0"),
-        (("mark", "next-word", "0"), "version 0 of next-word is kept"),
-        (("mark", "next-word", "0", "--remove"), "version 0 of next-word is no longer marked"),
+        (("mark", "next-word", "0"), "version 0 of next-word is now protected"),
+        (("mark", "next-word", "0", "--remove"), "version 0 of next-word is no longer protected"),
         (("evaluate", "next-word"), "next-word-eval-1 evaluates version 1"),
         (("cancel", "next-word", "--why", "enough"), "next-word is cancelled"),
     ):
@@ -137,7 +137,11 @@ def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[st
         (("task", "resume", "next-word"), "is running and cannot become running", "show"),
         (("task", "rollback", "next-word", "7"), "task next-word has no version 7", "mark"),
         (("task", "export", "next-word", "--output", "model.onnx"), "model.onnx", "safetensors"),
-        (("task", "export", "next-word", "--output", "m.pt", "--version", "x"), "no number", "new"),
+        (
+            ("task", "export", "next-word", "--output", "m.pt", "--version", "x"),
+            "invalid version",
+            "new",
+        ),
         (("task", "show", "a/../b"), "there is no task", "papaya task list"),
         (("task",), "ACTION", "papaya task --help"),
     ],

@@ -128,7 +128,7 @@ def test_sources_that_are_not_there_are_told(tmp_path: Path) -> None:
 def test_a_lock_that_makes_no_sense_is_told(tmp_path: Path) -> None:
     sources = make_sources(tmp_path / "sources")
     (sources / "papaya/tsa/enclave.toml").write_text("nonsense")
-    with pytest.raises(OperatorError, match="is not a lock"):
+    with pytest.raises(OperatorError, match=r"invalid papaya/tsa/enclave\.toml"):
         run("measure", "--source", str(sources))
 
 

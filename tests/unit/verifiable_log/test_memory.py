@@ -132,7 +132,7 @@ def test_a_process_remembers_though_its_file_is_deleted(tmp_path: Path) -> None:
 def test_a_damaged_file_is_no_fresh_start(tmp_path: Path, damage: bytes) -> None:
     log = a_log(tmp_path / "log", ENTRIES)
     (tmp_path / "device.db.log-checkpoint").write_bytes(damage)
-    with pytest.raises(LogError, match="no checkpoint of this log"):
+    with pytest.raises(LogError, match="invalid checkpoint of this log"):
         remembering(log, a_file(tmp_path))
 
 
@@ -154,5 +154,5 @@ def test_the_pinned_and_the_remembered_checkpoint_must_both_be_continued(
 
 def test_two_remembered_histories_of_one_size_are_a_fork(tmp_path: Path) -> None:
     one, other = (note(a_log(tmp_path / name, [name.encode()])) for name in ("one", "other"))
-    with pytest.raises(ForkError, match="two histories"):
+    with pytest.raises(ForkError, match="two different checkpoints"):
         LogReader(a_log(tmp_path / "log").fetch, POLICY, one, other)

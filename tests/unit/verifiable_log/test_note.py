@@ -88,7 +88,7 @@ def test_a_note_that_no_known_key_signed_is_refused() -> None:
 def test_one_wrong_signature_of_a_known_key_refuses_the_note() -> None:
     text, lines = split_note(a_note(KEY, WITNESSES[0]))
     other = WITNESSES[0].signature_line("another text\n", NOW)
-    with pytest.raises(SignatureError, match="does not hold"):
+    with pytest.raises(SignatureError, match="invalid signature"):
         open_note(signed_note(text, [lines[0], other]), [KEY.verifier, WITNESSES[0].verifier])
 
 
@@ -123,12 +123,12 @@ def test_arbitrary_bytes_are_refused_and_nothing_else_happens(raw: bytes) -> Non
         (b"\xff\n\n", "UTF-8"),
         (b"a\tb\n\n\xe2\x80\x94 x AAAAAAAA\n", "control characters"),
         (b"a\r\n\n\xe2\x80\x94 x AAAAAAAA\n", "control characters"),
-        (b"a\n\n- x AAAAAAAA\n", "not a signature line"),
-        (b"a\n\n\xe2\x80\x94 x y AAAAAAAA\n", "not a signature line"),
-        (b"a\n\n\xe2\x80\x94  AAAAAAAA\n", "neither spaces nor plus"),
-        (b"a\n\n\xe2\x80\x94 x+y AAAAAAAA\n", "neither spaces nor plus"),
+        (b"a\n\n- x AAAAAAAA\n", "malformed signature line"),
+        (b"a\n\n\xe2\x80\x94 x y AAAAAAAA\n", "malformed signature line"),
+        (b"a\n\n\xe2\x80\x94  AAAAAAAA\n", "contains a space or a plus sign"),
+        (b"a\n\n\xe2\x80\x94 x+y AAAAAAAA\n", "contains a space or a plus sign"),
         (b"a\n\n\xe2\x80\x94 x AAAA\n", "too short"),
-        (b"a\n\n\xe2\x80\x94 x AAAAAAA\n", "not base64"),
+        (b"a\n\n\xe2\x80\x94 x AAAAAAA\n", "invalid base64"),
         (b"a\n\n\xe2\x80\x94 x AAAAAAB=\n", "not canonical base64"),
         (b"a" * (MAX_NOTE_BYTES + 1), "longer than"),
         (b"a\n\n" + b"\xe2\x80\x94 x AAAAAAAA\n" * (MAX_SIGNATURES + 1), "more than"),
@@ -168,11 +168,11 @@ def test_other_kinds_of_keys_are_refused() -> None:
 
 
 def test_a_cosignature_without_a_time_is_not_made() -> None:
-    with pytest.raises(LogError, match="has a time"):
+    with pytest.raises(LogError, match="has no time"):
         WITNESSES[0].signature_line(TEXT)
 
 
 def test_a_cosignature_from_beyond_time_is_refused() -> None:
     key = VerifierKey("witness", WITNESSES[0].verifier.public_key, COSIGNATURE)
-    with pytest.raises(SignatureError, match="impossible time"):
+    with pytest.raises(SignatureError, match="invalid time"):
         key.verify(TEXT, b"\xff" * 72)

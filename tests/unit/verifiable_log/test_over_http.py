@@ -55,7 +55,7 @@ def test_a_host_that_drips_is_left_in_time(scheme: str, first: bytes) -> None:
     began = time.monotonic()
     with Dripping(first) as host:
         fetch = over_http(f"{scheme}://127.0.0.1:{host.port}", file_s=0.3)
-        with pytest.raises(LogSourceUnreachable, match="not within"):
+        with pytest.raises(LogSourceUnreachable, match="no answer within"):
             fetch("checkpoint")
     assert time.monotonic() - began < _LONG_S
 
@@ -64,7 +64,7 @@ def test_all_files_of_one_reading_have_one_time(tmp_path: Path) -> None:
     """Or a host would drip each of many tiles for as long as it is let."""
     with Dripping(b"HTTP/1.0 200 OK\r\n\r\n") as host:
         fetch = over_http(f"http://127.0.0.1:{host.port}", file_s=_LONG_S, all_s=0.3)
-        with pytest.raises(LogSourceUnreachable, match="not within"):
+        with pytest.raises(LogSourceUnreachable, match="no answer within"):
             fetch("checkpoint")
         with pytest.raises(LogSourceUnreachable, match="was not tried"):
             fetch("tile/0/000")
@@ -72,7 +72,7 @@ def test_all_files_of_one_reading_have_one_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://example.org", "log"])
 def test_only_http_is_fetched(url: str) -> None:
-    with pytest.raises(LogError, match="not an HTTP address"):
+    with pytest.raises(LogError, match="invalid HTTP address"):
         over_http(url)
 
 
@@ -99,7 +99,7 @@ def test_a_name_server_that_does_not_answer_is_left_in_time(
 
     monkeypatch.setattr(socket, "getaddrinfo", wait)
     began = time.monotonic()
-    with pytest.raises(LogSourceUnreachable, match=r"not within 0\.3 s"):
+    with pytest.raises(LogSourceUnreachable, match=r"no answer within 0\.3 s"):
         over_http("http://log.example", file_s=0.3)("checkpoint")
     assert time.monotonic() - began < _LONG_S / 2
     readers = [thread for thread in threading.enumerate() if thread.name == "papaya-log"]
