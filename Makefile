@@ -18,22 +18,22 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(DEV) ## Make .venv with everything a developer needs
+install: $(DEV) ## Create .venv with everything a developer needs
 
 test: check ## Check, then run the tests
 	$(PYTEST)
 
-check: $(DEV) ## Format, lint, types and architecture, without changing a file
+check: $(DEV) ## Check format, lint, types and architecture; change nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python tools/architecture.py
 
-format: $(DEV) ## Format the code and mend what the linter can mend
+format: $(DEV) ## Format the code and apply the linter's fixes
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-demo: $(DEMO) ## Train a model with a server and devices, here, in a minute (ARGS=--sync for SyncFL)
+demo: $(DEMO) ## Train a model for about a minute, with a server and devices on this machine (ARGS=--sync for SyncFL)
 	@$(BIN)/papaya demo $(ARGS)
 
 soak: $(DEV) ## The tests and simulation seeds that take many minutes
@@ -45,11 +45,11 @@ bench: $(DEV) ## Run every benchmark, one after the other
 	  echo "$$file" >&2; $(BIN)/python $$file; \
 	done
 
-clean: ## Remove caches and build output; .venv stays
+clean: ## Remove caches and build output; keep .venv
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# pip is the last thing that venv installs: an interrupted venv has none, and is made again.
+# venv installs pip last: without pip, an earlier venv was interrupted and is created again.
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Papaya needs Python 3.11 or newer, \
 	this is " + sys.version.split()[0] + "\n\nhint: make PYTHON=python3.11 $(MAKECMDGOALS)")'

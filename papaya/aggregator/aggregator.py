@@ -144,7 +144,8 @@ class Aggregator:
         held = self.tasks.get(claim.task)
         if held is None or held.phase is not TaskPhase.SERVING:
             after_s = self._config.heartbeat_s / 4
-            return [Reply(reply_to, Retry("this aggregator does not serve the task", after_s))]
+            reason = "this aggregator does not hold the task" if held is None else held.phase.value
+            return [Reply(reply_to, Retry(reason, after_s))]
         overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
         return overdue + held.answer(now, request, claim, reply_to)
 

@@ -87,10 +87,10 @@ _NEVER = float("inf")
 class TaskPhase(Enum):
     """What the aggregator is doing with a task it holds."""
 
-    LOADING = "reading what is durable"
+    LOADING = "the task is loading"
     SERVING = "serving clients"
-    HALTED = "waiting for its owner"
-    STOPPED = "held by another aggregator"
+    HALTED = "the task is halted until its owner acts"
+    STOPPED = "the task is held by another aggregator"
 
 
 class Promises:
@@ -587,7 +587,7 @@ class HeldTask:
         if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
             return received  # a duplicate: not progress, so it does not keep the slot
         if upload is not None and upload.id != chunk.upload and chunk.index > 0:
-            return Refused("another upload must start with chunk 0")
+            return Refused("a new upload must start with chunk 0")
         owner, buffers = (self.task, session.id), buffers_of(self.config, piece)
         if not self._slots.has_room(owner, buffers):
             self.turned_away += 1

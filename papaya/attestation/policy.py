@@ -121,7 +121,7 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "leave it at 1000, or use 0 to take part in synchronous rounds only",
             )
         if self.oldest_record < 0:
-            raise ConfigError.of("oldest_record", self.oldest_record, "below 0", "use 0")
+            raise ConfigError.of("oldest_record", self.oldest_record, "must be at least 0", "use 0")
 
     def log_policy(self) -> LogPolicy:
         try:

@@ -47,7 +47,7 @@ class SoftwarePlatform:
 
     def __init__(self, measurement: bytes) -> None:
         if len(measurement) != MEASUREMENT_BYTES:
-            raise ValueError(f"a measurement has {MEASUREMENT_BYTES} bytes")
+            raise ValueError(f"invalid measurement: expected {MEASUREMENT_BYTES} bytes")
         self._measurement = measurement
 
     def quote(self, report_data: bytes) -> bytes:
@@ -60,7 +60,7 @@ class SoftwarePlatform:
 def make_quote(measurement: bytes, report_data: bytes, *, debug: bool = False) -> bytes:
     """An SGX quote, version 3, with ECDSA on P-256 and the PCK certificate chain inside."""
     if len(report_data) != REPORT_DATA_BYTES:
-        raise ValueError(f"report data has {REPORT_DATA_BYTES} bytes")
+        raise ValueError(f"invalid report data: expected {REPORT_DATA_BYTES} bytes")
     header = b"".join(
         [
             (3).to_bytes(2, "little"),

@@ -63,8 +63,8 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file that holds the admin token "
-        f"(default: ${TOKEN_VARIABLE} if it is set, else {DEFAULT_TOKEN_FILE})",
+        help=f"file with the admin token (default: ${TOKEN_VARIABLE} if it is set, "
+        f"else {DEFAULT_TOKEN_FILE})",
     )
     parser.add_argument(
         "--ca",
@@ -128,7 +128,9 @@ class AdminClient:
                 connection.close()
         except (OSError, HTTPException) as error:
             problem, hint = explain(error, self.url)
-            hint = hint or "start the server with `papaya serve`, or name another with --admin URL"
+            hint = hint or (
+                "start the server with `papaya serve`, or use another one with --admin URL"
+            )
             if isinstance(error, ssl.SSLError):
                 message = f"no secure connection to {self.url}: {problem}"
                 raise OperatorError(message, hint=hint) from error
@@ -214,6 +216,7 @@ def _checked(token: str, source: str) -> str:
     """The token, if it can be one. The message does not quote it: it is a secret."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise OperatorError(
-            f"{source} does not hold a token", hint="copy admin.token from the server's data folder"
+            f"{source} does not contain a token",
+            hint="copy admin.token from the server's data folder",
         )
     return token

@@ -52,7 +52,7 @@ _MEASURED = re.compile(r"([0-9]{1,9}):([a-z]+)\.([a-z0-9_]+)=([0-9a-f]{2,256})")
 
 
 TRUSTED: Final = {
-    "witnesses": "whoever runs the log shows everyone the same log",
+    "witnesses": "the operator of the log shows everyone the same log",
     "consistency": "the log was never rewritten before this audit",
     "rebuild": "the logged binaries were built from the published source",
     "dependencies": "the dependencies of the TSA are the published ones",
@@ -84,13 +84,13 @@ def add_to(commands: Commands) -> None:
     )
     add_reading(parser)
     parser.add_argument(
-        "--source", type=Path, metavar="DIR", help="git clone that has the logged revisions"
+        "--source", type=Path, metavar="DIR", help="git clone that contains the logged revisions"
     )
     parser.add_argument(
         "--wheels",
         type=Path,
         metavar="DIR",
-        help="folder that has the dependencies (default: download them with pip)",
+        help="folder with the dependency wheels (default: download them with pip)",
     )
     parser.add_argument(
         "--measured",

@@ -24,12 +24,12 @@ from papaya.errors import OperatorError, PapayaError
 # In the order of `papaya --help`. The module of a command is papaya.cli.<name>; that of a large
 # command is papaya.cli.<name>.<name>.
 COMMANDS: Final = {
-    "demo": "train a model with a server and devices on this machine, in a minute",
+    "demo": ("train a model for about a minute, with a server and devices on this machine"),
     "serve": "run the servers: all roles in one process, or one role",
     "task": "submit, watch and control tasks",
     "status": "show the servers, tasks and problems of a running system",
     "client": "run devices that train for a server",
-    "token": "make a token for a device, or list the token files",
+    "token": "create a token for a device, or list the token files",
     "simulate": "run the servers with a simulated fleet, and train your model on it",
     "sweep": "train with many settings on a simulated fleet and compare them",
     "reproduce": "reproduce the paper's figures and tables in the simulator",
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, unknown = _parser(command).parse_known_args(arguments)
         if unknown:
             of = f"papaya {command}" if command in COMMANDS else "papaya"
-            raise OperatorError(f"unknown: {' '.join(unknown)}", hint=f"{of} --help")
+            raise OperatorError(f"unrecognized arguments: {' '.join(unknown)}", hint=f"{of} --help")
         run = options.run
         return int(run(options))
     except PapayaError as error:

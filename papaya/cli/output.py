@@ -152,7 +152,7 @@ def _print(text: str) -> None:
     except OSError as error:
         silence_stdout()
         hint = "redirect the output to another place, or free some space there"
-        raise OperatorError(f"stdout cannot be written: {error.strerror}", hint=hint) from error
+        raise OperatorError(f"cannot write to stdout: {error.strerror}", hint=hint) from error
 
 
 def silence_stdout() -> None:
@@ -170,7 +170,7 @@ def writing(path: Path) -> Iterator[None]:
         if error.errno in _FULL:
             hint = "free some space there, then run the same command again"
         problem = error.strerror or str(error)
-        raise OperatorError(f"{path} cannot be written: {problem}", hint=hint) from error
+        raise OperatorError(f"cannot write {path}: {problem}", hint=hint) from error
 
 
 @contextmanager

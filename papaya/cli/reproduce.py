@@ -47,8 +47,8 @@ class ReproduceOptions(FormatOptions):
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "reproduce",
-        description="Reproduce figures and tables of the paper in the simulator, and compare the "
-        "numbers. Exits with 1 if a claim of the paper does not hold.",
+        description="Reproduce figures and tables of the paper in the simulator, and compare "
+        "the numbers. Exits with 1 if a claim of the paper is not confirmed.",
     )
     parser.add_argument(
         "what",
@@ -69,7 +69,7 @@ def add_to(commands: Commands) -> None:
         help="number of repetitions (default: 2 for quick, 5 for full)",
     )
     parser.add_argument("--jobs", type=whole(1), metavar="N", help="number of processes")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the results")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for results")
     add_format(parser)
     bind(parser, ReproduceOptions, run)
 

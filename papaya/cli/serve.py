@@ -87,9 +87,9 @@ def add_to(commands: Commands) -> None:
     tsa.add_argument(
         "--platform",
         choices=("software", "sgx", "tdx"),
-        help="hardware that attests the TSA; software attests nothing and is for tests",
+        help="platform that attests the TSA; software proves nothing and is for tests only",
     )
-    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.add_argument("--verbose", action="store_true", help="also log informational messages")
     add_format(parser)
     bind(parser, ServeOptions, run)
 
@@ -114,7 +114,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--heartbeat",
         type=positive,
         metavar="S",
-        help=f"seconds between two heartbeats of a server (default: {found.server.heartbeat_s:g})",
+        help=f"heartbeat interval, in seconds (default: {found.server.heartbeat_s:g})",
     )
 
 

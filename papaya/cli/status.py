@@ -38,23 +38,23 @@ def trouble(status: SystemStatus) -> list[str]:
     if not status.leader:
         return ["no coordinator leads yet", *found]
     if not status.is_led:
-        problem = f"nobody leads: {status.leader} has not renewed its lease"
+        problem = f"no leader: {status.leader} has not renewed its lease"
         return [f"{problem}; check that it runs and that its disk is not full", *found]
     if not status.leads:
         return found  # only the leader gets reports of other servers
     if status.recovers or status.just_started:
         return found
     if not status.aggregators:
-        found.append("no aggregator reports: no task can train")
+        found.append("no aggregator has reported, so no task can train")
     if not status.selectors:
-        found.append("no selector reports: no device can check in")
+        found.append("no selector has reported, so no device can check in")
     return found
 
 
 def describe(status: SystemStatus) -> str:
-    leader = status.leader or "nobody yet"
+    leader = status.leader or "none yet"
     if status.leader and not status.is_led:
-        leader = f"nobody; the last leader was {leader}"
+        leader = f"none; the last leader was {leader}"
     elif status.leads:
         leader += ", this server" + (", recovering" if status.recovers else "")
     elif status.leader:
@@ -78,8 +78,8 @@ def describe(status: SystemStatus) -> str:
         header = ("task", "state", "version", "active", "of", "demand", "held", "holder")
         lines += ["", table(header, [_line(view) for view in tasks])]
     if over:
-        noun, verb = "more task" if tasks else "task", "is" if over == 1 else "are"
-        lines += ["", f"{plural(over, noun)} {verb} over: papaya task list"]
+        noun, verb = "more task" if tasks else "task", "has" if over == 1 else "have"
+        lines += ["", f"{plural(over, noun)} {verb} ended; list them with: papaya task list"]
     return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ def add_to(commands: Commands) -> None:
         "swarm",
         description="Simulate whole systems under random faults and check every invariant of the "
         "protocol.\nA seed determines the system and its faults.",
-        epilog="bugs to plant:\n  " + "\n  ".join(BUGS),
+        epilog="bugs to plant:\n" + "\n".join(_listed(bug) for bug in BUGS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -65,13 +65,17 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--plant",
         metavar="BUG",
-        help="plant one of the bugs listed below, which the swarm must then find",
+        help="run with one of the bugs listed below; succeeds only if a checker finds it",
     )
     parser.add_argument(
         "--jobs", type=whole(1), metavar="J", help="number of processes (default: one per core)"
     )
     add_format(parser)
     bind(parser, SwarmOptions, run)
+
+
+def _listed(bug: str) -> str:
+    return f"  {bug}\n      {BUGS[bug].explanation}"
 
 
 def run(options: SwarmOptions) -> int:

@@ -91,7 +91,7 @@ def add_to(commands: Commands) -> None:
         "--regime",
         type=_regimes,
         metavar="R[,R]",
-        help="async, sync, or async,sync for both (default: that of the task)",
+        help="async, sync, or async,sync for both (default: from the task)",
     )
     _add_run(parser.add_argument_group("each run"))
     parser.add_argument("--jobs", type=whole(1), metavar="J", help="number of processes")
@@ -110,7 +110,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--seeds",
         type=whole(1),
         metavar="N",
-        help="number of repetitions of each setting, with the seeds 1 to N",
+        help="repetitions of each setting, with seeds 1, 2, 3, …",
     )
     group.add_argument(
         "--updates",
@@ -128,14 +128,14 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         "--target",
         type=float,
         metavar="LOSS",
-        help="end a run at this loss, and sort the settings by the hours to reach it "
-        "(default: sort by final loss)",
+        help="stop a run when it reaches this loss, and sort settings by the hours "
+        "needed (default: sort by final loss)",
     )
     group.add_argument(
         "--evaluations",
         type=whole(1),
         metavar="N",
-        help="number of evaluations after the first",
+        help="number of evaluations, besides that of version 0",
     )
     group.add_argument(
         "--population", type=whole(1), metavar="N", help="number of devices in the fleet"

@@ -50,13 +50,13 @@ class TokenShowOptions(FormatOptions):
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "token",
-        description="Make a token for a device, or list the token files of a server.",
+        description="Create a token for a device, or list the token files in a data folder.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     make = actions.add_parser(
         "make",
-        help="make a token for one device",
-        description="Make a token for one device and print it. Servers accept it if their "
+        help="create a token for one device",
+        description="Create a token for one device and print it. Servers accept it if their "
         'configuration has device_tokens = "signed".',
     )
     make.add_argument(
@@ -66,7 +66,7 @@ def add_to(commands: Commands) -> None:
     show = actions.add_parser(
         "show",
         help="list the token files",
-        description="List the token files of a data folder, and which of them exist.",
+        description="List the token files in a data folder and show which of them exist.",
     )
     show.add_argument("--reveal", action="store_true", help="also print the tokens")
     for action in (make, show):
@@ -110,7 +110,7 @@ def run_show(options: TokenShowOptions) -> int:
 def _listed(found: list[dict[str, str | bool]]) -> str:
     rows = []
     for entry in found:
-        state = entry.get("token", "exists" if entry["exists"] else "not made yet")
+        state = entry.get("token", "exists" if entry["exists"] else "not created yet")
         rows.append((str(entry["file"]), str(entry["purpose"]), str(state)))
     return table(("file", "what it does", ""), rows)
 
@@ -120,6 +120,6 @@ def _folder(data: Path) -> Path:
     if not data.is_dir():
         raise OperatorError(
             f"there is no data folder {data}",
-            hint="start `papaya serve` first, or name its data folder with --data DIR",
+            hint="start `papaya serve` first, or pass its data folder with --data DIR",
         )
     return data

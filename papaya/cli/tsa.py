@@ -85,28 +85,29 @@ def add_to(commands: Commands) -> None:
     building = actions.add_parser(
         "build",
         help="build the TSA binary",
-        description="Build the zip file that an enclave runs, with its dependencies. It has the "
-        "same bytes wherever it is built.",
+        description="Build the zip file that an enclave runs, with its dependencies. The "
+        "build is reproducible: every machine produces the same bytes.",
     )
     building.add_argument("--output", type=Path, metavar="FILE", help="zip file to write")
     building.add_argument(
         "--wheels",
         type=Path,
         metavar="DIR",
-        help="folder that has the dependencies (default: download them with pip)",
+        help="folder with the dependency wheels (default: download them with pip)",
     )
     measuring = actions.add_parser(
         "measure",
         help="print the hash of the TSA binary",
-        description="Print the hash of the TSA binary, which is what `software` evidence reports.",
+        description="Print the hash of the TSA binary. `software` evidence reports this hash "
+        "as its measurement.",
     )
     for action in (building, measuring):
         action.add_argument(
             "--source",
             type=Path,
             metavar="DIR",
-            help="folder that holds papaya/ (default: this installation; with --revision: the "
-            "current folder)",
+            help="folder that contains papaya/ (default: this installation; with --revision: "
+            "the current folder)",
         )
         action.add_argument(
             "--revision",
@@ -172,7 +173,7 @@ def from_revision(repository: Path, revision: str) -> ReadSource:
                 command, check=True, capture_output=True, timeout=60, env=environment
             ).stdout
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoGit(f"git could not be run in {repository}: {error}") from error
+            raise NoGit(f"cannot run git in {repository}: {error}") from error
         except subprocess.SubprocessError as error:
             message = f"{repository} cannot show {path} of revision {revision[:60]}"
             raise OperatorError(message, hint=f"git -C {repository} fetch") from error
@@ -187,7 +188,7 @@ def checked_manifest(read: ReadSource) -> bytes:
     except OSError as error:
         message = f"the sources of the enclave are missing: {error}"
         raise OperatorError(
-            message, hint="name the folder that holds papaya/: --source DIR"
+            message, hint="pass the folder that contains papaya/: --source DIR"
         ) from error
     except (LockError, UnicodeDecodeError) as error:
         raise OperatorError(str(error), hint="correct papaya/tsa/enclave.toml") from error
@@ -255,4 +256,4 @@ def _download(lock: EnclaveLock, folder: Path) -> None:
             f"pip could not download the dependencies of the enclave: {last[0]}"
         ) from error
     except (OSError, subprocess.SubprocessError) as error:
-        raise NoWheels(f"pip could not be run: {error}") from error
+        raise NoWheels(f"cannot run pip: {error}") from error

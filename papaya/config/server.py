@@ -53,14 +53,14 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             self.chunk_bytes % 4 == 0,
             "chunk_bytes",
             self.chunk_bytes,
-            "a chunk holds whole float32 numbers, so it must be a multiple of 4",
+            "must be a multiple of 4, because a chunk contains whole float32 numbers",
             "use 1048576",
         )
         require(
             math.isfinite(self.pace) and self.pace > 0,
             "pace",
             self.pace,
-            "check-ins per expected completion must be finite and above zero",
+            "must be finite and above zero",
             "use 1.5",
         )
         require(

@@ -291,8 +291,8 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             )
         if self.participation_gap_s == 0:
             found.append(
-                "participation_gap_s = 0: one device may take part again at once, so a "
-                "threshold or a privacy budget no longer counts devices"
+                "participation_gap_s = 0: one device may take part again immediately, "
+                "so a threshold or a privacy budget no longer counts devices"
             )
         if self.secure_aggregation is not None and self.max_staleness > _STALENESS_OF_DEVICES:
             found.append(
@@ -312,7 +312,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             _TASK_ID.fullmatch(self.task) is not None,
             "task",
             self.task,
-            "a task id is 1-64 of a-z, 0-9, '-' and '_', starting with a letter or a digit",
+            "invalid task id: use 1-64 of a-z, 0-9, '-' and '_', starting with a letter or a digit",
             "rename the task, for example next-word-2",
         )
         for field, value in (
@@ -335,7 +335,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.clip is None or (math.isfinite(self.clip) and self.clip > 0),
             "clip",
             self.clip,
-            "a norm bound must be finite and above zero",
+            "must be finite and above zero",
             "leave clip out, or take a high quantile of the update norms",
         )
 
@@ -346,7 +346,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                     math.isfinite(over_selection) and over_selection >= 0,
                     "regime.over_selection",
                     over_selection,
-                    "cannot select fewer clients than are needed",
+                    "must be finite and at least 0",
                     "use 0 for no over-selection, or 0.3 as in the paper",
                 )
             case AsyncFL(aggregation_goal=goal, max_staleness=limit):
@@ -354,14 +354,14 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                     goal is None or 1 <= goal <= MAX_COUNT,
                     "regime.aggregation_goal",
                     goal,
-                    f"a server update takes 1 to {MAX_COUNT} client updates",
+                    f"must be from 1 to {MAX_COUNT}",
                     f"leave it out for 10 % of concurrency ({max(1, self.concurrency // 10)})",
                 )
                 require(
                     limit is None or 0 <= limit <= MAX_COUNT,
                     "regime.max_staleness",
                     limit,
-                    f"staleness counts server updates, from 0 to {MAX_COUNT}",
+                    f"must be from 0 to {MAX_COUNT}",
                     "leave it out, or set at least 4 x concurrency / aggregation_goal",
                 )
 
@@ -385,7 +385,7 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.max_participations is None or self.max_participations >= 1,
             "max_participations",
             self.max_participations,
-            "no device could ever take part",
+            "must be at least 1",
             "leave it out for no limit, or set at least 1",
         )
 
@@ -413,9 +413,9 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 1 <= secure.threshold <= goal,
                 "secure_aggregation.threshold",
                 secure.threshold,
-                f"a buffer holds aggregation_goal = {goal} clients, so it can never be reached"
+                f"must be at most aggregation_goal = {goal}"
                 if secure.threshold > goal
-                else "a sum needs at least one client",
+                else "must be at least 1",
                 f"leave it out for {goal}, or choose it between 1 and {goal}",
             )
         if self.clip is None:
@@ -456,6 +456,6 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.evaluates is None or is_counted,
             "clip",
             self.clip,
-            f"an evaluation counts in whole numbers of at most {fixed_point.levels(goal)}",
+            f"must be a whole number of at most {fixed_point.levels(goal)}",
             "lower evaluation.clients",
         )

@@ -45,8 +45,8 @@ def server_context(deployment: Deployment) -> ssl.SSLContext | None:
     except (ssl.SSLError, ValueError) as error:
         raise OperatorError(
             f"tls_certificate {certificate} and tls_key {key} do not work: {_reason(error)}",
-            hint="both are PEM, the key belongs to the first certificate in the file and has no "
-            f"passphrase: openssl pkey -in {key} -noout",
+            hint="check that both files are PEM, that the key matches the first certificate, "
+            f"and that the key has no passphrase: openssl pkey -in {key} -noout",
         ) from error
     _check_dates(certificate)
     return context
@@ -75,7 +75,7 @@ def client_context(authority: str | None = None) -> ssl.SSLContext:
     except ssl.SSLError as error:
         raise OperatorError(
             f"tls_authority {authority} does not work: {_reason(error)}",
-            hint="it is a PEM file of the certificates that signed tls_certificate",
+            hint="use a PEM file with the certificates that signed tls_certificate",
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(_PROTOCOLS)
@@ -97,8 +97,9 @@ def _require_readable(field: str, path: str) -> None:
         os.close(os.open(path, os.O_RDONLY))
     except OSError as error:
         raise OperatorError(
-            f"{field} = {path!r} cannot be read: {error.strerror}",
-            hint="paths in the configuration file start at its folder; papaya's user must read it",
+            f"{field}: cannot read {path}: {error.strerror}",
+            hint="paths are relative to the configuration file; check that the user who "
+            "runs papaya can read the file",
         ) from error
 
 
@@ -149,7 +150,7 @@ def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]
             )
     return (
         f"its certificate is not trusted: {error.verify_message}",
-        "name the PEM file of the certificate authority: --ca FILE",
+        "pass the PEM file of the certificate authority: --ca FILE",
     )
 
 

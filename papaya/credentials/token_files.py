@@ -72,20 +72,20 @@ def read(path: Path) -> Secret:
             data = file.read(MAX_TOKEN_CHARS + 3)
     except OSError as error:
         raise OperatorError(
-            f"the secret {path} cannot be read: {error.strerror}",
+            f"cannot read {path}: {error.strerror}",
             hint=f"let the user that runs papaya read it: chown $USER {path}",
         ) from error
     if mode & _TOO_OPEN:
         raise OperatorError(
-            f"the secret {path} is open to others (mode {mode & 0o777:04o})",
-            hint=f"chmod 600 {path}, and replace what is in it if somebody may have read it",
+            f"{path} is readable by other users (mode {mode & 0o777:04o})",
+            hint=f"run chmod 600 {path}; if someone may have read the secret, replace it",
         )
     text = data.decode("latin-1").removesuffix("\n").removesuffix("\r")
     if TOKEN_FORM.fullmatch(text) is None:
         raise OperatorError(
-            f"the secret {path} is not one line of 16 to {MAX_TOKEN_CHARS} characters A-Z a-z 0-9"
-            " . _ ~ + / -",
-            hint=f"rm {path}: the next start makes a good one",
+            f"invalid secret in {path}: expected one line of 16 to {MAX_TOKEN_CHARS} "
+            "characters A-Z a-z 0-9 . _ ~ + / -",
+            hint=f"delete it (rm {path}); the server creates a new one at the next start",
         )
     return Secret(text)
 

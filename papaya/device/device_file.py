@@ -118,7 +118,7 @@ class DeviceFile:
             yield
         except (sqlite3.Error, OSError) as error:
             raise OperatorError(
-                f"the device's file {self.path} cannot be used: {error}",
+                f"cannot use the device's file {self.path}: {error}",
                 hint="check its folder, its permissions and the free space",
             ) from error
 

@@ -70,11 +70,11 @@ class IdleProbe:
         try:
             load = float(self._loadavg.read_text().split()[0])
         except (OSError, ValueError, IndexError):
-            return "the load average cannot be read"
+            return "cannot read the load average"
         others = load - self._own_load()
         if others < self._limit:
             return None
-        return f"a load of {others:.1f} is not idle on {self._cores} cores"
+        return f"not idle: load {others:.1f} on {self._cores} cores"
 
 
 class ChargingProbe:
@@ -90,7 +90,7 @@ class ChargingProbe:
         except FileNotFoundError:
             return None
         except OSError:
-            return "the power supplies cannot be read"
+            return "cannot read the power supplies"
         for supply in supplies:
             kind = _line(supply / "type")
             if kind == "Battery" and _line(supply / "scope") != "Device":  # not a mouse
@@ -148,7 +148,7 @@ class Eligibility:
                     "assume",
                     condition,
                     f"is not one of {', '.join(CONDITIONS)}",
-                    "name conditions to assume, for example idle,charging",
+                    "pass conditions to assume, for example idle,charging",
                 )
         if probes is None:
             probes = (IdleProbe(), ChargingProbe(), UnmeteredProbe())

@@ -144,7 +144,8 @@ class ExampleStore:
             if not policy.allows(task):
                 raise UseRefused(
                     f"task {task!r} may not use collection {collection!r}",
-                    hint=f"to allow it, give [collections.{collection}] with --policies FILE",
+                    hint=f"to allow it, list the task under [collections.{collection}] in a file "
+                    "and pass it with --policies FILE",
                 )
             self._sweep(now)
             values = (collection, *_bounds(split, policy), max(0, limit))
@@ -210,7 +211,7 @@ class ExampleStore:
             return msgspec.json.decode(policy, type=UsePolicy)
         except (msgspec.MsgspecError, ConfigError) as error:
             raise OperatorError(
-                f"the device's file {self._file.path} cannot be used: a policy is damaged",
+                f"cannot use the device's file {self._file.path}: a policy is damaged",
                 hint="declare its collections again, in a new file",
             ) from error
 

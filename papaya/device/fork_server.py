@@ -143,7 +143,7 @@ class ForkServer:
         data = os.read(child.pipe, _READ_BYTES)
         child.written += data
         if len(child.written) > child.max_bytes:
-            self._finish(child, JobProblem("crashed", "wrote more than a result"))
+            self._finish(child, JobProblem("crashed", "wrote more data than a result"))
         elif child.is_complete:
             self._finish(child, _outcome(child))
         elif not data:
@@ -203,7 +203,7 @@ def _obituary(status: int) -> JobProblem:
         return JobProblem("crashed", f"ended with status {code} and without a result")
     number = os.WTERMSIG(status)
     if number == signal.SIGXCPU:
-        return JobProblem("timeout", "used all of its processor time")
+        return JobProblem("timeout", "exceeded its CPU time limit")
     return JobProblem("crashed", f"was killed by {signal.Signals(number).name}")
 
 
@@ -268,14 +268,14 @@ def _load_examples(job: Job) -> JobResult:
     loaded = [list(loader(text.decode())) for text in job.examples]
     for example in chain.from_iterable(loaded):
         if not isinstance(example, bytes):
-            raise TypeError(f"it made a {type(example).__name__}, not bytes")
+            raise TypeError(f"it returned a {type(example).__name__}, expected bytes")
     return JobResult(msgspec.msgpack.encode(loaded), sum(map(len, loaded)))
 
 
 def _problem(error: BaseException) -> JobProblem:
     text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
     if isinstance(error, MemoryError) or "allocate memory" in text:
-        return JobProblem("memory", f"needs more memory than it may have: {text}")
+        return JobProblem("memory", f"exceeded its memory limit: {text}")
     return JobProblem("refused", str(error) if isinstance(error, OperatorError) else text)
 
 

@@ -80,13 +80,15 @@ class Sandbox:
             async with asyncio.timeout_at(deadline):
                 await self._slots.acquire()
         except TimeoutError:
-            raise JobFailed("timeout", f"no place was free within {timeout_s:g} s") from None
+            raise JobFailed(
+                "timeout", f"no training slot was free within {timeout_s:g} s"
+            ) from None
         try:
             async with asyncio.timeout_at(deadline):
                 server = await self._alive()
                 return await server.run(job, cpu_s=math.ceil(min(timeout_s, _MAX_CPU_S)) + 1)
         except TimeoutError:
-            raise JobFailed("timeout", f"not done within {timeout_s:g} s") from None
+            raise JobFailed("timeout", f"training did not finish within {timeout_s:g} s") from None
         except OperatorError as error:
             raise JobFailed("unavailable", str(error)) from error
         finally:
@@ -119,7 +121,7 @@ class Sandbox:
             await server.load()
             if self._tasks and server.tasks != self._tasks:
                 raise OperatorError(
-                    "a task file has changed since this device started", hint="start it again"
+                    "a task file has changed since this device started", hint="restart the device"
                 )
         except BaseException:
             await server.close()
@@ -235,7 +237,7 @@ class _ForkServer:
 
     def _fail_all(self, reason: str) -> None:
         if not self._loaded.done():
-            hint = "look at its messages on stderr"
+            hint = "check its messages on stderr"
             self._loaded.set_exception(OperatorError(f"{reason} before it was ready", hint=hint))
         for result in self._running.values():
             result.set_exception(JobFailed("unavailable", reason))

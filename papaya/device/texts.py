@@ -47,7 +47,7 @@ def library_texts(library: Path = LIBRARY) -> list[Path]:
 
 def unreadable(path: Path, error: OSError) -> OperatorError:
     return OperatorError(
-        f"{path} cannot be read: {error.strerror}", hint="check its name and its permissions"
+        f"cannot read {path}: {error.strerror}", hint="check its name and its permissions"
     )
 
 

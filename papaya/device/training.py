@@ -97,7 +97,7 @@ class ExecutorTrainer:
                 raise ConfigError.of(
                     "alias",
                     f"{name}={task}",
-                    f"no task file here is of {task!r}, but of {', '.join(self._files)}",
+                    f"no task file for {task!r}, only for {', '.join(self._files)}",
                     "write NEW-NAME=NAME-IN-THE-FILE",
                 )
             self._files[name] = self._files[task]
@@ -152,7 +152,8 @@ class ExecutorTrainer:
             except JobFailed as error:
                 raise OperatorError(
                     f"{LOADER} of {task_file} failed: {error.reason}",
-                    hint="load_examples takes the text of a file and returns a list of bytes",
+                    hint="load_examples is called with the text of a file and must return a list "
+                    "of bytes",
                 ) from error
             loaded += msgpack.decode(result.update, type=list[list[bytes]])
         return loaded

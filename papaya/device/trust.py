@@ -106,9 +106,9 @@ class Trust:
             self._reader()
         except (LogError, OSError) as error:
             raise OperatorError(
-                f"the log of this device's policy cannot be used: {error}",
-                hint=f"look at log_url and log_checkpoint; restore {checkpoint} if it was damaged. "
-                "Without it this device would believe an older log again",
+                f"cannot use the log of this device's policy: {error}",
+                hint=f"check log_url and log_checkpoint. If {checkpoint} is damaged, restore "
+                "it from a backup; without it this device would accept an older log",
             ) from error
 
     async def seal_aside(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
@@ -201,7 +201,7 @@ def read_policy(path: Path) -> DevicePolicy:
         found: DevicePolicy = msgspec.toml.decode(path.read_bytes(), type=DevicePolicy)
     except OSError as error:
         raise OperatorError(
-            f"{path} cannot be read: {error.strerror}", hint="check the path of the policy file"
+            f"cannot read {path}: {error.strerror}", hint="check the path of the policy file"
         ) from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(

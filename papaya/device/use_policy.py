@@ -55,8 +55,8 @@ class UsePolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             len(self.tasks) <= MAX_PATTERNS and all(self.tasks),
             "tasks",
             self.tasks,
-            f"names at most {MAX_PATTERNS} tasks or patterns, none of them empty",
-            'name tasks, for example ["next-word", "emoji-*"]',
+            f"must have at most {MAX_PATTERNS} tasks or patterns, none of them empty",
+            'list tasks, for example ["next-word", "emoji-*"]',
         )
 
     def allows(self, task: str) -> bool:
@@ -83,7 +83,7 @@ def check_collections(policies: UsePolicies) -> None:
             _NAME.fullmatch(name) is not None,
             "collection",
             name,
-            "a collection's name is 1-64 letters, digits, '-', '_' and '.'",
+            "invalid name of a collection: use 1-64 letters, digits, '-', '_' and '.'",
             "rename it, for example keyboard",
         )
 
@@ -96,7 +96,7 @@ def parse_policies(toml: bytes, where: str) -> dict[str, UsePolicy]:
         raise ConfigError(f"{where}: {error}", hint=error.hint) from error
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(
-            f"{where} is no list of collections: {error}",
+            f"invalid list of collections in {where}: {error}",
             hint='[collections.keyboard] with tasks = ["next-word"], max_age_s and max_count',
         ) from error
     check_collections(policies)

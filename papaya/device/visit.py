@@ -179,20 +179,20 @@ class DeviceVisit:
         assert joined is not None
         program = task_of(effect.parameters)
         if program != joined.task and not joined.evaluates:
-            raise ProtocolError(f"task {joined.task!r} comes with parameters of {program!r}")
+            raise ProtocolError(
+                f"for task {joined.task!r}, the server sent parameters of {program!r}"
+            )
         if not self._equipment.trainer.knows(program):
             raise ProtocolError(
-                f"this device has no task file of {program!r}",
+                f"this device has no task file for {program!r}",
                 hint=f"if it was submitted under another name: --alias {program}=NAME-IN-THE-FILE",
             )
         terms = self._equipment.trainer.terms(program)
         if terms is not None and terms.secure != joined.secure:
-            asked, told = (
-                ("asks for", "does not have") if terms.secure else ("does not know", "has")
-            )
+            has_it = "has" if terms.secure else "does not have"
             raise ProtocolError(
-                f"the device's own file of {program!r} {asked} secure aggregation, the server's "
-                f"task {told} it",
+                f"the device's file of {program!r} and the server's task differ on secure "
+                f"aggregation: the file {has_it} it",
                 hint="give devices exactly the file that was submitted",
             )
         if joined.secure and self._process.trust is None:
@@ -200,8 +200,8 @@ class DeviceVisit:
         limit = self._process.limits.max_model_bytes
         if 4 * max(joined.model_length, joined.update_length) > limit:
             raise ProtocolError(
-                f"{joined.model_length} parameters in and {joined.update_length} out are more than "
-                f"the {limit} bytes that this device allows"
+                f"the task has {joined.model_length} parameters and updates of "
+                f"{joined.update_length} values, above this device's limit of {limit} bytes"
             )
 
     async def _train(self, effect: Train) -> None:

@@ -43,8 +43,8 @@ class Examples(Struct, frozen=True, forbid_unknown_fields=True):
             0 < len(self.collection) <= 64,
             "examples.collection",
             self.collection,
-            "a collection's name has 1 to 64 characters",
-            "name the collection that devices put their examples into",
+            "must have 1 to 64 characters",
+            "use the name of the collection that contains the examples on devices",
         )
         if self.limit is not None:
             require_count("examples.limit", self.limit)

@@ -82,9 +82,7 @@ def bucket(volume: int) -> int:
 def evaluation_vector(volume: int, loss_sum: float, examples: int) -> Vector:
     """What one device uploads: its sums in the bucket of its data volume, zero elsewhere."""
     if math.isnan(loss_sum):
-        raise Diverged(
-            "the loss on held-out data is not a number", hint="look at the newest version"
-        )
+        raise Diverged("the loss on held-out data is not a number", hint="check the newest version")
     if loss_sum < 0:
         raise OperatorError(
             f"the mean loss on held-out data is {loss_sum / examples:g}, below zero",
@@ -128,19 +126,19 @@ def summarize(sums: Tensor, max_examples: int = 2**32) -> EvaluationResult:
     # Integers that were divided and multiplied again in float32.
     counted = np.rint(sums.astype(FLOAT64)).reshape(-1, _COLUMNS)
     if not np.isfinite(counted).all() or (counted < 0).any():
-        raise ProtocolError("an evaluation holds a count below zero, NaN or infinity")
+        raise ProtocolError("the evaluation contains a count below zero, NaN or infinity")
     table = _totals(counted)
     loss, examples, clients = table.T
     if (examples[clients == 0] != 0).any():
-        raise ProtocolError("an evaluation holds examples of no client")
+        raise ProtocolError("the evaluation counts examples but no clients")
     if (examples > clients * max_examples * _ROUNDED).any():
-        raise ProtocolError(f"an evaluation holds more than {max_examples} examples of a client")
+        raise ProtocolError(f"the evaluation counts more than {max_examples} examples of a client")
     if (loss > MAX_LOSS * examples * _ROUNDED).any():
-        raise ProtocolError(f"an evaluation holds a mean loss above {MAX_LOSS:g}")
+        raise ProtocolError(f"the evaluation has a mean loss above {MAX_LOSS:g}")
     if (counted > clients[:, None] * (_BASE - 1) * _ROUNDED).any():
-        raise ProtocolError("an evaluation holds digits that its clients cannot have uploaded")
+        raise ProtocolError("the evaluation contains digits that its clients cannot have uploaded")
     if not examples.sum() > 0:
-        raise ProtocolError("an evaluation of no examples has no mean loss")
+        raise ProtocolError("the evaluation contains no examples")
     return EvaluationResult(
         all=_from_bucket(table, 0),
         p75=_from_bucket(table, _percentile(table, 0.75)),

@@ -112,7 +112,7 @@ def _checked(name: str, shape: tuple[int, ...], tensor: npt.ArrayLike) -> Vector
         )
     if not is_finite(array):
         raise OperatorError(
-            f"tensor {name!r} holds NaN or infinity",
+            f"tensor {name!r} contains NaN or infinity",
             hint="lower the learning rate, or look for a division by zero in the loss",
         )
     return array
@@ -173,7 +173,7 @@ def decode_tensors(
     try:
         header = _header(sorted(names), length, dtype, metadata)
     except ValueError as error:
-        raise ProtocolError(f"unusable metadata in a parameters file: {error}") from error
+        raise ProtocolError(f"invalid metadata in a parameters file: {error}") from error
     size_bytes = len(header) + len(names) * length * dtype.itemsize
     if not data.startswith(header):
         raise ProtocolError(
@@ -184,7 +184,7 @@ def decode_tensors(
         raise ProtocolError(f"parameters file has {len(data)} bytes, expected {size_bytes}")
     body = np.frombuffer(data, dtype, offset=len(header)).reshape(len(names), length)
     if dtype != UINT32 and not is_finite(body):
-        raise ProtocolError("parameters file holds NaN or infinity")
+        raise ProtocolError("parameters file contains NaN or infinity")
     return dict(zip(sorted(names), body, strict=True)), metadata
 
 

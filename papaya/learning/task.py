@@ -101,13 +101,15 @@ class LoadedTask:
         try:
             batch = tried_batch(self.task, examples)
         except Exception as error:
-            hint = f"batch gets a list of bytes; the first of them: {_shortened(examples[0])}"
+            hint = (
+                f"batch is called with a list of bytes; the first one is {_shortened(examples[0])}"
+            )
             raise _located(self.path, error, f"{what}: batch", hint) from error
         try:
             try_loss(self.task, batch)
         except Exception as error:
             made = ", ".join(map(_described, batch))
-            hint = f"loss gets the module and what batch gives: {made}"
+            hint = f"loss is called with the module and the tensors that batch returns: {made}"
             raise _located(self.path, error, f"{what}: loss", hint) from error
 
 
@@ -147,7 +149,7 @@ def _read(path: Path) -> bytes:
     if len(source) > _MAX_FILE_BYTES:
         raise OperatorError(
             f"task file {path} has more than {_MAX_FILE_BYTES} bytes",
-            hint="a task file holds code; put weights into a checkpoint",
+            hint="a task file contains code; put weights into a checkpoint",
         )
     return source
 
@@ -159,7 +161,7 @@ def _run(source: bytes, path: Path, module: ModuleType) -> None:
         line = getattr(error, "lineno", None) or 1
         what = getattr(error, "msg", None) or error
         raise OperatorError(
-            f"{path}:{line}: not Python: {what}", hint=f"try: python {path}"
+            f"{path}:{line}: syntax error: {what}", hint=f"try: python {path}"
         ) from error
     sys.modules[module.__name__] = module  # dataclasses look their module up
     try:
@@ -178,8 +180,8 @@ def _the_task(path: Path, module: ModuleType) -> Task:
         )
     if others := sorted(name for name, value in tasks.items() if value is not tasks["task"]):
         raise OperatorError(
-            f"{path} defines other tasks beside `task`: {others}",
-            hint="write one file for each task: devices know a task by its file",
+            f"{path} defines more tasks than `task`: {others}",
+            hint="write one file per task: devices identify a task by its file",
         )
     return tasks["task"]
 

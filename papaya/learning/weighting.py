@@ -59,14 +59,14 @@ def model_update(trained: Vector, initial: Vector) -> Vector:
 def staleness_weight(staleness: int) -> float:
     """The paper's w = 1 / sqrt(1 + s)."""
     if staleness < 0:
-        raise InvariantError(f"staleness = {staleness}: a client cannot be ahead of the server")
+        raise InvariantError(f"staleness = {staleness}: must be at least 0")
     return 1.0 / math.sqrt(1.0 + staleness)
 
 
 def capped(examples: int, max_examples: int) -> int:
     """The examples that count: no client outweighs the task's `max_examples`."""
     if not examples >= 1:
-        raise ProtocolError(f"examples = {examples}: an update needs at least one example")
+        raise ProtocolError(f"examples = {examples}: must be at least 1")
     return min(examples, max_examples)
 
 
@@ -84,7 +84,7 @@ def _norm(pieces: Sequence[Vector]) -> float:
             squares = (_squared_norm(p[block]) for p in pieces for block in blocks(p.size))
             found = math.sqrt(sum(squares))
     if not math.isfinite(found):
-        raise UpdateRefused("not_finite", "update holds NaN or infinity")
+        raise UpdateRefused("not_finite", "update contains NaN or infinity")
     return found
 
 
@@ -246,7 +246,7 @@ class WeightedSum:
     def mean(self) -> Vector:
         """The server's step, in float32."""
         if self.weight == 0:
-            raise InvariantError("the mean of no examples: a buffer is stepped only when full")
+            raise InvariantError("cannot take the mean of no examples")
         result = np.empty(self.vector.size, FLOAT32)
         return np.divide(self.vector, self.weight, out=result, casting="same_kind")
 

@@ -122,8 +122,8 @@ def mark(task: TaskId, row: VersionRow, marked: bool) -> Transaction:
     """Keep a version, or allow it to be deleted by age."""
     if row.restarts and not marked:
         raise OperatorError(
-            f"version {row.version} of task {task} cannot be unmarked: it records a roll-back",
-            hint="it is needed to recognise updates from before the roll-back",
+            f"version {row.version} of task {task} must stay protected: it records a rollback",
+            hint="it is needed to recognise updates from before the rollback",
         )
     key = version_key(task, row.version)
     return Transaction(require=((key, row),), put=((key, structs.replace(row, marked=marked)),))
@@ -145,8 +145,8 @@ def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) ->
     last = rows.row.config.stop.versions
     if last is not None and head >= last:
         raise OperatorError(
-            f"a roll-back of task {task} would create version {head}, but the task stops at "
-            f"version {last}: nothing would be trained",
+            f"a rollback of task {task} would create version {head}, but the task "
+            f"stops at version {last}: nothing would be trained",
             hint="submit a new task, from a checkpoint of this one: papaya task export --help",
         )
     seq = rows.fence.seq + 1

@@ -54,7 +54,9 @@ class Parser:
         try:
             return self._decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"this is not {self._what}: {str(error)[:_QUOTED]}") from error
+            raise ProtocolError(
+                f"invalid message, expected {self._what}: {str(error)[:_QUOTED]}"
+            ) from error
 
 
 from_device = Parser(FromDevice, "a device's request")

@@ -45,6 +45,7 @@ MAX_REMEMBERED = 20_000
 DAY_S = 86_400.0
 _SCHEME = "bearer "
 _DEVICE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_MAX_EXPIRES = 10**12 - 1  # as many digits as _SIGNED allows
 _SIGNED = re.compile(r"papaya1\.([A-Za-z0-9_-]{1,64})\.([1-9][0-9]{0,11})\.([A-Za-z0-9_-]{43})")
 
 
@@ -95,13 +96,16 @@ class SignedTokens:
     def make(self, device: str, days: float) -> Secret:
         if _DEVICE_ID.fullmatch(device) is None:
             raise OperatorError(
-                f"{device!r} is not a device id",
+                f"invalid device id: {device!r}",
                 hint="use 1 to 64 characters of A-Z a-z 0-9 _ -",
             )
         signed = f"papaya1.{device}.{int(self._now() + days * DAY_S)}"
         token = f"{signed}.{self._mac(signed)}"
         if _SIGNED.fullmatch(token) is None:
-            raise OperatorError(f"{days:g} days are too many", hint="use --days 365")
+            most = int((_MAX_EXPIRES - self._now()) / DAY_S)
+            raise OperatorError(
+                f"--days {days:g} is too large", hint=f"use at most {most}, for example --days 365"
+            )
         return Secret(token)
 
     def verify_now(self, token: str) -> Verdict:
@@ -244,7 +248,7 @@ def _own_verifier(path: str) -> DeviceVerifier:
         verifier = getattr(import_module(module), name)()
     except Exception as error:  # the operator's code may raise anything
         raise OperatorError(
-            f"the verifier {path} cannot be created: {type(error).__name__}: {error}",
+            f"cannot create the verifier {path}: {type(error).__name__}: {error}",
             hint="install its package beside papaya, or set PYTHONPATH; the name after the colon "
             "is called without arguments",
         ) from error

@@ -46,7 +46,7 @@ def read_deployment(path: Path) -> Deployment:
         found = msgspec.convert(_with_new_names(document), Deployment)
     except OSError as error:
         raise OperatorError(
-            f"{path} cannot be read: {error.strerror}",
+            f"cannot read {path}: {error.strerror}",
             hint="check the path, or run papaya serve without a file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

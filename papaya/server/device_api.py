@@ -167,7 +167,7 @@ class Door:
     def _hold(self, key: object, exchange: Exchange, message: Message) -> None:
         """Hold a check-in. It ends an earlier check-in of the same device."""
         if (earlier := self._held.get(key)) is not None:
-            self._let_go(*earlier, Retry("you checked in again", 0.0))
+            self._let_go(*earlier, Retry("replaced by a newer check-in of this device", 0.0))
         waiting = WaitingDevice(exchange, partial(self._on_answer, key))
         self._held[key] = (exchange, waiting)
         exchange.on_gone(partial(self._on_gone, key, waiting))

@@ -88,7 +88,7 @@ class Host:
             self._answer(reply_to, Refused(str(error)[:128], error.hint[:128]))
         except Exception:
             logger.exception("%s failed on %s", self.machine.node, type(message).__name__)
-            self._answer(reply_to, Retry("the server has a problem", 1.0))
+            self._answer(reply_to, Retry("internal server error", 1.0))
         else:
             self.perform(effects)
 

@@ -125,7 +125,7 @@ class Peers:
         self.lost += 1
         if (to, status) not in self._complained and len(self._complained) < _MAX_COMPLAINTS:
             self._complained.add((to, status))
-            hint = _HINTS.get(status, "look at its log, and compare the versions of both servers")
+            hint = _HINTS.get(status, "check its log, and compare the versions of both servers")
             logger.warning("%s refuses messages with status %d (hint: %s)", to, status, hint)
 
     async def _relay(self, request: WaitingDevice, to: NodeId, message: Message) -> None:

@@ -207,7 +207,8 @@ class Server:
             return (self._node("coordinator"),)
         raise OperatorError(
             f"{' and '.join(self.roles)} cannot run without a coordinator",
-            hint='list the `servers` address of each in the file: coordinators = ["host:8752"]',
+            hint="set coordinators in the configuration file to the `servers` address "
+            'of each coordinator: coordinators = ["host:8752"]',
         )
 
     def _make_host(self, role: Role) -> Host:

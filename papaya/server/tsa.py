@@ -220,7 +220,7 @@ class TsaConnection:
             data = path.read_bytes()
             json.loads(data)
         except (OSError, ValueError) as error:
-            raise Unavailable(f"the collateral in {path} cannot be used: {error}") from error
+            raise Unavailable(f"cannot use the collateral in {path}: {error}") from error
         return data
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -216,32 +216,100 @@ def _give_up_after_a_crash(self: Shards, work: Any, total: Any) -> Any:
 
 _Patch = tuple[type, str, Callable[..., Any] | property]
 
-BUGS: dict[str, tuple[_Patch, ...]] = {
-    "fence-skipped": ((Ledger, "_fenced", _no_fence),),
-    "sequence-number-in-memory": ((Coordinator, "_move", _move_in_memory),),
-    "consumed-ids-forgotten": ((Ledger, "members", _forget_consumed),),
-    "record-kept-with-its-version": ((Ledger, "advance", _keep_record),),
-    "unconfirmed-leases-forgotten": ((Coordinator, "demand", _forget_leases),),
-    "adoption-without-a-window": (
-        (HeldTask, "demand", _demand_at_once),
-        (HeldTask, "room", property(_all_room)),
+
+class Bug(NamedTuple):
+    explanation: str
+    patches: tuple[_Patch, ...]
+
+
+BUGS: dict[str, Bug] = {
+    "fence-skipped": Bug(
+        "an aggregator writes rows without checking that it still holds the task",
+        ((Ledger, "_fenced", _no_fence),),
     ),
-    "adoption-without-a-ticket-check": ((Keyring, "open", _open_unchecked),),
-    "staleness-from-the-wrong-version": ((HeldTask, "_staleness", _staleness_from_next),),
-    "fsync-forgotten": ((SimulatedAggregatorHost, "write_blobs", _write_without_sync),),
-    "row-before-blob": ((SimulatedAggregatorHost, "_written", _tell_before_writing),),
-    "seed-accepted-twice": ((TSA, "accept", _accept_again),),
-    "fold-before-accept": ((Shards, "_member", _fold_before_accept),),
-    "release-of-another-list": ((TsaAdapter, "release", _release_fewer),),
-    "offer-used-for-two-sessions": ((Offers, "take", _peek),),
-    "staleness-not-computed-by-the-client": ((UnsealedUpdate, "seal", _believe_to_be_fresh),),
-    "update-sealed-twice": ((Client, "_ask", _seal_again),),
-    "nan-under-the-mask": ((Encoder, "_clamp", _accept_nan),),
-    "drop-not-counted": ((HeldTask, "on_stepped", _drop_in_silence),),
-    "buffer-dropped-without-a-reason": ((Shards, "_mean", _give_up_after_a_crash),),
-    "unreachable-taken-for-lost": ((TsaAdapter, "release", _take_away_for_lost),),
-    "failure-taken-for-a-refusal": ((TsaAdapter, "release", _take_failure_for_refusal),),
-    "open-buffer-given-up-too-soon": ((Offers, "mark_lost", _give_all_up),),
+    "sequence-number-in-memory": Bug(
+        "a coordinator moves a task without storing its new sequence number",
+        ((Coordinator, "_move", _move_in_memory),),
+    ),
+    "consumed-ids-forgotten": Bug(
+        "sessions of earlier versions are forgotten, so an update can count twice",
+        ((Ledger, "members", _forget_consumed),),
+    ),
+    "record-kept-with-its-version": Bug(
+        "the record of a buffer is not deleted when its version is committed",
+        ((Ledger, "advance", _keep_record),),
+    ),
+    "unconfirmed-leases-forgotten": Bug(
+        "a coordinator's demand ignores clients that are assigned but not confirmed",
+        ((Coordinator, "demand", _forget_leases),),
+    ),
+    "adoption-without-a-window": Bug(
+        "a new holder of a task reports its full demand before old clients return",
+        (
+            (HeldTask, "demand", _demand_at_once),
+            (HeldTask, "room", property(_all_room)),
+        ),
+    ),
+    "adoption-without-a-ticket-check": Bug(
+        "tickets are accepted without verifying their seal", ((Keyring, "open", _open_unchecked),)
+    ),
+    "staleness-from-the-wrong-version": Bug(
+        "staleness is one version too low",
+        ((HeldTask, "_staleness", _staleness_from_next),),
+    ),
+    "fsync-forgotten": Bug(
+        "blobs are written without fsync",
+        ((SimulatedAggregatorHost, "write_blobs", _write_without_sync),),
+    ),
+    "row-before-blob": Bug(
+        "a result is reported before its blobs are written",
+        ((SimulatedAggregatorHost, "_written", _tell_before_writing),),
+    ),
+    "seed-accepted-twice": Bug(
+        "the TSA accepts the seed of an offer a second time", ((TSA, "accept", _accept_again),)
+    ),
+    "fold-before-accept": Bug(
+        "a masked update is added although the TSA refused its seed",
+        ((Shards, "_member", _fold_before_accept),),
+    ),
+    "release-of-another-list": Bug(
+        "masks are released for fewer members than the buffer has",
+        ((TsaAdapter, "release", _release_fewer),),
+    ),
+    "offer-used-for-two-sessions": Bug(
+        "two sessions get the same offer of the TSA", ((Offers, "take", _peek),)
+    ),
+    "staleness-not-computed-by-the-client": Bug(
+        "a client seals its update with staleness 0",
+        ((UnsealedUpdate, "seal", _believe_to_be_fresh),),
+    ),
+    "update-sealed-twice": Bug(
+        "a client sends a different sealed seed when it repeats a request",
+        ((Client, "_ask", _seal_again),),
+    ),
+    "nan-under-the-mask": Bug(
+        "an update with NaN or infinity is masked instead of refused",
+        ((Encoder, "_clamp", _accept_nan),),
+    ),
+    "drop-not-counted": Bug(
+        "a dropped masked buffer is not counted", ((HeldTask, "on_stepped", _drop_in_silence),)
+    ),
+    "buffer-dropped-without-a-reason": Bug(
+        "masked buffers are dropped without asking the TSA",
+        ((Shards, "_mean", _give_up_after_a_crash),),
+    ),
+    "unreachable-taken-for-lost": Bug(
+        "a TSA that cannot be reached is treated as having lost its seeds",
+        ((TsaAdapter, "release", _take_away_for_lost),),
+    ),
+    "failure-taken-for-a-refusal": Bug(
+        "an internal failure of the TSA is treated as a refusal",
+        ((TsaAdapter, "release", _take_failure_for_refusal),),
+    ),
+    "open-buffer-given-up-too-soon": Bug(
+        "a buffer is dropped although the TSA still has its seeds",
+        ((Offers, "mark_lost", _give_all_up),),
+    ),
 }
 
 
@@ -250,7 +318,7 @@ def planted(name: str) -> Iterator[None]:
     """Break one rule for as long as the block runs."""
     if name not in BUGS:
         raise OperatorError(f"there is no bug named {name!r}", hint=f"one of: {', '.join(BUGS)}")
-    patches = BUGS[name]
+    patches = BUGS[name].patches
     sound = [(owner, method, owner.__dict__[method]) for owner, method, _ in patches]
     try:
         for owner, method, broken in patches:

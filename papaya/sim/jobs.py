@@ -74,9 +74,8 @@ def mapping(jobs: int) -> Iterator[Map]:
                 yield ended.result()
         except BrokenProcessPool as error:
             raise OperatorError(
-                f"one of {jobs} processes was killed before its work was done, "
-                "as the system does when memory runs out",
-                hint="lower --jobs: each process needs memory of its own",
+                "a worker process was killed, probably because the machine ran out of memory",
+                hint="lower --jobs: each process needs its own memory",
             ) from error
         finally:
             for future in futures:

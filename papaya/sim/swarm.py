@@ -131,13 +131,15 @@ def _check_liveness(auditor: Auditor) -> None:
 
     def all_live() -> bool:
         if cluster.engine.events > _MAX_EVENTS:
-            raise PapayaError(f"{_MAX_EVENTS} events and no end: something goes in circles")
+            raise PapayaError(
+                f"the run did not end after {_MAX_EVENTS} events; probably an endless loop"
+            )
         heard = auditor.endings.get("counted", 0) > counted
         return heard and all(auditor.books[t].steps >= goal for t, goal in goals.items())
 
     cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
     if auditor.endings.get("counted", 0) == counted:
-        raise PapayaError("no client heard that it was counted after the faults stopped")
+        raise PapayaError("after the faults stopped, no client was told that its update counts")
     for task, goal in goals.items():
         if auditor.books[task].steps < goal:
             raise PapayaError(

@@ -86,7 +86,7 @@ class FolderBlobs:
 
     def keys(self, task: TaskId) -> list[BlobKey]:
         if _task_form.fullmatch(task) is None:
-            raise ProtocolError(f"{task[:_QUOTED]!r} is not a task id")
+            raise ProtocolError(f"invalid task id: {task[:_QUOTED]!r}")
         folder = self.root / task
         try:
             found = [f"{task}/{seq}/{name}" for seq, name in _names_under(folder)]
@@ -127,7 +127,7 @@ class FolderBlobs:
             raise MissingBlob(f"blob {key} is missing") from error
         except OSError as error:
             raise OperatorError(
-                f"blob {key} cannot be read: {error.strerror}",
+                f"cannot read blob {key}: {error.strerror}",
                 hint=f"check the disk and the permissions of {self.root}",
             ) from error
 
@@ -215,7 +215,7 @@ class FolderBlobs:
                 hint=f"free space on the disk of {self.root}, or raise this user's quota",
             )
         return OperatorError(
-            f"blob {key} of {size} bytes cannot be written: {error.strerror}",
+            f"cannot write blob {key} of {size} bytes: {error.strerror}",
             hint=f"check the disk and the permissions of {self.root}",
         )
 

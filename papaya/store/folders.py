@@ -32,7 +32,7 @@ def make_folder(folder: Path) -> None:
 
 def unusable(folder: Path, error: OSError) -> OperatorError:
     return OperatorError(
-        f"the folder {folder} cannot be used: {error.strerror}",
-        hint="use a data directory on a local disk that this user can write, or try:"
-        f" mkdir -p {folder} && chmod u+rwx {folder}",
+        f"cannot use the folder {folder}: {error.strerror}",
+        hint="use a data folder on a local disk that this user can write, or try: "
+        f"mkdir -p {folder} && chmod u+rwx {folder}",
     )

@@ -61,7 +61,7 @@ _HINTS = {
     sqlite3.SQLITE_IOERR: "check the disk of {path} (dmesg, free space, quota, file size limit)",
     sqlite3.SQLITE_READONLY: "give this user write access to {path} and its folder",
     sqlite3.SQLITE_CANTOPEN: "{path} must be a file, and this user must have access to its folder",
-    sqlite3.SQLITE_NOTADB: "{path} is another file: move it away, or use another data directory",
+    sqlite3.SQLITE_NOTADB: "{path} is another file: move it away, or use another data folder",
     sqlite3.SQLITE_CORRUPT: "restore {path} and the blobs from the same backup",
 }
 _OTHER_HINT = "look up the code at https://sqlite.org/rescode.html; the file is {path}"
@@ -186,7 +186,7 @@ class SqliteState:
         if application == APPLICATION_ID:
             raise OperatorError(
                 f"{self.path} has schema version {version}, this Papaya supports {SCHEMA_VERSION}",
-                hint="run the version of Papaya that wrote it, or use another data directory",
+                hint="run the version of Papaya that wrote it, or use another data folder",
             )
         [tables] = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if application or version or tables:
@@ -210,7 +210,7 @@ class SqliteState:
         if mode != "wal":
             raise OperatorError(
                 f"SQLite cannot use WAL for {self.path}: the file system has no shared memory",
-                hint="put the data directory on a local disk",
+                hint="put the data folder on a local disk",
             )
 
     def _pragma(self, pragma: str) -> object:

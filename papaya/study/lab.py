@@ -199,7 +199,9 @@ def _shares(effort: float, tell: Tell) -> Iterator[Callable[[float], None]]:
 def _refuse_other_code(code: str) -> None:
     """Of a process that was started after the sources had changed."""
     if code_digest() != code:
-        raise OperatorError("Papaya was changed while it ran", hint="run the same command again")
+        raise OperatorError(
+            "Papaya's source code changed during the run", hint="run the same command again"
+        )
 
 
 def _read(folder: Path, run: Run) -> RunResult | None:

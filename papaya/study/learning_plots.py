@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _TAILS = (
     ("all", "all clients"),
-    ("p75", "from the 75th percentile of data volume on"),
-    ("p99", "from the 99th percentile on"),
+    ("p75", "75th percentile of data volume and above"),
+    ("p99", "99th percentile and above"),
 )
 _BEST = 6
 _DASHES = (

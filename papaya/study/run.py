@@ -55,7 +55,9 @@ class RecordingPlan(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field, value in (("updates", self.updates), ("hours", self.hours)):
-            require(value > 0, field, value, "records nothing", f"leave {field} out for no limit")
+            require(
+                value > 0, field, value, "must be above zero", f"leave {field} out for no limit"
+            )
 
     @property
     def task(self) -> TaskConfig:
@@ -253,7 +255,7 @@ def learn_run(
     )
     if not curve.points:
         raise OperatorError(
-            f"version 0 cannot be judged: {curve.diverged}",
+            f"cannot evaluate version 0: {curve.diverged}",
             hint="the loss function returned a non-finite value; check it",
         )
     reached = None if run.target is None else curve.reached(run.target)

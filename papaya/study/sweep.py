@@ -100,8 +100,8 @@ def runs_of(plan: Plan, prepared: Prepared) -> list[Run]:
     regimes = plan.regimes or (regime_of(prepared.task),)
     for name in plan.vary:
         regime = _OF_ONE_REGIME.get(name, regimes[0])
-        problem = f"is of {regime} runs, and there are none: it would vary nothing"
-        remedy = f"--regime {regime} or --regime async,sync, or do not vary {name}"
+        problem = f"applies only to {regime} runs, but none are selected"
+        remedy = f"add --regime {regime} (or async,sync), or do not vary {name}"
         require(regime in regimes, "vary", name, problem, remedy)
     settings = [
         dict(zip(plan.vary, values, strict=True)) for values in product(*plan.vary.values())

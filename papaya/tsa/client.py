@@ -113,7 +113,7 @@ class TsaClient:
     def _identity(self) -> tuple[bytes, bytes]:
         answer = self._call(wire.identity_request(), 1 + KEY_BYTES + wire.CHALLENGE_BYTES)
         if answer[0] != wire.VERSION:
-            raise Unavailable(f"the TSA speaks version {answer[0]}, not {wire.VERSION}")
+            raise Unavailable(f"the TSA has protocol version {answer[0]}, not {wire.VERSION}")
         return answer[1 : 1 + KEY_BYTES], answer[1 + KEY_BYTES :]
 
     def _authenticate(self, cluster_key: Ed25519PrivateKey, challenge: bytes) -> None:

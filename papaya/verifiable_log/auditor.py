@@ -147,4 +147,6 @@ def _compared(record: Record, built: Built, index: int) -> Iterator[AuditStep]:
     if built.without_dependencies:
         yield AuditStep("dependencies", "not done", built.without_dependencies, index)
     else:
-        yield AuditStep("dependencies", "passed", "all have the hashes of the lock", index)
+        yield AuditStep(
+            "dependencies", "passed", "all match the hashes in papaya/tsa/enclave.toml", index
+        )

@@ -49,7 +49,7 @@ class Checkpoint:
         """Parse a note's text. Extension lines are ignored."""
         lines = text.split("\n")
         if len(lines) < 4 or not all(lines[:-1]) or lines[-1]:
-            raise LogError("a checkpoint has an origin, a size and a root")
+            raise LogError("malformed checkpoint: expected origin, size and root")
         origin, digits, encoded = lines[:3]
         if not (digits.isascii() and digits.isdigit()) or (digits[0] == "0" and digits != "0"):
             raise LogError(f"invalid log size: {digits[:40]!r}")
@@ -58,7 +58,7 @@ class Checkpoint:
             raise LogError(f"a log of {digits[:40]} entries is too large")
         root = decode_base64(encoded)
         if len(root) != HASH_BYTES:
-            raise LogError(f"a root has {HASH_BYTES} bytes, this one has {len(root)}")
+            raise LogError(f"invalid root: expected {HASH_BYTES} bytes, found {len(root)}")
         return cls(origin, int(digits), root)
 
 

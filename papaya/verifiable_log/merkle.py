@@ -161,4 +161,4 @@ def _to_right_child(here: int, last: int) -> tuple[int, int]:
 
 def _check_hashes(*hashes: bytes) -> None:
     if any(len(item) != HASH_BYTES for item in hashes):
-        raise ProofError(f"a hash has {HASH_BYTES} bytes")
+        raise ProofError(f"invalid hash: expected {HASH_BYTES} bytes")

@@ -76,7 +76,7 @@ class VerifierKey:
             time = int.from_bytes(signature[:_TIME_BYTES])
             signature = signature[_TIME_BYTES:]
             if time > _MAX_TIME:
-                raise SignatureError(f"the cosignature of {self.name} has an impossible time")
+                raise SignatureError(f"invalid time in the cosignature of {self.name}")
             message = _cosigned(text, time)
         try:
             Ed25519PublicKey.from_public_bytes(self.public_key).verify(signature, message)
@@ -186,7 +186,7 @@ def _split(raw: bytes) -> tuple[str, list[str]]:
 def _parse_line(line: str) -> tuple[str, bytes, bytes]:
     parts = line.removeprefix(_DASH).split(" ")
     if not line.startswith(_DASH) or len(parts) != 2:
-        raise LogError(f"not a signature line: {line[:80]!r}")
+        raise LogError(f"malformed signature line: {line[:80]!r}")
     _check_name(parts[0])
     decoded = decode_base64(parts[1])
     if len(decoded) <= _ID_BYTES:
@@ -197,7 +197,7 @@ def _parse_line(line: str) -> tuple[str, bytes, bytes]:
 def _parse_key(text: str) -> tuple[str, str, int, bytes]:
     parts = text.strip().split("+", 2)
     if len(parts) != 3:
-        raise LogError("a key is written name+id+base64")
+        raise LogError("malformed key, expected name+id+base64")
     decoded = decode_base64(parts[2])
     if len(decoded) != 1 + _KEY_BYTES:
         raise LogError(f"the key of {parts[0]!r} is not an Ed25519 key")

@@ -42,7 +42,7 @@ def over_http(
     `tls` replaces the system's certificate authorities.
     """
     if not url.startswith(("https://", "http://")):
-        raise LogError(f"not an HTTP address: {url!r}")
+        raise LogError(f"invalid HTTP address: {url!r}")
     ends_at = time.monotonic() + all_s
 
     def fetch(path: str) -> bytes:
@@ -94,7 +94,7 @@ def _read(address: str, allowed_s: float, watch: _Watch, tls: ssl.SSLContext | N
             raise MissingFile(f"{address} does not exist") from error
         raise LogSourceUnreachable(f"{address} returned HTTP {error.code}") from error
     except Exception as error:
-        raise LogSourceUnreachable(f"{address} cannot be read: {error}") from error
+        raise LogSourceUnreachable(f"cannot read {address}: {error}") from error
     finally:
         watch.close()
     return body

@@ -118,5 +118,5 @@ def split_entries(raw: bytes, width: int) -> list[bytes]:
         entries.append(raw[at + 2 : end])
         at = end
     if len(entries) not in (width, TILE_WIDTH):
-        raise LogError(f"a bundle of {width} entries holds {len(entries)}")
+        raise LogError(f"a bundle of {width} entries contains {len(entries)}")
     return entries[:width]

@@ -143,7 +143,7 @@ def test_few_are_trained_who_are_not_counted(regime: AsyncFL | SyncFL) -> None:
     ("rates", "why"),
     [
         (structs.replace(RATES, client=ClientSGD(rate=1e38)), "at most 1.15292e+18 is"),
-        (structs.replace(RATES, client=ClientSGD(rate=1e38, epochs=9)), "holds NaN or infinity"),
+        (structs.replace(RATES, client=ClientSGD(rate=1e38, epochs=9)), "contains NaN or infinity"),
         (
             structs.replace(RATES, optimizer=OptimizerConfig(kind="fedavg", rate=1e45)),
             "the model diverged: step 1 of fedavg",

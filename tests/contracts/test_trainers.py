@@ -281,7 +281,7 @@ def test_a_torch_task_in_processes_gives_the_same_bits(line: LoadedTask) -> None
 
 def test_a_torch_task_that_changed_is_refused_by_a_worker(line: LoadedTask) -> None:
     line.path.write_text(TASK + "# changed\n")
-    with pytest.raises(OperatorError, match="changed while it was simulated"):
+    with pytest.raises(OperatorError, match="changed during the simulation"):
         _losses(line.path, line.module_hash, line.initial_parameters(), [rows_of(0, 1)])
 
 

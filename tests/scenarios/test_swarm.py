@@ -36,7 +36,7 @@ def test_a_planted_bug_is_caught(bug: str) -> None:
 
 
 def test_a_planted_bug_is_gone_afterwards() -> None:
-    for bug, patches in BUGS.items():
+    for bug, (_, patches) in BUGS.items():
         sound = [owner.__dict__[method] for owner, method, _ in patches]
         with planted(bug):
             assert [owner.__dict__[method] for owner, method, _ in patches] != sound

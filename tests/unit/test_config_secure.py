@@ -46,5 +46,5 @@ def test_more_staleness_than_devices_allow_is_said() -> None:
 @pytest.mark.parametrize("clip", [0.5, 2.0**24])
 def test_an_evaluation_that_would_round_or_clamp_is_refused(clip: float) -> None:
     evaluates = Evaluated("next-word", 3, "next-word/1/version-3", 10_000)
-    with pytest.raises(ConfigError, match="counts in whole numbers"):
+    with pytest.raises(ConfigError, match="must be a whole number"):
         a_config(regime=AsyncFL(130), clip=clip, evaluates=evaluates, max_examples=1)

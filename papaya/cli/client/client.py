@@ -97,14 +97,15 @@ def add_to(commands: Commands) -> None:
         type=_pair,
         action="append",
         metavar="NEW=NAME",
-        help="use the task file of NAME for a task that was submitted as NEW; may be repeated",
+        help="train a task that was submitted under another name: the submitted name, "
+        "then the name in the task file, as in opened-2=opened; may be repeated",
     )
     parser.add_argument(
         "--visits",
         type=whole(1),
         metavar="N",
-        help="stop when each device has made this many visits, whatever their outcome "
-        "(default: run until interrupted)",
+        help="stop after this many visits per device, successful or not (default: "
+        "run until interrupted)",
     )
     _add_device_options(parser.add_argument_group("devices"))
     _add_data_options(parser.add_argument_group("data"))
@@ -132,7 +133,7 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--assume",
         metavar="LIST",
-        help="conditions to take as true without checking, separated by commas: "
+        help="conditions to assume instead of checking, separated by commas: "
         f"{', '.join(CONDITIONS)}",
     )
     group.add_argument(
@@ -144,7 +145,8 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         "--participation-floor",
         type=float,
         metavar="S",
-        help="minimum seconds between two participations in the same task; 0 for a demonstration",
+        help="minimum seconds between two participations in the same task; use 0 only "
+        "for demonstrations",
     )
     group.add_argument(
         "--pause", type=float, metavar="S", help="seconds to wait after a participation"
@@ -153,13 +155,13 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         "--max-parallel",
         type=whole(1),
         metavar="N",
-        help="maximum number of trainings at the same time (default: one per core)",
+        help="maximum number of training jobs at the same time (default: one per core)",
     )
     group.add_argument(
-        "--memory", type=whole(1), metavar="MB", help="memory limit of one training, in MB"
+        "--memory", type=whole(1), metavar="MB", help="memory limit per training job, in MB"
     )
     group.add_argument(
-        "--max-training", type=positive, metavar="S", help="time limit of one training, in seconds"
+        "--max-training", type=positive, metavar="S", help="time limit per training job, in seconds"
     )
     group.add_argument(
         "--trust",
@@ -171,8 +173,8 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         "--protocol-only",
         type=positive,
         metavar="S",
-        help="for load tests: do not train, but wait S seconds on average and upload numbers that "
-        "identify the session",
+        help="for load tests: do not train; wait this many seconds on average, then "
+        "upload numbers that identify the session",
     )
 
 
@@ -187,8 +189,9 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         "--policies",
         type=Path,
         metavar="FILE",
-        help="TOML file that says for each collection of examples which tasks may use it and how "
-        "long it is kept; it is saved in the store",
+        help="TOML file with the policy of each collection: which tasks may use its "
+        "examples and how long examples are kept; the policies are saved in the "
+        "store",
     )
     group.add_argument(
         "--import",
@@ -196,8 +199,8 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         type=_import,
         action="append",
         metavar="COLLECTION=PATH",
-        help="import the examples of a file, or of a folder whose files are dealt out to the "
-        "devices; may be repeated",
+        help="import examples from a file, or from a folder whose files are distributed "
+        "among the devices; may be repeated",
     )
 
 
@@ -220,7 +223,7 @@ def _add_network_options(group: argparse._ArgumentGroup) -> None:
         type=Path,
         action="append",
         metavar="FILE",
-        help="file that holds the device token; give it once for all devices, or once per device",
+        help="file with the device token; give it once for all devices, or once per device",
     )
 
 

@@ -37,9 +37,9 @@ def device_stores(path: Path, devices: int) -> list[Path]:
             return [path]
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        hint = "name a folder that can be written: --store DIR"
+        hint = "use a folder that can be written: --store DIR"
         raise OperatorError(
-            f"the store {path} cannot be made: {error.strerror}", hint=hint
+            f"cannot create the store {path}: {error.strerror}", hint=hint
         ) from error
     return [path / f"device-{number}.db" for number in range(1, devices + 1)]
 
@@ -88,7 +88,7 @@ def policies_in(path: Path | None) -> dict[str, UsePolicy]:
         return parse_policies(path.read_bytes(), str(path))
     except OSError as error:
         raise OperatorError(
-            f"the policies {path} cannot be read: {error.strerror}", hint="check --policies FILE"
+            f"cannot read the policies {path}: {error.strerror}", hint="check --policies FILE"
         ) from error
 
 
@@ -115,7 +115,14 @@ async def import_examples(
         added = await asyncio.to_thread(_deal_out, found, stores, collection, now)
         what = f"{plural(len(files), 'file')} for collection {collection}"
         is_old = any(found) and not added
-        note(f"{what}: already imported" if is_old else f"{added:,} new examples of {what}")
+        note(
+            f"{what}: already imported"
+            if is_old
+            else (
+                f"imported {added:,} new examples from {plural(len(files), 'file')} into "
+                f"collection {collection}"
+            )
+        )
 
 
 def _deal_out(

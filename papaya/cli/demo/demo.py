@@ -113,7 +113,7 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
         description="Start a server and a few dozen devices on this machine, train a next-word "
-        "model on the sources of Python's standard library, and save it.",
+        "model on the source code of Python's standard library, and save it.",
     )
     parser.add_argument(
         "--sync", action="store_true", help="train with SyncFL (in rounds) instead of AsyncFL"
@@ -124,7 +124,10 @@ def add_to(commands: Commands) -> None:
         help="turn secure aggregation off: the server sees every update",
     )
     parser.add_argument(
-        "--devices", type=whole(2), metavar="N", help="number of devices; each has one text"
+        "--devices",
+        type=whole(2),
+        metavar="N",
+        help="number of devices; each trains on one source file",
     )
     parser.add_argument(
         "--concurrency",
@@ -136,14 +139,14 @@ def add_to(commands: Commands) -> None:
         "--goal",
         type=whole(1),
         metavar="K",
-        help="number of client updates in a version (default: 10; with --sync: C ÷ 1.3)",
+        help="client updates per version (default: 10; with --sync: concurrency ÷ 1.3)",
     )
     parser.add_argument("--minutes", type=positive, metavar="M", help="minutes of training")
     parser.add_argument(
         "--versions",
         type=whole(1),
         metavar="V",
-        help="end at this version, if it is reached within --minutes",
+        help="stop at this version, if it is reached before --minutes is over",
     )
     parser.add_argument("--seed", type=whole(0), metavar="S", help="seed that selects the texts")
     parser.add_argument(
@@ -200,10 +203,10 @@ def _introduction(options: DemoOptions, regime: AsyncFL | SyncFL, texts: list[Pa
     processes = _processes(len(texts))
     where = "one process" if processes == 1 else f"{processes} processes"
     return (
-        f"{type(regime).__name__}: {len(texts)} devices in {where}, {options.concurrency} at a "
-        f"time, each with one text of Python's library ({min(sizes_kb)} to {max(sizes_kb)} kB).\n"
-        "A DEMONSTRATION: devices are assumed to be idle, charging and on an unmetered network, "
-        "and take part again at once.\n"
+        f"{type(regime).__name__}: {len(texts)} devices in {where}, {options.concurrency} "
+        f"at a time, each with one text of Python's library ({min(sizes_kb)} to "
+        f"{max(sizes_kb)} kB).\nA DEMONSTRATION: devices are assumed to be idle, "
+        "charging and on an unmetered network, and may take part again immediately.\n"
     )
 
 
@@ -409,7 +412,7 @@ def _log_key(path: Path) -> str:
         if time.monotonic() > ends_at:
             raise PapayaError(
                 f"the server did not start its TSA within {_LOGGED_S:g} s",
-                hint="look at logs/server.log in the output folder, or use --clear",
+                hint="check logs/server.log in the output folder, or use --clear",
             )
         time.sleep(_POLL_S)
     return path.read_text(encoding="ascii").strip()

@@ -401,10 +401,13 @@ def seen_by_server(summary: Summary) -> str:
     sample, noise = summary.masked_sample, ""
     if sample is not None:
         what = "one of them" if sample.clients == 1 else f"a sum of {sample.clients}"
-        noise = f" ({what}, read from its disk: {sample.bits_per_byte:.3f} of 8 bits per byte)"
+        noise = (
+            f" (entropy of {what}, read from the server's disk: {sample.bits_per_byte:.3f} "
+            "of 8 bits per byte)"
+        )
     return (
-        f"{summary.trips:,} masked updates, which are noise{noise}, and {summary.version} sums of "
-        f"{summary.threshold} or more updates."
+        f"{summary.trips:,} masked updates, which look like random bytes{noise}, "
+        f"and {summary.version} sums of {summary.threshold} or more updates."
     )
 
 

@@ -104,7 +104,7 @@ def run_verify(options: LogShowOptions) -> int:
     else:
         print_data(f"{reader.checkpoint.origin}: {plural(len(entries), 'record')}, all in order")
     if not options.witness:
-        note("no --witness was given: this log could still show other readers another history")
+        note("no --witness was given, so a forked log cannot be detected")
     return 0
 
 
@@ -178,7 +178,7 @@ class LogAddCosignatureOptions(LogWriteOptions):
 
 
 def _add_signing(actions: Commands) -> None:
-    key = _add(actions, "key", "make the key of a log or of a witness")
+    key = _add(actions, "key", "create a key for a log or a witness")
     key.add_argument(
         "--name",
         required=True,
@@ -190,12 +190,12 @@ def _add_signing(actions: Commands) -> None:
         required=True,
         type=Path,
         metavar="FILE",
-        help="file for the private key; the public key goes to FILE.pub",
+        help="file for the private key; the public key is written next to it, with .pub added",
     )
-    key.add_argument("--witness", action="store_true", help="make the key of a witness")
+    key.add_argument("--witness", action="store_true", help="create a key for a witness")
     bind(key, LogKeyOptions, run_key)
 
-    create = _add(actions, "create", "make an empty log")
+    create = _add(actions, "create", "create an empty log")
     _add_writing(create)
     bind(create, LogWriteOptions, run_create)
 
@@ -212,16 +212,19 @@ def _add_signing(actions: Commands) -> None:
     )
     bind(cosign, LogCosignOptions, run_cosign)
 
-    add = _add(actions, "add-cosignature", "publish the signature of a witness")
+    add = _add(actions, "add-cosignature", "publish a witness's signature")
     _add_writing(add)
     add.add_argument(
         "--witness",
         required=True,
         metavar="KEY",
-        help="public key of the witness, or a file that holds it",
+        help="public key of the witness, or a file with it",
     )
     add.add_argument(
-        "--line", required=True, metavar="TEXT", help="line that `papaya log cosign` printed"
+        "--line",
+        required=True,
+        metavar="TEXT",
+        help="cosignature to publish, as printed by `papaya log cosign`",
     )
     bind(add, LogAddCosignatureOptions, run_add_cosignature)
 
@@ -234,7 +237,11 @@ def _add(actions: Commands, name: str, words: str) -> argparse.ArgumentParser:
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--log", required=True, type=Path, metavar="DIR", help="folder of the log, which is served"
+        "--log",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder of the log; publish it with a web server",
     )
     parser.add_argument(
         "--key", required=True, type=Path, metavar="FILE", help="private key of the log"
@@ -253,12 +260,12 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
         "--source",
         type=Path,
         metavar="DIR",
-        help="git clone whose revision is measured (default: measure this installation)",
+        help="git clone in which to measure --revision (default: measure this installation)",
     )
     parser.add_argument(
         "--software",
         action="store_true",
-        help="record the measurement of INSECURE software evidence",
+        help="record a measurement for `software` evidence, which is INSECURE",
     )
     parser.add_argument("--sgx", metavar="HEX", help="MRENCLAVE of the signed SGX enclave")
     parser.add_argument(
@@ -275,8 +282,8 @@ def run_key(options: LogKeyOptions) -> int:
     except LogError as error:
         raise OperatorError(str(error), hint="use a name like example.org/tsa-log") from error
     if options.output.exists():
-        hint = "choose another file with --output; a log cannot continue without its key"
-        raise OperatorError(f"{options.output} exists, and a key is never replaced", hint=hint)
+        hint = "choose another file with --output"
+        raise OperatorError(f"{options.output} already exists; keys are not overwritten", hint=hint)
     with writing(options.output):
         handle = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as file:
@@ -284,7 +291,7 @@ def run_key(options: LogKeyOptions) -> int:
         public = options.output.with_name(f"{options.output.name}.pub")
         public.write_text(f"{key.verifier}\n")
     print_data(str(key.verifier))
-    note(f"the private key is in {options.output}; keep it outside the folder that is served")
+    note(f"the private key is in {options.output}; keep it outside the folder of the log")
     return 0
 
 
@@ -319,8 +326,8 @@ def run_append(options: LogAppendOptions) -> int:
         print_data(f"record {checkpoint.size - 1}: {artifact}")
     if options.source is None:
         note(
-            "this installation was measured; that it is revision "
-            f"{options.revision} was not checked. To measure that revision: --source CLONE"
+            f"measured this installation; it was not verified to be revision {options.revision}. "
+            "To measure that revision, add --source CLONE"
         )
     return 0
 

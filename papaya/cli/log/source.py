@@ -61,13 +61,13 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         "--log-key",
         required=True,
         metavar="KEY",
-        help="public key of the log, or a file that holds it",
+        help="public key of the log, or a file with it",
     )
     parser.add_argument(
         "--witness",
         action="append",
         metavar="KEY",
-        help="public key of a witness, or a file that holds it; may be repeated",
+        help="public key of a witness, or a file with it; may be repeated",
     )
     parser.add_argument(
         "--quorum",
@@ -85,7 +85,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         "--remember",
         type=Path,
         metavar="FILE",
-        help="file for the last checkpoint seen; the log must be a continuation of it",
+        help="file with the last checkpoint seen; fail if the log does not extend it",
     )
 
 
@@ -106,7 +106,7 @@ def reader_of(options: LogReadOptions, policy: LogPolicy) -> LogReader:
     try:
         return RememberingReader(fetch, policy, CheckpointFile(options.remember, policy))
     except (LogError, OSError) as error:
-        hint = "name a file that an earlier command wrote for this log, or a new file"
+        hint = "use a file that an earlier command wrote for this log, or a new file"
         raise OperatorError(f"--remember {options.remember}: {error}", hint=hint) from error
 
 
@@ -118,7 +118,7 @@ def fetch_of(log: str) -> Fetch:
 
 def folder_of(path: Path) -> LogFolder:
     if not path.is_dir():
-        hint = f"check the folder; to make a new log: papaya log create --log {path} --key FILE"
+        hint = f"check the folder; to create a new log: papaya log create --log {path} --key FILE"
         raise OperatorError(f"there is no log in {path}", hint=hint)
     return LogFolder(path)
 
@@ -129,7 +129,7 @@ def public_key(text: str) -> VerifierKey:
     except LogError as error:
         hint = "use NAME+ID+BASE64, or the .pub file that `papaya log key` wrote"
         raise OperatorError(
-            f"{text!r} is neither a public key nor a file that holds one: {error}", hint=hint
+            f"{text!r} is neither a public key nor a file with one: {error}", hint=hint
         ) from error
 
 
@@ -139,11 +139,11 @@ def private_key(path: Path) -> SignerKey:
     except OSError as error:
         hint = f"papaya log key --name NAME --output {path}"
         raise OperatorError(
-            f"the private key {path} cannot be read: {error.strerror}", hint=hint
+            f"cannot read the private key {path}: {error.strerror}", hint=hint
         ) from error
     except (LogError, UnicodeDecodeError) as error:
         raise OperatorError(
-            f"{path} is not a private key: {error}", hint="name a file that `papaya log key` wrote"
+            f"{path} is not a private key: {error}", hint="pass a file that `papaya log key` wrote"
         ) from error
 
 
@@ -181,5 +181,5 @@ def _text_or_file(text: str) -> str:
         return path.read_text() if path.is_file() else text
     except (OSError, UnicodeDecodeError) as error:
         raise OperatorError(
-            f"the key file {text} cannot be read: {error}", hint="name a file that is a public key"
+            f"cannot read the key file {text}: {error}", hint="pass a file with a public key"
         ) from error

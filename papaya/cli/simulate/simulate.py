@@ -102,7 +102,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--seed", type=whole(0), metavar="S", help="seed of the run; the same seed repeats it"
     )
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the results")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for results")
     add_format(parser)
     bind(parser, SimulateOptions, run)
 
@@ -119,17 +119,17 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         "--evaluations",
         type=whole(1),
         metavar="N",
-        help="number of evaluations on held-out clients after the first (default: 20)",
+        help="number of evaluations on held-out examples, besides that of version 0 (default: 20)",
     )
     for side in ("client", "server"):
         group.add_argument(
             f"--{side}-rate",
             type=positive,
             metavar="R",
-            help=f"learning rate of the {side} (default: that of the task file)",
+            help=f"learning rate of the {side} (default: from the task file)",
         )
     group.add_argument(
-        "--clients-processes",
+        "--training-processes",
         dest="processes",
         type=whole(1),
         metavar="P",
@@ -142,20 +142,21 @@ def add_data(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--data",
         metavar="DATA",
-        help="examples of the clients: leaf:FOLDER (JSON files of LEAF), text:FOLDER (one file per "
-        "client), or stdlib (the sources of Python's standard library)",
+        help="examples of the clients: leaf:FOLDER (JSON files of LEAF), text:FOLDER "
+        "(one file per client), or stdlib (the source code of Python's standard "
+        "library)",
     )
     group.add_argument(
         "--seconds-per-example",
         type=positive,
         metavar="S",
-        help="seconds that an average device takes for one example (default: chosen so that it "
-        "trains as long as an average device of the built-in population)",
+        help="seconds per example on a median device (default: chosen so that training "
+        "takes as long as in the built-in population)",
     )
 
 
 def _add_task(group: argparse._ArgumentGroup) -> None:
-    own = "that of the task file"
+    own = "from the task file"
     group.add_argument(
         "--regime",
         choices=("async", "sync"),
@@ -172,28 +173,28 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
         "--goal",
         type=whole(1),
         metavar="K",
-        help=f"aggregation goal of AsyncFL: client updates per server update (default: {own} if "
-        "--concurrency is not given, else 10 %% of C)",
+        help="aggregation goal of AsyncFL: client updates per server update (default: "
+        f"{own} if --concurrency is not given, else 10 %% of the concurrency)",
     )
     group.add_argument(
         "--over-selection",
         type=float,
         metavar="O",
-        help="over-selection of SyncFL: the share of additional clients per round; 0.3 selects "
-        f"1300 clients for 1000 updates (default: {own}, else 0.3)",
+        help="over-selection of SyncFL: extra clients per round, as a fraction; 0.3 "
+        f"selects 1300 clients for 1000 updates (default: {own}, else 0.3)",
     )
     group.add_argument(
         "--tasks",
         type=whole(1),
         metavar="N",
-        help=f"number of identical tasks, without a task file (default: {_TASKS})",
+        help=f"number of identical tasks; only without a task file (default: {_TASKS})",
     )
     group.add_argument(
         "--gap",
         type=float,
         metavar="S",
-        help="minimum seconds between two participations of a device, without a task file "
-        f"(default: {_GAP_S:g})",
+        help="minimum seconds between two participations of a device; only without "
+        f"a task file (default: {_GAP_S:g})",
     )
 
 
@@ -224,7 +225,7 @@ def run(options: SimulateOptions) -> int:
         "--evaluations": options.evaluations,
         "--client-rate": options.client_rate,
         "--server-rate": options.server_rate,
-        "--clients-processes": options.processes,
+        "--training-processes": options.processes,
     }
     _refuse(training, "with a task file", "papaya simulate my_task.py --data leaf:FOLDER")
     return _run_control_plane(options)

@@ -71,7 +71,10 @@ def run_task(options: SimulateOptions) -> int:
     for warning in run.recording_plan.task.warnings():
         note(f"warning: {warning}")
     if (goal := run.recording_plan.task.aggregation_goal) > run.updates:
-        note(f"warning: the run continues to {goal:,} client updates: a server update needs K")
+        note(
+            f"warning: the run continues until {goal:,} client updates, because one "
+            "server update needs that many"
+        )
     learnt, report = _learn(run, prepared, options.processes or 1)
     if not learnt.versions and learnt.curve.diverged is None:
         hours = f"{run.recording_plan.hours:g} virtual hours"
@@ -208,12 +211,12 @@ def _done(learnt: RunResult) -> str:
 
 
 def _qualities(learnt: RunResult) -> str:
-    header = ("held-out clients, by volume", "loss", "→", "perplexity", "→")
+    header = ("held-out data, by volume", "loss", "→", "perplexity", "→")
     names = (
-        ("all", "all, by examples"),
-        ("p75", "from the 75th percentile on"),
-        ("p99", "from the 99th percentile on"),
-        ("all_by_clients", "all, each alike"),
+        ("all", "all, weighted by examples"),
+        ("p75", "75th percentile and above"),
+        ("p99", "99th percentile and above"),
+        ("all_by_clients", "all, equal weight per client"),
     )
     rows = []
     for field, words in names:
@@ -236,7 +239,7 @@ def _perplexity(loss: float) -> str:
 def _took_part(learnt: RunResult) -> str:
     found = learnt.fairness
     if found is None:
-        return "unknown: K–S needs 30 clients that were assigned well before the end"
+        return "unknown: the K–S test needs 30 clients that were assigned well before the end"
     time, examples = _distance(found.execution_s), _distance(found.examples)
     return (
         f"K–S {time} by execution time, {examples} by examples; "

@@ -73,7 +73,7 @@ def add_to(actions: Commands) -> None:
     bind(exporting, TaskExportOptions, run_export)
     metrics = actions.add_parser(
         "metrics",
-        help="write the history of a task as CSV, JSON or for TensorBoard",
+        help="write the history of a task as CSV or JSON, or for TensorBoard",
         description="Write one row for each version of a task: updates, staleness, loss.",
     )
     metrics.add_argument("task", metavar="TASK", help="name of the task")

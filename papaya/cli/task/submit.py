@@ -54,7 +54,7 @@ def add_to(actions: Commands) -> None:
         "--checkpoint",
         type=Path,
         metavar="FILE",
-        help="safetensors file with the initial parameters (default: those of a new model)",
+        help="safetensors file with the initial parameters (default: a new model)",
     )
     parser.add_argument(
         "--name", metavar="NAME", help="name of the task (default: the name in the file)"
@@ -113,9 +113,7 @@ def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:
             if ours != theirs
         ]
         if (submitted.threshold or 0) < (file.threshold or 0):
-            found.append(
-                f"sums of {submitted.threshold}, but the file has {file.threshold} or more"
-            )
+            found.append(f"threshold = {submitted.threshold}, but the file has {file.threshold}")
     advice = "devices that have this file will refuse the task. Instead of using --set, change the "
     return [f"{difference}: {advice}file and give it to the devices" for difference in found]
 

@@ -108,9 +108,11 @@ def add_to(commands: Commands) -> None:
     showing = _add(actions, "show", "show the settings, versions and history of a task")
     bind(showing, OneTaskOptions, run_show)
     watch.add_to(actions)
-    _add_change(actions, "pause", "assign no new clients; those that are training may finish")
+    _add_change(
+        actions, "pause", "pause a task: assign no new clients, but let running clients finish"
+    )
     _add_change(actions, "resume", "continue a paused task")
-    _add_change(actions, "cancel", "end a task; its versions stay")
+    _add_change(actions, "cancel", "end a task and keep its versions")
     _add_versioned(actions)
     export.add_to(actions)
 
@@ -128,7 +130,7 @@ def _add(
 
 def _add_change(actions: Commands, action: Change, words: str) -> None:
     parser = _add(actions, action, words)
-    parser.add_argument("--why", metavar="TEXT", help="reason, shown to everyone who looks")
+    parser.add_argument("--why", metavar="TEXT", help="reason, shown by `papaya task show`")
     bind(parser, TaskChangeOptions, partial(run_change, action))
 
 
@@ -138,11 +140,11 @@ def _add_versioned(actions: Commands) -> None:
         "version", type=whole(0), metavar="VERSION", help="version to continue from"
     )
     bind(rollback, TaskRollbackOptions, run_rollback)
-    mark = _add(actions, "mark", "keep a version even when it is old")
-    mark.add_argument("version", type=whole(0), metavar="VERSION", help="version to keep")
-    mark.add_argument("--remove", action="store_true", help="remove the mark instead")
+    mark = _add(actions, "mark", "protect a version from automatic deletion")
+    mark.add_argument("version", type=whole(0), metavar="VERSION", help="version to protect")
+    mark.add_argument("--remove", action="store_true", help="remove the protection")
     bind(mark, TaskMarkOptions, run_mark)
-    evaluate = _add(actions, "evaluate", "evaluate a version on held-out data of devices")
+    evaluate = _add(actions, "evaluate", "evaluate a version on devices' held-out data")
     evaluate.add_argument(
         "--version", type=whole(0), metavar="V", help="version to evaluate (default: the newest)"
     )
@@ -150,13 +152,13 @@ def _add_versioned(actions: Commands) -> None:
         "--clients",
         type=whole(1),
         metavar="N",
-        help="number of clients (default: that of the task's evaluation plan, or 20)",
+        help="number of clients (default: from the task's evaluation plan, or 20)",
     )
     evaluate.add_argument(
         "--timeout",
         type=positive,
         metavar="S",
-        help="give up after this many seconds (default: that of the task's evaluation plan)",
+        help="give up after this many seconds (default: from the task's evaluation plan)",
     )
     bind(evaluate, TaskEvaluateOptions, run_evaluate)
 
@@ -295,8 +297,9 @@ def run_rollback(options: TaskRollbackOptions) -> int:
 def run_mark(options: TaskMarkOptions) -> int:
     path = task_path(options.task, "mark")
     view = client_for(options).post(path, Mark(options.version, not options.remove), VersionView)
-    is_kept = "is kept" if not options.remove else "is no longer marked"
-    return _tell(options, view, f"version {view.version} of {options.task} {is_kept}")
+    change = "is no longer" if options.remove else "is now"
+    text = f"version {view.version} of {options.task} {change} protected from automatic deletion"
+    return _tell(options, view, text)
 
 
 def run_evaluate(options: TaskEvaluateOptions) -> int:

@@ -53,7 +53,7 @@ def add_to(actions: Commands) -> None:
         "evaluated",
     )
     parser.add_argument(
-        "--interval", type=positive, metavar="S", help="seconds between two requests to the server"
+        "--interval", type=positive, metavar="S", help="polling interval, in seconds"
     )
     add_connection(parser)
     bind(parser, TaskWatchOptions, run)

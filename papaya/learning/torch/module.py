@@ -34,8 +34,8 @@ def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
         module = task.model()
     if not isinstance(module, torch.nn.Module):
         raise OperatorError(
-            f"model makes a {type(module).__name__}, not a torch.nn.Module",
-            hint="give the module's class, or a function that returns a module",
+            f"model returned a {type(module).__name__}, expected a torch.nn.Module",
+            hint="use the module's class, or a function that returns a module",
         )
     return module
 
@@ -69,7 +69,8 @@ def checked_manifest(task: Task) -> Manifest:
     parameters = trainable(module)
     if not parameters:
         raise OperatorError(
-            "the model has no trainable parameter", hint="leave requires_grad of some of them on"
+            "the model has no trainable parameter",
+            hint="set requires_grad = True on at least one parameter",
         )
     for name, value in parameters.items():
         if value.dtype != torch.float32 or value.device.type != "cpu":
@@ -91,14 +92,16 @@ def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
     for name, part in module.named_modules():
         if getattr(part, "running_mean", None) is not None:
             raise OperatorError(
-                f"{type(part).__name__} {name!r} keeps running statistics, which no client uploads",
+                f"{type(part).__name__} {name!r} keeps running statistics, which clients "
+                "do not upload",
                 hint=_OTHER_NORMALISATION,
             )
     ours, theirs = _fixed(module), _fixed(other)
     for name, value in ours.items():
         if name not in theirs or not torch.equal(value, theirs[name]):
             raise OperatorError(
-                f"{name!r} is not trained and is random: every device would have another",
+                f"{name!r} is initialized at random and not trained, so it would differ "
+                "between devices",
                 hint=f"train {name!r}, or set it to values that are the same each time",
             )
 
@@ -123,7 +126,7 @@ def try_loss(task: Task, batch: Batch) -> None:
     for name, value in _fixed(module).items():
         if not torch.equal(value, before[name]):
             raise OperatorError(
-                f"the loss changes the buffer {name!r}, which no client uploads",
+                f"the loss changes the buffer {name!r}, which clients do not upload",
                 hint=_OTHER_NORMALISATION,
             )
 
@@ -137,7 +140,7 @@ def _batch(task: Task, examples: Sequence[bytes]) -> Batch:
     batch = task.batch(list(examples))
     if not isinstance(batch, tuple):
         raise OperatorError(
-            f"batch gives a {type(batch).__name__}, not a tuple of tensors",
+            f"batch returned a {type(batch).__name__}, expected a tuple of tensors",
             hint="end it with: return (inputs, targets)",
         )
     return batch
@@ -148,7 +151,7 @@ def _loss(task: Task, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise OperatorError(
-            f"loss gives {found}, not a scalar tensor",
+            f"loss returned {found}, expected a scalar tensor",
             hint="return the mean over the batch, for example cross_entropy(...) or x.mean()",
         )
     if torch.is_grad_enabled() and not loss.requires_grad:

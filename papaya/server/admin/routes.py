@@ -175,7 +175,7 @@ def as_problem(error: Exception) -> tuple[int, ProblemBody]:
         case OperatorError() | ProtocolError():
             return 400, ProblemBody(str(error), error.hint)
     logger.error("an admin request failed", exc_info=error)
-    return 500, ProblemBody("internal error of the server", "look into the server's log")
+    return 500, ProblemBody("internal server error", "check the server's log")
 
 
 def _task(exchange: Exchange) -> str:
@@ -197,5 +197,5 @@ def _parsed(body: bytes, kind: type[T]) -> T:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise OperatorError(
-            f"this is not {kind.__name__}: {str(error)[:200]}", hint="papaya task --help"
+            f"invalid {kind.__name__}: {str(error)[:200]}", hint="papaya task --help"
         ) from error

@@ -117,7 +117,9 @@ class AdminService:
         """The version's row, and the file of its parameters, which may be deleted soon."""
         found = await self._rows(task)
         if version != NEWEST and not (version.isascii() and version.isdecimal()):
-            raise OperatorError(f"version {version[:20]!r} is no number", hint="or: newest")
+            raise OperatorError(
+                f"invalid version: {version[:20]!r}", hint="use a number or `newest`"
+            )
         row = found.newest if version == NEWEST else _version(found, int(version[:18]))
         return row, await self.blobs.path(row.parameters)
 
@@ -192,7 +194,9 @@ class AdminService:
         row = found.newest if request.version is None else _version(found, request.version)
         config = found.row.config
         if config.evaluates is not None:
-            raise OperatorError(f"{task} is itself an evaluation", hint="name the task instead")
+            raise OperatorError(
+                f"{task} is itself an evaluation", hint="evaluate the original task instead"
+            )
         plan = config.evaluation or EvaluationPlan()
         plan = EvaluationPlan(
             clients=request.clients or plan.clients,
@@ -215,11 +219,14 @@ class AdminService:
 
     def _settle(self, outcome: str) -> None:
         if outcome == "refused":
-            raise Conflict("it has changed", hint="look again, then repeat the command")
+            raise Conflict(
+                "the task changed while this command ran",
+                hint="check the task, then run the command again",
+            )
         if outcome == "unknown":
             raise Uncertain(
                 "the outcome is unknown: the state store did not answer",
-                hint="check the task before you repeat the command; see the server's log",
+                hint="check the task before you run the command again; see the server's log",
             )
         self._changed()
 

@@ -48,8 +48,8 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
     config = new.config
     if config.evaluates is not None or owner.is_evaluation_id(config.task):
         raise OperatorError(
-            f"task {config.task!r} is named or made like an evaluation",
-            hint="choose another name; evaluations start with: papaya task evaluate TASK",
+            f"task {config.task!r} looks like an evaluation",
+            hint="choose another name; to start an evaluation: papaya task evaluate TASK",
         )
     evaluations.check_plan(config)
     _check_manifest(new)
@@ -110,7 +110,7 @@ def _checked_key(task: TaskId, model_length: int, data: bytes) -> str:
         parameters.decode(data, model_length)
     except ProtocolError as error:
         raise OperatorError(
-            f"these are not {model_length} parameters: {error}",
+            f"invalid parameters, expected {model_length}: {error}",
             hint="submit the task from its file: papaya task submit FILE",
         ) from error
     return blob_key(task, 0, "version-0", data)

@@ -127,7 +127,7 @@ def open_source(data: str, loaded: LoadedTask) -> Source:
         return leaf_source(Path(path))
     if kind == "text" and path:
         return folder_source(Path(path), loader_of(loaded))
-    hint = "use leaf:FOLDER, text:FOLDER or stdlib (Python's own sources)"
+    hint = "use leaf:FOLDER, text:FOLDER or stdlib (the source code of Python's standard library)"
     if Path(data).exists():
         hint = f"did you mean leaf:{data} (LEAF's JSON) or text:{data} (a file for each client)?"
     raise OperatorError(f"unknown data source: {data!r}", hint=hint)
@@ -136,7 +136,7 @@ def open_source(data: str, loaded: LoadedTask) -> Source:
 def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
     if spec.data is not None:
         raise OperatorError(
-            f"{spec.name} has data of its own", hint="leave --data out, or name a task file"
+            f"{spec.name} has its own data", hint="leave --data out, or use a task file"
         )
     kind = BUILT_IN[spec.name]
     workload = kind(population)
@@ -165,7 +165,8 @@ def _own(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         names = ", ".join(BUILT_IN)
         raise OperatorError(
             f"{spec.name} needs data to learn from",
-            hint=f"--data leaf:FOLDER, text:FOLDER or stdlib; without data there are: {names}",
+            hint="add --data leaf:FOLDER, text:FOLDER or stdlib; built-in workloads need "
+            f"no data: {names}",
         )
     loaded = load_task(Path(spec.name))
     return with_source(spec, loaded, open_source(spec.data, loaded), population)
@@ -219,7 +220,7 @@ def judges(source: Source, seed: int, most: int = _JUDGES) -> Clients:
     if not len(able):
         raise OperatorError(
             f"{source.name}: no client has a held-out example",
-            hint="a tenth of all examples are held out: name more data",
+            hint="a tenth of all examples are held out: use a larger data set",
         )
     order = np.argsort(splitmix64_words(np.uint64(_JUDGE + seed), able.astype(np.uint64)))
     chosen: Ints = np.sort(able[order[:most]])

@@ -100,7 +100,7 @@ class Memory:
             self._held_out.append(sides["validation"])
             hasher.update(_fingerprint(examples))
         if not self._training:
-            raise OperatorError(f"{name} holds no example", hint="name data that is not empty")
+            raise OperatorError(f"{name} contains no examples", hint="use data that is not empty")
         self.digest = hasher.hexdigest()[:32]
         self.volumes: Ints = np.array([len(examples) for examples in self._training], np.int64)
 

@@ -232,7 +232,7 @@ def _own(path: Path, module_hash: str) -> _Trainer:
     """The trainer of a worker process."""
     loaded = load_task(path)
     if loaded.module_hash != module_hash:
-        raise OperatorError(f"{path} changed while it was simulated", hint="start again")
+        raise OperatorError(f"{path} changed during the simulation", hint="run the command again")
     return _Trainer(loaded)
 
 

@@ -140,7 +140,7 @@ def test_a_task_is_trained_on_imported_examples(
         assert run(*arguments, *imports, "--visits", "1") == 0
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == ["device-1 counted lengths", "device-2 counted lengths"]
-    assert "10 new examples of 2 files for collection words" in err
+    assert "imported 10 new examples from 2 files into collection words" in err
     [module] = {m.capabilities.modules for m in fake.messages if isinstance(m, CheckIn)}
     assert module == (f"sha256:{sha256(task.read_bytes()).hexdigest()[:32]}",)
     for number, count in ((1, 7), (2, 3)):
@@ -208,7 +208,7 @@ def test_an_unknown_field_of_a_policy_on_trust_names_the_table_of_fields(tmp_pat
         (["--protocol-only", "1", "--server", "nowhere"], "is not an address"),
         (["--protocol-only", "1", "--server", ""], "no server"),
         (["--protocol-only", "1", "--assume", "rich"], "'rich'"),
-        (["--protocol-only", "1", "--policies", "none.toml"], "none.toml cannot be read"),
+        (["--protocol-only", "1", "--policies", "none.toml"], "cannot read the policies none.toml"),
         (["--protocol-only", "1", "--token-file", "none"], "none cannot be read"),
         (["--protocol-only", "1", "--ca", "none.pem"], "none.pem"),
         (["--protocol-only", "1", "--participation-floor", "-1"], "participation_floor_s"),
@@ -228,7 +228,7 @@ def test_what_cannot_work_is_an_error_with_a_hint(
 
 def test_a_store_that_cannot_be_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OperatorError, match="cannot be made"):
+    with pytest.raises(OperatorError, match="cannot create the store"):
         run("--protocol-only", "1", "--devices", "2", "--store", str(tmp_path / "file"))
 
 
@@ -247,7 +247,10 @@ def test_to_start_again_imports_nothing_twice(
     (texts / "b.txt").write_text("three\n")
     policies = {"words": UsePolicy(tasks=("next-word",))}
     trainer = ProtocolTrainer(lambda session, length: b"", lambda: 0.0)
-    for told in ("3 new examples of 2 files", "2 files for collection words: already imported"):
+    for told in (
+        "imported 3 new examples from 2 files",
+        "2 files for collection words: already imported",
+    ):
         with (
             ExampleStore(tmp_path / "1.db", policies) as one,
             ExampleStore(tmp_path / "2.db", policies) as two,

@@ -259,13 +259,13 @@ def test_the_last_line_says_what_the_server_saw() -> None:
     assert warning == SOFTWARE
     assert "INSECURE" in warning
     assert last == (
-        "The server saw 30 masked updates, which are noise (one of them, read from its disk: "
-        "7.999 of 8 bits per byte), and 3 sums of 10 or more updates."
+        "The server saw 30 masked updates, which look like random bytes (entropy of one of them, "
+        "read from the server's disk: 7.999 of 8 bits per byte), and 3 sums of 10 or more updates."
     )
     few = text_of(a_summary(sample=MaskedSample(3, 40, 7.5))).splitlines()[-1]
-    assert "(a sum of 3, read from its disk" in few
+    assert "(entropy of a sum of 3, read from the server" in few
     never = text_of(a_summary()).splitlines()[-1]
-    assert never.endswith("masked updates, which are noise, and 3 sums of 10 or more updates.")
+    assert never.endswith("which look like random bytes, and 3 sums of 10 or more updates.")
 
 
 def test_in_the_clear_it_saw_everything() -> None:

@@ -71,7 +71,7 @@ def test_a_command_imports_no_more_than_it_needs(
         ([], "COMMAND", "papaya --help"),
         (["fly"], "'fly'", "papaya --help"),
         (["simulate", "--concurency", "3"], "--concurency", "papaya simulate --help"),
-        (["--colour", "simulate"], "unknown: --colour", "papaya --help"),
+        (["--colour", "simulate"], "unrecognized arguments: --colour", "papaya --help"),
         (["simulate", "--concurrency", "0"], "0 is below 1", "papaya simulate --help"),
         (["simulate", "--concurrency", "2.5"], "'2.5' is not a whole", "papaya simulate --help"),
         (["simulate", "--seed", "many"], "'many' is not a whole", "papaya simulate --help"),
@@ -185,7 +185,7 @@ def test_a_full_disk_behind_stdout_is_the_operators_to_mend(
             check=False,
         )
     assert done.returncode == 2
-    assert "\nerror: stdout cannot be written: " in done.stderr
+    assert "\nerror: cannot write to stdout: " in done.stderr
     assert "\n\nhint: " in done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr

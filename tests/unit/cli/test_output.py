@@ -125,13 +125,13 @@ def test_a_folder_is_tried_before_a_run_and_left_as_it_was(tmp_path: Path) -> No
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder nobody can write to")
 def test_a_folder_that_takes_no_file_is_refused() -> None:
-    with pytest.raises(OperatorError, match="/proc cannot be written") as refused:
+    with pytest.raises(OperatorError, match="cannot write /proc") as refused:
         make_folder(Path("/proc"))
     assert "--output" in refused.value.hint
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="cannot be written: Is a directory"), writing(tmp_path):
+    with pytest.raises(OperatorError, match=r"cannot write .*: Is a directory"), writing(tmp_path):
         tmp_path.write_bytes(b"")
 
 

@@ -75,8 +75,8 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     assert learnt.fleet.mean_staleness is not None  # the warm-up is shorter than even this run
     assert report["fleet"]["from_s"] < report["fleet"]["until_s"] / 2
     assert learnt.judges is not None
-    assert f"all, by examples ({learnt.judges.all})" in out
-    assert f"99th percentile on ({learnt.judges.p99})" in out
+    assert f"all, weighted by examples ({learnt.judges.all})" in out
+    assert f"99th percentile and above ({learnt.judges.p99})" in out
     assert learnt.judges.all > learnt.judges.p75 > learnt.judges.p99 > 0
     assert report["fleet"]["tasks"][0]["task"] == "signs"
     for words in ("perplexity", "99th percentile", "K–S", "update norms", "suggested", "step"):
@@ -114,7 +114,10 @@ def test_the_regime_can_be_switched(
     ("arguments", "problem"),
     [
         (["simulate", "--data", "stdlib"], "--data stdlib has an effect only with a task file"),
-        (["simulate", "--clients-processes", "2"], "--clients-processes 2 has an effect only with"),
+        (
+            ["simulate", "--training-processes", "2"],
+            "--training-processes 2 has an effect only with",
+        ),
         (["simulate", "signs.py", "--tasks", "2"], "--tasks 2 has an effect only without"),
         (["simulate", "signs.py"], "needs data to learn from"),
         (["sweep", "signs.py"], "needs data to learn from"),
@@ -190,7 +193,10 @@ def test_a_few_clients_are_told_as_what_they_are(
     assert simulate(own, tmp_path, "--updates", "3") == 0
     out, err = capsys.readouterr()
     assert "100 %, 4 of 4 clients trained, 1 version evaluated" in err  # a server update is of K
-    assert "warning: the run continues to 4 client updates: a server update needs K" in err
+    assert (
+        "warning: the run continues until 4 client updates, because one server update needs "
+        "that many" in err
+    )
     assert "clip          – (this needs " in out
 
 
@@ -218,7 +224,7 @@ def test_a_run_that_diverges_has_neither_loss_nor_clip(
     assert "the lines below describe the whole recording" in out
     assert "clip          – (the run diverged" in out
     assert "suggested" not in out
-    [judged] = [line for line in out.splitlines() if line.startswith("all, by examples")]
+    [judged] = [line for line in out.splitlines() if line.startswith("all, weighted by examples")]
     assert judged.split()[-1] == judged.split()[-3] == "–"
 
 
@@ -292,7 +298,7 @@ def test_a_setting_that_diverges_has_no_loss_but_a_reason(
 
 @pytest.mark.parametrize(
     ("varied", "regime", "hint"),
-    [("over_selection=0.1", "async", "--regime sync"), ("K=4", "sync", "--regime async")],
+    [("over_selection=0.1", "async", "add --regime sync"), ("K=4", "sync", "add --regime async")],
 )
 def test_what_would_vary_nothing_is_refused(
     varied: str, regime: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -300,7 +306,7 @@ def test_what_would_vary_nothing_is_refused(
     arguments = ["sweep", "embedding", "--vary", varied, "--regime", regime]
     assert main([*arguments, "--output", str(tmp_path)]) == 2
     err = capsys.readouterr().err
-    assert "it would vary nothing" in err
+    assert f"applies only to {hint.split()[-1]} runs" in err
     assert f"hint: {hint}" in err
 
 

@@ -56,7 +56,8 @@ def test_the_bugs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["swarm", "--help"])
     shown = capsys.readouterr().out
-    assert [bug for bug in BUGS if f"\n  {bug}\n" not in shown] == []
+    lines = [f"\n  {name}\n      {bug.explanation}\n" for name, bug in BUGS.items()]
+    assert [line for line in lines if line not in shown] == []
     assert "None" not in shown
 
 

@@ -93,8 +93,8 @@ def test_status_exits_with_1_when_a_person_should_look(
     server.system.live.has_leader = False  # the row still names one, but it is not renewed
     assert run(server, "status") == 1
     out, err = capsys.readouterr()
-    assert "leader       nobody; the last leader was coordinator\n" in out
-    assert "problem: nobody leads: coordinator has not renewed its lease" in err
+    assert "leader       none; the last leader was coordinator\n" in out
+    assert "problem: no leader: coordinator has not renewed its lease" in err
 
 
 def test_every_command_speaks_json(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +122,8 @@ def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[st
         (("pause", "next-word"), "next-word is paused"),
         (("resume", "next-word"), "next-word is running"),
         (("rollback", "next-word", "0"), "next-word continues at version 1, from version 0"),
-        (("mark", "next-word", "0"), "version 0 of next-word is kept"),
-        (("mark", "next-word", "0", "--remove"), "version 0 of next-word is no longer marked"),
+        (("mark", "next-word", "0"), "version 0 of next-word is now protected"),
+        (("mark", "next-word", "0", "--remove"), "version 0 of next-word is no longer protected"),
         (("evaluate", "next-word"), "next-word-eval-1 evaluates version 1"),
         (("cancel", "next-word", "--why", "enough"), "next-word is cancelled"),
     ):
@@ -138,7 +138,11 @@ def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[st
         (("task", "resume", "next-word"), "is running and cannot become running", "show"),
         (("task", "rollback", "next-word", "7"), "task next-word has no version 7", "mark"),
         (("task", "export", "next-word", "--output", "model.onnx"), "model.onnx", "safetensors"),
-        (("task", "export", "next-word", "--output", "m.pt", "--version", "x"), "no number", "new"),
+        (
+            ("task", "export", "next-word", "--output", "m.pt", "--version", "x"),
+            "invalid version",
+            "new",
+        ),
         (("task", "show", "a/../b"), "there is no task", "papaya task list"),
         (("task",), "ACTION", "papaya task --help"),
     ],

@@ -56,7 +56,7 @@ def test_show_says_where_secrets_are_and_keeps_them(
     assert run("show", "--data", str(tmp_path)) == 0
     out, err = capsys.readouterr()
     lines = {name: line for name in SECRETS for line in out.splitlines() if f"/{name} " in line}
-    assert ["not made yet" in lines[name] for name in SECRETS] == [False, False, False, True]
+    assert ["not created yet" in lines[name] for name in SECRETS] == [False, False, False, True]
     assert [secret for secret in secrets if secret in out + err] == []
     assert not (tmp_path / "device.key").exists()
 

@@ -67,7 +67,7 @@ def test_of_two_processes_with_one_file_only_one_takes_part(tmp_path: Path) -> N
     with DeviceHistory(path) as one, DeviceHistory(path) as other:
         entries = [opened.load(0.0).record(1000.0, "a", 60.0, None) for opened in (one, other)]
         one.remember("a", entries[0])
-        with pytest.raises(OperatorError, match="another process took part") as caught:
+        with pytest.raises(OperatorError, match="another process used the history") as caught:
             other.remember("a", entries[1])
         assert caught.value.hint == "run one process per device"
 
@@ -122,7 +122,7 @@ def test_it_shares_its_file_with_the_examples(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used_is_an_error_with_a_hint(tmp_path: Path) -> None:
     path = tmp_path / "device.db"
     path.write_bytes(b"no database" * 1000)
-    with pytest.raises(OperatorError, match="cannot be used") as caught:
+    with pytest.raises(OperatorError, match="cannot use") as caught:
         DeviceHistory(path)
     assert caught.value.hint
 
@@ -133,7 +133,7 @@ def test_a_table_that_is_gone_lets_nothing_be_remembered(tmp_path: Path) -> None
         with closing(sqlite3.connect(path)) as database:
             database.execute("DROP TABLE participation")
             database.commit()
-        with pytest.raises(OperatorError, match="cannot be used"):
+        with pytest.raises(OperatorError, match="cannot use"):
             history.remember("a", FIRST)
 
 

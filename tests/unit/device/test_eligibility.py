@@ -44,7 +44,7 @@ def test_our_own_training_does_not_count(tmp_path: Path) -> None:
 def test_a_load_that_cannot_be_read_is_not_idle(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         write(tmp_path, "proc/loadavg", text)
-    assert IdleProbe(tmp_path).check() == "the load average cannot be read"
+    assert IdleProbe(tmp_path).check() == "cannot read the load average"
 
 
 # --- Charging
@@ -126,7 +126,7 @@ def test_every_reason_is_named_and_the_owner_can_overrule(tmp_path: Path) -> Non
     metered = UnmeteredProbe(command=saying("yes"))
     probes: list[Probe] = [IdleProbe(tmp_path), ChargingProbe(tmp_path), metered]
     assert Eligibility(probes).check() == [
-        Ineligible("idle", "the load average cannot be read"),
+        Ineligible("idle", "cannot read the load average"),
         Ineligible("unmetered", "a network is metered"),
     ]
     assert [why.condition for why in Eligibility(probes, ["idle"]).check()] == ["unmetered"]

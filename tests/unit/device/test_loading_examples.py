@@ -76,7 +76,7 @@ def test_many_texts_go_in_lots(loader: Loader, monkeypatch: pytest.MonkeyPatch) 
     [
         ("mistake", "ZeroDivisionError"),
         ("exit", "ended with status 3"),
-        ("text", "made a str, not bytes"),
+        ("text", "returned a str, expected bytes"),
     ],
 )
 def test_a_loader_that_fails_is_named(loader: Loader, text: str, problem: str) -> None:

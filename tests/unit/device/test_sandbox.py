@@ -203,12 +203,12 @@ def test_a_job_writes_no_files(bench: Bench, tmp_path: Path) -> None:
 
 def test_a_job_that_takes_too_long_is_ended(bench: Bench) -> None:
     failure = bench.failure("spin", timeout_s=0.3)
-    assert (failure.kind, failure.reason) == ("timeout", "not done within 0.3 s")
+    assert (failure.kind, failure.reason) == ("timeout", "training did not finish within 0.3 s")
 
 
 def test_a_job_that_uses_too_much_processor_time_is_ended(bench: Bench) -> None:
     assert bench.sandbox._server is not None
-    with pytest.raises(JobFailed, match="processor time"):
+    with pytest.raises(JobFailed, match="CPU time limit"):
         bench.do(bench.sandbox._server.run(bench.job("spin"), cpu_s=1))
 
 
@@ -277,7 +277,7 @@ def test_waiting_for_a_free_place_counts_towards_the_timeout(bench: Bench, tmp_p
             ]
             for held in both:
                 await held.until_running()
-            with pytest.raises(JobFailed, match="no place was free"):
+            with pytest.raises(JobFailed, match="no training slot was free"):
                 await bench.sandbox.run(bench.job("x"), 0.1)
             for task in running:
                 task.cancel()

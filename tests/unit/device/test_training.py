@@ -124,7 +124,7 @@ def test_a_task_may_go_by_another_name_if_the_device_is_told() -> None:
 
 
 def test_an_alias_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no task file here is of 'words'"):
+    with pytest.raises(ConfigError, match="no task file for 'words'"):
         ExecutorTrainer(FakeExecutor(task_file()), lambda: 0.0, Random(1), {"a": "words"})
 
 

@@ -50,7 +50,7 @@ def test_what_cannot_work_is_refused_with_a_hint(toml: str, problem: str) -> Non
 
 
 def test_bytes_that_are_no_text_are_refused() -> None:
-    with pytest.raises(ConfigError, match="no list of collections"):
+    with pytest.raises(ConfigError, match="invalid list of collections"):
         parse_policies(b"\xff\xfe", "policies.toml")
 
 

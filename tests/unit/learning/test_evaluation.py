@@ -112,7 +112,7 @@ def columns(loss: float, examples: float, clients: float) -> Any:
         (lambda sums: sums * np.nan, "NaN"),
         (lambda sums: -sums, "below zero"),
         (lambda sums: sums * 0, "no examples"),
-        (lambda sums: sums * columns(1, 1, 0), "of no client"),
+        (lambda sums: sums * columns(1, 1, 0), "no clients"),
         (lambda sums: sums * columns(1, 51, 1), "more than 100 examples"),
         (lambda sums: sums * columns(1e6, 1, 1), "above 1000"),
         (lambda sums: sums * columns(-1, 1, 1), "below zero"),

@@ -87,8 +87,8 @@ def test_a_tensor_that_is_not_contiguous_is_flattened_in_its_own_order() -> None
         ({"bias": np.zeros(2, np.float64)}, "'bias' is float64"),
         ({"bias": np.zeros(2, np.int32)}, "'bias' is int32"),
         ({"bias": np.zeros(2, ">f4")}, "'bias' is >f4"),
-        ({"bias": np.array([0, np.nan], np.float32)}, "'bias' holds NaN"),
-        ({"scale": np.array(-np.inf, np.float32)}, "'scale' holds NaN or infinity"),
+        ({"bias": np.array([0, np.nan], np.float32)}, "'bias' contains NaN"),
+        ({"scale": np.array(-np.inf, np.float32)}, "'scale' contains NaN or infinity"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_by_name(

@@ -20,7 +20,7 @@ def test_without_a_rule_a_task_never_ends(losses: list[float]) -> None:
 def test_hours_count_from_the_submission() -> None:
     rule = StopRule(hours=2)
     assert verdict(rule, 1000.0, 1000.0 + 7199, ()) is None
-    assert verdict(rule, 1000.0, 1000.0 + 7200, ()) == "2 hours are over"
+    assert verdict(rule, 1000.0, 1000.0 + 7200, ()) == "reached the limit of 2 hours"
 
 
 def test_the_last_evaluation_must_reach_the_target() -> None:

@@ -134,8 +134,8 @@ task = a_task(clip=1.0, secure_aggregation=SecureAggregation(), regime=HUGE)
 
 # What follows HEAD; the line within it that the message must name (0: none); the complaint.
 BAD = {
-    "syntax": ("task = a_task(", 1, "not Python"),
-    "null byte": ("task = 1\0", None, "not Python"),
+    "syntax": ("task = a_task(", 1, "syntax error"),
+    "null byte": ("task = 1\0", None, "syntax error"),
     "raises": ("\n1 / 0", 2, "ZeroDivisionError"),
     "exits": ("exit('goodbye')", 1, "SystemExit: goodbye"),
     "no task": ("pass", 0, "no `task`"),
@@ -144,7 +144,7 @@ BAD = {
     "two tasks": (
         "task = a_task()\nother = a_task()",
         0,
-        r"other tasks beside `task`: \['other'\]",
+        r"more tasks than `task`: \['other'\]",
     ),
     "a neighbour": ("import my_neighbour", 1, "my_neighbour"),
     "bad name": ("task = a_task(name='My Task')", 1, "task = 'My Task'"),
@@ -161,7 +161,7 @@ BAD = {
     "no function": ("task = a_task(loss=None)", 1, "loss = None: must be callable"),
     "own module": ("task = a_task(requirements=Requirements(engine='x'))", 1, "follow from this"),
     "model raises": ("def f():\n  raise OSError('gone')\ntask = a_task(model=f)", 2, "gone"),
-    "model is none": ("task = a_task(model=lambda: None)", 0, "makes a NoneType"),
+    "model is none": ("task = a_task(model=lambda: None)", 0, "returned a NoneType"),
     "no parameters": ("task = a_task(model=nn.Identity)", 0, "no trainable parameter"),
     "float64": ("task = a_task(model=lambda: model().double())", 0, "'weight' is torch.float64"),
     "integers": ("task = a_task(model=lambda: model().half())", 0, "torch.float16"),
@@ -175,13 +175,17 @@ BAD = {
         0,
         "running statistics",
     ),
-    "random frozen": (FROZEN, 0, "is random"),
+    "random frozen": (FROZEN, 0, "initialized at random"),
     "changing buffer": (COUNTING, 0, "changes the buffer 'seen'"),
-    "loss per example": ("task = a_task(loss=lambda m, x, y: m(x) - y)", 0, r"\(2, 1\), not a sc"),
-    "loss is a number": ("task = a_task(loss=lambda m, x, y: 1.0)", 0, "float, not a scalar"),
+    "loss per example": (
+        "task = a_task(loss=lambda m, x, y: m(x) - y)",
+        0,
+        r"\(2, 1\), expected a sc",
+    ),
+    "loss is a number": ("task = a_task(loss=lambda m, x, y: 1.0)", 0, "float, expected a scalar"),
     "loss is constant": ("task = a_task(loss=lambda m, x, y: x.mean())", 0, "does not depend"),
     "loss raises": ("task = a_task(loss=lambda m, x, y: m(y).mean())", 1, "RuntimeError"),
-    "batch is a list": ("task = a_task(batch=lambda e: list(batch(e)))", 0, "gives a list"),
+    "batch is a list": ("task = a_task(batch=lambda e: list(batch(e)))", 0, "returned a list"),
     "too large": (f"# {'x' * (1 << 20)}", 0, "more than 1048576 bytes"),
     "secure": (
         SECURE,

@@ -105,11 +105,13 @@ def test_no_message_has_two_directions() -> None:
 
 
 def test_a_refusal_says_what_was_expected() -> None:
-    with pytest.raises(ProtocolError, match="this is not a device's request: "):
+    with pytest.raises(ProtocolError, match="invalid message, expected a device's request: "):
         wire.from_device.parse(wire.encode(Alive()))
-    with pytest.raises(ProtocolError, match="this is not an answer to a device: "):
+    with pytest.raises(ProtocolError, match="invalid message, expected an answer to a device: "):
         wire.to_device.parse(b"{}")
-    with pytest.raises(ProtocolError, match="this is not a message between servers: "):
+    with pytest.raises(
+        ProtocolError, match="invalid message, expected a message between servers: "
+    ):
         wire.between_servers.parse(b"")
 
 

@@ -174,7 +174,7 @@ def test_a_device_that_checks_in_again_has_given_up_its_earlier_request(tmp_path
             await building.until_heard(3)
             [(_, first), (gone, who), (message, second)] = building.selector.heard
             assert (gone, who, message) == (Gone(), first, CHECK_IN)
-            assert await answer_to(one) == Retry("you checked in again", 0.0)
+            assert await answer_to(one) == Retry("replaced by a newer check-in of this device", 0.0)
             second.answer(Rejected("no", 1.0, 2.0))
             assert isinstance(await answer_to(other), Rejected)
 

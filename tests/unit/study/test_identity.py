@@ -118,7 +118,7 @@ def test_a_process_of_other_code_refuses_to_work(
     plan = structs.replace(PLAN, updates=5)
     outdated = iter(["as it was"])
     monkeypatch.setattr(lab, "code_digest", lambda: next(outdated, "as it is now"))
-    with pytest.raises(OperatorError, match="Papaya was changed while it ran"):
+    with pytest.raises(OperatorError, match="Papaya's source code changed during the run"):
         Lab(tmp_path, in_turn, lambda run: EmbeddingWorkload()).record([plan])
     assert not list((tmp_path / "traces").iterdir())
 

@@ -172,7 +172,7 @@ class Breaking(Drift):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_update_that_is_not_finite_ends_the_replay(value: float, clip: float | None) -> None:
     curve = learn(a_trace(9, 4), Breaking(value), structs.replace(RATES, clip=clip))
-    assert curve.diverged == "update holds NaN or infinity"
+    assert curve.diverged == "update contains NaN or infinity"
     assert [point.version for point in curve.points] == [0, 1, 2]
 
 

@@ -72,7 +72,7 @@ def test_all_files_of_one_reading_have_one_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://example.org", "log"])
 def test_only_http_is_fetched(url: str) -> None:
-    with pytest.raises(LogError, match="not an HTTP address"):
+    with pytest.raises(LogError, match="invalid HTTP address"):
         over_http(url)
 
 

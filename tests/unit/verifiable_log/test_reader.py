@@ -38,7 +38,7 @@ def test_what_is_not_served_is_missing(address: str) -> None:
 
 
 def test_a_server_that_is_away_is_said_to_be(address: str) -> None:
-    with pytest.raises(LogError, match="cannot be read"):
+    with pytest.raises(LogError, match="cannot read"):
         over_http("http://127.0.0.1:1")("checkpoint")
 
 

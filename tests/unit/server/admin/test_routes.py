@@ -65,20 +65,20 @@ def test_a_task_comes_in_over_http_in_two_steps(server: AdminServer) -> None:
     [
         ("GET", "/admin/tasks/nothing", b"", 404, "there is no task"),
         ("GET", "/admin/tasks/next-word/versions/9/parameters", b"", 404, "version 9"),
-        ("GET", "/admin/tasks/next-word/versions/x/parameters", b"", 400, "no number"),
-        ("POST", "/admin/tasks", b"{", 400, "this is not NewTask"),
-        ("POST", "/admin/tasks", b'{"config":{"task":"A"}}', 400, "this is not NewTask"),
-        ("POST", "/admin/tasks", b"[" * 5000, 400, "this is not NewTask"),
-        ("POST", "/admin/tasks", b'"\xff"', 400, "this is not NewTask"),
-        ("POST", "/admin/tasks/next-word/rollback", b"{}", 400, "this is not RollBack"),
-        ("POST", "/admin/tasks/next-word/rollback", b'{"version":-1}', 400, "this is not"),
-        ("POST", "/admin/tasks/next-word/rollback", b'{"version":1e400}', 400, "this is not"),
+        ("GET", "/admin/tasks/next-word/versions/x/parameters", b"", 400, "invalid version"),
+        ("POST", "/admin/tasks", b"{", 400, "invalid NewTask"),
+        ("POST", "/admin/tasks", b'{"config":{"task":"A"}}', 400, "invalid NewTask"),
+        ("POST", "/admin/tasks", b"[" * 5000, 400, "invalid NewTask"),
+        ("POST", "/admin/tasks", b'"\xff"', 400, "invalid NewTask"),
+        ("POST", "/admin/tasks/next-word/rollback", b"{}", 400, "invalid RollBack"),
+        ("POST", "/admin/tasks/next-word/rollback", b'{"version":-1}', 400, "invalid RollBack"),
+        ("POST", "/admin/tasks/next-word/rollback", b'{"version":1e400}', 400, "invalid RollBack"),
         ("POST", "/admin/tasks/next-word/resume", b"", 409, "and cannot become running"),
         ("PUT", "/admin/tasks/x/parameters", b"abc", 400, "model_length = 0"),
         ("PUT", "/admin/tasks/x/parameters?model_length=-3", b"abc", 400, "model_length = 0"),
         ("PUT", "/admin/tasks/x/parameters?model_length=1", b"a" * 70_000, 413, "70000 bytes"),
         ("PUT", "/admin/tasks/x/parameters?model_length=3", b"abc", 400, "not 3 parameters"),
-        ("PUT", "/admin/tasks/UP/parameters?model_length=3", b"abc", 400, "a task id is"),
+        ("PUT", "/admin/tasks/UP/parameters?model_length=3", b"abc", 400, "invalid task id"),
     ],
 )
 def test_what_is_wrong_is_answered_with_an_error_and_a_hint(
@@ -97,7 +97,7 @@ def test_a_disk_that_takes_nothing_is_not_the_callers_fault(server: AdminServer)
     path = "/admin/tasks/homeless/parameters?model_length=6"
     status, answer = ask(server, "PUT", path, encoded(config))
     told = msgspec.json.decode(answer, type=ProblemBody)
-    assert (status, "cannot be written" in told.error) == (507, True), told
+    assert (status, "cannot write" in told.error) == (507, True), told
     assert "disk" in told.hint
     in_the_way.unlink()
     assert ask(server, "PUT", path, encoded(config))[0] == 200

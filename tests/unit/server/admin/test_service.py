@@ -141,9 +141,9 @@ def test_parameters_are_checked_before_they_are_stored(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         service = system.service
         for data in (b"", b"pickle", encoded()[:-4], encoded()[:-4] + b"\x00\x00\xc0\x7f"):
-            with pytest.raises(OperatorError, match="these are not 6 parameters"):
+            with pytest.raises(OperatorError, match="invalid parameters, expected 6"):
                 await submissions.store_parameters(service, "next-word", 6, data)
-        with pytest.raises(OperatorError, match="a task id is"):
+        with pytest.raises(OperatorError, match="invalid task id"):
             await submissions.store_parameters(service, "../x", 6, encoded())
         assert system.blobs.keys("next-word") == []
         key = f"next-word/0/version-0-{'0' * 32}"
@@ -235,7 +235,7 @@ def test_a_version_at_which_the_task_was_rolled_back_stays_marked(tmp_path: Path
         await system.submit(structs.replace(TASK, stop=StopRule(versions=2)))
         head = await system.service.roll_back("next-word", RollBack(0))
         assert (head.version, head.marked) == (1, True)
-        with pytest.raises(Conflict, match="cannot be unmarked"):
+        with pytest.raises(Conflict, match="must stay protected"):
             await system.service.mark("next-word", Mark(1, marked=False))
         with pytest.raises(Conflict, match="stops at version 2: nothing would be trained"):
             await system.service.roll_back("next-word", RollBack(0))
@@ -257,7 +257,7 @@ def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
                 await ask
         await system.submit()
         for version in ("-1", "x", "१", "1.0"):
-            with pytest.raises(OperatorError, match="is no number"):
+            with pytest.raises(OperatorError, match="invalid version"):
                 await service.parameters("next-word", version)
 
     run(tmp_path, test)
@@ -267,7 +267,7 @@ def test_refused_and_unknown_writes_are_told_apart(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         await system.submit()
         system.state.outcome = "refused"
-        with pytest.raises(Conflict, match="it has changed"):
+        with pytest.raises(Conflict, match="the task changed"):
             await system.service.set_state("next-word", "paused")
         system.state.outcome = "unknown"
         with pytest.raises(Uncertain, match="outcome is unknown"):
@@ -286,7 +286,7 @@ def test_the_supervisor_completes_a_task_and_says_why(tmp_path: Path) -> None:
         system.time += 1
         await system.turn()
         view = (await system.service.task("next-word")).task
-        assert (view.state, view.why) == ("completed", "1 hours are over")
+        assert (view.state, view.why) == ("completed", "reached the limit of 1 hours")
         assert system.changes == 2
 
     run(tmp_path, test)

@@ -84,7 +84,7 @@ def test_another_shape_is_refused_with_file_and_place(
     tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
     path = a_file(tmp_path / "data.json", {"a": some(5), "b": some(5)}, **changes)
-    with pytest.raises(OperatorError, match=rf"data\.json is not LEAF's format: .*{problem}") as e:
+    with pytest.raises(OperatorError, match=rf"invalid LEAF file .*data\.json: .*{problem}") as e:
         leaf_source(path)
     assert '"user_data"' in e.value.hint
 
@@ -92,7 +92,7 @@ def test_another_shape_is_refused_with_file_and_place(
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"users": [', b"\xff\xfe", b"NaN", b"[" * 9999])
 def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "data.json").write_bytes(content)
-    with pytest.raises(OperatorError, match="is not LEAF's format"):
+    with pytest.raises(OperatorError, match="invalid LEAF file"):
         leaf_source(tmp_path / "data.json")
 
 

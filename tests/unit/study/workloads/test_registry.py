@@ -142,7 +142,7 @@ def test_who_names_a_folder_alone_is_told_what_is_missing(tmp_path: Path) -> Non
 
 
 def test_data_belongs_to_a_task_file(tmp_path: Path) -> None:
-    with pytest.raises(OperatorError, match="embedding has data of its own"):
+    with pytest.raises(OperatorError, match="embedding has its own data"):
         prepare(WorkloadSpec("embedding", "stdlib"))
     with pytest.raises(OperatorError, match="needs data to learn from"):
         prepare(WorkloadSpec(str(a_task_file(tmp_path))))

@@ -52,7 +52,7 @@ def test_the_digest_is_of_all_examples_and_whose_they_are() -> None:
 
 
 def test_no_data_and_too_large_examples_are_refused() -> None:
-    with pytest.raises(OperatorError, match="numbers holds no example"):
+    with pytest.raises(OperatorError, match="numbers contains no examples"):
         Memory("numbers", [[], []])
     with pytest.raises(ConfigError, match=f"an example of big = {MAX_EXAMPLE_BYTES + 1}"):
         Memory("big", [[b"x" * (MAX_EXAMPLE_BYTES + 1)]])
