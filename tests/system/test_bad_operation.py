@@ -79,7 +79,9 @@ def test_a_file_of_settings_with_an_error(text: str, error: str, tmp_path: Path)
 
 
 def test_a_missing_file_of_settings(tmp_path: Path) -> None:
-    assert_refused("--config", str(tmp_path / "no.toml"), error="cannot read", hint="no file")
+    assert_refused(
+        "--config", str(tmp_path / "no.toml"), error="cannot read", hint="without a file"
+    )
 
 
 def test_an_unknown_role() -> None:
