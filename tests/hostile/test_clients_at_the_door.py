@@ -145,7 +145,7 @@ def test_a_claim_of_a_sequence_number_from_the_future_only_gets_a_retry() -> Non
     ],
 )
 def test_a_device_cannot_speak_as_a_server(document: dict[str, object]) -> None:
-    with pytest.raises(ProtocolError, match="not a device's request"):
+    with pytest.raises(ProtocolError, match="expected a device's request"):
         knock(an_open_selector(), BOOT, json.dumps(document).encode(), "d")
 
 

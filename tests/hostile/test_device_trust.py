@@ -300,14 +300,14 @@ def test_attested_parameters_that_are_not_those_of_the_task_file(
 def test_a_server_without_secure_aggregation_for_a_file_that_asks_for_it() -> None:
     finish, told, fake = asyncio.run(visited(secure_file=True, secure_server=False))
     assert (finish.ending, fake.completed) == ("failed", [])
-    assert "asks for secure aggregation" in told
+    assert "the file has it" in told
     assert {"parameters", "report", "chunk"}.isdisjoint(fake.seen)
 
 
 def test_a_server_with_secure_aggregation_for_a_file_that_knows_none() -> None:
     finish, told, fake = asyncio.run(visited(secure_file=False, secure_server=True))
     assert (finish.ending, fake.completed) == ("failed", [])
-    assert "does not know secure aggregation" in told
+    assert "the file does not have it" in told
     assert {"parameters", "report", "chunk"}.isdisjoint(fake.seen)
 
 

@@ -43,8 +43,13 @@ def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> Non
                 (careful, "masked", TERMS, f"at least {GOAL + 1}"),
                 (known, "masked", strict, "task file says 2"),
                 (known, "masked", crowded, f"at least {GOAL + 1}"),
-                (known, "clear", TERMS, "asks for secure aggregation"),
-                (known, "masked", structs.replace(TERMS, secure=False), "does not know secure"),
+                (known, "clear", TERMS, "the file has it"),
+                (
+                    known,
+                    "masked",
+                    structs.replace(TERMS, secure=False),
+                    "the file does not have it",
+                ),
             )
         ):
             place = installation.folder / f"refuses-{number}"

@@ -209,11 +209,11 @@ def test_an_unknown_field_of_a_policy_on_trust_names_the_table_of_fields(tmp_pat
         (["--protocol-only", "1", "--server", ""], "no server"),
         (["--protocol-only", "1", "--assume", "rich"], "'rich'"),
         (["--protocol-only", "1", "--policies", "none.toml"], "cannot read the policies none.toml"),
-        (["--protocol-only", "1", "--token-file", "none"], "none cannot be read"),
+        (["--protocol-only", "1", "--token-file", "none"], "cannot read none"),
         (["--protocol-only", "1", "--ca", "none.pem"], "none.pem"),
         (["--protocol-only", "1", "--participation-floor", "-1"], "participation_floor_s"),
         (["--protocol-only", "1", "--pause", "-1"], "pause_s"),
-        (["--protocol-only", "1", "--import", "a=none.txt"], "none.txt cannot be read"),
+        (["--protocol-only", "1", "--import", "a=none.txt"], "cannot read none.txt"),
         (["--protocol-only", "1", "--blobs-url", "cdn"], "is not an address"),
     ],
 )

@@ -36,7 +36,7 @@ def test_idle_is_a_low_load_for_the_cores(tmp_path: Path, load: str, is_idle: bo
 
 def test_our_own_training_does_not_count(tmp_path: Path) -> None:
     write(tmp_path, "proc/loadavg", "3.00 0 0 1/1 1")
-    assert "not idle on 4 cores" in str(IdleProbe(tmp_path, cores=4).check())
+    assert "not idle: load 3.0 on 4 cores" in str(IdleProbe(tmp_path, cores=4).check())
     assert IdleProbe(tmp_path, cores=4, own_load=lambda: 2.0).check() is None
 
 

@@ -313,7 +313,7 @@ def test_all_held_out_leaves_nothing_to_train_on() -> None:
 def test_a_file_that_is_no_database_is_refused_with_a_hint(tmp_path: Path) -> None:
     path = tmp_path / "device.db"
     path.write_bytes(b"this is not a database" * 100)
-    with pytest.raises(OperatorError, match=r"device\.db cannot be used") as caught:
+    with pytest.raises(OperatorError, match=r"cannot use .*device\.db") as caught:
         ExampleStore(path)
     assert caught.value.hint
     with pytest.raises(OperatorError, match="cannot use"):

@@ -367,7 +367,7 @@ def test_a_closed_sandbox_ends_its_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"), [("task = (", "bad.py:1: not Python"), ("x = 1", "no `task`")]
+    ("source", "complaint"), [("task = (", "bad.py:1: syntax error"), ("x = 1", "no `task`")]
 )
 def test_a_task_file_that_cannot_be_loaded_is_the_operators_business(
     tmp_path: Path, source: str, complaint: str

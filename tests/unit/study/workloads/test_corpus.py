@@ -61,5 +61,5 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     with pytest.raises(OperatorError, match=r"load_examples fails on .*a\.txt: ZeroDivision"):
         folder_source(tmp_path, lambda text: [b""] * (1 // 0))
-    with pytest.raises(OperatorError, match=r"load_examples made a str of .*a\.txt"):
+    with pytest.raises(OperatorError, match=r"load_examples returned a str for .*a\.txt"):
         folder_source(tmp_path, lambda text: [text])  # type: ignore[list-item]

@@ -99,7 +99,7 @@ def test_what_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_user_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("one.json", "two.json"):
         a_file(tmp_path / name, {"anna": some(20)})
-    with pytest.raises(OperatorError, match=r"two\.json .* 'anna' is in .*one\.json already"):
+    with pytest.raises(OperatorError, match=r"two\.json: .*'anna' is in .*one\.json already"):
         leaf_source(tmp_path)
 
 
