@@ -180,6 +180,6 @@ class DeviceHistory:
                 changed = self._file.change(_NEXT, *values, new.count - 1)
         if changed != 1:
             raise OperatorError(
-                f"another process took part in {task!r} with the history {self._file.path}",
+                f"another process used the history {self._file.path} for task {task}",
                 hint="run one process per device",
             )

@@ -70,7 +70,7 @@ def agreed_policy(
             weighting="none",
         )
     if terms.clip is None:
-        raise ProtocolError(f"task {task} has no clip: nothing bounds what would be masked")
+        raise ProtocolError(f"task {task} has no clip, which secure aggregation requires")
     return ParticipantPolicy(
         task=task,
         length=terms.model_length,

@@ -190,7 +190,7 @@ def verdict(rule: StopRule, submitted: float, now: float, losses: Sequence[float
     if rule.patience is not None and evaluations_without_gain(losses) >= rule.patience:
         return f"no improvement on loss {min(losses):.4g} in {rule.patience} evaluations"
     if rule.hours is not None and now >= submitted + 3600 * rule.hours:
-        return f"{rule.hours:g} hours are over"
+        return f"reached the limit of {rule.hours:g} hours"
     return None
 
 

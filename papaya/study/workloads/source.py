@@ -174,17 +174,17 @@ def library_source(load: TextLoader, library: Path = LIBRARY) -> Memory:
 def folder_source(folder: Path, load: TextLoader) -> Memory:
     """Every text of a folder and its folders, in order; no hidden ones."""
     if not folder.is_dir():
-        raise OperatorError(f"{folder} is not a folder", hint="name a folder with texts in it")
+        raise OperatorError(f"{folder} is not a folder", hint="use a folder with text files")
     return text_source(f"texts in {folder}", texts_in(folder), load)
 
 
 def text_source(name: str, texts: list[Path], load: TextLoader) -> Memory:
     if not texts:
-        raise OperatorError(f"there are no {name}", hint="name a folder with texts in it")
+        raise OperatorError(f"there are no {name}", hint="use a folder with text files")
     if len(texts) > _MAX_TEXTS:
         raise OperatorError(
             f"{name}: {len(texts):,} files, above the limit of {_MAX_TEXTS:,}",
-            hint="name a folder with fewer of them",
+            hint="use a folder with fewer files",
         )
     return Memory(name, (_loaded(path, load) for path in texts))
 
@@ -203,7 +203,7 @@ def _loaded(path: Path, load: TextLoader) -> list[bytes]:
         raise unreadable(path, error) from error
     if len(raw) > _MAX_TEXT_BYTES:
         raise OperatorError(
-            f"{path} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="cut it into several texts"
+            f"{path} has more than {_MAX_TEXT_BYTES >> 20} MiB", hint="split it into several files"
         )
     try:
         examples = list(load(raw.decode("utf-8", "replace")))
@@ -215,7 +215,7 @@ def _loaded(path: Path, load: TextLoader) -> list[bytes]:
     for example in examples:
         if not isinstance(example, bytes):
             raise OperatorError(
-                f"{LOADER} made a {type(example).__name__} of {path}, not bytes",
+                f"{LOADER} returned a {type(example).__name__} for {path}, expected bytes",
                 hint="return a list of bytes",
             )
     return examples
@@ -252,12 +252,12 @@ def _files_of(path: Path) -> list[Path]:
     found = sorted(file for file in path.glob("*.json") if not file.name.startswith("."))
     if not found:
         inner = sorted(folder.parent for folder in path.glob("*/*.json"))
-        hint = f"leaf:{inner[0]}" if inner else "name a folder with LEAF's files in it"
+        hint = f"leaf:{inner[0]}" if inner else "use a folder with LEAF's files"
         raise OperatorError(f"there is no *.json in {path}", hint=hint)
     if len(found) > _MAX_FILES:
         raise OperatorError(
             f"{path} has {len(found):,} files, above the limit of {_MAX_FILES:,}",
-            hint="join them: a file holds many users",
+            hint="join them: a file can contain many users",
         )
     return found
 
@@ -309,4 +309,4 @@ def _decoded(path: Path) -> _File:
 
 
 def _malformed(path: Path, problem: str) -> OperatorError:
-    return OperatorError(f"{path} is not LEAF's format: {problem}", hint=f"write {_SHAPE}")
+    return OperatorError(f"invalid LEAF file {path}: {problem}", hint=f"write {_SHAPE}")
