@@ -293,6 +293,6 @@ def test_whatever_is_answered_a_visit_ends(answers: dict[str, bytes]) -> None:
             fake.replace |= {where: raw(body) for where, body in answers.items()}
             config = structs.replace(IMPATIENT, give_up_s=0.05, request_timeout_s=0.05)
             async with asyncio.timeout(30):
-                await visit(fake, config, DeviceLimits(max_upload_s=0.05))
+                await visit(fake, config, DeviceLimits(max_training_s=1.0, max_upload_s=0.05))
 
     asyncio.run(scenario())
