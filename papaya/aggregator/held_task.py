@@ -505,6 +505,10 @@ class HeldTask:
         return session
 
     def _report(self, now: float, session: Session, request: Report, reply_to: Handle) -> Effects:
+        if self.offers is not None and request.examples != 1:
+            # The weight travels under the mask. A count in the clear would tell it to the server.
+            reason = f"examples = {request.examples} in a secure task"
+            return [Reply(reply_to, Refused(reason, "report examples = 1"))]
         if session.upload_ticket is None:
             staleness = self._staleness(session)
             if session.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):

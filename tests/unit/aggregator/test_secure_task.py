@@ -15,6 +15,7 @@ from papaya.messages.participation import (
     Completed,
     Incomplete,
     Joined,
+    Refused,
     Report,
     Retry,
     UploadGranted,
@@ -63,6 +64,15 @@ def test_nobody_is_told_a_weight_nor_says_how_many_examples_it_has() -> None:
     phone.upload_for_good(1.0, examples=70)
     [member] = world.members()
     assert member.examples == 1
+
+
+def test_a_count_of_examples_in_the_clear_is_refused() -> None:
+    """A client that tells its weight would be weighed by the server's word, not by its own."""
+    world, node = a_secure_world()
+    [phone] = world.secure_phones(node, 1)
+    answer = phone.report(examples=70)
+    assert answer == Refused("examples = 70 in a secure task", "report examples = 1")
+    assert isinstance(phone.report(), UploadGranted)  # the session is as it was
 
 
 def test_without_offers_a_client_waits_and_keeps_its_session() -> None:
