@@ -91,7 +91,7 @@ class DeviceProcess:
 
     async def __aenter__(self) -> Self:
         self._session = open_session(self._certificates, self._proxy)
-        self.selectors = Selectors(self._session, self.limits, self._told)
+        self.selectors = Selectors(self._session, self.limits, self._on_reachable)
         self.downloads = Downloads(self._session, self.limits.max_training_s, self._blobs_url)
         self._slots = asyncio.Semaphore(self._max_parallel)
         self._checking = asyncio.Lock()
@@ -119,7 +119,7 @@ class DeviceProcess:
                 self._checked_at = self.now()
             return self._reasons
 
-    def _told(self, server: str, problem: str | None, hint: str) -> None:
+    def _on_reachable(self, server: str, problem: str | None, hint: str) -> None:
         if problem is None:
             self._notify(SelectorReachable(_PROCESS, self.now(), server))
         else:

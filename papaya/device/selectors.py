@@ -90,11 +90,11 @@ class Selectors:
         self,
         session: aiohttp.ClientSession,
         limits: DeviceLimits,
-        told: Callable[[str, str | None, str], None],
+        on_reachable: Callable[[str, str | None, str], None],
     ) -> None:
         self._session = session
         self._limits = limits
-        self._told = told
+        self._on_reachable = on_reachable
         self._failures: dict[str, int] = {}
 
     async def ask(
@@ -142,7 +142,7 @@ class Selectors:
         after = 0 if problem is None else min(before + 1, _SILENT)
         self._failures[selector] = after
         if (before == _SILENT) != (after == _SILENT):
-            self._told(selector, problem, hint)
+            self._on_reachable(selector, problem, hint)
 
 
 def _in_pieces(

@@ -290,11 +290,11 @@ def _judges(clients: Clients) -> Judges:
 class _Watched:
     """A workload that tells how many clients it has trained and how often it was judged."""
 
-    def __init__(self, workload: Workload, told: Callable[[int, int], None]) -> None:
+    def __init__(self, workload: Workload, progress: Callable[[int, int], None]) -> None:
         self.name = workload.name
         self.length = workload.length
         self._workload = workload
-        self._told = told
+        self._progress = progress
         self._trained = 0
         self._judged = 0
 
@@ -306,11 +306,11 @@ class _Watched:
     ) -> Matrix:
         updates = self._workload.train(models, start, clients, sgd)
         self._trained += len(clients)
-        self._told(self._trained, self._judged)
+        self._progress(self._trained, self._judged)
         return updates
 
     def evaluate(self, parameters: Vector) -> Quality:
         quality = self._workload.evaluate(parameters)
         self._judged += 1
-        self._told(self._trained, self._judged)
+        self._progress(self._trained, self._judged)
         return quality

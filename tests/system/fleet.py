@@ -207,7 +207,7 @@ class WatchedProcess(DeviceProcess):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        watched = WatchedSelectors(self._session, self.limits, self._told)
+        watched = WatchedSelectors(self._session, self.limits, self._on_reachable)
         watched.book = self._book
         self.selectors = watched
         return self

@@ -111,7 +111,7 @@ class AdminRoutes:
         self._start(exchange, answer())
 
     def _start(self, exchange: Exchange, answer: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(_told(exchange, answer))
+        task = asyncio.ensure_future(_answer_errors(exchange, answer))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -157,7 +157,7 @@ class _Whole:
         self._data = bytearray()
 
 
-async def _told(exchange: Exchange, answer: Awaitable[None]) -> None:
+async def _answer_errors(exchange: Exchange, answer: Awaitable[None]) -> None:
     try:
         await answer
     except Exception as error:
