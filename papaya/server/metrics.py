@@ -167,7 +167,7 @@ class DriverMetrics:
         return generate_latest(self.registry)
 
     def observe_request(self, listener: str, route: str, status: int, seconds: float) -> None:
-        # Keeping the series saves their lookup: 1.6 instead of 4.5 µs for every request.
+        # Keeping the series saves looking them up by their labels for every request.
         found = self._of_requests.get((listener, route, status))
         if found is None:
             found = self._of_requests[listener, route, status] = (
