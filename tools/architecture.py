@@ -161,6 +161,8 @@ IMPURE_ATTRIBUTES = {
     **dict.fromkeys(("__loader__", "__spec__", "__subclasses__", "__self__"), HIDDEN),
 }
 
+RANDOM = "random.Random"
+
 # --- Rule 3: one name for one thing -------------------------------------------------------------
 
 CAMEL_CASE = re.compile(r"[A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*")
@@ -353,7 +355,7 @@ class Purity:
             if name in IMPURE_ATTRIBUTES:
                 yield line, f"uses `.{name}`", IMPURE_ATTRIBUTES[name]
         for line in names.unseeded:
-            yield line, "creates a `Random` without a seed", DRAW
+            yield line, "uses `Random` without a seed", DRAW
 
     def _impure_imports(self, names: "Names") -> Iterator[tuple[int, str, str]]:
         for line, name in names.imports:
@@ -423,7 +425,9 @@ class Names(ast.NodeVisitor):
         self.uses: list[tuple[int, str, str]] = []  # line, imported name, the same with attributes
         self.unbound: list[tuple[int, str]] = []  # builtins, and globals of this file
         self.attributes: list[tuple[int, str]] = []
-        self.unseeded: list[int] = []  # lines with `Random()`
+        # By line: uses of `Random` less calls of it with a seed.
+        self._random_uses: dict[int, int] = {}
+        self._is_type = False  # inside an annotation
         self.modules: set[str] = set()  # known to be modules: bound by `import x.y as z`
         self._folder = file.split("/")[:-1]
         self.top_level = self._imported(self._bindings(tree.body))
@@ -521,22 +525,41 @@ class Names(ast.NodeVisitor):
             case ast.Call():
                 self._visit_call(node)
                 self.generic_visit(node)
+            case ast.arg(annotation=ast.expr() as annotation):
+                self._visit_type(annotation)
+            case ast.AnnAssign(target=target, annotation=annotation, value=value):
+                self._visit_type(annotation)
+                for part in (target, *([value] if value else [])):
+                    self.visit(part)
             case _:
                 self.generic_visit(node)
+
+    @property
+    def unseeded(self) -> list[int]:
+        """Lines that create a `Random` without a seed, or hand the class to others."""
+        return [line for line, uses in self._random_uses.items() if uses > 0]
 
     def _visit_function(self, node: Function) -> None:
         """Decorators, defaults and annotations are evaluated outside the function."""
         signature = node.args
         body: Sequence[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else node.body
         if not isinstance(node, ast.Lambda):
-            for part in (*node.decorator_list, *([node.returns] if node.returns else [])):
-                self.visit(part)
+            for decorator in node.decorator_list:
+                self.visit(decorator)
+            if node.returns is not None:
+                self._visit_type(node.returns)
         self.visit(signature)
         arguments = [
             argument.arg for argument in ast.walk(signature) if isinstance(argument, ast.arg)
         ]
         bound = {**dict.fromkeys(arguments, ()), **self._bindings(body)}
         self._visit_in(Scope(False, bound), body)
+
+    def _visit_type(self, annotation: ast.expr) -> None:
+        """An annotation may name `Random`; other code may only call it, with a seed."""
+        self._is_type, before = True, self._is_type
+        self.visit(annotation)
+        self._is_type = before
 
     def _visit_comprehension(self, node: Comprehension) -> None:
         """The first iterable is evaluated outside the comprehension."""
@@ -572,15 +595,20 @@ class Names(ast.NodeVisitor):
         if targets is None:
             self.unbound.append((line, name))
         for target in targets or ():
-            self.uses.append((line, target, ".".join([target, *attributes])))
+            used = ".".join([target, *attributes])
+            self.uses.append((line, target, used))
+            if used == RANDOM and not self._is_type:
+                self._random_uses[line] = self._random_uses.get(line, 0) + 1
 
     def _visit_call(self, node: ast.Call) -> None:
         match node:
             case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 self.attributes.append((node.lineno, name))
         called = self._called(node.func)
-        if "random.Random" in called and all(_is_none(argument) for argument in node.args):
-            self.unseeded.append(node.lineno)
+        seed = node.args[0] if node.args else ast.Constant(None)
+        if RANDOM in called and not isinstance(seed, ast.Starred) and not _is_none(seed):
+            line = node.func.lineno
+            self._random_uses[line] = self._random_uses.get(line, 0) - 1
         if called & {"importlib.import_module", "importlib.__import__", "__import__"}:
             self.imports += [(node.lineno, name) for name in self._dynamic_imports(node)]
 

@@ -612,6 +612,33 @@ def test_ordered_loops_are_free(tmp_path: Path, case: str) -> None:
     assert broken(tmp_path, "papaya/coordinator/x.py", ORDERED[case] + "\n") == []
 
 
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "R = Random\nR()",
+        "class R(Random):\n    pass",
+        "x = Random(*())",
+        "x = Random()",
+        "x = Random(None)",
+        "from functools import partial\nx = partial(Random)()",
+        "def f(make=Random):\n    return make()",
+    ],
+)
+def test_a_generator_without_a_seed_is_found_however_it_is_made(tmp_path: Path, leak: str) -> None:
+    found = broken(tmp_path, "papaya/selector/selector.py", f"from random import Random\n{leak}\n")
+    assert "purity" in [rule for _, rule in found]
+
+
+def test_a_seeded_generator_and_an_annotation_are_pure(tmp_path: Path) -> None:
+    body = (
+        "from random import Random\n"
+        "def f(rng: Random, seeds: list[int]) -> Random:\n"
+        "    other: Random = Random(seeds[0])\n"
+        "    return other or rng\n"
+    )
+    assert broken(tmp_path, "papaya/selector/selector.py", body) == []
+
+
 # --- Rule 3: unique names
 
 
