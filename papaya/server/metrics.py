@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 from prometheus_client import (
@@ -99,66 +100,37 @@ class DriverMetrics:
     def __init__(self) -> None:
         # Without this, every counter and histogram has a second series `…_created`.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        registry = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "papaya_http_requests",
-            "Requests answered.",
-            ("listener", "route", "status"),
-            registry=registry,
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        seconds = partial(SecondsHistogram, registry=self.registry, buckets=SECONDS)
+        self.requests = counter(
+            "papaya_http_requests", "Requests answered.", ("listener", "route", "status")
         )
-        self.request_seconds = SecondsHistogram(
+        self.request_seconds = seconds(
             "papaya_http_request_seconds",
             "From the head of a request to its answer.",
             ("listener", "route"),
-            registry=registry,
-            buckets=SECONDS,
         )
-        self.connections = Gauge(
-            "papaya_http_open_connections", "Open connections.", ("listener",), registry=registry
+        self.connections = gauge("papaya_http_open_connections", "Open connections.", ("listener",))
+        self.check_ins = counter("papaya_selector_check_ins", "Check-ins received.")
+        self.answers = counter(
+            "papaya_selector_answers", "Answers to devices, by message.", ("answer",)
         )
-        self.check_ins = Counter(
-            "papaya_selector_check_ins", "Check-ins received.", registry=registry
+        self.upload_bytes = counter(
+            "papaya_upload_bytes", "Bytes of chunks, taken in or passed on.", ("way",)
         )
-        self.answers = Counter(
-            "papaya_selector_answers",
-            "Answers to devices, by message.",
-            ("answer",),
-            registry=registry,
+        self.free_buffers = gauge("papaya_upload_free_buffers", "Pooled buffers that are free.")
+        self.queue = gauge("papaya_worker_queue_length", "Complete uploads that wait for a thread.")
+        self.work_seconds = seconds(
+            "papaya_worker_seconds", "Heavy work: fold, snapshot, step, restore.", ("work",)
         )
-        self.upload_bytes = Counter(
-            "papaya_upload_bytes",
-            "Bytes of chunks, taken in or passed on.",
-            ("way",),
-            registry=registry,
+        self.lost_messages = gauge(
+            "papaya_peer_lost_messages", "Messages to other servers that did not arrive."
         )
-        self.free_buffers = Gauge(
-            "papaya_upload_free_buffers", "Pooled buffers that are free.", registry=registry
-        )
-        self.queue = Gauge(
-            "papaya_worker_queue_length",
-            "Complete uploads that wait for a thread.",
-            registry=registry,
-        )
-        self.work_seconds = SecondsHistogram(
-            "papaya_worker_seconds",
-            "Heavy work: fold, snapshot, step, restore.",
-            ("work",),
-            registry=registry,
-            buckets=SECONDS,
-        )
-        self.lost_messages = Gauge(
-            "papaya_peer_lost_messages",
-            "Messages to other servers that did not arrive.",
-            registry=registry,
-        )
-        self.commits = Counter(
-            "papaya_store_commits", "Transactions, by outcome.", ("outcome",), registry=registry
-        )
-        self.commit_seconds = SecondsHistogram(
-            "papaya_store_commit_seconds",
-            "From asking for a transaction to its outcome.",
-            registry=registry,
-            buckets=SECONDS,
+        self.commits = counter("papaya_store_commits", "Transactions, by outcome.", ("outcome",))
+        self.commit_seconds = seconds(
+            "papaya_store_commit_seconds", "From asking for a transaction to its outcome."
         )
         self._of_requests: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
