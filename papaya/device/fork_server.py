@@ -5,9 +5,10 @@ one thread and never runs a backward pass itself: torch refuses gradients in a c
 has computed some.
 
 A job is a fork with its own process group, low priority, limits on memory, processor time and
-files, and no file descriptor except the pipe for its result; it is killed when this process ends.
-This process answers for every job, however the job ends. It ends with its sandbox (EOF), and kills
-its jobs and the processes that they started. Only if it is killed itself may such processes remain.
+files, and no file descriptor except the socket on which it gets its work; it is confined by the
+kernel (`papaya/device/confinement.py`) before it reads from there, and killed when this process
+ends. This process reports the end of every job. It ends with its sandbox (EOF), and kills its jobs
+and the processes that they started. Only if it is killed itself may such processes remain.
 """
 
 from __future__ import annotations
@@ -29,29 +30,16 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
 
-from papaya.device import frames
+from papaya.device import confinement, frames
 from papaya.device.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
-from papaya.device.frames import (
-    Done,
-    Failed,
-    JobOutcome,
-    JobProblem,
-    Kill,
-    Ready,
-    Start,
-    Unloadable,
-)
+from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, Unloadable
 from papaya.errors import OperatorError
-from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.learning.parameters import decode
 
 if TYPE_CHECKING:
     from papaya.learning.torch.engine import TorchEngine
 
-_READ_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 500
-_SPARE_BYTES: Final = 1 << 16  # of a result's frame beside the update
-_LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -60,25 +48,19 @@ class JobLimits(msgspec.Struct, frozen=True):
 
     memory_mb: int
     niceness: int
+    confined: bool
 
 
-class Child(msgspec.Struct):
-    """A running job and its output so far. A size of None allows a result of any size."""
+class Child(msgspec.Struct, frozen=True):
+    """A running job. `handle` becomes readable when it ends."""
 
     id: int
     pid: int
-    pipe: int
-    max_bytes: int
-    update_bytes: int | None
-    written: bytearray
-
-    @property
-    def is_complete(self) -> bool:
-        return len(self.written) >= frames.HEADER_BYTES + frames.length(self.written)
+    handle: int
 
 
 class ForkServer:
-    """Forks a child for each job and reports its result."""
+    """Forks a child for each job and reports its end."""
 
     def __init__(self, host: socket.socket, engines: dict[str, TorchEngine], limits: JobLimits):
         self._host = host
@@ -94,137 +76,86 @@ class ForkServer:
             while True:
                 for key, _ in self._selector.select():
                     if key.data is not None:
-                        self._on_output(key.data)
-                    elif (order := _receive(self._host)) is not None:
-                        self._on_order(order)
-                    else:
+                        self._finish(key.data)
+                    elif not self._on_packet():
                         return
         finally:
             for child in list(self._children.values()):
                 self._reap(child)
 
-    def _on_order(self, order: frames.Order) -> None:
-        match order:
-            case Start(id=id_, job=job) if job.task_file not in self._engines:
-                reason = f"{job.task_file} is not a task file of this device"
-                self._answer(Failed(id_, JobProblem("refused", reason)))
-            case Start():
-                self._start(order)
+    def _on_packet(self) -> bool:
+        """Do what the host asks; False if it is gone."""
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(self._host, frames.PACKET_BYTES, 1)
+        except ConnectionError:
+            return False
+        if not packet:
+            return False
+        match frames.orders.decode(packet):
+            case Start() as order:
+                self._start(order, descriptors[0])
             case Kill(id=id_) if id_ in self._children:
-                self._finish(self._children[id_], JobProblem("timeout", "was ended"))
+                self._finish(self._children[id_])
+        return True
 
-    def _start(self, order: Start) -> None:
-        job = order.job
-        engine = self._engines[job.task_file]
-        update_bytes = _update_bytes(job, engine)
-        output, pipe = os.pipe()
+    def _start(self, order: Start, channel: int) -> None:
+        engine = self._engines[order.task_file]
         parent = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            os.close(output)
-            os.close(pipe)
-            reason = f"cannot fork: {error.strerror}"
-            self._answer(Failed(order.id, JobProblem("unavailable", reason)))
+            problem = JobProblem("unavailable", f"cannot fork: {error.strerror}")
+            _write(channel, frames.frame(problem))
+            os.close(channel)
+            self._answer(Ended(order.id, 0))
             return
         if pid == 0:
-            _be_a_job(pipe, order, engine, self._limits, parent)
-        os.close(pipe)
+            _be_a_job(channel, order, engine, self._limits, parent)
+        os.close(channel)
         with contextlib.suppress(OSError):  # the child does it too; either may be first
             os.setpgid(pid, pid)
-        most = (_LOADED_BYTES if update_bytes is None else update_bytes) + _SPARE_BYTES
-        child = Child(order.id, pid, output, most, update_bytes, bytearray())
+        child = Child(order.id, pid, os.pidfd_open(pid))
         self._children[order.id] = child
-        self._selector.register(output, selectors.EVENT_READ, child)
+        self._selector.register(child.handle, selectors.EVENT_READ, child)
 
-    def _on_output(self, child: Child) -> None:
-        if child.id not in self._children:
-            return  # it was killed in the same round of events
-        data = os.read(child.pipe, _READ_BYTES)
-        child.written += data
-        if len(child.written) > child.max_bytes:
-            self._finish(child, JobProblem("crashed", "wrote more data than a result"))
-        elif child.is_complete:
-            self._finish(child, _outcome(child))
-        elif not data:
-            self._finish(child, None)
-
-    def _finish(self, child: Child, outcome: JobOutcome | None) -> None:
-        """Kill what is left of it and tell the host. Without an outcome, use the exit status."""
-        status = self._reap(child)
-        match outcome or _obituary(status):
-            case frames.Success(result=result):
-                self._answer(Done(child.id, result))
-            case JobProblem() as problem:
-                self._answer(Failed(child.id, problem))
+    def _finish(self, child: Child) -> None:
+        if child.id in self._children:  # not killed in the same round of events
+            self._answer(Ended(child.id, self._reap(child)))
 
     def _reap(self, child: Child) -> int:
         # This does not change the status of a job that has ended, and it reaches processes that
         # the job has started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        self._selector.unregister(child.pipe)
-        os.close(child.pipe)
+        self._selector.unregister(child.handle)
+        os.close(child.handle)
         del self._children[child.id]
         return os.waitpid(child.pid, 0)[1]
 
     def _answer(self, answer: frames.ForkServerReply) -> None:
-        self._host.sendall(frames.frame(answer))
-
-
-def _update_bytes(job: Job, engine: TorchEngine) -> int | None:
-    match job.kind:
-        case "train":
-            return 4 * engine.manifest.length
-        case "evaluate":
-            return 4 * EVALUATION_LENGTH
-        case "load":
-            return None
-
-
-def _outcome(child: Child) -> JobOutcome:
-    try:
-        outcome: JobOutcome = frames.outcomes.decode(
-            memoryview(child.written)[frames.HEADER_BYTES :]
-        )
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return JobProblem("crashed", "wrote an invalid result")
-    if isinstance(outcome, frames.Success) and child.update_bytes not in (
-        None,
-        len(outcome.result.update),
-    ):
-        return JobProblem("crashed", "wrote an update of another size")
-    return outcome
-
-
-def _obituary(status: int) -> JobProblem:
-    if not os.WIFSIGNALED(status):
-        code = os.waitstatus_to_exitcode(status)
-        return JobProblem("crashed", f"ended with status {code} and without a result")
-    number = os.WTERMSIG(status)
-    if number == signal.SIGXCPU:
-        return JobProblem("timeout", "exceeded its CPU time limit")
-    return JobProblem("crashed", f"was killed by {signal.Signals(number).name}")
+        self._host.sendall(frames.packet(answer))
 
 
 # --- Inside the child ---------------------------------------------------------------------------
 
 
 def _be_a_job(
-    pipe: int, order: Start, engine: TorchEngine, limits: JobLimits, parent: int
+    channel: int, order: Start, engine: TorchEngine, limits: JobLimits, parent: int
 ) -> NoReturn:
     try:
         try:
-            _confine(pipe, order.cpu_s, limits, parent)
-            data = frames.frame(frames.Success(_run(order.job, engine)))
+            _limit(channel, order.cpu_s, limits, parent)
+            if limits.confined:
+                confinement.confine((*confinement.engine_paths(), Path(order.task_file)))
+            data = frames.frame(frames.Success(_run(_read_job(channel), engine)))
         except BaseException as error:
             data = frames.frame(_problem(error))
-        _write(pipe, data)
+        _write(channel, data)
     finally:
         os._exit(0)  # skip clean-up of the parent's objects, and never return to its loop
 
 
-def _confine(pipe: int, cpu_s: int, limits: JobLimits, parent: int) -> None:
+def _limit(channel: int, cpu_s: int, limits: JobLimits, parent: int) -> None:
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -232,8 +163,8 @@ def _confine(pipe: int, cpu_s: int, limits: JobLimits, parent: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
-    os.closerange(3, pipe)
-    os.closerange(pipe + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.closerange(3, channel)
+    os.closerange(channel + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     with contextlib.suppress(OSError):  # the kernel kills this process first when memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
     os.nice(limits.niceness)
@@ -279,33 +210,29 @@ def _problem(error: BaseException) -> JobProblem:
     return JobProblem("refused", str(error) if isinstance(error, OperatorError) else text)
 
 
-def _write(pipe: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(pipe, view) :]
+def _read_job(channel: int) -> Job:
+    header = _read(channel, frames.HEADER_BYTES)
+    return frames.jobs.decode(_read(channel, frames.length(header)))
 
 
-# --- The process --------------------------------------------------------------------------------
-
-
-def _receive(host: socket.socket) -> frames.Order | None:
-    header = _exactly(host, frames.HEADER_BYTES)
-    body = _exactly(host, frames.length(header)) if header else None
-    return frames.orders.decode(body) if body else None
-
-
-def _exactly(host: socket.socket, size: int) -> bytearray | None:
+def _read(channel: int, size: int) -> bytearray:
     data = bytearray(size)
     view = memoryview(data)
     while view:
-        try:
-            got = host.recv_into(view)
-        except ConnectionError:
-            got = 0
+        got = os.readv(channel, [view])
         if not got:
-            return None
+            raise OperatorError("the device has given the job up", hint="")
         view = view[got:]
     return data
+
+
+def _write(channel: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(channel, view) :]
+
+
+# --- The process --------------------------------------------------------------------------------
 
 
 def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...]]:
@@ -325,19 +252,21 @@ def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...
 
 
 def main(arguments: list[str]) -> None:
-    """`fork_server <socket> <memory_mb> <niceness> <task file>...`"""
+    """`fork_server <socket> <memory_mb> <niceness> <confined> <task file>...`"""
     host = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sandbox decides, and closes the socket
     with host, contextlib.suppress(ConnectionError):
         try:
-            engines, tasks = _load(arguments[3:])
+            engines, tasks = _load(arguments[4:])
         except OperatorError as error:
-            host.sendall(frames.frame(Unloadable(str(error), error.hint)))
+            host.sendall(frames.packet(Unloadable(str(error), error.hint)))
             return
+        unconfined = confinement.missing() or "" if arguments[3] == "yes" else "its owner chose so"
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
-        host.sendall(frames.frame(Ready(tasks)))
-        ForkServer(host, engines, JobLimits(int(arguments[1]), int(arguments[2]))).serve()
+        host.sendall(frames.packet(Ready(tasks, unconfined)))
+        limits = JobLimits(int(arguments[1]), int(arguments[2]), not unconfined)
+        ForkServer(host, engines, limits).serve()
 
 
 if __name__ == "__main__":

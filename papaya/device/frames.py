@@ -1,11 +1,15 @@
-"""Messages between a sandbox and its fork-server, over one socket pair.
+"""Messages between a sandbox, its fork-server and its jobs.
 
-sandbox → Start → fork-server ─fork→ job        Ready | Unloadable, once, after the files are loaded
-        ← Done | Failed ←─────────pipe─┘        Kill ends a job; its answer is Failed
+sandbox ── Start + one end of a socket pair ──▶ fork-server ── fork ──▶ job
+   │    ◀── Ready | Unloadable, once; Ended ──                           │
+   └───────────── Job ──▶   ◀── Success | JobProblem ────────────────────┘
 
-A frame is eight bytes of length, little-endian, and one message in MessagePack. Nothing is
-pickled. The child is not trusted: the fork-server bounds what it reads from the pipe and
-decodes it into `JobOutcome` only.
+Orders and answers of the fork-server are packets, one message in MessagePack each. A job and its
+result travel on the job's own socket pair, as frames: eight bytes of length, little-endian, and one
+message. So examples and updates never enter the fork-server, whose memory every later job inherits.
+
+Nothing is pickled. The job is not trusted: the sandbox bounds what it reads from it and decodes it
+into `JobOutcome` only.
 """
 
 from __future__ import annotations
@@ -18,11 +22,15 @@ from msgspec import Struct
 from papaya.device.executor import FailureKind, Job, JobResult, TaskFile
 
 HEADER_BYTES: Final = 8
+PACKET_BYTES: Final = 1 << 17
+"""No packet is longer."""
 
 
 class Start(Struct, frozen=True, tag=True):
+    """Fork a job for this task file, on the socket that comes with the packet."""
+
     id: int
-    job: Job
+    task_file: str
     cpu_s: int
 
 
@@ -31,7 +39,10 @@ class Kill(Struct, frozen=True, tag=True):
 
 
 class Ready(Struct, frozen=True, tag=True):
+    """`unconfined`: why jobs are not confined; empty if they are."""
+
     tasks: tuple[TaskFile, ...]
+    unconfined: str
 
 
 class Unloadable(Struct, frozen=True, tag=True):
@@ -39,39 +50,34 @@ class Unloadable(Struct, frozen=True, tag=True):
     hint: str
 
 
-class JobProblem(Struct, frozen=True, tag=True):
-    """A failure that the job reports itself."""
+class Ended(Struct, frozen=True, tag=True):
+    """The job and all that it started are gone. `status` is that of waitpid."""
 
+    id: int
+    status: int
+
+
+class Success(Struct, frozen=True, tag=True):
+    result: JobResult
+
+
+class JobProblem(Struct, frozen=True, tag=True):
     kind: FailureKind
     reason: str
 
 
-class Done(Struct, frozen=True, tag=True):
-    id: int
-    result: JobResult
-
-
-class Failed(Struct, frozen=True, tag=True):
-    id: int
-    problem: JobProblem
-
-
-class Success(Struct, frozen=True, tag=True):
-    """A result that the job reports itself."""
-
-    result: JobResult
-
-
 Order = Start | Kill
-ForkServerReply = Ready | Unloadable | Done | Failed
+ForkServerReply = Ready | Unloadable | Ended
 JobOutcome = Success | JobProblem
 
+packet: Final = msgspec.msgpack.Encoder().encode
 orders: Final = msgspec.msgpack.Decoder(Order)
 answers: Final = msgspec.msgpack.Decoder(ForkServerReply)
+jobs: Final = msgspec.msgpack.Decoder(Job)
 outcomes: Final = msgspec.msgpack.Decoder(JobOutcome)
 
 
-def frame(message: Order | ForkServerReply | JobOutcome) -> bytes:
+def frame(message: Job | JobOutcome) -> bytes:
     """The bytes of one frame."""
     buffer = bytearray(HEADER_BYTES)
     msgspec.msgpack.Encoder().encode_into(message, buffer, HEADER_BYTES)

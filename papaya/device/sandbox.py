@@ -9,10 +9,11 @@ A job cannot outlive its timeout or this process, exceed its memory limit, write
 this process or the next job. If the fork-server dies, its jobs fail, and it is started again for
 the next job, at most every few seconds.
 
-This is no boundary against hostile code. A task file runs with the rights of the user who started
-the device: it can read that user's files and open sockets, and a flaw in torch's native code is a
-flaw in a process of that user. Run only task files that you have read, as a user with few rights.
-Environment variables that start with PAPAYA_ (tokens) are not passed on.
+The kernel confines jobs (`papaya/device/confinement.py`): they can read the engine and their task
+file, and open no sockets. A job never has the data of another job in its memory. On a machine that
+cannot confine, jobs have the rights of the user who started the device, and `unconfined` says why.
+A task file's top level runs in the fork-server, with the rights of that user: load only task files
+that you have read. Environment variables that start with PAPAYA_ (tokens) are not passed on.
 """
 
 from __future__ import annotations
@@ -29,16 +30,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from papaya.device import frames
 from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
-from papaya.device.frames import Done, Failed, Kill, Order, Ready, Start, Unloadable
+from papaya.device.frames import (
+    Ended,
+    JobOutcome,
+    JobProblem,
+    Kill,
+    Order,
+    Ready,
+    Start,
+    Success,
+    Unloadable,
+)
 from papaya.errors import OperatorError
+from papaya.learning.evaluation import EVALUATION_LENGTH
 
 _KILL_GRACE_S: Final = 5.0
 _RESTART_INTERVAL_S: Final = 5.0
 _MAX_CPU_S: Final = 1e6  # a timeout may be any finite number
 _PACKAGES: Final = str(Path(__file__).resolve().parents[2])
 _GONE: Final = "the sandbox is closed"
+_SPARE_BYTES: Final = 1 << 16  # of a result's frame beside the update
+_LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
 
 
 class Sandbox:
@@ -51,10 +67,13 @@ class Sandbox:
         memory_mb: int = 1024,
         max_parallel: int | None = None,
         niceness: int = 10,
+        confined: bool = True,
         restart_interval_s: float = _RESTART_INTERVAL_S,
     ) -> None:
+        """`confined=False` is INSECURE: then jobs have all rights of this user."""
         files = [str(path) for path in dict.fromkeys(task_files)]
-        self._arguments = [str(memory_mb), str(niceness), *files]
+        confinement = "yes" if confined else "no"
+        self._arguments = [str(memory_mb), str(niceness), confinement, *files]
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
         self._restart_interval_s = restart_interval_s
         self._starting = asyncio.Lock()
@@ -62,6 +81,8 @@ class Sandbox:
         self._next_start = -math.inf
         self._closed = False
         self._tasks: tuple[TaskFile, ...] = ()
+        # Why jobs are not confined, once started; empty if they are.
+        self.unconfined = ""
 
     @property
     def tasks(self) -> tuple[TaskFile, ...]:
@@ -71,7 +92,7 @@ class Sandbox:
     async def start(self) -> None:
         """Load the task files, or raise OperatorError."""
         server = await self._alive()
-        self._tasks = server.tasks
+        self._tasks, self.unconfined = server.tasks, server.unconfined
 
     async def run(self, job: Job, timeout_s: float) -> JobResult:
         """Run a job. Waiting for a free place counts towards the timeout."""
@@ -132,24 +153,19 @@ class Sandbox:
 class _ForkServer:
     """The fork-server process and its jobs."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self.tasks: tuple[TaskFile, ...] = ()
+        self.unconfined = ""
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._control = control
         self._ids = itertools.count(1)
-        self._running: dict[int, asyncio.Future[JobResult]] = {}
+        self._running: dict[int, asyncio.Future[int]] = {}
         self._loaded: asyncio.Future[Ready | Unloadable] = asyncio.Future()
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(cls, arguments: list[str]) -> _ForkServer:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             program = [sys.executable, "-P", "-m", "papaya.device.fork_server"]
             process = await asyncio.create_subprocess_exec(
@@ -162,8 +178,8 @@ class _ForkServer:
                 start_new_session=True,
                 env=_environment(),
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(process, reader, writer)
+        ours.setblocking(False)
+        return cls(process, ours)
 
     @property
     def is_dead(self) -> bool:
@@ -173,37 +189,48 @@ class _ForkServer:
         answer = await asyncio.shield(self._loaded)
         if isinstance(answer, Unloadable):
             raise OperatorError(answer.message, hint=answer.hint)
-        self.tasks = answer.tasks
+        self.tasks, self.unconfined = answer.tasks, answer.unconfined
 
     async def run(self, job: Job, cpu_s: int) -> JobResult:
+        files = {file.path: file for file in self.tasks}
+        if job.task_file not in files:
+            reason = f"{job.task_file} is not a task file of this device"
+            raise JobFailed("refused", reason)
         id_ = next(self._ids)
-        result: asyncio.Future[JobResult] = asyncio.Future()
-        self._running[id_] = result
+        ended: asyncio.Future[int] = asyncio.Future()
+        self._running[id_] = ended
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
         try:
-            await self._send(Start(id_, job, cpu_s))
-            return await asyncio.shield(result)
+            with ours:
+                with theirs:
+                    self._send(Start(id_, job.task_file, cpu_s), theirs)
+                outcome = await _converse(ours, job, _update_bytes(job, files[job.task_file]))
         finally:
-            if not result.done():
-                await self._kill(id_, result)
+            await self._end(id_, ended)
+        match outcome or _obituary(ended.result()):
+            case Success(result=result):
+                return result
+            case JobProblem(kind=kind, reason=reason):
+                raise JobFailed(kind, reason)
 
-    async def _kill(self, id_: int, result: asyncio.Future[JobResult]) -> None:
-        """Kill a job and wait for its end; its place is free only then."""
-        if self.is_dead:
-            return
-        await self._send(Kill(id_))
-        done, _ = await asyncio.wait([result], timeout=_KILL_GRACE_S)
-        if not done:
-            self._process.kill()
-            await asyncio.wait([result])
-        result.exception()  # expected: it was killed
+    async def _end(self, id_: int, ended: asyncio.Future[int]) -> None:
+        """Kill what is left of a job and wait for its end; its place is free only then."""
+        if not self.is_dead and not ended.done():
+            self._send(Kill(id_))
+            done, _ = await asyncio.wait([ended], timeout=_KILL_GRACE_S)
+            if not done:
+                self._process.kill()
+        await asyncio.wait([ended])
 
-    async def _send(self, order: Order) -> None:
-        self._writer.write(frames.frame(order))
-        with contextlib.suppress(ConnectionError):  # the listener fails every job
-            await self._writer.drain()
+    def _send(self, order: Order, channel: socket.socket | None = None) -> None:
+        descriptors = [] if channel is None else [channel.fileno()]
+        with contextlib.suppress(OSError):  # it is gone: the listener fails every job
+            socket.send_fds(self._control, [frames.packet(order)], descriptors)
 
     async def close(self) -> None:
-        self._writer.close()
+        with contextlib.suppress(OSError):  # the other end may be gone
+            self._control.shutdown(socket.SHUT_RDWR)
         try:
             await asyncio.wait_for(self._process.wait(), _KILL_GRACE_S)
         except TimeoutError:
@@ -213,15 +240,10 @@ class _ForkServer:
             self._loaded.exception()
 
     async def _listen(self) -> None:
-        try:
-            while True:
-                header = await self._reader.readexactly(frames.HEADER_BYTES)
-                body = await self._reader.readexactly(frames.length(header))
-                self._on_answer(frames.answers.decode(body))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            self._writer.close()
+        loop = asyncio.get_running_loop()
+        with self._control, contextlib.suppress(ConnectionError):
+            while packet := await loop.sock_recv(self._control, frames.PACKET_BYTES):
+                self._on_answer(frames.answers.decode(packet))
         status = await self._process.wait()
         self._fail_all(f"the training process {_ending(status)}")
 
@@ -229,19 +251,73 @@ class _ForkServer:
         match answer:
             case Ready() | Unloadable():
                 self._loaded.set_result(answer)
-            case Done(id=id_, result=result):
-                self._running.pop(id_).set_result(result)
-            case Failed(id=id_, problem=problem):
-                failure = JobFailed(problem.kind, problem.reason)
-                self._running.pop(id_).set_exception(failure)
+            case Ended(id=id_, status=status):
+                self._running.pop(id_).set_result(status)
 
     def _fail_all(self, reason: str) -> None:
         if not self._loaded.done():
             hint = "check its messages on stderr"
             self._loaded.set_exception(OperatorError(f"{reason} before it was ready", hint=hint))
-        for result in self._running.values():
-            result.set_exception(JobFailed("unavailable", reason))
+        for ended in self._running.values():
+            ended.set_exception(JobFailed("unavailable", reason))
         self._running.clear()
+
+
+async def _converse(
+    channel: socket.socket, job: Job, update_bytes: int | None
+) -> JobOutcome | None:
+    """Give a job its work and return its result; None if it ends without one."""
+    loop = asyncio.get_running_loop()
+    most = (_LOADED_BYTES if update_bytes is None else update_bytes) + _SPARE_BYTES
+    try:
+        await loop.sock_sendall(channel, frames.frame(job))
+        header = await _received(channel, frames.HEADER_BYTES)
+        if frames.length(header) > most:
+            return JobProblem("crashed", "wrote more data than a result")
+        outcome: JobOutcome = frames.outcomes.decode(
+            await _received(channel, frames.length(header))
+        )
+    except (ConnectionError, EOFError):
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return JobProblem("crashed", "wrote an invalid result")
+    sizes = (None, len(outcome.result.update)) if isinstance(outcome, Success) else (update_bytes,)
+    if update_bytes not in sizes:
+        return JobProblem("crashed", "wrote an update of another size")
+    return outcome
+
+
+async def _received(channel: socket.socket, size: int) -> bytearray:
+    loop = asyncio.get_running_loop()
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        got = await loop.sock_recv_into(channel, view)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return data
+
+
+def _update_bytes(job: Job, file: TaskFile) -> int | None:
+    """How long the update of a job must be; None if that is not known."""
+    match job.kind:
+        case "train":
+            return 4 * file.model_length
+        case "evaluate":
+            return 4 * EVALUATION_LENGTH
+        case "load":
+            return None
+
+
+def _obituary(status: int) -> JobProblem:
+    if not os.WIFSIGNALED(status):
+        code = os.waitstatus_to_exitcode(status)
+        return JobProblem("crashed", f"ended with status {code} and without a result")
+    number = os.WTERMSIG(status)
+    if number == signal.SIGXCPU:
+        return JobProblem("timeout", "exceeded its CPU time limit")
+    return JobProblem("crashed", f"was killed by {signal.Signals(number).name}")
 
 
 def _ending(status: int) -> str:

@@ -7,6 +7,7 @@ a device leaves a task that its trainer does not know by name.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
+
+logger = logging.getLogger("papaya.device")
 
 _LOAD_S = 600.0
 _LOAD_BYTES = 8 << 20  # of text per job
@@ -193,6 +196,11 @@ async def sandboxed(
     sandbox = Sandbox(task_files, memory_mb=memory_mb, max_parallel=max_parallel)
     try:
         await sandbox.start()
+        if sandbox.unconfined:
+            logger.warning(
+                "INSECURE: training jobs are not confined (%s); they have all rights of this user",
+                sandbox.unconfined,
+            )
         yield ExecutorTrainer(sandbox, now, Random(), aliases)
     finally:
         await sandbox.close()

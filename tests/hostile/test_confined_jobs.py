@@ -1,0 +1,226 @@
+"""Code of a task that attacks the device it trains on: the kernel refuses all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from papaya.device import confinement
+from papaya.device.executor import Job, JobFailed
+from papaya.device.sandbox import Sandbox
+from papaya.learning.parameters import encode
+
+pytestmark = pytest.mark.skipif(
+    confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
+)
+
+# A task whose examples are Python expressions. The result of one is in the error.
+SOURCE = """
+import ctypes, mmap, os, signal, socket, subprocess, sys, threading, time
+import torch
+from papaya.learning.task import ClientSGD, Examples, Task
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+def call(*arguments):
+    if libc.syscall(*arguments) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return "done"
+
+def own_memory(marker):
+    "How often it holds these bytes; the marker comes reversed, so that it is not its own finding."
+    found, marker = 0, marker[::-1].encode()
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps.read().splitlines():
+            span, rights, *_ = line.split()
+            low, high = (int(place, 16) for place in span.split("-"))
+            if not rights.startswith("rw"):
+                continue
+            try:
+                memory.seek(low)
+                found += memory.read(high - low).count(marker)
+            except (OSError, ValueError):
+                pass
+    return found - 1  # this function's own copy
+
+def in_a_thread(what):
+    results = []
+    def run():
+        try:
+            results.append(what())
+        except OSError as error:
+            results.append(error.strerror)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return results[0]
+
+class Number(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.zeros(2))
+
+def batch(examples):
+    for example in examples:
+        if example != b"train":
+            raise ValueError(f"result: {eval(example)}")
+    return (torch.ones(len(examples)),)
+
+task = Task(
+    name="number", model=Number, batch=batch,
+    loss=lambda module, ones: (module.value.sum() * ones).mean(),
+    examples=Examples("numbers"), client=ClientSGD(rate=1.0), concurrency=10,
+)
+"""
+
+
+class Attacker:
+    def __init__(self, runner: asyncio.Runner, folder: Path, *, confined: bool = True) -> None:
+        self._runner = runner
+        self.file = folder / "attack.py"
+        self.file.write_text(SOURCE)
+        self.sandbox = Sandbox([self.file], confined=confined)
+        runner.run(self.sandbox.start())
+
+    def train(self, *examples: str) -> bytes:
+        parameters = encode(np.zeros(2, np.float32), {})
+        job = Job("train", str(self.file), parameters, tuple(e.encode() for e in examples))
+        return self._runner.run(self.sandbox.run(job, 60.0)).update
+
+    def result(self, expression: str) -> str:
+        with pytest.raises(JobFailed) as raised:
+            self.train(expression)
+        return raised.value.reason
+
+    def close(self) -> None:
+        self._runner.run(self.sandbox.close())
+
+
+@pytest.fixture(scope="module")
+def attacker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacker]:
+    with asyncio.Runner() as runner:
+        found = Attacker(runner, tmp_path_factory.mktemp("attack"))
+        assert found.sandbox.unconfined == ""
+        yield found
+        assert found.train("train") == np.array([-1, -1], np.float32).tobytes()
+        found.close()
+
+
+def test_a_confined_job_trains(attacker: Attacker) -> None:
+    assert attacker.train("train") == np.array([-1, -1], np.float32).tobytes()
+    assert "result: 3" in attacker.result("1 + 2")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        # the network, and other processes over sockets
+        "socket.socket()",
+        "socket.socket(socket.AF_UNIX)",
+        "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+        "socket.socketpair()",
+        # files of the user
+        "open('/etc/passwd').read()",
+        "os.listdir('/')",
+        "os.listdir(os.path.expanduser('~'))",
+        "open('/proc/self/environ').read()",
+        "open('/proc/self/mem', 'rb')",
+        "os.listdir('/proc')",
+        # changes to the disk
+        "open('/tmp/papaya-escape', 'w')",
+        "open(__file__, 'a')",
+        "open('/dev/null', 'w')",
+        "os.mkdir('/tmp/papaya-escape')",
+        "os.unlink(__file__)",
+        "os.rename(__file__, __file__ + '2')",
+        "os.symlink('/etc', '/tmp/papaya-escape')",
+        "os.chmod(__file__, 0o777)",
+        "os.truncate(__file__, 0)",
+        # processes and programs
+        "os.fork()",
+        "os.posix_spawn('/bin/true', ['true'], {})",
+        "os.execv('/bin/true', ['true'])",
+        "subprocess.run(['true'])",
+        "os.kill(os.getppid(), 0)",
+        "os.kill(1, 9)",
+        "os.pidfd_open(os.getppid())",
+        "os.setpriority(os.PRIO_PROCESS, 0, 19)",
+    ],
+)
+def test_an_attempt_to_leave_fails(attacker: Attacker, expression: str) -> None:
+    reason = attacker.result(expression)
+    assert "Operation not permitted" in reason or "Permission denied" in reason
+
+
+def test_a_thread_is_confined_too(attacker: Attacker) -> None:
+    assert "result: Operation not permitted" in attacker.result("in_a_thread(socket.socket)")
+
+
+@pytest.mark.parametrize("limit", ["CPU", "FSIZE", "AS"])
+def test_a_job_cannot_change_its_limits(attacker: Attacker, limit: str) -> None:
+    resource = "__import__('resource')"
+    change = f"{resource}.setrlimit({resource}.RLIMIT_{limit}, (10**6, 10**6))"
+    assert "not allowed to raise maximum limit" in attacker.result(change)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        101,  # ptrace
+        *(155, 161, 165, 166, 272, 308),  # pivot_root, chroot, mount, umount, unshare, setns
+        *(175, 246, 248, 250, 298, 321),  # modules, kexec, keys, perf, bpf
+        *(303, 304, 310, 311, 312),  # file handles, memory of others, kcmp
+        *(319, 322, 323, 425, 428, 434, 442),  # memfd, execveat, userfaultfd, io_uring, mounts
+        *(57, 58, 59, 62, 129, 200, 297, 424),  # fork, vfork, execve, signals
+        0x40000000 | 41,  # socket by the numbers of x32
+    ],
+)
+def test_a_dangerous_system_call_is_refused(attacker: Attacker, number: int) -> None:
+    assert "Operation not permitted" in attacker.result(f"call({number}, 0, 0, 0, 0, 0, 0)")
+
+
+def test_new_processes_are_refused_however_they_are_asked_for(attacker: Attacker) -> None:
+    assert "Operation not permitted" in attacker.result("call(56, signal.SIGCHLD, 0, 0, 0, 0)")
+    assert "Function not implemented" in attacker.result("call(435, 0, 0)")
+
+
+def test_a_listening_device_hears_nothing(attacker: Attacker) -> None:
+    """The attempt is made against an open port, so that only the confinement stands in its way."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert "not permitted" in attacker.result(
+            f"socket.create_connection(('127.0.0.1', {port}))"
+        )
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_the_examples_of_another_task_cannot_be_read(attacker: Attacker, tmp_path: Path) -> None:
+    store = tmp_path / "device.db"
+    store.write_bytes(b"examples")
+    assert "Permission denied" in attacker.result(f"open({str(store)!r}, 'rb').read()")
+    # The attempt would succeed without the confinement.
+    with asyncio.Runner() as runner:
+        free = Attacker(runner, tmp_path, confined=False)
+        assert free.sandbox.unconfined != ""
+        assert "examples" in free.result(f"open({str(store)!r}, 'rb').read()")
+        free.close()
+
+
+def test_a_job_finds_nothing_of_earlier_jobs_in_its_memory(tmp_path: Path) -> None:
+    """The fork-server is the parent of all jobs: what it had in memory, each of them would have."""
+    marker = "".join(f"{number:02x}" for number in os.urandom(16))
+    with asyncio.Runner() as runner:
+        free = Attacker(runner, tmp_path, confined=False)  # so that it can read its memory
+        assert f"result: {marker}" in free.result(f"{marker!r}")
+        assert "result: 0" in free.result(f"own_memory({marker[::-1]!r})")
+        assert "result: 0" not in free.result(f"(own_memory({marker[::-1]!r}), {marker!r})")
+        free.close()
