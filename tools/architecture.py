@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tsa": ("secagg",),
     "attestation": ("errors", "config", "messages", "verifiable_log"),
     "learning": ("errors", "config"),
+    "bundle": ("errors", "config", "learning"),
     "store": ("errors", "config", "messages"),
     # The machines know each other by messages only.
     "coordinator": GROUND,

@@ -1,0 +1,226 @@
+"""What an owner signs about a task, and what a device holds every server to.
+
+    Task      (owner, name)
+    Run       one training from one initial model; its number is the owner's time in milliseconds
+    Revision  one signed manifest of a run
+
+Everything that decides what a device computes, and what leaves it, is in the manifest, explicitly
+and without defaults. What only the server needs is not: concurrency, the server optimizer, stop
+rules, retention. The digest of a manifest names it in every message.
+
+A lease says how long devices may start to train a manifest. It is signed beside the manifest and
+renewed without changing the digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from papaya.bundle.errors import BundleError
+from papaya.bundle.owner import OwnerKeys, SignedStatement, Statement
+from papaya.config.checks import require
+from papaya.learning.definition import ClientSGD, Examples
+
+DAY_S: Final = 86_400.0
+LEASE_S: Final = 30 * DAY_S
+MAX_AHEAD_S: Final = DAY_S
+MAX_REVISIONS_AHEAD: Final = 1_000
+_MAX_CLOCK_ERROR_S: Final = 3_600.0
+
+Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+OwnerId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+TaskName = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9_-]{0,63}\Z")]
+EngineVersion = Annotated[str, Meta(pattern=r"\A[0-9]{1,4}(\.[0-9]{1,4}){0,3}\Z")]
+Size = Annotated[int, Meta(ge=1, le=2**40)]
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class BlobRef(Struct, frozen=True, forbid_unknown_fields=True):
+    """A blob by its hash and its size; nothing parses it before both are checked."""
+
+    sha256: Hex
+    size: Size
+
+    def check(self, data: bytes, what: str) -> None:
+        if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
+            raise BundleError("wrong_bytes", f"{what}: not the bytes that the owner signed")
+
+
+class FrozenTensor(Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that the model holds but does not train."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    dtype: Annotated[str, Meta(min_length=1, max_length=16)]
+    shape: tuple[Number, ...]
+    sha256: Hex
+
+
+class SecureTerms(Struct, frozen=True, forbid_unknown_fields=True):
+    """The sums that the TSA may reveal: of how many updates, and of no fewer than `threshold`."""
+
+    aggregation_goal: Size
+    threshold: Size
+
+
+class Participation(Struct, frozen=True, forbid_unknown_fields=True):
+    """How often one device takes part. `scope`: whether the count starts again with each run."""
+
+    gap_s: float
+    max_count: Size | None
+    scope: Literal["task", "run"]
+
+
+class TaskManifest(Statement, frozen=True, kw_only=True):
+    """One revision of one run. Whoever holds one holds values within bounds."""
+
+    label = b"papaya manifest\n"
+    max_bytes = 1 << 18
+
+    format: Literal["papaya-manifest-1"] = "papaya-manifest-1"
+    # Whose it is, and which one.
+    owner: OwnerId
+    task: TaskName
+    run: Number
+    revision: Number
+    # What runs on the device.
+    engine: Literal["torch", "executorch"]
+    engine_version: EngineVersion
+    program: BlobRef
+    frozen: tuple[FrozenTensor, ...]
+    layout: tuple[tuple[str, tuple[Number, ...]], ...]
+    # How it is trained, and on what.
+    client: ClientSGD
+    examples: Examples
+    metrics: tuple[str, ...]
+    training_timeout_s: float
+    # What leaves the device.
+    secure: SecureTerms | None
+    weighting: Literal["examples"]
+    clip: float | None
+    max_staleness: Number
+    upload_timeout_s: float
+    participation: Participation
+    evaluation_clients: Number
+    privacy: None
+
+    def __post_init__(self) -> None:
+        for field in ("training_timeout_s", "upload_timeout_s"):
+            value = getattr(self, field)
+            require(math.isfinite(value) and value > 0, field, value, "must be above zero", "")
+        gap_s = self.participation.gap_s
+        require(math.isfinite(gap_s) and gap_s >= 0, "gap_s", gap_s, "must be at least zero", "")
+        require(
+            self.clip is None or (math.isfinite(self.clip) and self.clip > 0),
+            "clip",
+            self.clip,
+            "must be above zero",
+            "",
+        )
+        require(
+            self.secure is None or self.clip is not None,
+            "clip",
+            self.clip,
+            "a secure task needs one",
+            "",
+        )
+        names = [name for name, _ in self.layout]
+        require(
+            bool(names) and len(dict.fromkeys(names)) == len(names),
+            "layout",
+            names,
+            "must name each tensor once",
+            "",
+        )
+
+    @property
+    def model_length(self) -> int:
+        return sum(math.prod(shape) for _, shape in self.layout)
+
+    @property
+    def digest(self) -> str:
+        """The name of this revision, in hex."""
+        return hashlib.sha256(self.label + self.encode()).hexdigest()
+
+
+class Lease(Statement, frozen=True):
+    """Devices may start to train the manifest with this digest, from `issued` until `expires`."""
+
+    label = b"papaya lease\n"
+
+    manifest: Hex
+    issued: float
+    expires: float
+
+    def check(self, manifest: TaskManifest, now: float) -> None:
+        """BundleError unless it is a lease on this manifest that is valid now."""
+        if self.manifest != manifest.digest:
+            raise BundleError("expired", f"{manifest.task}: the lease is for another manifest")
+        if not self.issued - _MAX_CLOCK_ERROR_S <= now < self.expires:
+            days = (now - self.expires) / DAY_S
+            raise BundleError(
+                "expired",
+                f"{manifest.task}: the owner's permission is not valid now (over since "
+                f"{days:.1f} days)",
+                hint="the owner has to renew it: papaya task renew NAME",
+            )
+
+
+class RevisionMark(Struct, frozen=True):
+    """The newest revision of a task that a device has accepted. It never goes back."""
+
+    run: int
+    revision: int
+
+    def check(self, manifest: TaskManifest) -> None:
+        if (manifest.run, manifest.revision) < (self.run, self.revision):
+            raise BundleError(
+                "rolled_back",
+                f"{manifest.task}: run {manifest.run} revision {manifest.revision} is older than "
+                f"run {self.run} revision {self.revision}, which this device has seen",
+            )
+        ahead = manifest.revision - (self.revision if manifest.run == self.run else 0)
+        if ahead > MAX_REVISIONS_AHEAD:
+            raise BundleError(
+                "too_far_ahead",
+                f"{manifest.task}: revision {manifest.revision} is {ahead} ahead",
+            )
+
+
+def verified(
+    keys: OwnerKeys,
+    signed_manifest: SignedStatement,
+    signed_lease: SignedStatement,
+    mark: RevisionMark | None,
+    now: float,
+) -> TaskManifest:
+    """The manifest, if the owner signed it, leases it now, and has not replaced it.
+
+    The caller stores its run and revision as the new mark before it acts on it.
+    """
+    current = keys.current
+    if signed_manifest.key != current or signed_lease.key != current:
+        raise BundleError(
+            "signature", f"signed by another key than that of owner {keys.owner}", hint=""
+        )
+    manifest = TaskManifest.verify(signed_manifest)
+    if manifest.owner != keys.owner:
+        raise BundleError("unknown_owner", f"{manifest.task}: the manifest names another owner")
+    if manifest.run / 1000 > now + MAX_AHEAD_S:
+        raise BundleError(
+            "too_far_ahead",
+            f"{manifest.task}: run {manifest.run} is in the future",
+            hint="check the clock of this device and that of the owner",
+        )
+    (mark or RevisionMark(0, 0)).check(manifest)
+    Lease.verify(signed_lease).check(manifest, now)
+    return manifest
+
+
+def run_id(owner: str, task: str, run: int) -> str:
+    """The id under which servers keep a run: nothing of one run fits another."""
+    tail = hashlib.sha256(f"{owner}\n{task}\n{run}".encode()).hexdigest()[:12]
+    return f"{task[:40]}-{tail}"
