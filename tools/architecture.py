@@ -50,11 +50,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "clock": (),
     "credentials": ("errors", "config", "store"),
     # Drivers of the same machines.
-    "device": (*GROUND, "client", "learning", *SECURITY, "clock", "credentials"),
-    "server": (*BELOW_DRIVERS, "http", "clock", "credentials"),
+    "device": (*GROUND, "client", "learning", "bundle", *SECURITY, "clock", "credentials"),
+    "server": (*BELOW_DRIVERS, "bundle", "http", "clock", "credentials"),
     "sim": BELOW_DRIVERS,
     "study": (*BELOW_DRIVERS, "sim", "device"),
-    "cli": (*BELOW_DRIVERS, *DRIVERS, "http", "clock", "credentials"),
+    "cli": (*BELOW_DRIVERS, *DRIVERS, "bundle", "http", "clock", "credentials"),
     "__main__": ("cli",),
 }
 

@@ -81,8 +81,10 @@ class Ledger:
 
     def blobs(self) -> tuple[BlobKey, ...]:
         """Every blob that a row names."""
+        needs = self.config.requirements
         return (
             self.optimizer.state,
+            *(key for key in (needs.bundle, needs.program) if key),
             *(row.parameters for row in self.versions.values()),
             *(row.sum for row in self.records.values()),
         )

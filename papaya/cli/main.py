@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "demo": ("train a model for about a minute, with a server and devices on this machine"),
     "serve": "run the servers: all roles in one process, or one role",
     "task": "submit, watch and control tasks",
+    "owner": "create and show the key with which you sign tasks",
     "status": "show the servers, tasks and problems of a running system",
     "client": "run devices that train for a server",
     "token": "create a token for a device, or list the token files",

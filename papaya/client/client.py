@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 from zlib import crc32
 
 from papaya.client.history import History, evaluations_of
@@ -36,7 +36,7 @@ from papaya.client.work import (
 from papaya.config import DeviceConfig
 from papaya.errors import ProtocolError
 from papaya.machine import Effects
-from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, TaskId
+from papaya.messages.base import MAX_EXCLUDED, PROTOCOL_VERSION, BlobKey, Message, NodeId, TaskId
 from papaya.messages.participation import (
     MAX_CHUNKS,
     Aborted,
@@ -75,6 +75,36 @@ _NEVER = float("inf")
 _MIN_HEARTBEAT_S = 0.2
 
 
+class AcceptedBundles(Protocol):
+    """What the device has accepted of its owners, and what follows for participations."""
+
+    def refused(self) -> Sequence[str]:
+        """Bundles that it does not train, as a check-in names them."""
+        ...
+
+    def lacks(self, bundle: BlobKey) -> bool:
+        """Does the device have to fetch this bundle before it can join?"""
+        ...
+
+    def counted(self, joined: Joined) -> tuple[TaskId, float, int | None]:
+        """The name under which a participation counts, its gap and its limit."""
+        ...
+
+
+class NoBundles:
+    """A device without owners: the limits are those of the server, within the device's own."""
+
+    def refused(self) -> Sequence[str]:
+        return ()
+
+    def lacks(self, bundle: BlobKey) -> bool:
+        return False
+
+    def counted(self, joined: Joined) -> tuple[TaskId, float, int | None]:
+        name = evaluations_of(joined.parameters) if joined.evaluates else joined.task
+        return name, joined.participation_gap_s, joined.max_participations
+
+
 class Client:
     """Invariant: at most one request of the stage and one heartbeat are unanswered."""
 
@@ -85,7 +115,9 @@ class Client:
         history: History,
         config: DeviceConfig,
         rng: Random,
+        bundles: AcceptedBundles | None = None,
     ) -> None:
+        self._bundles = bundles or NoBundles()
         self._capabilities = capabilities
         self._config = config
         self._rng = rng
@@ -102,6 +134,8 @@ class Client:
         self._ticket = b""
         # The history entry of this participation: the task, or all evaluations of its program.
         self._remembered_as = ""
+        # The gap and the limit of participations that apply to it.
+        self._limits: tuple[float, int | None] = (0.0, None)
 
         # All selectors, and the index of the one in use. A failed request moves on to the next.
         self._selectors = selectors
@@ -132,7 +166,7 @@ class Client:
 
     def start(self, now: float) -> Effects:
         self._stage_ends = now + self._config.give_up_s
-        excluded = self.history.excluded(now)
+        excluded = (*self._bundles.refused(), *self.history.excluded(now))[:MAX_EXCLUDED]
         return self._ask(now, CheckIn(PROTOCOL_VERSION, self._capabilities, excluded))
 
     def receive(self, now: float, message: Message) -> Effects:
@@ -270,6 +304,10 @@ class Client:
 
     def _on_accepted(self, now: float, accepted: Accepted) -> Effects:
         self._answered()
+        if accepted.bundle and self._bundles.lacks(accepted.bundle):
+            # Give the place up: fetching may take long, and a slot is not for waiting.
+            self.task = accepted.task
+            return self._finish("unprepared", accepted.bundle)
         self.stage = Stage.JOINING
         self._stage_ends = now + self._config.give_up_s
         self._ticket = accepted.ticket
@@ -283,12 +321,10 @@ class Client:
         self._ticket = joined.ticket
         if self._stopping:
             return self._leave("stopped", self._stopping)
-        gap_s, limit = joined.participation_gap_s, joined.max_participations
-        if joined.evaluates:
-            self._remembered_as = evaluations_of(joined.parameters)
+        self._remembered_as, gap_s, limit = self._bundles.counted(joined)
+        if self._remembered_as != joined.task:
             self.history.learn(joined.task, self._remembered_as)
-        else:
-            self._remembered_as = joined.task
+        self._limits = gap_s, limit
         if not self.history.allows(now, self._remembered_as, gap_s, limit):
             return self._leave("gave_up", "this device has taken part too recently or too often")
         self.stage = Stage.DOWNLOADING
@@ -352,10 +388,7 @@ class Client:
             return self._leave("failed", f"{self._chunks} chunks, the limit is {MAX_CHUNKS}")
         self._upload_id = f"{self._rng.getrandbits(64):016x}"
         self._to_send = list(range(self._chunks))
-        joined = self.joined
-        participated = self.history.record(
-            now, self._remembered_as, joined.participation_gap_s, joined.max_participations
-        )
+        participated = self.history.record(now, self._remembered_as, *self._limits)
         return [Remember(self._remembered_as, participated), *self._send_next(now)]
 
     @property

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from papaya.messages.base import MAX_EXCLUDED, BlobKey, TaskId
 
-_EVALUATE = "/evaluate"  # not a valid end of a task id
+_EVALUATE = "/evaluate"  # a task id has no slash, the name of a group has
 _MAX_EVALUATIONS = MAX_EXCLUDED
 _ASK_AGAIN_S = 3600.0
 
@@ -38,7 +38,8 @@ class Participated(Struct, frozen=True, gc=False):
 class History(Struct, gc=False):
     """The rule, over entries that the driver stores.
 
-    `evaluations` maps evaluation tasks to the name under which they are recorded.
+    `evaluations` maps tasks that count together to the name under which they are recorded: the
+    evaluations of a program, the runs of an owner's task.
 
     `ceiling_s`: so long after a participation, and then once per such a period, the task is not
     excluded for an hour, whatever gap and limit its server sent. Otherwise one answer of a rogue
@@ -57,7 +58,7 @@ class History(Struct, gc=False):
         self.entries = dict(self.entries)  # do not change the caller's dictionary
 
     def learn(self, task: TaskId, together: TaskId) -> None:
-        """The task is an evaluation: exclude it whenever the others of its program are excluded."""
+        """Exclude the task whenever those that count together with it are excluded."""
         self.evaluations.pop(task, None)
         self.evaluations[task] = together
         while len(self.evaluations) > _MAX_EVALUATIONS:
@@ -80,7 +81,7 @@ class History(Struct, gc=False):
             if not self._asks_again(now - entry.last_at)
             and not self.allows(now, task, entry.gap_s, entry.limit)
         }
-        named = [(since, task) for task, since in barred.items() if not task.endswith(_EVALUATE)]
+        named = [(since, task) for task, since in barred.items() if "/" not in task]
         named += [
             (barred[together], task)
             for task, together in self.evaluations.items()

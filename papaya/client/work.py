@@ -19,8 +19,17 @@ from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import SecureOffer
 
 Ending = Literal[
-    "rejected", "counted", "discarded", "aborted", "refused", "failed", "stopped", "gave_up"
+    "rejected",
+    "unprepared",
+    "counted",
+    "discarded",
+    "aborted",
+    "refused",
+    "failed",
+    "stopped",
+    "gave_up",
 ]
+"""unprepared: the device has to fetch a bundle first, whose key is the reason."""
 
 
 class SendRequest(Effect, frozen=True):

@@ -91,12 +91,19 @@ class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a device must declare to be compatible with a task."""
+    """What a device must declare to be compatible with a task.
+
+    A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
+    owner, who has signed a bundle: `bundle` and `program` are the keys of its blobs.
+    """
 
     engine: str | None = None
     module: str | None = None
     min_memory_mb: int = 0
     labels: tuple[str, ...] = ()
+    owner: str | None = None
+    bundle: str | None = None
+    program: str | None = None
 
 
 class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from random import Random
 
-from papaya.config import ServerConfig
+from papaya.config import Requirements, ServerConfig, TaskConfig
 from papaya.coordinator.assignment import Leases, assign
 from papaya.coordinator.fleet import AggregatorView, Fleet
 from papaya.coordinator.placement import is_orphan, least_loaded, relieve, workloads
@@ -285,7 +285,7 @@ class Coordinator:
             found = self._compatible[device_class] = tuple(
                 task
                 for task, row in self.tasks.items()
-                if device_class.fits(task, row.config.requirements)
+                if device_class.fits(task, self._requirements(row.config))
             )
         return found
 
@@ -409,10 +409,16 @@ class Coordinator:
     def _advertised(self) -> tuple[Advertised, ...]:
         """The tasks that selectors may offer to devices."""
         return tuple(
-            Advertised(task, row.config.requirements)
+            Advertised(task, self._requirements(row.config))
             for task, row in self.tasks.items()
             if row.state == "running"
         )
+
+    def _requirements(self, config: TaskConfig) -> Requirements:
+        """An evaluation follows the newest bundle of the task that it evaluates."""
+        pinned = config.evaluates
+        evaluated = None if pinned is None else self.tasks.get(pinned.task)
+        return (config if evaluated is None else evaluated.config).requirements
 
     def _assignment_map(self) -> tuple[Route, ...]:
         """Paper, appendix "Failure Recovery": "assignment maps (model training task to

@@ -26,10 +26,12 @@ from pathlib import Path
 from random import Random
 from typing import Self
 
+from papaya.bundle.errors import BundleError
 from papaya.client.client import Client, Stage
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
+from papaya.device.bundles import BundleStore, VisitBundles
 from papaya.device.device_file import DeviceHistory
 from papaya.device.events import (
     NotEligible,
@@ -45,9 +47,10 @@ from papaya.device.process import DeviceProcess
 from papaya.device.selectors import check_urls
 from papaya.device.training import Trainer
 from papaya.device.use_policy import UsePolicies
-from papaya.device.visit import DeviceVisit, Equipment
-from papaya.errors import OperatorError
-from papaya.messages.selection import Capabilities
+from papaya.device.visit import DeviceVisit, Equipment, in_words
+from papaya.errors import OperatorError, PapayaError
+from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.selection import Capabilities, refused
 
 _SHORTEST_PAUSE_S = 0.05
 _WENT_WELL = ("counted", "discarded", "aborted")
@@ -69,6 +72,7 @@ class Device:
         memory_mb: int = 0,
         labels: Sequence[str] = (),
         config: DeviceConfig | None = None,
+        bundles: BundleStore | None = None,
         notify: Notify = nobody,
         rng: Random | None = None,
     ) -> None:
@@ -78,7 +82,12 @@ class Device:
         # Without a trust policy the device could not mask: do not offer task files that need it.
         refused = trainer.secure_modules if process.trust is None else ()
         modules = tuple(module for module in trainer.modules if module not in refused)
-        self._capabilities = Capabilities(trainer.engine, modules, memory_mb, tuple(sorted(labels)))
+        self._bundles = bundles
+        self._trainer = trainer
+        owners = () if bundles is None else bundles.owners
+        self._capabilities = Capabilities(
+            trainer.engine, modules, memory_mb, tuple(sorted(labels)), owners
+        )
         self._notify = notify
         self._rng = rng or Random()
         addresses = check_urls(selectors)
@@ -115,8 +124,14 @@ class Device:
             self._config.participation_floor_s,
             self._process.limits.max_exclusion_s,
         )
+        store, now = self._bundles, self._process.now
         machine = Client(
-            self._equipment.selectors, self._capabilities, history, self._config, self._rng
+            self._equipment.selectors,
+            self._capabilities,
+            history,
+            self._config,
+            self._rng,
+            None if store is None else VisitBundles(store, now),
         )
         visit = self._visit = DeviceVisit(
             machine, self._equipment, lambda stage: self._reached(machine, stage)
@@ -130,9 +145,33 @@ class Device:
             self._visit = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-        now, ending, reason = self._process.now(), finish.ending, finish.reason
-        self._notify(VisitEnded(self.name, now, ending, reason, machine.task, visit.detail))
+        detail = visit.detail
+        if finish.ending == "unprepared":
+            assert machine.task is not None
+            detail = await self._prepare(machine.task, finish.reason)
+        ended = (finish.ending, finish.reason, machine.task, detail)
+        self._notify(VisitEnded(self.name, self._process.now(), *ended))
         return finish
+
+    async def _prepare(self, task: TaskId, head_key: BlobKey) -> str:
+        """Fetch the bundle of a task, outside any session. Returns the problem, if there is one."""
+        store, selectors = self._bundles, self._equipment.selectors
+        assert store is not None
+        downloads = self._process.downloads
+
+        async def download(key: BlobKey, limit: int) -> bytes:
+            return await downloads.blob(key, limit, selectors)
+
+        now = self._process.now()
+        try:
+            self._trainer.add_bundle(await store.fetch(head_key, download, now))
+        except PapayaError as error:
+            if isinstance(error, BundleError):  # it will not get better: exclude it
+                await asyncio.to_thread(store.refuse, refused(task, head_key), str(error), now)
+            self._failures += 1
+            return in_words(error)
+        self._failures = 0
+        return ""
 
     async def run_forever(self, visits: int | None = None) -> None:
         """Make visits until `stop()`, or until this many visits ended, whatever their outcome."""
@@ -195,6 +234,8 @@ class Device:
             self._failures = 0
             window = (finish.retry_from_s, finish.retry_until_s)
             return self._rng.uniform(min(window), max(window))
+        if finish.ending == "unprepared" and self._failures == 0:
+            return 0.0
         if finish.ending in _WENT_WELL:
             self._failures = 0
             return pacing.pause_s * self._rng.uniform(0.5, 1.5)

@@ -57,7 +57,10 @@ class Downloads:
 
     async def get(self, key: BlobKey, model_length: int, selectors: Sequence[str]) -> bytes:
         """The parameters, or ProtocolError if no source has them."""
-        limit = 4 * model_length + _HEADER_BYTES
+        return await self.blob(key, 4 * model_length + _HEADER_BYTES, selectors)
+
+    async def blob(self, key: BlobKey, limit: int, selectors: Sequence[str]) -> bytes:
+        """Any blob of at most so many bytes."""
         if (found := self._cached.get(key)) is not None:
             self._cached.move_to_end(key)
             return found

@@ -1,8 +1,8 @@
 """The interface between a device and an engine that trains: jobs, results, failures.
 
 It is the executor of the paper's "Client Runtime", without any engine. A job names one of the
-device's own task files, never a program from the network. The parameters are the blob as it was
-downloaded.
+device's own task files, or the program of a bundle whose owner the device has pinned. The
+parameters are the blob as it was downloaded.
 
 A job that fails raises `JobFailed` with a reason for the log; the device goes on with its session,
 which reports the failure.
@@ -14,8 +14,10 @@ from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
+from papaya.bundle.manifest import TaskManifest
 from papaya.config import TaskConfig
 from papaya.learning.definition import Examples
+from papaya.messages.base import TaskId
 
 LOADER: Final = "load_examples"
 """The optional function of a task file that makes examples from a text."""
@@ -24,7 +26,7 @@ FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
 
 
 class TaskTerms(Struct, frozen=True):
-    """The privacy settings of a task file, which the device compares with the server's."""
+    """The privacy settings of a task, which the device compares with the server's."""
 
     secure: bool
     model_length: int
@@ -32,6 +34,17 @@ class TaskTerms(Struct, frozen=True):
     max_staleness: int
     clip: float | None
     threshold: int | None
+
+    @classmethod
+    def signed(cls, manifest: TaskManifest) -> TaskTerms:
+        return cls(
+            secure=manifest.secure is not None,
+            model_length=manifest.model_length,
+            max_examples=manifest.client.max_examples,
+            max_staleness=manifest.max_staleness,
+            clip=manifest.clip,
+            threshold=None if manifest.secure is None else manifest.secure.threshold,
+        )
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:
@@ -46,13 +59,18 @@ class TaskTerms(Struct, frozen=True):
 
 
 class TaskFile(Struct, frozen=True):
-    """A task file of this device, as its executor has loaded it."""
+    """A task file: one of this device, as its executor has loaded it, or one of a bundle.
+
+    `manifest`: the encoded manifest of the bundle, which replaces the settings in the file; empty
+    for a file of this device. The code of a bundle is read in the confined job and nowhere else.
+    """
 
     path: str
     task: str
     module_hash: str
     terms: TaskTerms
     examples: Examples
+    manifest: bytes = b""
 
     @property
     def model_length(self) -> int:
@@ -64,7 +82,9 @@ class TaskFile(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """Train or evaluate with one task file. `volume`: how many examples the device could train on.
+    """Train or evaluate with one task file, by its path, or with a bundle, by its run.
+
+    `volume`: how many examples the device could train on.
 
     "load" calls the file's `load_examples` on the texts in `examples`.
     """
@@ -102,6 +122,10 @@ class Executor(Protocol):
     @property
     def tasks(self) -> tuple[TaskFile, ...]:
         """The task files that it can run."""
+        ...
+
+    def add_bundle(self, run: TaskId, file: TaskFile) -> None:
+        """Jobs may name this run from now on. OperatorError if code of bundles cannot be run."""
         ...
 
     async def run(self, job: Job, timeout_s: float) -> JobResult:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import os
 import random
@@ -29,7 +30,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import msgspec
+from msgspec import structs
 
+from papaya.bundle.manifest import TaskManifest
+from papaya.bundle.owner import decode as decode_statement
 from papaya.device import confinement, frames
 from papaya.device.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
 from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, Unloadable
@@ -99,7 +103,7 @@ class ForkServer:
         return True
 
     def _start(self, order: Start, channel: int) -> None:
-        engine = self._engines[order.task_file]
+        engine = self._engines.get(order.task_file)
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -140,13 +144,17 @@ class ForkServer:
 
 
 def _be_a_job(
-    channel: int, order: Start, engine: TorchEngine, limits: JobLimits, parent: int
+    channel: int, order: Start, engine: TorchEngine | None, limits: JobLimits, parent: int
 ) -> NoReturn:
     try:
         try:
             _limit(channel, order.cpu_s, limits, parent)
+            path = Path(order.task_file)
+            program = path.parent if order.manifest else path
             if limits.confined:
-                confinement.confine((*confinement.engine_paths(), Path(order.task_file)))
+                confinement.confine((*confinement.engine_paths(), program))
+            if engine is None:
+                engine = _load_bundle(path, order.manifest, limits)
             data = frames.frame(frames.Success(_run(_read_job(channel), engine)))
         except BaseException as error:
             data = frames.frame(_problem(error))
@@ -210,6 +218,22 @@ def _problem(error: BaseException) -> JobProblem:
     return JobProblem("refused", str(error) if isinstance(error, OperatorError) else text)
 
 
+def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TorchEngine:
+    """Run the code of a bundle, in this confined job. The manifest replaces its settings."""
+    from papaya.learning.task import load_task
+    from papaya.learning.torch.engine import TorchEngine
+
+    if not limits.confined:
+        raise OperatorError("the code of a bundle runs only in a confined job", hint="")
+    manifest = decode_statement(TaskManifest, encoded)
+    sys.path.insert(0, str(path.parent))  # a program may have several files
+    loaded = load_task(path)
+    if loaded.manifest.tensors != manifest.layout:
+        raise OperatorError("the program makes another model than the manifest says", hint="")
+    task = structs.replace(loaded.task, client=manifest.client, clip=manifest.clip)
+    return TorchEngine(dataclasses.replace(loaded, task=task))
+
+
 def _read_job(channel: int) -> Job:
     header = _read(channel, frames.HEADER_BYTES)
     return frames.jobs.decode(_read(channel, frames.length(header)))
@@ -238,12 +262,16 @@ def _write(channel: int, data: bytes) -> None:
 def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...]]:
     from papaya.learning.task import load_task
 
+    try:  # once, also for the bundles to come
+        from papaya.learning.torch.engine import TorchEngine
+    except ImportError as error:
+        raise OperatorError(
+            f"this device needs the torch engine: {error}", hint="pip install 'papaya-fl[torch]'"
+        ) from error
     engines: dict[str, TorchEngine] = {}
     tasks = []
     for path in paths:
         loaded = load_task(Path(path))
-        from papaya.learning.torch.engine import TorchEngine
-
         engines[path] = TorchEngine(loaded)
         terms = TaskTerms.of(loaded.config())
         task = loaded.task

@@ -27,11 +27,15 @@ PACKET_BYTES: Final = 1 << 17
 
 
 class Start(Struct, frozen=True, tag=True):
-    """Fork a job for this task file, on the socket that comes with the packet."""
+    """Fork a job for this task file, on the socket that comes with the packet.
+
+    `manifest`: of the bundle that the file belongs to; empty for a file of this device.
+    """
 
     id: int
     task_file: str
     cpu_s: int
+    manifest: bytes = b""
 
 
 class Kill(Struct, frozen=True, tag=True):

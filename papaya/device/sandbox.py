@@ -47,6 +47,7 @@ from papaya.device.frames import (
 )
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.messages.base import TaskId
 
 _KILL_GRACE_S: Final = 5.0
 _RESTART_INTERVAL_S: Final = 5.0
@@ -81,6 +82,8 @@ class Sandbox:
         self._next_start = -math.inf
         self._closed = False
         self._tasks: tuple[TaskFile, ...] = ()
+        # Programs of bundles, by their run.
+        self._bundled: dict[str, TaskFile] = {}
         # Why jobs are not confined, once started; empty if they are.
         self.unconfined = ""
 
@@ -93,6 +96,15 @@ class Sandbox:
         """Load the task files, or raise OperatorError."""
         server = await self._alive()
         self._tasks, self.unconfined = server.tasks, server.unconfined
+
+    def add_bundle(self, run: TaskId, file: TaskFile) -> None:
+        """From now on jobs may name this run; it replaces an earlier revision."""
+        if self.unconfined:
+            raise OperatorError(
+                f"this device does not run the code of bundles: {self.unconfined}",
+                hint="use Linux 5.13 or newer on x86-64, with Landlock enabled",
+            )
+        self._bundled[run] = file
 
     async def run(self, job: Job, timeout_s: float) -> JobResult:
         """Run a job. Waiting for a free place counts towards the timeout."""
@@ -107,13 +119,20 @@ class Sandbox:
         try:
             async with asyncio.timeout_at(deadline):
                 server = await self._alive()
-                return await server.run(job, cpu_s=math.ceil(min(timeout_s, _MAX_CPU_S)) + 1)
+                cpu_s = math.ceil(min(timeout_s, _MAX_CPU_S)) + 1
+                return await server.run(job, self._file_of(job), cpu_s)
         except TimeoutError:
             raise JobFailed("timeout", f"training did not finish within {timeout_s:g} s") from None
         except OperatorError as error:
             raise JobFailed("unavailable", str(error)) from error
         finally:
             self._slots.release()
+
+    def _file_of(self, job: Job) -> TaskFile:
+        files = {file.path: file for file in self._tasks} | self._bundled
+        if job.task_file not in files:
+            raise JobFailed("refused", f"{job.task_file} is not a task file of this device")
+        return files[job.task_file]
 
     async def close(self) -> None:
         """End all jobs and the fork-server."""
@@ -191,11 +210,7 @@ class _ForkServer:
             raise OperatorError(answer.message, hint=answer.hint)
         self.tasks, self.unconfined = answer.tasks, answer.unconfined
 
-    async def run(self, job: Job, cpu_s: int) -> JobResult:
-        files = {file.path: file for file in self.tasks}
-        if job.task_file not in files:
-            reason = f"{job.task_file} is not a task file of this device"
-            raise JobFailed("refused", reason)
+    async def run(self, job: Job, file: TaskFile, cpu_s: int) -> JobResult:
         id_ = next(self._ids)
         ended: asyncio.Future[int] = asyncio.Future()
         self._running[id_] = ended
@@ -204,8 +219,8 @@ class _ForkServer:
         try:
             with ours:
                 with theirs:
-                    self._send(Start(id_, job.task_file, cpu_s), theirs)
-                outcome = await _converse(ours, job, _update_bytes(job, files[job.task_file]))
+                    self._send(Start(id_, file.path, cpu_s, file.manifest), theirs)
+                outcome = await _converse(ours, job, _update_bytes(job, file))
         finally:
             await self._end(id_, ended)
         match outcome or _obituary(ended.result()):
@@ -222,6 +237,7 @@ class _ForkServer:
             if not done:
                 self._process.kill()
         await asyncio.wait([ended])
+        ended.exception()  # retrieve it, also if the caller was cancelled
 
     def _send(self, order: Order, channel: socket.socket | None = None) -> None:
         descriptors = [] if channel is None else [channel.fileno()]

@@ -16,9 +16,11 @@ from typing import Protocol
 
 from msgspec import Struct, msgpack
 
+from papaya.bundle.head import PROGRAM_FILE
 from papaya.client.work import Trained
+from papaya.device.bundles import Bundle
 from papaya.device.example_store import ExampleStore, Split
-from papaya.device.executor import LOADER, Executor, Job, JobFailed, TaskTerms
+from papaya.device.executor import LOADER, Executor, Job, JobFailed, TaskFile, TaskTerms
 from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.evaluation import evaluation_vector
@@ -62,10 +64,14 @@ class Trainer(Protocol):
         """Those of `modules` that need secure aggregation."""
         ...
 
+    def add_bundle(self, bundle: Bundle) -> None:
+        """The device has accepted this bundle: it can be trained from now on."""
+        ...
+
     def knows(self, program: TaskId) -> bool: ...
 
     def terms(self, program: TaskId) -> TaskTerms | None:
-        """The privacy settings of the device's own task file; None without a file."""
+        """The privacy settings of the device's own task file or bundle; None without one."""
         ...
 
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
@@ -111,6 +117,19 @@ class ExecutorTrainer:
     def tasks(self) -> tuple[TaskId, ...]:
         return tuple(self._files)
 
+    def add_bundle(self, bundle: Bundle) -> None:
+        manifest = bundle.manifest
+        file = TaskFile(
+            path=str(bundle.program / PROGRAM_FILE),
+            task=manifest.task,
+            module_hash="",
+            terms=TaskTerms.signed(manifest),
+            examples=manifest.examples,
+            manifest=manifest.encode(),
+        )
+        self._executor.add_bundle(bundle.run, file)
+        self._files[bundle.run] = file
+
     def knows(self, program: TaskId) -> bool:
         return program in self._files
 
@@ -133,7 +152,7 @@ class ExecutorTrainer:
             )
         job = Job(
             kind="evaluate" if assignment.evaluates else "train",
-            task_file=file.path,
+            task_file=assignment.program if file.manifest else file.path,
             parameters=assignment.parameters,
             examples=tuple(examples),
             seed=self._rng.getrandbits(63),
@@ -167,7 +186,8 @@ class ExecutorTrainer:
         file, now = self._files[program], self._now()
         asked = file.examples
         limit = min(asked.limit or file.max_examples, file.max_examples)
-        found = store.query(asked.collection, program, split, limit, asked.newest_first, now)
+        task = file.task if file.manifest else program
+        found = store.query(asked.collection, task, split, limit, asked.newest_first, now)
         return found, store.counts(asked.collection, now)["train"]
 
 
@@ -227,6 +247,9 @@ class ProtocolTrainer:
         self._update = update
         self._seconds = seconds
         self._examples = examples
+
+    def add_bundle(self, bundle: Bundle) -> None:
+        """It trains nothing, so it needs no program."""
 
     def knows(self, program: TaskId) -> bool:
         return True

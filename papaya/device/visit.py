@@ -170,7 +170,7 @@ class DeviceVisit:
                 effect.parameters, effect.model_length, self._equipment.selectors
             )
         except Exception as error:  # `knows` and `terms` are the app's code
-            self._fail("no parameters", _in_words(error))
+            self._fail("no parameters", in_words(error))
         else:
             self._inbox.put_nowait(Downloaded())
 
@@ -223,7 +223,7 @@ class DeviceVisit:
                 trained = await self._equipment.trainer.train(assignment, self._equipment.store)
             _check_update(trained, joined.update_length)
         except Exception as error:  # `knows` and `terms` are the app's code
-            self._fail("no update", _in_words(error))
+            self._fail("no update", in_words(error))
         else:
             self._inbox.put_nowait(trained)
 
@@ -236,7 +236,7 @@ class DeviceVisit:
                 raise ProtocolError(_NO_TRUST, hint=_TRUST_HINT)
             done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
         except Exception as error:  # whatever goes wrong, nothing was masked
-            self._fail("no seal", _in_words(error))
+            self._fail("no seal", in_words(error))
         else:
             self._inbox.put_nowait(done)
 
@@ -257,7 +257,7 @@ def _check_update(trained: Trained, length: int) -> None:
         )
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """The error and its hint, for the device's own log."""
     if not isinstance(error, PapayaError):
         return f"{type(error).__name__}: {error}"

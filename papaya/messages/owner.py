@@ -19,6 +19,7 @@ import re
 from collections.abc import Mapping
 from hashlib import sha256
 
+import msgspec
 from msgspec import structs
 
 from papaya.config import (
@@ -115,6 +116,34 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
     return Transaction(
         require=((task_key(task), row),),
         put=((task_key(task), changed),),
+    )
+
+
+def revise(rows: TaskRows, config: TaskConfig, *, moves: bool) -> Transaction:
+    """Replace the settings of a running task; its model, buffers and clients stay.
+
+    `moves`: a new fence makes the holder let go, and whoever holds the task next reads the new
+    settings and adopts its clients. Refused: settings that stored data depends on.
+    """
+    old, task = rows.row.config, rows.task
+    if rows.row.is_over:
+        raise OperatorError(
+            f"task {task} is {rows.row.state}", hint="start a new run: papaya task submit FILE"
+        )
+    fixed = ("task", "model_length", "clip", "max_examples", "secure_aggregation", "evaluates")
+    if changed := [field for field in fixed if getattr(old, field) != getattr(config, field)]:
+        raise OperatorError(
+            f"a revision cannot change {', '.join(changed)}",
+            hint="start a new run with it: papaya task submit FILE --replace",
+        )
+    # Convert it as a read would: an int in a float field comes back from the store as a float.
+    config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
+    return Transaction(
+        require=((task_key(task), rows.row), (fence_key(task), rows.fence)),
+        put=(
+            (task_key(task), structs.replace(rows.row, config=config)),
+            *([(fence_key(task), FenceRow(rows.fence.seq + 1, "", 0.0))] if moves else []),
+        ),
     )
 
 

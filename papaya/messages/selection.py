@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from papaya.config import Requirements
 from papaya.messages.base import (
+    BlobKey,
     Count,
     Excluded,
     Message,
@@ -35,6 +36,8 @@ class Capabilities(Struct, frozen=True, gc=False):
     modules: Names = ()
     memory_mb: Count = 0
     labels: Names = ()
+    owners: Names = ()
+    """The ids of owners that the device has pinned."""
 
 
 class DeviceClass(Struct, frozen=True, gc=False):
@@ -46,17 +49,27 @@ class DeviceClass(Struct, frozen=True, gc=False):
     def fits(self, task: TaskId, requirements: Requirements) -> bool:
         """Is it "compatible with its requirements (e.g., can train the model of the task)"?"""
         device = self.capabilities
+        if requirements.owner is None:
+            has_program = requirements.module is None or requirements.module in device.modules
+        else:
+            has_program = requirements.owner in device.owners
         return (
             task not in self.excluded
+            and (not requirements.bundle or refused(task, requirements.bundle) not in self.excluded)
             and requirements.engine in (None, device.engine)
-            and (requirements.module is None or requirements.module in device.modules)
+            and has_program
             and requirements.min_memory_mb <= device.memory_mb
             and all(label in device.labels for label in requirements.labels)
         )
 
 
+def refused(task: TaskId, bundle: BlobKey) -> str:
+    """The name by which a device excludes a bundle that it has refused, until it changes."""
+    return f"{task}@{bundle[-8:]}"
+
+
 class CheckIn(Message, frozen=True):
-    """`excluded` are the tasks that the participation history forbids for now."""
+    """`excluded`: tasks that the participation history forbids for now, and refused bundles."""
 
     protocol: Count
     capabilities: Capabilities
@@ -68,9 +81,12 @@ class Gone(Message, frozen=True):
 
 
 class Accepted(Message, frozen=True):
+    """`bundle` is the key of what the task's owner has signed; empty without an owner."""
+
     ticket: SealedTicket
     task: TaskId
     session: SessionId
+    bundle: BlobKey = ""
 
 
 class Rejected(Message, frozen=True):

@@ -42,13 +42,17 @@ TaskState = Literal["running", "paused", "completed", "cancelled"]
 
 
 class TaskRow(Row, frozen=True):
-    """`why` and `ended` are set when the task is completed or cancelled."""
+    """`why` and `ended` are set when the task is completed or cancelled.
+
+    `name`: that of the task, if its id is that of one run of an owner's task; else empty.
+    """
 
     config: TaskConfig
     state: TaskState = "running"
     submitted: float = 0.0
     why: str = ""
     ended: float = 0.0
+    name: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -235,7 +239,7 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
 
 
 def submission(
-    config: TaskConfig, parameters: BlobKey, optimizer: BlobKey, now: float
+    config: TaskConfig, parameters: BlobKey, optimizer: BlobKey, now: float, name: str = ""
 ) -> Transaction:
     """A new task at version 0, not placed yet. Refused if the task exists."""
     # Convert it as a read would: an int in a float field comes back from the store as a float.
@@ -244,7 +248,7 @@ def submission(
     return Transaction(
         require=((task_key(task), None),),
         put=(
-            (task_key(task), TaskRow(config, submitted=now)),
+            (task_key(task), TaskRow(config, submitted=now, name=name)),
             (fence_key(task), FenceRow(seq=0, aggregator="", boot=0.0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),

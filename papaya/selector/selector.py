@@ -20,7 +20,7 @@ from typing import TypeAlias
 from papaya.config import ServerConfig
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
-from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId, TaskId
+from papaya.messages.base import PROTOCOL_VERSION, BlobKey, Message, NodeId, SessionId, TaskId
 from papaya.messages.control import (
     Advertised,
     Assignment,
@@ -37,6 +37,7 @@ from papaya.messages.selection import (
     DeviceClass,
     Gone,
     Rejected,
+    refused,
 )
 from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of
 
@@ -59,6 +60,12 @@ class Distinctions:
         self._tasks = frozenset(offer.task for offer in advertised)
         self._engines = frozenset(need.engine for need in wanted)
         self._modules = frozenset(need.module for need in wanted)
+        self._owners = frozenset(need.owner for need in wanted)
+        self._bundles = frozenset(
+            refused(offer.task, offer.requirements.bundle)
+            for offer in advertised
+            if offer.requirements.bundle
+        )
         self._labels = frozenset(label for need in wanted for label in need.labels)
         self._memory_mb = sorted({0} | {need.min_memory_mb for need in wanted})
         self._cache: dict[tuple[Capabilities, tuple[str, ...]], DeviceClass] = {}
@@ -81,8 +88,10 @@ class Distinctions:
             modules=tuple(sorted(m for m in device.modules if m in self._modules)),
             memory_mb=self._memory_mb[enough],
             labels=tuple(sorted(label for label in device.labels if label in self._labels)),
+            owners=tuple(sorted(owner for owner in device.owners if owner in self._owners)),
         )
-        excluded = tuple(sorted(task for task in check_in.excluded if task in self._tasks))
+        known = self._tasks | self._bundles
+        excluded = tuple(sorted(task for task in check_in.excluded if task in known))
         return DeviceClass(capabilities, excluded)
 
 
@@ -190,10 +199,11 @@ class Selector:
         # The newest orders, and when each order of this epoch arrived, by number.
         self._orders: SelectorOrders | None = None
         self._seen: dict[int, float] = {}
-        # What follows from the newest orders: routes, device classes, and a cache of which classes
-        # fit a task that needs clients.
+        # What follows from the newest orders: routes, device classes, the bundles of tasks, and a
+        # cache of which classes fit a task that needs clients.
         self._map = AssignmentMap()
         self._distinctions = Distinctions()
+        self._bundles: dict[TaskId, BlobKey] = {}
         self._welcome: dict[DeviceClass, bool] = {}
         self._pacing = Pacing(boot, config)
         # Assigned sessions for which no client was held: the report that names each of them first,
@@ -356,6 +366,7 @@ class Selector:
         if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
             self._distinctions = Distinctions(orders.advertised)
+            self._bundles = {o.task: o.requirements.bundle or "" for o in orders.advertised}
 
     def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
         effects: Effects = []
@@ -370,7 +381,8 @@ class Selector:
             ticket = AssignmentTicket(
                 assignment.task, session, assignment.seq, assignment.confirm_by
             )
-            accepted = Accepted(self._keyring.seal(ticket), assignment.task, session)
+            bundle = self._bundles.get(assignment.task, "")
+            accepted = Accepted(self._keyring.seal(ticket), assignment.task, session, bundle)
             waiting = self._oldest(queue)
             self._let_go(waiting)
             effects.append(Reply(waiting.handle, accepted))

@@ -42,7 +42,7 @@ logger = logging.getLogger("papaya.server")
 
 MAX_REQUEST_BYTES = 64 << 10
 _PARAMETERS = re.compile(
-    r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/version-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
+    r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/(version|bundle|program)-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
 )
 _TOKEN_HINT = "send the header Authorization: Bearer <device token>"
 _STOPPING = Retry("this selector is stopping", 1.0)

@@ -62,6 +62,8 @@ class ClientOptions(FormatOptions):
     memory: int = 1024
     max_training: float = 600.0
     trust: Path | None = None
+    owners: Path | None = None
+    bundles: Path = Path("bundles")
     protocol_only: float | None = None  # mean seconds of a training that does nothing
     # Data
     store: Path = Path("device.db")
@@ -78,7 +80,7 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "client",
         description="Run one or more devices in this process. They train with task files that are "
-        "already on this machine, and never run code that a server sends.",
+        "already on this machine, and tasks that owners named in --owners have signed.",
     )
     parser.add_argument(
         "--server",
@@ -170,6 +172,16 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         help="TOML file that says which TSAs to trust; required for tasks with secure aggregation",
     )
     group.add_argument(
+        "--owners",
+        type=Path,
+        metavar="FILE",
+        help="TOML file with the owners whose signed tasks these devices train, and with the "
+        "limits of each owner",
+    )
+    group.add_argument(
+        "--bundles", type=Path, metavar="DIR", help="folder for the programs of signed tasks"
+    )
+    group.add_argument(
         "--protocol-only",
         type=positive,
         metavar="S",
@@ -246,6 +258,7 @@ def run(options: ClientOptions) -> int:
 
 async def _run(options: ClientOptions, printer: Printer) -> None:
     from papaya.cli.client.setup import (
+        bundles_in,
         device_stores,
         device_tokens,
         import_examples,
@@ -278,6 +291,9 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
     )
     async with shared as process, trainer_for(options, clock) as (trainer, tasks):
         with ExitStack() as opened:
+            bundles = bundles_in(options.owners, options.bundles)
+            if bundles is not None:
+                opened.callback(bundles.close)
             make = partial(
                 Device,
                 process,
@@ -287,14 +303,16 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
                 memory_mb=memory_mb(),
                 labels=listed(options.labels),
                 config=DeviceConfig(participation_floor_s=options.participation_floor),
+                bundles=bundles,
                 notify=printer.on_event,
             )
             devices = [
                 opened.enter_context(make(store=store, token=token, name=f"device-{number}"))
                 for number, (store, token) in enumerate(zip(stores, tokens, strict=True), 1)
             ]
+            allowed = tasks if bundles is None else ["*"]  # owners have their own list
             await import_examples(
-                options.imports, devices, options.task, trainer, tasks, clock.now()
+                options.imports, devices, options.task, trainer, allowed, clock.now()
             )
             note(f"{plural(len(devices), 'device')} for {', '.join(tasks) or 'any task'}")
             if trainer.secure_modules and shared.trust is None:

@@ -13,9 +13,11 @@ from papaya.cli.client.client import ClientOptions
 from papaya.cli.output import note, plural
 from papaya.clock import Clock
 from papaya.credentials.token_files import read as read_token
+from papaya.device.bundles import BundleStore
 from papaya.device.device import Device
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import LOADER
+from papaya.device.owners import parse_owners
 from papaya.device.texts import lines, texts_in, unreadable
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer, Trainer, sandboxed
 from papaya.device.trust import Trust, read_policy
@@ -69,8 +71,11 @@ async def trainer_for(
         seconds = partial(rng.expovariate, 1 / mean_s)
         yield ProtocolTrainer(protocol_update, seconds, modules=modules), []
         return
-    if not files:
-        raise OperatorError("no task file was given", hint="papaya client --task my_task.py")
+    if not files and options.owners is None:
+        raise OperatorError(
+            "no task file and no owners were given",
+            hint="papaya client --task my_task.py, or --owners owners.toml",
+        )
     async with sandboxed(
         files,
         clock.now,
@@ -79,6 +84,18 @@ async def trainer_for(
         max_parallel=options.max_parallel,
     ) as trainer:
         yield trainer, list(trainer.tasks)
+
+
+def bundles_in(owners: Path | None, folder: Path) -> BundleStore | None:
+    if owners is None:
+        return None
+    try:
+        policies = parse_owners(owners.read_bytes(), str(owners))
+    except OSError as error:
+        raise OperatorError(
+            f"cannot read the owners {owners}: {error.strerror}", hint="check --owners FILE"
+        ) from error
+    return BundleStore(folder, policies)
 
 
 def policies_in(path: Path | None) -> dict[str, UsePolicy]:

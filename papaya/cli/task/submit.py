@@ -1,8 +1,8 @@
 """`papaya task submit my_task.py`: start a task from the owner's file.
 
-The file is imported here, on the owner's machine. The command sends its hash, the configuration,
-the names and shapes of tensors and the initial parameters: nothing that a server or a device could
-run.
+The file is imported here, on the owner's machine. With an owner's key the command signs the task
+and sends its files in a bundle: devices that have pinned the key train it, and need no file. The
+server stores the bundle and runs nothing of it. Without a key only the file's hash is sent.
 """
 
 from __future__ import annotations
@@ -10,15 +10,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
-from papaya.cli.admin_client import ConnectionOptions, add_connection, client_for, task_path
+from papaya.bundle import archive
+from papaya.bundle.head import PROGRAM_FILE
+from papaya.cli.admin_client import (
+    AdminClient,
+    ConnectionOptions,
+    add_connection,
+    client_for,
+    task_path,
+)
 from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, whole
+from papaya.cli.task.signing import (
+    OwnerSigner,
+    default_key,
+    first_manifest,
+    program_files,
+    run_of,
+    signer,
+)
 from papaya.config import TaskConfig
 from papaya.errors import ConfigError, OperatorError
 from papaya.server.admin.views import NewTask, Stored, TaskView
+
+if TYPE_CHECKING:
+    from papaya.learning.task import LoadedTask
 
 _NOT_TO_SET = {
     "task": "use --name NAME",
@@ -36,6 +56,9 @@ class TaskSubmitOptions(ConnectionOptions):
     name: str | None = None
     seed: int = 0
     set: Sequence[str] = ()
+    owner: Path | None = None  # None: the default key, if it exists
+    unsigned: bool = False
+    replace: bool = False
 
 
 def add_to(actions: Commands) -> None:
@@ -48,7 +71,7 @@ def add_to(actions: Commands) -> None:
         "file",
         type=Path,
         metavar="TASK.py",
-        help="Python file of the task; devices need the same file",
+        help="Python file of the task, or a folder with a task.py and the files that it imports",
     )
     parser.add_argument(
         "--checkpoint",
@@ -67,6 +90,20 @@ def add_to(actions: Commands) -> None:
         help="change one setting, such as concurrency=50, regime=sync or stop.versions=100; may be "
         "repeated",
     )
+    parser.add_argument(
+        "--owner",
+        type=Path,
+        metavar="FILE",
+        help=f"sign with the key in this file (default: {default_key()}, if it exists)",
+    )
+    parser.add_argument(
+        "--unsigned",
+        action="store_true",
+        help="do not sign: only devices that have the same task file take part",
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="cancel the run of this task that is not over"
+    )
     add_connection(parser)
     bind(parser, TaskSubmitOptions, run)
 
@@ -76,24 +113,51 @@ def run(options: TaskSubmitOptions) -> int:
     from papaya.learning.task import load_task  # here: it imports torch
 
     client = client_for(options)
-    loaded = load_task(options.file)
+    found = _signer(options)
+    loaded = load_task(options.file / PROGRAM_FILE if options.file.is_dir() else options.file)
     config = changed(loaded.config(), options.name, options.set)
-    for warning in [*config.warnings(), *refusals(loaded.config(), config)]:
+    unsettled = refusals(loaded.config(), config) if found is None else []
+    for warning in [*config.warnings(), *unsettled]:
         note(f"warning: {warning}")
+    bundle = b""
+    if found is not None:
+        config, bundle = _bundled(client, found, loaded, config, options.file)
     vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
     data = parameters.encode(vector, {"task": config.task, "version": "0"})
     note(f"sending {config.model_length:,} parameters")
     place = task_path(config.task, f"parameters?model_length={config.model_length}")
     stored = client.put(place, data, Stored)
-    new = NewTask(config, stored.parameters, loaded.manifest.tensors)
+    new = NewTask(config, stored.parameters, loaded.manifest.tensors, bundle, options.replace)
     view = client.post("/admin/tasks", new, TaskView)
     if options.is_json:
         print_json(view)
     else:
-        clients = plural(config.concurrency, "client")
-        print_data(f"{view.task} is {view.state}: {clients} at a time")
-        note(f"\nto watch it: papaya task watch {view.task}")
+        clients, name = plural(config.concurrency, "client"), view.name or view.task
+        print_data(f"{name} is {view.state}: {clients} at a time")
+        note(f"\nto watch it: papaya task watch {name}")
     return 0
+
+
+def _signer(options: TaskSubmitOptions) -> OwnerSigner | None:
+    path = options.owner or default_key()
+    if options.unsigned:
+        return None
+    if options.owner is None and not path.exists():
+        note("not signed: only devices that have the same task file take part")
+        note("to reach devices without it, create a key: papaya owner key")
+        return None
+    return signer(path)
+
+
+def _bundled(
+    client: AdminClient, found: OwnerSigner, loaded: LoadedTask, config: TaskConfig, path: Path
+) -> tuple[TaskConfig, bytes]:
+    """Store the program and sign the manifest. Returns the settings of the new run."""
+    program = archive.pack(program_files(path))
+    manifest = first_manifest(found.owner, loaded, config, program)
+    run = run_of(manifest)
+    stored = client.put(task_path(run, "program"), program, Stored)
+    return structs.replace(config, task=run), found.head(manifest, stored.parameters)
 
 
 def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:

@@ -1,6 +1,7 @@
 """`papaya task …`: what the owner of a model does with a running system.
 
     submit FILE          start a task            pause, resume, cancel TASK
+    update, renew TASK   sign a revision, a lease
     list, show, watch    look at it              rollback TASK VERSION, mark TASK VERSION
     evaluate TASK        on devices' held-out data
     export, metrics      the model, its history
@@ -39,7 +40,7 @@ from papaya.cli.output import (
     table,
     whole,
 )
-from papaya.cli.task import export, submit, watch
+from papaya.cli.task import export, submit, update, watch
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.errors import OperatorError
 from papaya.server.admin.views import (
@@ -102,6 +103,7 @@ def add_to(commands: Commands) -> None:
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     submit.add_to(actions)
+    update.add_to(actions)
     listing = _add(actions, "list", "list all tasks", has_task=False)
     listing.add_argument("--evaluations", action="store_true", help="also list evaluations")
     bind(listing, TaskListOptions, run_list)

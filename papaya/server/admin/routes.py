@@ -1,8 +1,10 @@
 """The admin API over HTTP: typed JSON in and out, parameters as files.
 
     PUT  /admin/tasks/{task}/parameters?model_length=N     a parameters file, before the task
+    PUT  /admin/tasks/{task}/program                        the archive of a bundle, before the task
     POST /admin/tasks                                       submit
-    GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions
+    POST /admin/tasks/{task}/revise                         new settings, signed
+    GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions   …/bundle
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
     POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
     GET  /admin/status
@@ -22,15 +24,24 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from papaya.bundle.archive import MAX_ARCHIVE_BYTES
 from papaya.config import MAX_MODEL_LENGTH
 from papaya.errors import ConfigError, MissingBlob, OperatorError, ProtocolError
 from papaya.http.exchange import Exchange
 from papaya.http.routes import Buffered, HttpRoute, Receiver, Streamed
 from papaya.messages.storage import TaskState
-from papaya.server.admin import submissions
+from papaya.server.admin import bundles, submissions
 from papaya.server.admin.problems import AdminProblem, NotFound
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, ProblemBody, RollBack
+from papaya.server.admin.views import (
+    ChangeReason,
+    Evaluate,
+    Mark,
+    NewTask,
+    ProblemBody,
+    Revision,
+    RollBack,
+)
 
 logger = logging.getLogger("papaya.admin")
 
@@ -62,6 +73,13 @@ class AdminRoutes:
             self._post(f"{_TASK}/rollback", RollBack, service.roll_back),
             self._post(f"{_TASK}/mark", Mark, service.mark),
             self._post(f"{_TASK}/evaluate", Evaluate, service.evaluate),
+            self._get(f"{_TASK}/bundle", lambda exchange: bundles.newest(service, _task(exchange))),
+            self._post(
+                f"{_TASK}/revise",
+                Revision,
+                lambda task, revision: bundles.revise(service, task, revision),
+            ),
+            Streamed("PUT", f"{_TASK}/program", self._receive_program, MAX_ARCHIVE_BYTES),
             Streamed(
                 "PUT",
                 f"{_TASK}/parameters",
@@ -115,7 +133,13 @@ class AdminRoutes:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    # -- parameters of a new task -----------------------------------------------------------
+    # -- blobs of a new task ----------------------------------------------------------------
+
+    def _receive_program(self, exchange: Exchange) -> Receiver:
+        def store(data: bytes) -> None:
+            self._answer(exchange, bundles.store_program(self._service, _task(exchange), data))
+
+        return _Whole(exchange.head.length, store)
 
     def _receive_parameters(self, exchange: Exchange) -> Receiver | None:
         length = _number(exchange, "model_length", 0)

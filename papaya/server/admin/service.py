@@ -91,7 +91,8 @@ class AdminService:
         return tuple([await self._view(row, heads) for row in tasks])
 
     async def task(self, task: TaskId) -> TaskDetail:
-        found = await self._rows(task)
+        found = await self.rows(task)
+        task = found.task
         points = await self._points(task)
         manifest = (await self.state.read((manifest_key(task),))).get(manifest_key(task))
         recent = points[-_RECENT_POINTS:]
@@ -106,16 +107,16 @@ class AdminService:
 
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
         """The points as the supervisor of this process knows them: at most one turn old."""
-        await self._rows(task)
-        return tuple(p for p in await self._points(task) if p.version > after)[:_MAX_POINTS]
+        found = await self.rows(task)
+        return tuple(p for p in await self._points(found.task) if p.version > after)[:_MAX_POINTS]
 
     async def versions(self, task: TaskId) -> tuple[VersionView, ...]:
-        found = await self._rows(task)
+        found = await self.rows(task)
         return tuple(_version_view(row) for _, row in sorted(found.versions.items()))
 
     async def parameters(self, task: TaskId, version: str) -> tuple[VersionRow, Path]:
         """The version's row, and the file of its parameters, which may be deleted soon."""
-        found = await self._rows(task)
+        found = await self.rows(task)
         if version != NEWEST and not (version.isascii() and version.isdecimal()):
             raise OperatorError(
                 f"invalid version: {version[:20]!r}", hint="use a number or `newest`"
@@ -142,7 +143,7 @@ class AdminService:
     # -- change -----------------------------------------------------------------------------
 
     async def set_state(self, task: TaskId, state: TaskState, why: str = "") -> TaskView:
-        found = await self._rows(task)
+        found = await self.rows(task)
         try:
             change = owner.change_state(found.row, state, self.now(), why)
         except OperatorError as error:
@@ -161,17 +162,17 @@ class AdminService:
             if outcome != "refused":
                 break
         self._settle(outcome)
-        return _version_view(_version(await self._rows(task), head))
+        return _version_view(_version(await self.rows(task), head))
 
     async def _prepare_roll_back(self, task: TaskId, version: int) -> tuple[int, Transaction]:
         """Write the blob of the new head; return the head and its transaction."""
-        found = await self._rows(task)
+        found = await self.rows(task)
         _version(found, version)
         config, head = found.row.config, found.newest.version + 1
         optimizer = server_optimizer(config.optimizer)
         fresh = optimizer.encode_state(optimizer.initial_state(config.model_length))
         # Under the current fence: its holder does not sweep it, and a later fence is refused below.
-        key = blob_key(task, found.fence.seq, f"optimizer-{head}", fresh)
+        key = blob_key(found.task, found.fence.seq, f"optimizer-{head}", fresh)
         try:
             change = owner.rollback(found, version, key, self.now())
         except OperatorError as error:
@@ -180,29 +181,29 @@ class AdminService:
         return head, change
 
     async def mark(self, task: TaskId, request: Mark) -> VersionView:
-        found = await self._rows(task)
+        found = await self.rows(task)
         row = _version(found, request.version)
         try:
-            change = owner.mark(task, row, request.marked)
+            change = owner.mark(found.task, row, request.marked)
         except OperatorError as error:
             raise Conflict(str(error), hint=error.hint) from error
         await self.write(change)
-        return _version_view(_version(await self._rows(task), request.version))
+        return _version_view(_version(await self.rows(task), request.version))
 
     async def evaluate(self, task: TaskId, request: Evaluate) -> Started:
-        found = await self._rows(task)
+        found = await self.rows(task)
         row = found.newest if request.version is None else _version(found, request.version)
         config = found.row.config
         if config.evaluates is not None:
             raise OperatorError(
-                f"{task} is itself an evaluation", hint="evaluate the original task instead"
+                f"{found.task} is itself an evaluation", hint="evaluate the original task instead"
             )
         plan = config.evaluation or EvaluationPlan()
         plan = EvaluationPlan(
             clients=request.clients or plan.clients,
             timeout_s=request.timeout_s or plan.timeout_s,
         )
-        if earlier := await evaluations.running(self.state, task, row):
+        if earlier := await evaluations.running(self.state, found.task, row):
             raise Conflict(
                 f"version {row.version} of {task} is being evaluated already",
                 hint=f"papaya task show {earlier}",
@@ -232,11 +233,23 @@ class AdminService:
 
     # -- rows -------------------------------------------------------------------------------
 
-    async def _rows(self, task: TaskId) -> TaskRows:
+    async def rows(self, task: TaskId) -> TaskRows:
+        """The rows of a task, by its id, or of the newest run of a task with this name."""
         rows = await self.state.read(owner.owner_prefixes(task))
-        if not isinstance(rows.get(task_key(task)), TaskRow):
+        if isinstance(rows.get(task_key(task)), TaskRow):
+            return TaskRows(task, rows)
+        newest = await self.newest_run(task)
+        if newest is None:
             raise NotFound(f"there is no task {task[:64]!r}", hint="papaya task list")
-        return TaskRows(task, rows)
+        run = newest.config.task
+        return TaskRows(run, await self.state.read(owner.owner_prefixes(run)))
+
+    async def newest_run(self, name: str, owner_id: str | None = None) -> TaskRow | None:
+        rows = (await self.state.read((TASKS,))).values()
+        runs = [row for row in rows if isinstance(row, TaskRow) and name and row.name == name]
+        if owner_id is not None:
+            runs = [row for row in runs if row.config.requirements.owner == owner_id]
+        return max(runs, key=lambda row: row.submitted, default=None)
 
     async def _view(self, row: TaskRow, heads: Mapping[str, Row]) -> TaskView:
         """A task in one line. The optimizer row has the newest version."""
@@ -254,6 +267,7 @@ class AdminService:
         pinned = config.evaluates
         return TaskView(
             task=config.task,
+            name=row.name,
             state=row.state,
             why=row.why,
             regime=type(config.regime).__name__,

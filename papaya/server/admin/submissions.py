@@ -1,7 +1,8 @@
 """Submits a task in two steps: its parameters as a blob, then the task that names them.
 
-An owner sends the manifest and initial parameters, and nothing executable. Parameters are one
-canonical safetensors file, which is read completely before anything is stored. Refused: a task that
+An owner sends initial parameters, and for devices that have no task file a signed bundle, which
+the server stores and never runs. Parameters are one canonical safetensors file, which is read
+completely before anything is stored. Refused: a task that
 exists, an id reserved for evaluations, a manifest of another length, a parameters file of another
 length or with NaN.
 """
@@ -20,8 +21,15 @@ from papaya.learning.parameters import Manifest
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
 from papaya.messages.base import TaskId
-from papaya.messages.storage import ManifestRow, TaskRow, manifest_key, submission, task_key
-from papaya.server.admin import evaluations
+from papaya.messages.storage import (
+    ManifestRow,
+    TaskRow,
+    Transaction,
+    manifest_key,
+    submission,
+    task_key,
+)
+from papaya.server.admin import bundles, evaluations
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import NewTask, Stored, TaskView
@@ -55,10 +63,18 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
     _check_manifest(new)
     await _require_new(service, config.task)
     await _require_parameters(service, new)
+    name, earlier = "", Transaction()
+    if new.bundle:
+        config, manifest = await bundles.keep(service, config, new.bundle)
+        name = manifest.task
+        earlier = await bundles.end_earlier_run(service, manifest, replace=new.replace)
     optimizer = server_optimizer(config.optimizer)
     state = optimizer.encode_state(optimizer.initial_state(config.model_length))
     key = blob_key(config.task, 0, "optimizer-0", state)
-    change = submission(config, new.parameters, key, service.now())
+    change = submission(config, new.parameters, key, service.now(), name)
+    change = structs.replace(
+        change, require=change.require + earlier.require, put=change.put + earlier.put
+    )
     if new.manifest:
         row = ManifestRow(new.manifest)
         change = structs.replace(change, put=(*change.put, (manifest_key(config.task), row)))

@@ -33,11 +33,30 @@ class Stored(Struct, frozen=True):
 
 
 class NewTask(Struct, frozen=True):
-    """A submission. `manifest`: the model's tensors in the order of the vector."""
+    """A submission. `manifest`: the model's tensors in the order of the vector.
+
+    `bundle`: what the owner has signed; its program was stored before. `replace`: cancel the run
+    of the same name that is not over.
+    """
 
     config: TaskConfig
     parameters: BlobKey
     manifest: Tensors = ()
+    bundle: bytes = b""
+    replace: bool = False
+
+
+class Revision(Struct, frozen=True):
+    """New settings of a running task, and what the owner has signed about them."""
+
+    config: TaskConfig
+    bundle: bytes
+
+
+class SignedBundle(Struct, frozen=True):
+    """The newest bundle of a task; empty if it has none."""
+
+    bundle: bytes
 
 
 class ChangeReason(Struct, frozen=True):
@@ -65,6 +84,8 @@ class TaskView(Struct, frozen=True, kw_only=True):
     """A task in one line. Fields that only the leading coordinator knows are else None."""
 
     task: TaskId
+    name: str = ""
+    """The owner's name for it, if `task` is the id of one run; else empty."""
     state: TaskState
     why: str
     regime: str

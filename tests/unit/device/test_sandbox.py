@@ -208,8 +208,9 @@ def test_a_job_that_takes_too_long_is_ended(bench: Bench) -> None:
 
 def test_a_job_that_uses_too_much_processor_time_is_ended(bench: Bench) -> None:
     assert bench.sandbox._server is not None
+    [file] = bench.sandbox.tasks
     with pytest.raises(JobFailed, match="CPU time limit"):
-        bench.do(bench.sandbox._server.run(bench.job("spin"), cpu_s=1))
+        bench.do(bench.sandbox._server.run(bench.job("spin"), file, cpu_s=1))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,9 @@ class FakeExecutor:
         self.jobs: list[tuple[Job, float]] = []
         self._failure = failure
 
+    def add_bundle(self, run: str, file: TaskFile) -> None:
+        raise NotImplementedError
+
     async def run(self, job: Job, timeout_s: float) -> JobResult:
         self.jobs.append((job, timeout_s))
         if self._failure is not None:

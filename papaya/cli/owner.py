@@ -1,0 +1,149 @@
+"""`papaya owner`: the key with which an owner signs tasks, and what devices pin of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from papaya.bundle.owner import Revocation, SignedStatement, Successor, key_id
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    note,
+    print_data,
+    print_json,
+)
+from papaya.cli.task.signing import default_key, signer
+from papaya.errors import OperatorError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerKeyOptions(FormatOptions):
+    output: Path = field(default_factory=default_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerShowOptions(FormatOptions):
+    key: Path = field(default_factory=default_key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnerSuccessorOptions(FormatOptions):
+    output: Path
+    key: Path = field(default_factory=default_key)
+    recovery: Path | None = None
+    revoke: bool = False
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "owner",
+        description="Create and show the key with which you sign tasks. Devices that have pinned "
+        "its public half train your tasks without any file of yours.",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    key = actions.add_parser(
+        "key",
+        help="create a key",
+        description="Create a key. `papaya task submit` then signs tasks with it. Keep a backup: "
+        "without the key nobody can change or renew its tasks.",
+    )
+    key.add_argument("--output", type=Path, metavar="FILE", help="file for the private key")
+    show = actions.add_parser(
+        "show",
+        help="show what devices pin",
+        description="Show the id and the public key, as devices pin them.",
+    )
+    show.add_argument("--key", type=Path, metavar="FILE", help="file of the private key")
+    successor = actions.add_parser(
+        "successor",
+        help="replace the key by a new one",
+        description="Create a new key and sign that it replaces the old one. Devices learn it with "
+        "the next task or lease that the new key signs.",
+    )
+    successor.add_argument("--key", type=Path, metavar="FILE", help="file of the old private key")
+    successor.add_argument(
+        "--output", type=Path, metavar="FILE", required=True, help="file for the new private key"
+    )
+    successor.add_argument(
+        "--recovery",
+        type=Path,
+        metavar="FILE",
+        help="sign with the recovery key, if the old key is lost or was stolen; devices must have "
+        "pinned its public half",
+    )
+    successor.add_argument(
+        "--revoke", action="store_true", help="also sign that the old key must not be believed"
+    )
+    for action in (key, show, successor):
+        add_format(action)
+    bind(key, OwnerKeyOptions, run_key)
+    bind(show, OwnerShowOptions, run_show)
+    bind(successor, OwnerSuccessorOptions, run_successor)
+
+
+def run_key(options: OwnerKeyOptions) -> int:
+    _create(options.output)
+    note(f"created {options.output}; keep a backup, and let nobody else read it")
+    return _show(options, options.output)
+
+
+def run_show(options: OwnerShowOptions) -> int:
+    return _show(options, options.key)
+
+
+def run_successor(options: OwnerSuccessorOptions) -> int:
+    old = signer(options.key)
+    authority = old if options.recovery is None else signer(options.recovery)
+    new = _create(options.output)
+    public = new.public_key().public_bytes_raw()
+    old_id = key_id(old.key.public_key().public_bytes_raw())
+    statements = [*old.statements, Successor(old_id, key_id(public), public).sign(authority.key)]
+    if options.revoke:
+        statements.append(Revocation(old_id).sign(authority.key))
+    _write_statements(options.output, statements)
+    note(f"created {options.output}, which replaces {options.key}")
+    note(f"to sign with it: papaya task submit FILE --owner {options.output}")
+    return _show(options, options.output)
+
+
+def _show(options: FormatOptions, path: Path) -> int:
+    found = signer(path)
+    public = found.key.public_key().public_bytes_raw().hex()
+    if options.is_json:
+        print_json({"owner": found.owner, "key": public, "file": str(path)})
+        return 0
+    print_data(f"owner {found.owner}\nkey   {public}")
+    note(
+        "\ndevices pin it in the file of `papaya client --owners FILE`:\n\n"
+        f'[owners.me]\nkey = "{public}"\ncollections = ["digits"]\nengines = ["torch"]'
+    )
+    return 0
+
+
+def _create(path: Path) -> Ed25519PrivateKey:
+    key = Ed25519PrivateKey.generate()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(key.private_bytes_raw().hex() + "\n")
+    except FileExistsError as error:
+        raise OperatorError(
+            f"{path} exists already", hint="papaya owner show; or choose another --output FILE"
+        ) from error
+    except OSError as error:
+        raise OperatorError(
+            f"cannot write {path}: {error.strerror}", hint="choose another --output FILE"
+        ) from error
+    return key
+
+
+def _write_statements(path: Path, statements: list[SignedStatement]) -> None:
+    path.with_name(path.name + ".statements").write_bytes(msgspec.json.encode(statements))

@@ -1,0 +1,171 @@
+"""Signs what an owner submits: manifests, leases, and the program that devices run.
+
+The private key never leaves the owner's machine. It is a file of 64 hex digits that only its user
+can read; beside it, FILE.statements has what the owner has signed about earlier keys.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
+
+from papaya.bundle import archive
+from papaya.bundle.head import PROGRAM_FILE, BundleHead
+from papaya.bundle.manifest import (
+    LEASE_S,
+    BlobRef,
+    Lease,
+    Participation,
+    SecureTerms,
+    TaskManifest,
+    run_id,
+)
+from papaya.bundle.owner import OwnerKeys, OwnerPin, SignedStatement, Successor, key_id
+from papaya.config import TaskConfig
+from papaya.credentials.token_files import read as read_secret
+from papaya.errors import ConfigError, OperatorError
+from papaya.learning.definition import ClientSGD
+
+if TYPE_CHECKING:
+    from papaya.learning.task import LoadedTask
+
+_ENGINE_VERSION = "2.0"  # of torch: a program may need a newer one only for its own code
+
+
+class OwnerSigner(NamedTuple):
+    """An owner's key, the id under which devices know the owner, and its statements."""
+
+    key: Ed25519PrivateKey
+    owner: str
+    statements: tuple[SignedStatement, ...]
+
+    def head(self, manifest: TaskManifest, program: str) -> bytes:
+        now = time.time()
+        lease = Lease(manifest.digest, now, now + LEASE_S).sign(self.key)
+        return BundleHead(manifest.sign(self.key), lease, program, self.statements).encode()
+
+
+def default_key() -> Path:
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "papaya" / "owner.key"
+
+
+def statements_beside(path: Path) -> tuple[SignedStatement, ...]:
+    beside = path.with_name(path.name + ".statements")
+    try:
+        return msgspec.json.decode(beside.read_bytes(), type=tuple[SignedStatement, ...])
+    except FileNotFoundError:
+        return ()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise OperatorError(
+            f"cannot read {beside}: {error}", hint="restore it from a backup"
+        ) from error
+
+
+def signer(path: Path) -> OwnerSigner:
+    """The key in this file. OperatorError if it is missing, readable by others, or no key."""
+    text = read_secret(path).reveal()
+    try:
+        key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text))
+    except ValueError as error:
+        raise OperatorError(
+            f"{path} is not the key of an owner", hint="papaya owner key creates one"
+        ) from error
+    statements = statements_beside(path)
+    public = key.public_key().public_bytes_raw()
+    return OwnerSigner(key, _first_owner(public, statements), statements)
+
+
+def _first_owner(public: bytes, statements: Sequence[SignedStatement]) -> str:
+    """The id that devices have pinned: of the first key, followed back from this one."""
+    predecessors = {}
+    for signed in statements:
+        if signed.body.startswith(b'{"new":'):
+            successor = Successor.verify(signed)
+            predecessors[successor.new] = successor.old
+    name = key_id(public)
+    for _ in statements:
+        name = predecessors.get(name, name)
+    return name
+
+
+def program_files(path: Path) -> dict[str, bytes]:
+    """The files of a program: one task file, or a folder with a task.py and what it imports."""
+    if not path.is_dir():
+        return {PROGRAM_FILE: path.read_bytes()}
+    found = {
+        file.relative_to(path).as_posix(): file.read_bytes() for file in sorted(path.rglob("*.py"))
+    }
+    if PROGRAM_FILE not in found:
+        raise OperatorError(
+            f"{path} has no {PROGRAM_FILE}", hint=f"name the file with the task {PROGRAM_FILE}"
+        )
+    return found
+
+
+def first_manifest(
+    owner: str, loaded: LoadedTask, config: TaskConfig, program: bytes
+) -> TaskManifest:
+    """The first revision of a new run; `config.task` is the name of the task."""
+    return TaskManifest(
+        owner=owner,
+        task=config.task,
+        run=int(time.time() * 1000),
+        revision=1,
+        engine="torch",
+        engine_version=_ENGINE_VERSION,
+        program=BlobRef(archive.digest(program), len(program)),
+        frozen=(),
+        layout=loaded.manifest.tensors,
+        client=structs.replace(loaded.task.client, max_examples=config.max_examples),
+        examples=loaded.task.examples,
+        metrics=(),
+        weighting="examples",
+        evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
+        privacy=None,
+        **_limits(config),
+    )
+
+
+def next_manifest(manifest: TaskManifest, config: TaskConfig, client: ClientSGD) -> TaskManifest:
+    """The next revision, with these settings."""
+    return structs.replace(
+        manifest, revision=manifest.revision + 1, client=client, **_limits(config)
+    )
+
+
+def _limits(config: TaskConfig) -> dict[str, Any]:
+    threshold = config.threshold
+    return {
+        "training_timeout_s": float(config.training_timeout_s),
+        "upload_timeout_s": float(config.upload_timeout_s),
+        "secure": None if threshold is None else SecureTerms(config.aggregation_goal, threshold),
+        "clip": None if config.clip is None else float(config.clip),
+        "max_staleness": config.max_staleness,
+        "participation": Participation(
+            float(config.participation_gap_s), config.max_participations, "task"
+        ),
+    }
+
+
+def run_of(manifest: TaskManifest) -> str:
+    return run_id(manifest.owner, manifest.task, manifest.run)
+
+
+def own_manifest(found: OwnerSigner, head: BundleHead) -> TaskManifest:
+    """The manifest, if it was signed by this owner: never continue from what a server made up."""
+    keys = OwnerKeys(OwnerPin(head.manifest.key))
+    manifest = TaskManifest.verify(head.manifest)
+    if keys.owner != key_id(found.key.public_key().public_bytes_raw()):
+        raise ConfigError(
+            f"the newest revision of {manifest.task} was signed by another key, {keys.owner}",
+            hint="use the key that signed it: --owner FILE",
+        )
+    return manifest

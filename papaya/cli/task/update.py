@@ -1,0 +1,138 @@
+"""`papaya task update` and `papaya task renew`: sign the next revision of a run, or a new lease.
+
+Both start from the newest revision at the server and refuse one that this owner has not signed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import LEASE_S, TaskManifest
+from papaya.cli.admin_client import (
+    AdminClient,
+    OneTaskOptions,
+    add_connection,
+    client_for,
+    task_path,
+)
+from papaya.cli.output import Commands, bind, note, print_data, print_json
+from papaya.cli.task.signing import default_key, next_manifest, own_manifest, signer
+from papaya.cli.task.submit import changed
+from papaya.errors import ConfigError, OperatorError
+from papaya.learning.definition import ClientSGD
+from papaya.server.admin.views import Revision, SignedBundle, TaskDetail, TaskView
+
+_CLIENT = "client."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskRenewOptions(OneTaskOptions):
+    owner: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskUpdateOptions(TaskRenewOptions):
+    set: Sequence[str] = ()
+
+
+def add_to(actions: Commands) -> None:
+    update = actions.add_parser(
+        "update",
+        help="change the settings of a running task",
+        description="Sign and publish the next revision of a running task. Devices follow it "
+        "without any action on them.",
+    )
+    renew = actions.add_parser(
+        "renew",
+        help="let devices train a task for another 30 days",
+        description="Sign a new lease: devices may start to train the task for another 30 days.",
+    )
+    for parser in (update, renew):
+        parser.add_argument("task", metavar="TASK", help="name of the task")
+        parser.add_argument(
+            "--owner",
+            type=Path,
+            metavar="FILE",
+            help=f"sign with the key in this file (default: {default_key()})",
+        )
+    update.add_argument(
+        "--set",
+        action="append",
+        metavar="FIELD=VALUE",
+        help="change one setting, such as client.rate=0.05, regime=sync or concurrency=50; may be "
+        "repeated",
+    )
+    for parser in (update, renew):
+        add_connection(parser)
+    bind(update, TaskUpdateOptions, run_update)
+    bind(renew, TaskRenewOptions, run_renew)
+
+
+def run_update(options: TaskUpdateOptions) -> int:
+    if not options.set:
+        raise OperatorError("nothing to change", hint="--set client.rate=0.05")
+    found, client = signer(options.owner or default_key()), client_for(options)
+    head, detail = _newest(client, options.task)
+    manifest = own_manifest(found, head)
+    settings = [setting for setting in options.set if not setting.startswith(_CLIENT)]
+    config = changed(detail.config, None, settings)
+    training = _changed_client(
+        manifest.client, [s.removeprefix(_CLIENT) for s in options.set if s.startswith(_CLIENT)]
+    )
+    for warning in config.warnings():
+        note(f"warning: {warning}")
+    following = next_manifest(manifest, config, training)
+    revision = Revision(config, found.head(following, head.program))
+    view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
+    _print(options, view, following)
+    return 0
+
+
+def run_renew(options: TaskRenewOptions) -> int:
+    found, client = signer(options.owner or default_key()), client_for(options)
+    head, detail = _newest(client, options.task)
+    manifest = own_manifest(found, head)
+    revision = Revision(detail.config, found.head(manifest, head.program))
+    view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
+    note(f"devices may start to train it for {LEASE_S / 86400:.0f} days from now")
+    _print(options, view, manifest)
+    return 0
+
+
+def _newest(client: AdminClient, task: str) -> tuple[BundleHead, TaskDetail]:
+    detail = client.get(task_path(task), TaskDetail)
+    signed = client.get(task_path(detail.task.task, "bundle"), SignedBundle)
+    if not signed.bundle:
+        raise OperatorError(
+            f"task {task} is not signed, so it cannot be changed",
+            hint="create a key (papaya owner key), then submit the task again",
+        )
+    return BundleHead.decode(signed.bundle), detail
+
+
+def _changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
+    document = msgspec.to_builtins(client)
+    for setting in settings:
+        field, equals, text = setting.partition("=")
+        if not equals:
+            raise OperatorError(
+                f"--set client.{setting} has no value", hint="--set client.rate=0.05"
+            )
+        document[field] = msgspec.json.decode(text)
+    try:
+        return msgspec.convert(document, ClientSGD)
+    except msgspec.ValidationError as error:
+        fields = ", ".join(msgspec.to_builtins(client))
+        raise ConfigError(f"--set client: {error}", hint=f"its fields are {fields}") from error
+
+
+def _print(options: OneTaskOptions, view: TaskView, manifest: TaskManifest) -> None:
+    if options.is_json:
+        print_json(view)
+    else:
+        print_data(f"{view.name} is {view.state}: revision {manifest.revision}")

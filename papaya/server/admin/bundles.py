@@ -1,0 +1,137 @@
+"""Bundles at the server: stored, compared with the settings of their task, passed on to devices.
+
+The server does not decide whether an owner is trustworthy: devices do. It refuses a bundle whose
+signature is invalid or that says something else than the submitted settings, so that the owner
+learns it, and not a fleet of devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import structs
+
+from papaya.aggregator.shards import blob_key
+from papaya.bundle import archive
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import Lease, TaskManifest, run_id
+from papaya.config import TaskConfig
+from papaya.errors import MissingBlob, OperatorError
+from papaya.messages import owner
+from papaya.messages.base import TaskId
+from papaya.messages.storage import FenceRow, Transaction, fence_key
+from papaya.server.admin.problems import Conflict, NotFound
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.views import Revision, SignedBundle, Stored, TaskView
+
+
+async def store_program(service: AdminService, task: TaskId, data: bytes) -> Stored:
+    """Store the program of a task that will be submitted or revised."""
+    TaskConfig(task=task, concurrency=1, model_length=1)  # checks the id
+    await asyncio.to_thread(archive.unpack, data)
+    key = blob_key(task, await _fence(service, task), "program-0", data)
+    await service.blobs.put(key, data)
+    return Stored(key)
+
+
+async def _fence(service: AdminService, task: TaskId) -> int:
+    """Blobs are stored under the current fence, whose holder does not sweep them.
+
+    The transaction that names them requires the same fence.
+    """
+    row = (await service.state.read((fence_key(task),))).get(fence_key(task))
+    return row.seq if isinstance(row, FenceRow) else 0
+
+
+async def keep(
+    service: AdminService, config: TaskConfig, data: bytes
+) -> tuple[TaskConfig, TaskManifest]:
+    """Store the head of a bundle. Returns the settings that name it, and its manifest."""
+    head = BundleHead.decode(data)
+    manifest = TaskManifest.verify(head.manifest)
+    Lease.verify(head.lease).check(manifest, service.now())
+    _check_agreement(manifest, config)
+    if not head.program.startswith(f"{config.task}/"):
+        raise OperatorError("the program is that of another task", hint="submit the task again")
+    try:
+        manifest.program.check(await service.blobs.get(head.program), "program")
+    except MissingBlob as error:
+        raise NotFound(str(error), hint="submit the task again") from error
+    seq = await _fence(service, config.task)
+    key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
+    await service.blobs.put(key, data)
+    needs = structs.replace(
+        config.requirements, module=None, owner=manifest.owner, bundle=key, program=head.program
+    )
+    return structs.replace(config, requirements=needs), manifest
+
+
+async def end_earlier_run(
+    service: AdminService, manifest: TaskManifest, *, replace: bool
+) -> Transaction:
+    """What a new run changes about the one before it."""
+    earlier = await service.newest_run(manifest.task, manifest.owner)
+    if earlier is None or earlier.is_over:
+        return Transaction()
+    if not replace:
+        raise Conflict(
+            f"a run of {manifest.task} is {earlier.state}",
+            hint="end it and start the new one: papaya task submit FILE --replace",
+        )
+    return owner.change_state(earlier, "cancelled", service.now(), "replaced by a new run")
+
+
+async def newest(service: AdminService, task: TaskId) -> SignedBundle:
+    key = (await service.rows(task)).row.config.requirements.bundle
+    return SignedBundle(b"" if key is None else await service.blobs.get(key))
+
+
+async def revise(service: AdminService, task: TaskId, revision: Revision) -> TaskView:
+    """Replace the settings of a running task by the next revision, or renew its lease."""
+    found = await service.rows(task)
+    config = structs.replace(revision.config, task=found.task)
+    config, manifest = await keep(service, config, revision.bundle)
+    before = found.row.config.requirements
+    if before.bundle is None or before.owner != manifest.owner:
+        raise Conflict(f"task {task} was not signed by this owner", hint="papaya owner show")
+    earlier = TaskManifest.verify(
+        BundleHead.decode(await service.blobs.get(before.bundle)).manifest
+    )
+    is_renewal = manifest == earlier
+    if not is_renewal and manifest.revision != earlier.revision + 1:
+        raise Conflict(
+            f"revision {manifest.revision} does not follow revision {earlier.revision} of {task}",
+            hint="run the command again: it starts from the newest revision",
+        )
+    try:
+        change = owner.revise(found, config, moves=not is_renewal)
+    except OperatorError as error:
+        raise Conflict(str(error), hint=error.hint) from error
+    await service.write(change)
+    return (await service.task(found.task)).task
+
+
+def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:
+    """A device follows the manifest, the server the settings: both must say the same."""
+    secure, participation = manifest.secure, manifest.participation
+    pairs = {
+        "task": (run_id(manifest.owner, manifest.task, manifest.run), config.task),
+        "engine": (manifest.engine, config.requirements.engine),
+        "model_length": (manifest.model_length, config.model_length),
+        "max_examples": (manifest.client.max_examples, config.max_examples),
+        "clip": (manifest.clip, config.clip),
+        "max_staleness": (manifest.max_staleness, config.max_staleness),
+        "training_timeout_s": (manifest.training_timeout_s, config.training_timeout_s),
+        "upload_timeout_s": (manifest.upload_timeout_s, config.upload_timeout_s),
+        "participation_gap_s": (participation.gap_s, config.participation_gap_s),
+        "max_participations": (participation.max_count, config.max_participations),
+        "threshold": (None if secure is None else secure.threshold, config.threshold),
+    }
+    if secure is not None:
+        pairs["aggregation_goal"] = (secure.aggregation_goal, config.aggregation_goal)
+    for field, (signed, submitted) in pairs.items():
+        if signed != submitted:
+            raise OperatorError(
+                f"the signed manifest says {field} = {signed!r}, the settings {submitted!r}",
+                hint="submit the task again from its file",
+            )
