@@ -136,6 +136,12 @@ def revise(rows: TaskRows, config: TaskConfig, *, moves: bool) -> Transaction:
             f"a revision cannot change {', '.join(changed)}",
             hint="start a new run with it: papaya task submit FILE --replace",
         )
+    if old.public_parameters != config.public_parameters:
+        raise OperatorError(
+            "a revision cannot change what clients of a secure task have agreed to: "
+            "aggregation goal, threshold, max_staleness",
+            hint="start a new run with it: papaya task submit FILE --replace",
+        )
     # Convert it as a read would: an int in a float field comes back from the store as a float.
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     return Transaction(

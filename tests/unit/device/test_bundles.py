@@ -1,0 +1,355 @@
+"""Bundles on a device: what is accepted, what is refused, what survives a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
+
+from papaya.bundle import archive
+from papaya.bundle.errors import BundleError
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import DAY_S, LEASE_S, BlobRef, Participation, TaskManifest, run_id
+from papaya.bundle.owner import SignedStatement, Successor, key_id
+from papaya.device.bundles import Bundle, BundleStore, VisitBundles
+from papaya.device.owners import OwnerPolicy, parse_owners
+from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.messages.base import BlobKey
+from papaya.messages.participation import Joined
+from tests.unit.bundle.builders import (
+    ARCHIVE,
+    KEY,
+    NEXT,
+    NOW,
+    PIN,
+    RECOVERY,
+    STRANGER,
+    a_lease,
+    a_manifest,
+    public,
+)
+
+POLICY = OwnerPolicy(
+    key=public(KEY).hex(),
+    recovery=public(RECOVERY).hex(),
+    collections=("digits",),
+    engines=("torch",),
+)
+
+
+def run_of(manifest: TaskManifest) -> str:
+    return run_id(manifest.owner, manifest.task, manifest.run)
+
+
+def a_head(
+    manifest: TaskManifest,
+    key: Ed25519PrivateKey = KEY,
+    statements: tuple[SignedStatement, ...] = (),
+    issued: float = NOW,
+) -> bytes:
+    lease = a_lease(manifest, key, issued)
+    program = f"{run_of(manifest)}/0/program-0-{manifest.program.sha256[:32]}"
+    return BundleHead(manifest.sign(key), lease, program, statements).encode()
+
+
+class Server:
+    """Passes bundles on. `blobs` are what it answers, by key."""
+
+    def __init__(self) -> None:
+        self.blobs: dict[BlobKey, bytes] = {}
+        self.asked: list[BlobKey] = []
+
+    def offer(
+        self, manifest: TaskManifest, head: bytes | None = None, program: bytes = ARCHIVE
+    ) -> BlobKey:
+        data = a_head(manifest) if head is None else head
+        key = f"{run_of(manifest)}/0/bundle-{manifest.revision}-{archive.digest(data)[:32]}"
+        self.blobs[key] = data
+        self.blobs[f"{run_of(manifest)}/0/program-0-{manifest.program.sha256[:32]}"] = program
+        return key
+
+    async def download(self, key: BlobKey, limit: int) -> bytes:
+        self.asked.append(key)
+        if key not in self.blobs:
+            raise ProtocolError(f"no such blob: {key}")
+        assert len(self.blobs[key]) <= limit or "program" in key
+        return self.blobs[key]
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+Open = Callable[..., BundleStore]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Open:
+    def open_store(*policies: OwnerPolicy, **settings: Any) -> BundleStore:
+        chosen = {policy.pin.owner: policy for policy in policies or (POLICY,)}
+        store = BundleStore(tmp_path / "bundles", chosen, **settings)
+        request.addfinalizer(store.close)
+        return store
+
+    return open_store
+
+
+def fetch(store: BundleStore, server: Server, key: BlobKey, now: float = NOW) -> Bundle:
+    return asyncio.run(store.fetch(key, server.download, now))
+
+
+def refusal(store: BundleStore, server: Server, key: BlobKey, now: float = NOW) -> BundleError:
+    with pytest.raises(BundleError) as raised:
+        fetch(store, server, key, now)
+    return raised.value
+
+
+def test_a_bundle_is_fetched_verified_and_unpacked(opened: Open, server: Server) -> None:
+    store, manifest = opened(), a_manifest()
+    key = server.offer(manifest)
+    assert store.lacks(key, NOW)
+    bundle = fetch(store, server, key)
+    assert not store.lacks(key, NOW)
+    assert bundle.manifest == manifest
+    assert (bundle.program / "task.py").read_bytes() == b"task = 1\n"
+    assert (bundle.program / "tools" / "words.py").read_bytes() == b"words = ()\n"
+    assert store.of_run(run_of(manifest)) == bundle
+
+
+def test_the_program_is_downloaded_once(opened: Open, server: Server) -> None:
+    """A second revision with the same program, or a second visit, downloads the head only."""
+    store = opened()
+    fetch(store, server, server.offer(a_manifest()))
+    server.asked.clear()
+    second = server.offer(a_manifest(revision=4))
+    fetch(store, server, second)
+    assert server.asked == [second]
+    server.asked.clear()
+    fetch(store, server, second)
+    assert server.asked == []
+
+
+def test_a_lease_that_is_over_makes_the_device_ask_again(opened: Open, server: Server) -> None:
+    store, manifest = opened(), a_manifest()
+    key = server.offer(manifest)
+    fetch(store, server, key)
+    late = NOW + LEASE_S
+    assert store.lacks(key, late)
+    assert refusal(store, server, key, late).reason == "expired"
+    renewed = server.offer(manifest, a_head(manifest, issued=late))
+    assert fetch(store, server, renewed, late).manifest == manifest
+
+
+@pytest.mark.parametrize(
+    ("manifest", "reason", "words"),
+    [
+        (a_manifest(engine="executorch"), "not_allowed", "engine executorch"),
+        (
+            structs.replace(
+                a_manifest(), examples=structs.replace(a_manifest().examples, collection="mail")
+            ),
+            "not_allowed",
+            "collection 'mail'",
+        ),
+        (a_manifest(training_timeout_s=601.0), "not_allowed", "601 s of training"),
+        (
+            a_manifest(client=structs.replace(a_manifest().client, max_examples=1501)),
+            "not_allowed",
+            "1501 examples",
+        ),
+        (a_manifest(program=BlobRef("0" * 64, 5)), "wrong_bytes", "not the bytes"),
+        (a_manifest(program=BlobRef("0" * 64, 1 << 30)), "not_allowed", "bytes of program"),
+        (a_manifest(run=int((NOW + 2 * DAY_S) * 1000)), "too_far_ahead", "in the future"),
+    ],
+)
+def test_a_bundle_that_must_not_be_used_is_refused(
+    opened: Open, server: Server, manifest: TaskManifest, reason: str, words: str
+) -> None:
+    store = opened()
+    key = server.offer(manifest)
+    error = refusal(store, server, key)
+    assert (error.reason, words in str(error)) == (reason, True)
+    assert store.lacks(key, NOW)
+    assert store.of_run(run_of(manifest)) is None
+
+
+def test_a_bundle_of_a_stranger_is_refused(opened: Open, server: Server) -> None:
+    manifest = a_manifest()
+    key = server.offer(manifest, a_head(manifest, STRANGER))
+    error = refusal(opened(), server, key)
+    assert error.reason == "unknown_owner"
+    assert "--owners" in error.hint
+
+
+def test_a_bundle_of_another_run_does_not_fit(opened: Open, server: Server) -> None:
+    """A server cannot offer one task of an owner and deliver another."""
+    manifest, other = a_manifest(), a_manifest(task="mail")
+    key = server.offer(manifest, a_head(other))
+    assert refusal(opened(), server, key).reason == "rolled_back"
+
+
+def test_an_older_revision_is_refused_also_after_a_restart(opened: Open, server: Server) -> None:
+    store = opened()
+    old = server.offer(a_manifest(revision=3))
+    fetch(store, server, server.offer(a_manifest(revision=4)))
+    assert refusal(store, server, old).reason == "rolled_back"
+    store.close()
+    assert refusal(opened(), server, old).reason == "rolled_back"
+
+
+def test_a_policy_that_refuses_leaves_no_mark(opened: Open, server: Server) -> None:
+    """What a device does not accept must not keep it from what it would accept."""
+    store = opened()
+    refused = server.offer(a_manifest(revision=900, training_timeout_s=601.0))
+    assert refusal(store, server, refused).reason == "not_allowed"
+    assert fetch(store, server, server.offer(a_manifest())).manifest.revision == 3
+
+
+def test_a_successor_is_remembered_and_the_recovery_key_resets_marks(
+    opened: Open, server: Server
+) -> None:
+    owner, new = PIN.owner, public(NEXT)
+    succession = Successor(owner, key_id(new), new)
+    store = opened()
+    latest = a_manifest(revision=4)
+    fetch(store, server, server.offer(latest, a_head(latest, NEXT, (succession.sign(KEY),))))
+    earlier = a_manifest(revision=3)
+    # The old key no longer speaks for its owner, also for a device that restarts.
+    store.close()
+    store = opened()
+    assert refusal(store, server, server.offer(latest)).reason == "unknown_owner"
+    recovered = a_head(earlier, NEXT, (succession.sign(RECOVERY),))
+    assert fetch(store, server, server.offer(earlier, recovered)).manifest == earlier
+
+
+def test_refused_bundles_are_remembered(opened: Open) -> None:
+    store = opened()
+    assert store.refused() == ()
+    for number in range(300):
+        store.refuse(f"digits@{number:08x}", "engine", NOW + number)
+    assert len(store.refused()) == 32
+    assert store.refused()[0] == f"digits@{299:08x}", "the newest first"
+    store.close()
+    assert len(opened().refused()) == 32
+
+
+def test_a_broken_download_leaves_nothing_behind(opened: Open, server: Server) -> None:
+    store, manifest = opened(), a_manifest()
+    key = server.offer(manifest)
+    program = next(key for key in server.blobs if "program" in key)
+    kept = server.blobs.pop(program)
+    with pytest.raises(ProtocolError, match="no such blob"):
+        fetch(store, server, key)
+    assert store.lacks(key, NOW)
+    server.blobs[program] = kept
+    assert fetch(store, server, key).manifest == manifest
+
+
+def test_a_program_that_is_no_archive_is_refused(opened: Open, server: Server) -> None:
+    data = b"PK\x03\x04 not an archive"
+    manifest = a_manifest(program=BlobRef(archive.digest(data), len(data)))
+    key = server.offer(manifest, program=data)
+    assert refusal(opened(), server, key).reason == "encoding"
+
+
+def test_the_cache_is_bounded(opened: Open, server: Server, tmp_path: Path) -> None:
+    store = opened(max_bytes=3_000)
+    for number in range(8):
+        data = archive.pack({"task.py": bytes([65 + number]) * 900})
+        reference = BlobRef(archive.digest(data), len(data))
+        store.keep_blob(reference, data, "program")
+    kept = list((tmp_path / "bundles" / "blobs").iterdir())
+    assert sum(path.stat().st_size for path in kept) <= 3_000
+    assert kept
+
+
+def test_a_disk_that_cannot_be_written_is_the_operators_business(tmp_path: Path) -> None:
+    (tmp_path / "bundles").write_text("a file")
+    with pytest.raises(OperatorError, match="cannot keep bundles in"):
+        BundleStore(tmp_path / "bundles", {})
+
+
+# -- participations ----------------------------------------------------------------------------
+
+
+def joined(manifest: TaskManifest, *, evaluates: bool = False, **changes: Any) -> Joined:
+    run = run_of(manifest)
+    values: dict[str, Any] = {
+        "ticket": b"",
+        "task": f"{run}-eval-1" if evaluates else run,
+        "session": "s",
+        "version": 1,
+        "parameters": f"{run}/1/version-1-{'0' * 32}",
+        "model_length": 9,
+        "update_length": 9,
+        "training_timeout_s": 1.0,
+        "heartbeat_s": 1.0,
+        "participation_gap_s": 0.0,
+        "max_participations": None,
+        "evaluates": evaluates,
+        "secure": False,
+    }
+    return Joined(**(values | changes))
+
+
+def test_the_signed_limits_count_whatever_a_server_says(opened: Open, server: Server) -> None:
+    manifest = a_manifest(participation=Participation(60.0, 5, "task"))
+    store = opened()
+    fetch(store, server, server.offer(manifest))
+    found = VisitBundles(store, lambda: NOW).counted(joined(manifest))
+    assert found == (f"{PIN.owner}/digits", 60.0, 5)
+
+
+def test_the_device_may_be_stricter_than_the_owner(opened: Open, server: Server) -> None:
+    manifest = a_manifest(participation=Participation(60.0, None, "run"))
+    policy = structs.replace(POLICY, max_participations=2, min_gap_s=3600.0)
+    store = opened(policy)
+    fetch(store, server, server.offer(manifest))
+    found = VisitBundles(store, lambda: NOW).counted(joined(manifest))
+    assert found == (run_of(manifest), 3600.0, 2)
+
+
+def test_evaluations_count_together_across_runs(opened: Open, server: Server) -> None:
+    store, manifest = opened(), a_manifest()
+    fetch(store, server, server.offer(manifest))
+    name, _, _ = VisitBundles(store, lambda: NOW).counted(joined(manifest, evaluates=True))
+    assert name == f"{PIN.owner}/digits/evaluate"
+
+
+def test_a_task_without_a_bundle_counts_as_before(opened: Open) -> None:
+    found = VisitBundles(opened(), lambda: NOW).counted(joined(a_manifest(), participation_gap_s=7))
+    assert found == (run_of(a_manifest()), 7.0, None)
+
+
+# -- the file of the device's policy -----------------------------------------------------------
+
+
+def test_owners_are_read_from_a_file() -> None:
+    text = f'[owners.acme]\nkey = "{public(KEY).hex()}"\ncollections = ["digits"]\n'
+    [(owner, policy)] = parse_owners(text.encode(), "owners.toml").items()
+    assert owner == PIN.owner
+    assert policy.engines == ("executorch",), "code of others runs only where a person said so"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[owners.a]\n", "key"),
+        ('[owners.a]\nkey = "zz"\n', "key"),
+        (f'[owners.a]\nkey = "{"0" * 64}"\nmax_examples = 0\n', "max_examples"),
+        (f'[owners.a]\nkey = "{"0" * 64}"\nengine = "torch"\n', "engine"),
+        (f'[owners.a]\nkey = "{"0" * 64}"\n[owners.b]\nkey = "{"0" * 64}"\n', "one key twice"),
+        ("".join(f'[owners.o{n}]\nkey = "{n:064x}"\n' for n in range(33)), "more than 32"),
+        ("owners = 1", "owners"),
+    ],
+)
+def test_an_invalid_list_of_owners_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as raised:
+        parse_owners(text.encode(), "owners.toml")
+    assert raised.value.hint
