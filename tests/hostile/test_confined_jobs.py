@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from papaya.device import confinement
-from papaya.device.executor import Job, JobFailed
+from papaya.device.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
 from papaya.device.sandbox import Sandbox
+from papaya.errors import OperatorError
 from papaya.learning.parameters import encode
+from tests.unit.bundle.builders import a_manifest
 
 pytestmark = pytest.mark.skipif(
     confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
@@ -92,7 +95,7 @@ class Attacker:
     def train(self, *examples: str) -> bytes:
         parameters = encode(np.zeros(2, np.float32), {})
         job = Job("train", str(self.file), parameters, tuple(e.encode() for e in examples))
-        return self._runner.run(self.sandbox.run(job, 60.0)).update
+        return self._runner.run(self.sandbox.run(job, 300.0)).update
 
     def result(self, expression: str) -> str:
         with pytest.raises(JobFailed) as raised:
@@ -224,3 +227,84 @@ def test_a_job_finds_nothing_of_earlier_jobs_in_its_memory(tmp_path: Path) -> No
         assert "result: 0" in free.result(f"own_memory({marker[::-1]!r})")
         assert "result: 0" not in free.result(f"(own_memory({marker[::-1]!r}), {marker!r})")
         free.close()
+
+
+# -- bundles ------------------------------------------------------------------------------------
+
+
+def bundle_at(folder: Path, source: str) -> tuple[str, TaskFile]:
+    """The program of a bundle as a device has unpacked it, and its run."""
+    folder.mkdir()
+    (folder / "task.py").write_text(source)
+    (folder / "helper.py").write_text("answer = 42\n")
+    manifest = a_manifest(layout=(("value", (2,)),), clip=None)
+    path, encoded = str(folder / "task.py"), manifest.encode()
+    terms, examples = TaskTerms.signed(manifest), manifest.examples
+    return folder.name, TaskFile(path, manifest.task, "", terms, examples, encoded)
+
+
+def trained(sandbox: Sandbox, run: str, *examples: bytes) -> JobResult:
+    async def train() -> JobResult:
+        await sandbox.start()
+        try:
+            parameters = encode(np.zeros(2, np.float32), {})
+            return await sandbox.run(Job("train", run, parameters, examples), 300.0)
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(train())
+
+
+def test_the_code_of_a_bundle_is_first_read_in_the_confined_job(tmp_path: Path) -> None:
+    """The attack is at the top level, which runs when the file is loaded."""
+    attempt = (
+        "try:\n    import socket\n    socket.socket()\n    at_import = 'open'\n"
+        "except OSError:\n    at_import = 'refused'\n"
+        "from helper import answer\n"
+    )
+    run, file = bundle_at(tmp_path / "run", attempt + SOURCE)
+    sandbox = Sandbox([])
+    sandbox.add_bundle(run, file)
+    with pytest.raises(JobFailed, match=re.escape("result: ('refused', 42)")):
+        trained(sandbox, run, b"(at_import, answer)")
+
+
+def test_the_manifest_replaces_the_settings_in_the_file(tmp_path: Path) -> None:
+    """A new rate reaches devices as a new manifest, with the same program."""
+    run, file = bundle_at(tmp_path / "run", SOURCE)
+    sandbox = Sandbox([])
+    sandbox.add_bundle(run, file)
+    # The file says rate=1.0, the manifest 0.1.
+    assert trained(sandbox, run, b"train").update == np.array([-0.1, -0.1], np.float32).tobytes()
+
+
+def test_the_program_of_one_owner_cannot_read_that_of_another(tmp_path: Path) -> None:
+    one, file = bundle_at(tmp_path / "one", SOURCE)
+    _, other = bundle_at(tmp_path / "other", SOURCE)
+    sandbox = Sandbox([])
+    sandbox.add_bundle(one, file)
+    with pytest.raises(JobFailed, match="Permission denied"):
+        trained(sandbox, one, f"open({other.path!r}).read()".encode())
+
+
+def test_a_program_with_another_model_than_the_signed_one_is_refused(tmp_path: Path) -> None:
+    run, file = bundle_at(tmp_path / "run", SOURCE.replace("torch.zeros(2)", "torch.zeros(3)"))
+    sandbox = Sandbox([])
+    sandbox.add_bundle(run, file)
+    with pytest.raises(JobFailed, match="another model than the manifest says"):
+        trained(sandbox, run, b"train")
+
+
+def test_code_of_a_bundle_never_runs_unconfined(tmp_path: Path) -> None:
+    run, file = bundle_at(tmp_path / "run", SOURCE)
+    sandbox = Sandbox([], confined=False)
+
+    async def start() -> None:
+        await sandbox.start()
+        try:
+            with pytest.raises(OperatorError, match="does not run the code of bundles"):
+                sandbox.add_bundle(run, file)
+        finally:
+            await sandbox.close()
+
+    asyncio.run(start())

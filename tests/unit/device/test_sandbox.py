@@ -112,10 +112,10 @@ class Bench:
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)
 
-    def run(self, *examples: str, timeout_s: float = 60.0) -> JobResult:
+    def run(self, *examples: str, timeout_s: float = 300.0) -> JobResult:
         return self.do(self.sandbox.run(self.job(*examples), timeout_s))
 
-    def failure(self, *examples: str, timeout_s: float = 60.0) -> JobFailed:
+    def failure(self, *examples: str, timeout_s: float = 300.0) -> JobFailed:
         with pytest.raises(JobFailed) as raised:
             self.run(*examples, timeout_s=timeout_s)
         return raised.value
@@ -241,7 +241,7 @@ class Held:
 
     def wait(self) -> bytes:
         """What the job wrote, once it did; nothing, once all of its processes are gone."""
-        assert select.select([self._end], [], [], 60)[0], "nothing happened for a minute"
+        assert select.select([self._end], [], [], 300)[0], "nothing happened for minutes"
         return os.read(self._end, 1)
 
     async def until_running(self, processes: int = 2) -> None:
@@ -257,7 +257,7 @@ def test_a_cancelled_job_is_ended_with_all_that_it_started(bench: Bench, tmp_pat
     held = Held(tmp_path)
 
     async def cancelled() -> None:
-        running = asyncio.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), 60.0))
+        running = asyncio.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), 300.0))
         await held.until_running()
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -273,7 +273,7 @@ def test_waiting_for_a_free_place_counts_towards_the_timeout(bench: Bench, tmp_p
     async def crowded() -> None:
         async with asyncio.TaskGroup() as group:
             running = [
-                group.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), 60.0))
+                group.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), 300.0))
                 for held in both
             ]
             for held in both:
@@ -295,7 +295,7 @@ def test_a_fork_server_that_dies_takes_its_jobs_along_and_is_started_again(tmp_p
         runner.run(bench.sandbox.start())
 
         async def killed() -> None:
-            running = asyncio.create_task(bench.sandbox.run(bench.job(f"hang {held.path}"), 60.0))
+            running = asyncio.create_task(bench.sandbox.run(bench.job(f"hang {held.path}"), 300.0))
             await held.until_running(processes=1)
             os.kill(bench.server_pid, signal.SIGKILL)
             with pytest.raises(JobFailed, match="was killed by SIGKILL") as raised:
@@ -357,7 +357,9 @@ def test_a_closed_sandbox_ends_its_jobs(tmp_path: Path) -> None:
         bench = Bench(runner, tmp_path)
 
         async def closed() -> None:
-            running = asyncio.create_task(bench.sandbox.run(bench.job(f"family {held.path}"), 60.0))
+            running = asyncio.create_task(
+                bench.sandbox.run(bench.job(f"family {held.path}"), 300.0)
+            )
             await held.until_running()
             await bench.sandbox.close()
             with pytest.raises(JobFailed, match="the training process ended"):

@@ -1,56 +1,35 @@
-"""Which devices fit which task: every requirement counts, and only requirements count."""
+"""Which devices fit a task that its owner has signed."""
 
 from __future__ import annotations
 
 import pytest
 
 from papaya.config import Requirements
-from papaya.messages.selection import Capabilities, DeviceClass
+from papaya.messages.selection import Capabilities, DeviceClass, refused
 
-PHONE = Capabilities(engine="torch", modules=("ab12", "cd34"), memory_mb=512, labels=("eu", "beta"))
+OWNER, BUNDLE = "a" * 32, f"digits-0123456789ab/0/bundle-1-{'c' * 32}"
+SIGNED = Requirements(engine="torch", owner=OWNER, bundle=BUNDLE)
 
 
 @pytest.mark.parametrize(
-    ("requirements", "fits"),
+    ("device", "fits"),
     [
-        (Requirements(), True),
-        (Requirements(engine="torch"), True),
-        (Requirements(engine="executorch"), False),
-        (Requirements(module="cd34"), True),
-        (Requirements(module="ef56"), False),
-        (Requirements(module="ab"), False),
-        (Requirements(min_memory_mb=512), True),
-        (Requirements(min_memory_mb=513), False),
-        (Requirements(labels=("beta",)), True),
-        (Requirements(labels=("beta", "eu")), True),
-        (Requirements(labels=("beta", "us")), False),
-        (Requirements("torch", "ab12", 512, ("eu",)), True),
-        (Requirements("torch", "ab12", 512, ("us",)), False),
+        (DeviceClass(Capabilities(owners=(OWNER,))), True),
+        (DeviceClass(Capabilities(owners=("b" * 32, OWNER))), True),
+        (DeviceClass(Capabilities()), False),
+        (DeviceClass(Capabilities(modules=("sha256:ab",))), False),
+        (DeviceClass(Capabilities(engine="other", owners=(OWNER,))), False),
+        (DeviceClass(Capabilities(owners=(OWNER,)), ("digits",)), False),
+        (DeviceClass(Capabilities(owners=(OWNER,)), (refused("digits", BUNDLE),)), False),
+        (DeviceClass(Capabilities(owners=(OWNER,)), (refused("digits", BUNDLE[:-1] + "d"),)), True),
     ],
 )
-def test_a_device_fits_when_it_meets_every_requirement(
-    requirements: Requirements, fits: bool
+def test_a_signed_task_is_for_devices_that_have_pinned_its_owner(
+    device: DeviceClass, fits: bool
 ) -> None:
-    assert DeviceClass(PHONE).fits("next-word", requirements) is fits
+    """A refused bundle is excluded until it changes."""
+    assert device.fits("digits", SIGNED) is fits
 
 
-def test_a_bare_device_fits_only_what_asks_for_nothing() -> None:
-    bare = DeviceClass(Capabilities())
-    assert bare.fits("next-word", Requirements())
-    assert not bare.fits("next-word", Requirements(min_memory_mb=1))
-    assert not bare.fits("next-word", Requirements(labels=("eu",)))
-    assert not bare.fits("next-word", Requirements(module="ab12"))
-
-
-def test_a_task_that_the_history_rules_out_does_not_fit() -> None:
-    device = DeviceClass(PHONE, excluded=("next-word", "emoji"))
-    assert not device.fits("next-word", Requirements())
-    assert not device.fits("emoji", Requirements())
-    assert device.fits("next-word-2", Requirements())
-
-
-def test_equal_devices_are_counted_together() -> None:
-    same = Capabilities("torch", ("ab12", "cd34"), 512, ("eu", "beta"))
-    counts = {DeviceClass(PHONE): 2}
-    assert counts[DeviceClass(same)] == 2
-    assert DeviceClass(same, excluded=("emoji",)) not in counts
+def test_the_name_of_a_refused_bundle_fits_into_a_check_in() -> None:
+    assert len(refused("d" * 53, BUNDLE)) <= 64

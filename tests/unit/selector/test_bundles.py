@@ -1,0 +1,39 @@
+"""Signed tasks at a selector: it tells devices where the bundle is, and keeps classes few."""
+
+from __future__ import annotations
+
+from papaya.machine import Reply
+from papaya.messages.base import PROTOCOL_VERSION
+from papaya.messages.selection import Accepted, Capabilities, CheckIn, DeviceClass, refused
+from tests.unit.selector.builders import BOOT, TASK, a_selector, advertised, assign, orders
+
+OWNER, OTHER = "a" * 32, "b" * 32
+BUNDLE = f"{TASK}/0/bundle-1-{'c' * 32}"
+CLASS = DeviceClass(Capabilities("", owners=(OWNER,)))
+
+
+def test_an_accepted_device_learns_where_the_bundle_is() -> None:
+    selector = a_selector()
+    selector.wake(BOOT)
+    offer = advertised(owner=OWNER, bundle=BUNDLE)
+    selector.receive(BOOT, orders(0, advertised=(offer,)))
+    owners = (OTHER, OWNER)  # of which no advertised task needs the first
+    check_in = CheckIn(PROTOCOL_VERSION, Capabilities("", owners=owners), ("x", "y@00000000"))
+    selector.receive(BOOT, check_in, "phone")
+    found = selector.receive(
+        BOOT, orders(1, advertised=(offer,), assignments=(assign("s1", to=CLASS),))
+    )
+    [answer] = [effect.message for effect in found if isinstance(effect, Reply)]
+    assert isinstance(answer, Accepted)
+    assert answer.bundle == BUNDLE
+
+
+def test_a_device_that_refused_the_bundle_is_of_another_class() -> None:
+    selector = a_selector()
+    selector.wake(BOOT)
+    selector.receive(BOOT, orders(0, advertised=(advertised(owner=OWNER, bundle=BUNDLE),)))
+    capabilities = Capabilities("", owners=(OWNER,))
+    check_in = CheckIn(PROTOCOL_VERSION, capabilities, (refused(TASK, BUNDLE),))
+    [rejection] = selector.receive(BOOT, check_in, "phone")
+    assert isinstance(rejection, Reply)
+    assert type(rejection.message).__name__ == "Rejected"

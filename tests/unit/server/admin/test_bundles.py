@@ -1,0 +1,227 @@
+"""Bundles at the server: compared with their settings, replaced by newer ones, never run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import structs
+
+from papaya.bundle.errors import BundleError
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import Participation, TaskManifest, run_id
+from papaya.config import AsyncFL, Requirements, SyncFL, TaskConfig
+from papaya.errors import OperatorError
+from papaya.messages.storage import FenceRow, Transaction, fence_key
+from papaya.server.admin import bundles, submissions
+from papaya.server.admin.problems import Conflict, NotFound
+from papaya.server.admin.views import NewTask, Revision, TaskView
+from tests.unit.bundle.builders import ARCHIVE, KEY, NOW, STRANGER, a_lease, a_manifest
+from tests.unit.server.admin.builders import System, a_system, encoded
+
+LAYOUT = (("embed.weight", (2, 2)), ("out.bias", (2,)))
+
+
+def signed_manifest(**changes: Any) -> TaskManifest:
+    values = {"layout": LAYOUT, "participation": Participation(3600.0, None, "task"), "clip": None}
+    return a_manifest(**(values | changes))
+
+
+def settings(manifest: TaskManifest, **changes: Any) -> TaskConfig:
+    values: dict[str, Any] = {
+        "task": run_id(manifest.owner, manifest.task, manifest.run),
+        "concurrency": 20,
+        "model_length": 6,
+        "regime": AsyncFL(aggregation_goal=4, max_staleness=manifest.max_staleness),
+        "requirements": Requirements(engine="torch"),
+    }
+    return TaskConfig(**(values | changes))
+
+
+def run(folder: Path, test: Callable[[System], Awaitable[None]]) -> None:
+    async def inside() -> None:
+        async with a_system(folder) as system:
+            system.time = NOW
+            await test(system)
+
+    asyncio.run(inside())
+
+
+async def head_of(
+    system: System, manifest: TaskManifest, key: Ed25519PrivateKey = KEY, issued: float = NOW
+) -> bytes:
+    task = run_id(manifest.owner, manifest.task, manifest.run)
+    stored = await bundles.store_program(system.service, task, ARCHIVE)
+    lease = a_lease(manifest, key, issued)
+    return BundleHead(manifest.sign(key), lease, stored.parameters).encode()
+
+
+async def submit(
+    system: System, manifest: TaskManifest, *, replace: bool = False, **changes: Any
+) -> TaskView:
+    config = settings(manifest, **changes)
+    stored = await submissions.store_parameters(system.service, config.task, 6, encoded(config))
+    head = await head_of(system, manifest)
+    new = NewTask(config, stored.parameters, LAYOUT, head, replace)
+    return await submissions.submit(system.service, new)
+
+
+def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        manifest = signed_manifest()
+        view = await submit(system, manifest)
+        assert (view.name, view.state) == ("digits", "running")
+        needs = (await system.service.task("digits")).config.requirements
+        assert (needs.owner, needs.module) == (manifest.owner, None)
+        assert needs.bundle is not None
+        assert needs.program is not None
+        assert system.blobs.get(needs.program) == ARCHIVE
+        head = BundleHead.decode(system.blobs.get(needs.bundle))
+        assert TaskManifest.verify(head.manifest) == manifest
+        assert (await bundles.newest(system.service, "digits")).bundle == head.encode()
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"training_timeout_s": 9.0}, "training_timeout_s"),
+        ({"upload_timeout_s": 9.0}, "upload_timeout_s"),
+        ({"participation_gap_s": 0.0}, "participation_gap_s"),
+        ({"max_participations": 3}, "max_participations"),
+        ({"max_examples": 3}, "max_examples"),
+        ({"clip": 3.0}, "clip"),
+        ({"regime": AsyncFL(4, max_staleness=49)}, "max_staleness"),
+        ({"requirements": Requirements(engine="other")}, "engine"),
+    ],
+)
+def test_settings_that_differ_from_the_signature_are_refused(
+    tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
+    async def test(system: System) -> None:
+        with pytest.raises(OperatorError, match=f"the signed manifest says {field}"):
+            await submit(system, signed_manifest(), **change)
+        assert await system.service.tasks() == ()
+
+    run(tmp_path, test)
+
+
+def test_a_forged_or_expired_bundle_is_refused(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        manifest = signed_manifest()
+        config = settings(manifest)
+        genuine = BundleHead.decode(await head_of(system, manifest))
+        forged = structs.replace(
+            genuine,
+            manifest=structs.replace(manifest.sign(STRANGER), key=genuine.manifest.key),
+        )
+        with pytest.raises(BundleError, match="signature is invalid"):
+            await bundles.keep(system.service, config, forged.encode())
+        old = await head_of(system, manifest, issued=1.0)
+        with pytest.raises(BundleError, match="not valid now"):
+            await bundles.keep(system.service, config, old)
+        missing = structs.replace(genuine, program=f"{config.task}/0/program-0-{'0' * 32}")
+        with pytest.raises(NotFound):
+            await bundles.keep(system.service, config, missing.encode())
+        foreign = structs.replace(genuine, program="other/0/program-0-" + "0" * 32)
+        with pytest.raises(OperatorError, match="that of another task"):
+            await bundles.keep(system.service, config, foreign.encode())
+
+    run(tmp_path, test)
+
+
+def test_a_new_run_starts_when_the_earlier_one_is_over_or_replaced(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        first, second, third = (signed_manifest(run=int(NOW * 1000) + n) for n in range(3))
+        one = await submit(system, first)
+        with pytest.raises(Conflict, match="a run of digits is running"):
+            await submit(system, second)
+        system.time += 1
+        two = await submit(system, second, replace=True)
+        assert (await system.service.task(one.task)).task.state == "cancelled"
+        assert (await system.service.task("digits")).task.task == two.task
+        await system.service.set_state("digits", "cancelled")
+        system.time += 1
+        three = await submit(system, third)
+        assert (await system.service.task("digits")).task.task == three.task
+        assert len(await system.service.tasks()) == 3, "the histories of all runs stay"
+
+    run(tmp_path, test)
+
+
+async def revise(system: System, manifest: TaskManifest, **changes: Any) -> TaskView:
+    head = await head_of(system, manifest)
+    revision = Revision(settings(manifest, **changes), head)
+    return await bundles.revise(system.service, "digits", revision)
+
+
+def fence_of(system: System, task: str) -> FenceRow:
+    row = system.store.read((fence_key(task),))[fence_key(task)]
+    assert isinstance(row, FenceRow)
+    return row
+
+
+def test_a_revision_replaces_the_settings_and_moves_the_task(tmp_path: Path) -> None:
+    """The new fence makes the holder let go: its successor reads the new settings."""
+
+    async def test(system: System) -> None:
+        manifest = signed_manifest()
+        view = await submit(system, manifest)
+        held = FenceRow(1, "aggregator", 7.0)
+        system.change(Transaction(put=((fence_key(view.task), held),)))
+        following = signed_manifest(revision=4, max_staleness=0)
+        await revise(system, following, regime=SyncFL(over_selection=0.0))
+        detail = await system.service.task("digits")
+        assert detail.config.regime == SyncFL(over_selection=0.0)
+        assert fence_of(system, view.task) == FenceRow(2, "", 0.0)
+        needs = detail.config.requirements
+        assert needs.bundle is not None
+        assert needs.bundle.startswith(f"{view.task}/1/bundle-4-"), "not swept by the holder"
+
+    run(tmp_path, test)
+
+
+def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        manifest = signed_manifest()
+        view = await submit(system, manifest)
+        before = fence_of(system, view.task)
+        system.time += 1000.0
+        head = await head_of(system, manifest, issued=system.time)
+        await bundles.revise(system.service, "digits", Revision(settings(manifest), head))
+        assert fence_of(system, view.task) == before
+        assert (await bundles.newest(system.service, "digits")).bundle == head
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "changes", "problem"),
+    [
+        (signed_manifest(revision=5), {}, "does not follow revision 3"),
+        (signed_manifest(revision=2), {}, "does not follow revision 3"),
+        (signed_manifest(revision=4, clip=2.0), {"clip": 2.0}, "cannot change clip"),
+    ],
+)
+def test_a_revision_that_does_not_fit_is_refused(
+    tmp_path: Path, manifest: TaskManifest, changes: dict[str, Any], problem: str
+) -> None:
+    async def test(system: System) -> None:
+        await submit(system, signed_manifest())
+        with pytest.raises(Conflict, match=problem):
+            await revise(system, manifest, **changes)
+
+    run(tmp_path, test)
+
+
+def test_a_task_without_a_signature_cannot_be_revised(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        await system.submit()
+        assert (await bundles.newest(system.service, "next-word")).bundle == b""
+
+    run(tmp_path, test)
