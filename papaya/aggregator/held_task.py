@@ -266,8 +266,6 @@ class HeldTask:
             session = self.sessions.active.get(member.session)
             if session is not None:
                 effects += self._acknowledge(session)
-            elif member.session not in self.sessions.ended:
-                self.sessions.remember(member.session, Completed(), member.keep_until)
         return effects + self._request_all_again()
 
     def _request_all_again(self) -> Effects:
@@ -361,6 +359,7 @@ class HeldTask:
             halted=self.halted_because or problem,
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
+            version=self.ledger.version if self.has_served else 0,
         )
 
     # -- requests of clients ----------------------------------------------------------------
@@ -429,7 +428,7 @@ class HeldTask:
                 raise TicketError("the upload deadline has passed")
             if not regime.accepts(self.config, ticket.version, self.ledger.version + 1):
                 raise SessionEnded(Aborted("round_over"))
-            if ticket.version < self.ledger.restarted_at:
+            if ticket.version < self.ledger.void_below:
                 raise SessionEnded(Aborted("stale"))
             if session is None:
                 session = self._adopt(now, ticket, b"")
@@ -454,6 +453,9 @@ class HeldTask:
         ended = self.sessions.ended.get(ticket.session)
         if ended is not None:
             raise SessionEnded(ended[0])
+        # The rows decide, not the answers above: those are dropped when this clock says so.
+        if ticket.session not in self.sessions.active and self.pipeline.counts(ticket.session):
+            raise SessionEnded(Completed())
 
     def _join(self, now: float, request: Join) -> Message:
         ticket = self._keyring.open(request.ticket, AssignmentTicket)
@@ -482,6 +484,8 @@ class HeldTask:
         )
 
     def _admit(self, now: float, assignment: AssignmentTicket) -> Session:
+        if assignment.version < self.ledger.optimizer.settled:
+            raise SessionEnded(Aborted("stale"))
         if now > assignment.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
         if self.is_over:

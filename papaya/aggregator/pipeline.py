@@ -195,6 +195,11 @@ class Pipeline:
                 )
         return None
 
+    def counts(self, session: SessionId) -> bool:
+        """Is the session's update in a version or in the sum of one to come?"""
+        is_folded = any(session in buffer.folded for buffer in self._buffers.values())
+        return is_folded or self.ledger.has_consumed(session)
+
     def knows(self, message: Folded) -> bool:
         """False for work that started before the task was loaded again."""
         buffer = self._buffers.get(message.target)

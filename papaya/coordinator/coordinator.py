@@ -277,7 +277,9 @@ class Coordinator:
         sessions = tuple(f"{self._rng.getrandbits(96):024x}" for _ in range(count))
         for session in sessions:
             self.leases.grant(session, task, confirm_by)
-        return Assignment(task, self.fences[task].seq, device_class, sessions, confirm_by)
+        report = self._report_of(task)
+        assert report is not None, "without a report there is no demand"
+        return Assignment(task, report.seq, device_class, sessions, confirm_by, report.version)
 
     def _compatible_tasks(self, device_class: DeviceClass) -> tuple[TaskId, ...]:
         found = self._compatible.get(device_class)

@@ -22,6 +22,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     """`joined`: sessions that joined since the last acknowledged report; they confirm leases.
 
     `ended` counts the sessions that ended at this holder; its growth sets the pace of check-ins.
+    `version` is the newest committed version.
     """
 
     task: TaskId
@@ -31,6 +32,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     ended: int
     joined: tuple[SessionId, ...] = ()
     halted: str = ""
+    version: int = 0
 
 
 class AggregatorReport(Message, frozen=True):
@@ -99,13 +101,17 @@ class Route(Struct, frozen=True, gc=False):
 
 
 class Assignment(Struct, frozen=True, gc=False):
-    """Accept one held client of the class for each session."""
+    """Accept one held client of the class for each session.
+
+    `version` is the newest one that the holder with this `seq` had reported.
+    """
 
     task: TaskId
     seq: int
     device_class: DeviceClass
     sessions: tuple[SessionId, ...]
     confirm_by: float
+    version: int = 0
 
 
 class SelectorOrders(Message, frozen=True):

@@ -167,7 +167,7 @@ def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) ->
         put=(
             (fence_key(task), FenceRow(seq, "", 0.0)),
             (version_key(task, head), version),
-            (optimizer_key(task), OptimizerRow(head, optimizer)),
+            (optimizer_key(task), OptimizerRow(head, optimizer, rows.optimizer.settled)),
             *consumed,
         ),
         delete=tuple(record_key(task, target) for target in rows.records),

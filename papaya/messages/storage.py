@@ -64,8 +64,10 @@ class FenceRow(Row, frozen=True):
 
 
 class Member(Struct, frozen=True, gc=False, array_like=True):
-    """One counted update. After `keep_until` no ticket of the session is valid.
+    """One counted update. `version` is what it was trained from.
 
+    `keep_until`: when the last ticket of the session expires, by the clock of its holder. Nothing is
+    decided by it; simulations check that rows are not deleted before it while clocks are right.
     `offer`: under secure aggregation, the index of its seed at the TSA.
     """
 
@@ -106,15 +108,21 @@ class VersionRow(Row, frozen=True):
     evaluations: int = 0
 
 
-class OptimizerRow(Row, frozen=True):
-    """The server optimizer's state at the newest version."""
+class OptimizerRow(Row, frozen=True, omit_defaults=True):
+    """The server optimizer's state at the newest version.
+
+    `settled`: the consumed rows up to this version are deleted, so tickets of versions below it are
+    refused, whatever the time (docs/adr/0034). Left out while it is 0, so that a row of an earlier
+    Papaya is equal to the bytes it was read from.
+    """
 
     version: int
     state: BlobKey
+    settled: int = 0
 
 
 class ConsumedRow(Row, frozen=True):
-    """The members of one version, kept until their tickets expire."""
+    """The members of one version, kept until `settled` reaches it."""
 
     version: int
     members: tuple[Member, ...]

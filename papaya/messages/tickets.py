@@ -1,6 +1,6 @@
 """Tickets carry the state of a virtual session, so any server can continue it (paper).
 
-    AssignmentTicket   from the Selector   session, task, sequence number, confirm-by
+    AssignmentTicket   from the Selector   session, task, sequence number, confirm-by, version
     SessionTicket      from join           + initial version, parameters, expiry
     UploadTicket       from report         + frozen staleness, examples, upload-by, offer
 
@@ -34,7 +34,10 @@ class Ticket(Struct, frozen=True, gc=False, tag=True, array_like=True):
 
 
 class AssignmentTicket(Ticket, frozen=True):
+    """`version`: not newer than the one the session will start from."""
+
     confirm_by: float
+    version: int = 0
 
 
 class SessionTicket(Ticket, frozen=True):

@@ -368,7 +368,7 @@ class Selector:
                 self._report_within(now, self._config.min_report_interval_s)
                 continue
             ticket = AssignmentTicket(
-                assignment.task, session, assignment.seq, assignment.confirm_by
+                assignment.task, session, assignment.seq, assignment.confirm_by, assignment.version
             )
             accepted = Accepted(self._keyring.seal(ticket), assignment.task, session)
             waiting = self._oldest(queue)

@@ -206,9 +206,11 @@ class SecureAuditor:
 
         `before` is the optimizer row that the version replaced.
         """
+        after = self._rows[optimizer_key(task)]
         assert isinstance(before, OptimizerRow)
+        assert isinstance(after, OptimizerRow)
         demand(
-            self._rows[optimizer_key(task)] == OptimizerRow(record.target, before.state),
+            (after.version, after.state) == (record.target, before.state),
             f"version {record.target} of {task} dropped its buffer and changed the optimizer",
         )
         now = self._tsa.identity_public_key

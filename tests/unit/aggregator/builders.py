@@ -319,9 +319,11 @@ class Phone:
         self.world = world
         self.node = node
         self.session = session
-        seq = node.machine.tasks[task].fence.seq
+        held = node.machine.tasks[task]
+        version = held.ledger.version if held.has_served else 0
         confirm_by = world.now + world.server.confirm_by_s
-        self.assignment = KEYRING.seal(AssignmentTicket(task, session, seq, confirm_by))
+        ticket = AssignmentTicket(task, session, held.fence.seq, confirm_by, version)
+        self.assignment = KEYRING.seal(ticket)
         self.ticket = b""
         self.version = -1
         self.granted: UploadGranted | None = None

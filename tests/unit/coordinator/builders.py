@@ -58,9 +58,10 @@ def on(
     active: int = 0,
     ended: int = 0,
     joined: tuple[SessionId, ...] = (),
+    version: int = 0,
 ) -> TaskReport:
     """What an aggregator reports on one task."""
-    return TaskReport(task, seq, active, demand, ended, joined)
+    return TaskReport(task, seq, active, demand, ended, joined, version=version)
 
 
 class Office:

@@ -56,6 +56,13 @@ def test_an_assignment_says_everything_a_selector_needs() -> None:
     assert len(set(assignment.sessions)) == 2
 
 
+def test_an_assignment_names_the_newest_version_that_the_holder_reported() -> None:
+    office = a_served_office(a_task())
+    office.aggregator("agg-1", on("words", 1, demand=1, version=7))
+    [assignment] = assigned(office.selector("sel-1", 1))
+    assert (assignment.seq, assignment.version) == (1, 7)
+
+
 def test_sessions_are_never_named_twice() -> None:
     office = a_served_office(a_task(concurrency=500), demand=500)
     first = sessions_in(office.selector("sel-1", 250))

@@ -27,11 +27,12 @@ KEYRING = Keyring({7: KEY})
 # MessagePack of the ticket; then the id, then the ticket. Checked by hand with hmac and struct.
 VECTORS: list[tuple[AnyTicket, str]] = [
     (
-        AssignmentTicket("next-word", "s-1", 3, confirm_by=1030.0),
+        AssignmentTicket("next-word", "s-1", 3, confirm_by=1030.0, version=12),
         (
-            "944f31337dcb50a2a998fc1079e2f9fd9fdd24d1e99eebd57b12c73168f96113"
+            "283f33ef9dedd330c75b90f6fb84c50bce759951c24e289487abee4b37710c68"
             "00000007"
-            "95b041737369676e6d656e745469636b6574a96e6578742d776f7264a3732d3103cb4090180000000000"
+            "96b041737369676e6d656e745469636b6574a96e6578742d776f7264a3732d3103cb4090180000000000"
+            "0c"
         ),
     ),
     (
@@ -61,6 +62,16 @@ def test_a_published_vector_seals_and_opens(ticket: AnyTicket, sealed: str) -> N
     assert KEYRING.seal(ticket).hex() == sealed
     kind: Any = type(ticket)
     assert KEYRING.open(bytes.fromhex(sealed), kind) == ticket
+
+
+def test_an_assignment_of_an_earlier_papaya_opens_as_one_of_version_0() -> None:
+    sealed = (
+        "944f31337dcb50a2a998fc1079e2f9fd9fdd24d1e99eebd57b12c73168f96113"
+        "00000007"
+        "95b041737369676e6d656e745469636b6574a96e6578742d776f7264a3732d3103cb4090180000000000"
+    )
+    opened = KEYRING.open(bytes.fromhex(sealed), AssignmentTicket)
+    assert opened == AssignmentTicket("next-word", "s-1", 3, confirm_by=1030.0, version=0)
 
 
 def test_there_are_vectors_for_every_kind_of_ticket() -> None:
