@@ -44,6 +44,7 @@ class Aggregator:
         self,
         node: NodeId,
         boot: float,
+        now: float,
         config: ServerConfig,
         keyring: Keyring,
         coordinators: Sequence[NodeId],
@@ -51,7 +52,7 @@ class Aggregator:
     ) -> None:
         """`upload_buffers`: how many chunks the driver has memory for."""
         self.node = node
-        # When the process started. A restarted aggregator holds nothing.
+        # The number of this start of the node. A restarted aggregator holds nothing.
         self.boot = boot
         self.tasks: dict[TaskId, HeldTask] = {}
         # The highest epoch of a leader that sent orders, and the number of its newest orders.
@@ -71,10 +72,10 @@ class Aggregator:
         # The number and the time of the last report, and when the next one is due.
         self._number = 0
         self._reported_at = -float("inf")
-        self._report_due = boot
+        self._report_due = now
         # The next heartbeat, and the last call of `wake`.
-        self._next_beat = boot
-        self._woken_at = boot
+        self._next_beat = now
+        self._woken_at = now
 
     # -- the machine contract ---------------------------------------------------------------
 

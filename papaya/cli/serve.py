@@ -172,7 +172,7 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
     finally:
         await server.stop()
     if server.failed.is_set():
-        raise InvariantError(
+        raise server.failure or InvariantError(
             "a part of the server failed, so the server stopped",
             hint="restart it (nothing acknowledged is lost) and report the log above",
         )

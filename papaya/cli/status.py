@@ -1,6 +1,7 @@
 """`papaya status`: the leader, the servers it heard from, and how busy the tasks are.
 
-Exits with 1 if someone should act: nobody leads, no selector or aggregator reports, a task halted.
+Exits with 1 if someone should act: nobody leads, no selector or aggregator reports, a task halted,
+clocks differ.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def trouble(status: SystemStatus) -> list[str]:
         return [f"{problem}; check that it runs and that its disk is not full", *found]
     if not status.leads:
         return found  # only the leader gets reports of other servers
+    found += [str(clock) for clock in status.clocks]
     if status.recovers or status.just_started:
         return found
     if not status.aggregators:

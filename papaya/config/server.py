@@ -87,6 +87,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return 3 * self.heartbeat_s
 
     @property
+    def max_clock_difference_s(self) -> float:
+        """From which difference between their clocks on a leader refuses a server's reports."""
+        return 3 * self.heartbeat_s
+
+    @property
     def recovery_s(self) -> float:
         """How long a new leader waits until all assignments of the old one have ended."""
         return 3 * self.heartbeat_s

@@ -63,7 +63,9 @@ _MAX_OVER = 256
 class Coordinator:
     """A candidate for leader. Invariant, per task: reported active + leases <= C."""
 
-    def __init__(self, node: NodeId, boot: float, config: ServerConfig, rng: Random) -> None:
+    def __init__(
+        self, node: NodeId, boot: float, now: float, config: ServerConfig, rng: Random
+    ) -> None:
         self.node = node
         self.boot = boot
         self._config = config
@@ -83,8 +85,8 @@ class Coordinator:
         self._reset_view()
 
         # The time of the last event, and the next heartbeat.
-        self._now = boot
-        self._next_beat = boot
+        self._now = now
+        self._next_beat = now
         # The last token of a storage request, and the last number of orders.
         self._token = 0
         self._order = 0
@@ -205,7 +207,8 @@ class Coordinator:
 
     def _reset_view(self) -> None:
         """Forget everything that came from reports. A new leader only knows the rows."""
-        self.fleet = Fleet(self._config.dead_after_s)
+        config = self._config
+        self.fleet = Fleet(config.dead_after_s, config.max_clock_difference_s)
         self.leases = Leases()
         self._compatible: dict[DeviceClass, tuple[TaskId, ...]] = {}
 

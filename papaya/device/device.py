@@ -2,7 +2,7 @@
 
 For an app:
 
-    clock = device_clock()
+    clock = Clock()
     async with (
         DeviceProcess(now=clock.now) as process,
         sandboxed([Path("my_task.py")], clock.now) as trainer,

@@ -76,7 +76,10 @@ class Held(Struct, frozen=True, gc=False):
 
 
 class SelectorReport(Message, frozen=True):
-    """`unfilled` are assigned sessions for which no client was held; their leases end."""
+    """`unfilled` are assigned sessions for which no client was held; their leases end.
+
+    `at` is the sender's time.
+    """
 
     node: NodeId
     boot: float
@@ -85,6 +88,7 @@ class SelectorReport(Message, frozen=True):
     acked: int
     held: tuple[Held, ...]
     unfilled: tuple[SessionId, ...] = ()
+    at: float = 0.0
 
 
 class Advertised(Struct, frozen=True, gc=False):

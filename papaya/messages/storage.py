@@ -32,6 +32,12 @@ class LeaderRow(Row, frozen=True):
     renewal: int
 
 
+class BootRow(Row, frozen=True):
+    """How often a node has started. Each start takes the next number, by compare-and-set."""
+
+    number: int
+
+
 class EpochRow(Row, frozen=True):
     """The leader's epoch. A renewal does not change it, so that a placement can require it."""
 
@@ -66,8 +72,8 @@ class FenceRow(Row, frozen=True):
 class Member(Struct, frozen=True, gc=False, array_like=True):
     """One counted update. `version` is what it was trained from.
 
-    `keep_until`: when the last ticket of the session expires, by the clock of its holder. Nothing is
-    decided by it; simulations check that rows are not deleted before it while clocks are right.
+    `keep_until`: when the last ticket of the session expires, by the holder's clock. It decides
+    nothing; simulations check that while clocks are right, rows are not deleted before it.
     `offer`: under secure aggregation, the index of its seed at the TSA.
     """
 
@@ -190,12 +196,17 @@ LEADER_KEY = "leader"
 EPOCH_KEY = "epoch"
 TASKS = "task/"
 FENCES = "fence/"
+BOOTS = "boot/"
 TICKET_KEYS = "ticket-key/"
 CLUSTER_KEY = "cluster-key"
 
 
 def task_key(task: TaskId) -> str:
     return f"task/{task}"
+
+
+def boot_key(node: NodeId) -> str:
+    return f"{BOOTS}{node}"
 
 
 def fence_key(task: TaskId) -> str:

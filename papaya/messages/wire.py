@@ -25,6 +25,7 @@ FROM_DEVICE_TYPES = get_args(FromDevice)
 _encoder = msgspec.json.Encoder()
 _rows = msgspec.json.Decoder(
     storage.LeaderRow
+    | storage.BootRow
     | storage.EpochRow
     | storage.TaskRow
     | storage.FenceRow

@@ -172,6 +172,7 @@ class Selector:
         self,
         node: NodeId,
         boot: float,
+        now: float,
         config: ServerConfig,
         keyring: Keyring,
         coordinators: Sequence[NodeId],
@@ -195,7 +196,7 @@ class Selector:
         self._map = AssignmentMap()
         self._distinctions = Distinctions()
         self._welcome: dict[DeviceClass, bool] = {}
-        self._pacing = Pacing(boot, config)
+        self._pacing = Pacing(now, config)
         # Assigned sessions for which no client was held: the report that names each of them first,
         # and its confirm-by time.
         self._unfilled: dict[SessionId, tuple[int, float]] = {}
@@ -203,10 +204,10 @@ class Selector:
         # The number and the time of the last report, and when the next one is due.
         self._number = 0
         self._reported_at = -float("inf")
-        self._report_due = boot
+        self._report_due = now
         # The last sweep for expired check-ins, and the next heartbeat.
-        self._expired_at = boot
-        self._next_beat = boot + config.heartbeat_s
+        self._expired_at = now
+        self._next_beat = now + config.heartbeat_s
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -395,6 +396,7 @@ class Selector:
             acked=0 if orders is None else orders.number,
             held=self._summary(),
             unfilled=tuple(self._unfilled),
+            at=now,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 

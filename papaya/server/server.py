@@ -24,6 +24,7 @@ from typing import Any
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.sessions import ticket_life_s
+from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.coordinator.coordinator import Coordinator
@@ -44,6 +45,7 @@ from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
 from papaya.server.auth import guarded, verifier_for
+from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
@@ -73,12 +75,18 @@ class Server:
         deployment: Deployment,
         roles: tuple[Role, ...] = ROLES,
         open_files: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`open_files`: the limit on open files; None does not check it."""
+        """`open_files`: the limit on open files; None does not check it.
+
+        `clock`: None means the clock of the machine.
+        """
         self.deployment = deployment
         self.roles = roles
         self.addresses: dict[str, str] = {}
         self.failed = asyncio.Event()  # set if the process should be restarted
+        self.failure: PapayaError | None = None  # why, if it is not a bug
+        self._clock = Clock() if clock is None else clock
         self._is_alone = roles == ROLES and not deployment.coordinators
         most = deployment.max_connections
         if open_files is not None:
@@ -99,15 +107,17 @@ class Server:
     async def start(self) -> None:
         metrics = DriverMetrics()
         self._resources = await Resources.open(
-            self.deployment, self._name(), metrics.observe_commit
+            self.deployment, self._name(), self._clock, metrics.observe_commit
         )
         try:
             self._tls = server_context(self.deployment)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
+            boots = Boots(self._resources.state)
             for role in self.roles:
-                self._hosts[role] = self._make_host(role)
+                boot = await boots.take(self._node(role))
+                self._hosts[role] = self._make_host(role, boot)
             for host in self._hosts.values():
                 self._resources.peers.hosts[host.machine.node] = host
                 host.start()
@@ -115,6 +125,7 @@ class Server:
             self._operations.watch_peers(self._resources.peers)
             await self._open_doors()
             self._look_after(self._refresh_keys())
+            self._look_after(self._watch_boots(boots))
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -162,9 +173,33 @@ class Server:
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
         """Background work should never end: without it the server would only look alive."""
-        if not task.cancelled():
+        if task.cancelled():
+            return
+        if self.failure is None:
             logger.critical("background work of the server has failed", exc_info=task.exception())
-            self.failed.set()
+        self.failed.set()
+
+    async def _watch_boots(self, boots: Boots) -> None:
+        """Stop if another process has started as one of the nodes of this one."""
+        while True:
+            await asyncio.sleep(self.deployment.server.heartbeat_s)
+            try:
+                await boots.check()
+            except OperatorError as error:
+                self.failure = error
+                return
+
+    async def _watch_clocks(self, live: CoordinatorLive) -> None:
+        """Log each clock that differs from the leader's, once."""
+        told: dict[NodeId, bool] = {}
+        while True:
+            await asyncio.sleep(self.deployment.server.heartbeat_s)
+            found = {clock.node: clock for clock in live.clocks()}
+            for node, clock in found.items():
+                if told.get(node) is not clock.is_refused:
+                    level = logging.ERROR if clock.is_refused else logging.WARNING
+                    logger.log(level, "%s", clock)
+            told = {node: clock.is_refused for node, clock in found.items()}
 
     async def _refresh_keys(self) -> None:
         """Read the keys every heartbeat, so that all servers know a key before it seals."""
@@ -211,19 +246,20 @@ class Server:
             'of each coordinator: coordinators = ["host:8752"]',
         )
 
-    def _make_host(self, role: Role) -> Host:
+    def _make_host(self, role: Role, boot: float) -> Host:
         shared, server = self._resources, self.deployment.server
-        node, boot, keyring = self._node(role), shared.clock.now(), shared.keys.keyring
+        start = (self._node(role), boot, shared.clock.now(), server)
+        keyring = shared.keys.keyring
         around = (shared.clock, shared.state, shared.peers)
         match role:
             case "coordinator":
-                return Host(Coordinator(node, boot, server, SystemRandom()), *around)
+                return Host(Coordinator(*start, SystemRandom()), *around)
             case "selector":
-                return Host(Selector(node, boot, server, keyring, self._coordinators()), *around)
+                return Host(Selector(*start, keyring, self._coordinators()), *around)
             case "aggregator":
                 pool = self._upload_pool()
                 among = (keyring, self._coordinators(), pool.count)
-                return self._make_aggregator_host(Aggregator(node, boot, server, *among), pool)
+                return self._make_aggregator_host(Aggregator(*start, *among), pool)
 
     def _upload_pool(self) -> BufferPool:
         chunk_bytes = self.deployment.server.chunk_bytes
@@ -325,6 +361,7 @@ class Server:
         state, blobs, now = shared.state, ThreadedBlobs(shared.blobs), shared.clock.now
         history, server = TaskHistory(state), self.deployment.server
         live = CoordinatorLive(host.machine, now, self.roles)
+        self._look_after(self._watch_clocks(live))
 
         def changed() -> None:
             host.deliver(Changed())

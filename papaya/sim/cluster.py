@@ -130,6 +130,8 @@ class Cluster:
         self.blobs = BlobTwin(self._rng("blobs"))
         self.tsa = TsaTwin(self.engine, self._rng("trusted"))
         self.hosts: dict[NodeId, SimulatedHost] = {}
+        # No server has ever had a wrong clock.
+        self.clocks_were_right = True
         self.devices: dict[int, SimulatedDevice] = {}
         self.keyring = Keyring({1: self._rng("keys").randbytes(32)})
         self._histories: dict[int, History] = {}
@@ -183,14 +185,14 @@ class Cluster:
         coordinators = [f"coordinator-{i}" for i in range(config.coordinators)]
         self.selectors = [f"selector-{i}" for i in range(config.selectors)]
 
-        def coordinator(node: NodeId, now: float) -> Coordinator:
-            return Coordinator(node, now, server, self._rng(f"{node}@{now}"))
+        def coordinator(node: NodeId, boot: float, now: float) -> Coordinator:
+            return Coordinator(node, boot, now, server, self._rng(f"{node}@{boot}"))
 
-        def selector(node: NodeId, now: float) -> Selector:
-            return Selector(node, now, server, self.keyring, coordinators)
+        def selector(node: NodeId, boot: float, now: float) -> Selector:
+            return Selector(node, boot, now, server, self.keyring, coordinators)
 
-        def aggregator(node: NodeId, now: float) -> Aggregator:
-            return Aggregator(node, now, server, self.keyring, coordinators)
+        def aggregator(node: NodeId, boot: float, now: float) -> Aggregator:
+            return Aggregator(node, boot, now, server, self.keyring, coordinators)
 
         self.hosts = {
             node: SimulatedHost(self, node, partial(coordinator, node)) for node in coordinators

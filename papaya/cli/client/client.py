@@ -30,7 +30,7 @@ from papaya.cli.output import (
     printable,
     whole,
 )
-from papaya.clock import device_clock
+from papaya.clock import Clock
 from papaya.config import DeviceConfig
 from papaya.device.eligibility import CONDITIONS
 from papaya.device.events import (
@@ -258,7 +258,7 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
     from papaya.device.limits import CheckInPacing, DeviceLimits
     from papaya.device.process import DeviceProcess, memory_mb
 
-    clock = device_clock()
+    clock = Clock()
     stores = device_stores(options.store, options.devices)
     tokens = device_tokens(options.token_file, options.devices)
     policies = policies_in(options.policies)

@@ -14,7 +14,10 @@ from msgspec import Struct
 from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.base import NodeId
 from papaya.messages.storage import TaskRow
-from papaya.server.admin.views import AggregatorStatus, SelectorStatus
+from papaya.server.admin.views import AggregatorStatus, ClockStatus, SelectorStatus
+
+# From this share of the refused difference on, a clock is reported: one heartbeat.
+_REPORTED_SHARE = 1 / 3
 
 
 class LiveTask(Struct, frozen=True):
@@ -44,6 +47,8 @@ class Live(Protocol):
     def aggregators(self) -> tuple[AggregatorStatus, ...]: ...
 
     def selectors(self) -> tuple[SelectorStatus, ...]: ...
+
+    def clocks(self) -> tuple[ClockStatus, ...]: ...
 
 
 class CoordinatorLive:
@@ -103,4 +108,14 @@ class CoordinatorLive:
             SelectorStatus(node, max(0.0, now - view.heard_at), max(0, sum(view.held.values())))
             for node, view in sorted(self._coordinator.fleet.selectors.items())
             if self.leads()
+        )
+
+    def clocks(self) -> tuple[ClockStatus, ...]:
+        """The clocks that should be corrected."""
+        fleet = self._coordinator.fleet
+        limit_s = fleet.max_clock_difference_s
+        return tuple(
+            ClockStatus(node, ahead_s, is_refused=abs(ahead_s) >= limit_s)
+            for node, ahead_s in sorted(fleet.clocks(self._now()).items())
+            if self.leads() and abs(ahead_s) >= _REPORTED_SHARE * limit_s
         )

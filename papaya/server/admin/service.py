@@ -137,6 +137,7 @@ class AdminService:
             aggregators=self.live.aggregators(),
             selectors=self.live.selectors(),
             tasks=await self.tasks(),
+            clocks=self.live.clocks(),
         )
 
     # -- change -----------------------------------------------------------------------------

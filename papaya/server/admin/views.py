@@ -125,6 +125,22 @@ class SelectorStatus(Struct, frozen=True):
     held: int
 
 
+class ClockStatus(Struct, frozen=True):
+    """A server whose clock differs from the leader's by a heartbeat or more."""
+
+    node: NodeId
+    ahead_s: float
+    is_refused: bool
+
+    def __str__(self) -> str:
+        ahead = "ahead of" if self.ahead_s > 0 else "behind"
+        verdict = "refused" if self.is_refused else "still accepted"
+        return (
+            f"the clock of {self.node} is {abs(self.ahead_s):.0f} s {ahead} the leader's: its "
+            f"reports are {verdict}; correct the clock and restart the server that had it wrong"
+        )
+
+
 class SystemStatus(Struct, frozen=True, kw_only=True):
     """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`.
 
@@ -142,3 +158,4 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
     aggregators: tuple[AggregatorStatus, ...]
     selectors: tuple[SelectorStatus, ...]
     tasks: tuple[TaskView, ...]
+    clocks: tuple[ClockStatus, ...] = ()

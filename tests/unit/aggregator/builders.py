@@ -90,6 +90,7 @@ class World:
         self.store = Store()
         self.blobs: dict[BlobKey, bytes] = {}
         self.nodes: list[Node] = []
+        self.boots = 0.0
         self.answers: dict[int, Message] = {}
         self._handles = 0
         self._sessions = 0
@@ -187,7 +188,8 @@ class Node:
         self.world = world
         self.name = name
         around = (KEYRING, ("coordinator-1",), world.upload_buffers)
-        self.machine = Aggregator(name, world.now, world.server, *around)
+        world.boots += 1
+        self.machine = Aggregator(name, world.boots, world.now, world.server, *around)
         self.shards = Shards()
         self.log: list[Effect] = []
         self.held_back: deque[Effect] = deque()

@@ -118,7 +118,7 @@ def test_a_session_cannot_join_again_after_its_update_was_forgotten() -> None:
 
 
 def test_an_ended_answer_that_the_clock_dropped_is_still_in_the_rows() -> None:
-    """A process whose clock jumps ahead drops its answers early; the rows still count the update."""
+    """A process whose clock jumps ahead drops its answers early; the rows count the update."""
     world, node = a_world(CONFIG)
     [phone] = world.joined(node, 1)
     assert phone.upload_for_good(1.0) == Completed()
@@ -154,4 +154,6 @@ def test_a_database_of_an_earlier_papaya_is_settled_too() -> None:
     versions(world, node, 1)
     [optimizer] = world.store.all(OptimizerRow)
     assert optimizer.settled == 2
-    assert wire.encode_row(OptimizerRow(1, "o")) == b'{"type":"OptimizerRow","version":1,"state":"o"}'
+    assert (
+        wire.encode_row(OptimizerRow(1, "o")) == b'{"type":"OptimizerRow","version":1,"state":"o"}'
+    )

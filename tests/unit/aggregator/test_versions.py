@@ -83,7 +83,7 @@ def test_a_version_is_one_fenced_transaction() -> None:
         phone.upload(1)
     transaction = the_version_transaction(node)
     required, put = dict(transaction.require), dict(transaction.put)
-    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 0.0)
+    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 1.0)
     record = required[record_key(TASK, 1)]
     assert isinstance(record, RecordRow)
     assert [member.session for member in record.members] == [phone.session for phone in phones]

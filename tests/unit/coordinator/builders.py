@@ -79,7 +79,7 @@ class Office:
         self.store = Store() if store is None else store
         for config in tasks:
             self.store.apply(submission(config, f"{config.task}-p", f"{config.task}-o", boot))
-        self.machine = Coordinator(node, boot, SERVER, Random(seed))
+        self.machine = Coordinator(node, boot, boot, SERVER, Random(seed))
         self.sent: list[Send] = []
         self.log: list[Effect] = []
         self.held_back: deque[Effect] = deque()
@@ -205,6 +205,7 @@ class Office:
         acked: int = 0,
         boot: float = 0.0,
         number: int | None = None,
+        at: float | None = None,
     ) -> list[Send]:
         counts = {PHONE: held} if isinstance(held, int) else held
         report = SelectorReport(
@@ -215,6 +216,7 @@ class Office:
             acked=acked,
             held=tuple(Held(kind, count) for kind, count in counts.items()),
             unfilled=unfilled,
+            at=self.now if at is None else at,
         )
         return self.receive(report)
 

@@ -228,8 +228,8 @@ def test_an_earlier_boot_is_not_told_what_the_row_gives_to_a_later_one() -> None
     assert office.fence().seq == 4, "a later boot has it: this may be a late report"
 
 
-def test_a_node_that_restarts_with_its_clock_set_back_gets_its_tasks_again() -> None:
-    """Everything restarts; boots are wall time, so the fence names a boot of the future."""
+def test_a_fence_of_a_later_boot_than_any_that_reports_is_replaced_after_the_recovery() -> None:
+    """In a database of an earlier Papaya boots are times, which are larger than numbers."""
     first = a_served_office(a_task())
     first.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.0)
     office = Office(node="c-1", store=first.store)
@@ -240,16 +240,6 @@ def test_a_node_that_restarts_with_its_clock_set_back_gets_its_tasks_again() -> 
         office.pass_s(H)
         office.aggregator("agg-1", boot=50.0)
     assert office.fence() == FenceRow(5, "agg-1", 50.0)
-
-
-def test_an_aggregator_whose_clock_was_set_back_is_heard_when_its_last_boot_is_dead() -> None:
-    office = an_office(a_task())
-    office.aggregator("agg-1", boot=5.0, number=900)
-    assert office.fence() == FenceRow(1, "agg-1", 5.0)
-    for number in range(1, 5):
-        office.pass_s(H)
-        office.aggregator("agg-1", boot=4.0, number=number)
-    assert office.fence() == FenceRow(2, "agg-1", 4.0)
 
 
 def test_a_task_that_is_forgotten_and_made_again_is_placed_again() -> None:

@@ -22,7 +22,7 @@ CONFIRM_BY = BOOT + 1000.0
 
 
 def a_selector(**config: Any) -> Selector:
-    return Selector(NODE, BOOT, ServerConfig(**config), KEYRING, COORDINATORS)
+    return Selector(NODE, BOOT, BOOT, ServerConfig(**config), KEYRING, COORDINATORS)
 
 
 def an_open_selector(**config: Any) -> Selector:

@@ -19,7 +19,13 @@ from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
-from papaya.server.admin.views import AggregatorStatus, NewTask, SelectorStatus, TaskView
+from papaya.server.admin.views import (
+    AggregatorStatus,
+    ClockStatus,
+    NewTask,
+    SelectorStatus,
+    TaskView,
+)
 from papaya.store.blobs import FolderBlobs
 from papaya.store.state import SqliteState
 
@@ -56,6 +62,9 @@ class FakeLive:
 
     def aggregators(self) -> tuple[AggregatorStatus, ...]:
         return (AggregatorStatus("aggregator", 0.4, len(self.found), False),)
+
+    def clocks(self) -> tuple[ClockStatus, ...]:
+        return ()
 
     def selectors(self) -> tuple[SelectorStatus, ...]:
         return (SelectorStatus("selector", 0.2, 7),)

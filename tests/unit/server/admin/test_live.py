@@ -49,7 +49,9 @@ def test_a_lease_that_is_not_renewed_means_that_nobody_leads() -> None:
 
 def test_a_candidate_knows_nothing() -> None:
     live = CoordinatorLive(
-        Coordinator("coordinator-1", 0.0, ServerConfig(), Random(1)), lambda: 5.0, ("coordinator",)
+        Coordinator("coordinator-1", 1.0, 0.0, ServerConfig(), Random(1)),
+        lambda: 5.0,
+        ("coordinator",),
     )
     assert not live.leads()
     assert not live.is_led()
