@@ -27,9 +27,9 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError
 from papaya.learning.weighting import BytesLike
 from papaya.machine import Effects, Transact
-from papaya.messages.base import Message, NodeId, TaskId
+from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import Complete, SecureOffer
-from papaya.messages.storage import Member, Row, Transaction, record_key
+from papaya.messages.storage import Row, Transaction, record_key
 from papaya.messages.tickets import AnyTicket, Keyring, claim_of
 from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
@@ -53,9 +53,12 @@ def _move_in_memory(self: Coordinator, task: TaskId, to: NodeId) -> Transact:
     return replace(effect, transaction=replace(effect.transaction, put=()))
 
 
-def _forget_consumed(self: Ledger) -> Iterator[Member]:
-    for record in self.records.values():
-        yield from record.members
+def _forget_consumed(self: Ledger, session: SessionId) -> bool:
+    return False
+
+
+def _ignore_settled(self: Ledger) -> int:
+    return self.restarted_at
 
 
 _advance = Ledger.advance
@@ -233,7 +236,11 @@ BUGS: dict[str, Bug] = {
     ),
     "consumed-ids-forgotten": Bug(
         "sessions of earlier versions are forgotten, so an update can count twice",
-        ((Ledger, "members", _forget_consumed),),
+        ((Ledger, "has_consumed", _forget_consumed),),
+    ),
+    "settled-ignored": Bug(
+        "tickets are believed although the rows that tell whether they were used are deleted",
+        ((Ledger, "void_below", property(_ignore_settled)),),
     ),
     "record-kept-with-its-version": Bug(
         "the record of a buffer is not deleted when its version is committed",

@@ -162,7 +162,7 @@ class SimulatedDevice:
             self.deliver(Downloaded())
         else:
             for observe in self.cluster.hooks.missing_download:
-                observe(parameters)
+                observe(self, parameters)
             self.deliver(WorkFailed("the parameters are gone"))
 
     def _train(self, effect: Train) -> None:
