@@ -16,6 +16,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from papaya.clock import Clock
 from papaya.config import AsyncFL, Deployment, ServerConfig, TaskConfig
 from papaya.learning import parameters
 from papaya.server.server import Server
@@ -43,7 +44,7 @@ class Answer(NamedTuple):
 class RunningServer:
     """`with RunningServer(folder) as server:`; port 0, so that many run at once."""
 
-    def __init__(self, folder: Path, **deployment: Any) -> None:
+    def __init__(self, folder: Path, clock: Clock | None = None, **deployment: Any) -> None:
         self.data = folder / "data"
         config = ServerConfig(
             heartbeat_s=0.25, hold_s=0.5, chunk_bytes=CHUNK_BYTES, min_retry_s=0.01
@@ -54,7 +55,8 @@ class RunningServer:
                 devices="127.0.0.1:0",
                 admin="127.0.0.1:0",
                 **{"server": config, **deployment},
-            )
+            ),
+            clock=clock,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -132,7 +134,7 @@ class RunningServer:
             "task": name,
             "concurrency": 8,
             "model_length": MODEL_LENGTH,
-            "regime": AsyncFL(aggregation_goal=2),
+            "regime": AsyncFL(changes.pop("aggregation_goal", 2)),
             "participation_gap_s": 0.0,
             "commit_interval_s": 0.01,
         }

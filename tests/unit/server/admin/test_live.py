@@ -58,3 +58,23 @@ def test_a_candidate_knows_nothing() -> None:
     assert live.task(TaskRow(TASK)) is None
     assert live.selectors() == ()
     assert live.aggregators() == ()
+    assert live.clocks() == ()
+
+
+def test_clocks_that_differ_by_a_heartbeat_are_shown_and_by_three_refused() -> None:
+    cluster = Cluster(ClusterConfig(tasks=(TASK,), aggregators=3), 1)
+    cluster.run(60)
+    heartbeat_s = ServerConfig().heartbeat_s
+    for node, ahead_s in (("aggregator-1", -1.5 * heartbeat_s), ("aggregator-2", 3600.0)):
+        cluster.hosts[node].crash()
+        cluster.hosts[node].start(ahead_s)
+    cluster.run(120)
+    machine = cluster.hosts["coordinator-0"].machine
+    assert isinstance(machine, Coordinator)
+    live = CoordinatorLive(machine, lambda: cluster.engine.now, ("coordinator",))
+    behind, ahead = live.clocks()
+    assert (behind.node, behind.is_refused) == ("aggregator-1", False)
+    assert str(behind).startswith("the clock of aggregator-1 is 15 s behind the leader's")
+    assert (ahead.node, ahead.is_refused) == ("aggregator-2", True)
+    assert str(ahead).startswith("the clock of aggregator-2 is 3600 s ahead of the leader's")
+    assert [server.node for server in live.aggregators()] == ["aggregator-0", "aggregator-1"]
