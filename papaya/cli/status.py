@@ -1,7 +1,7 @@
 """`papaya status`: the leader, the servers it heard from, and how busy the tasks are.
 
 Exits with 1 if someone should act: nobody leads, no selector or aggregator reports, a task halted,
-clocks differ.
+a server is refused because of its clock.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def trouble(status: SystemStatus) -> list[str]:
         return [f"{problem}; check that it runs and that its disk is not full", *found]
     if not status.leads:
         return found  # only the leader gets reports of other servers
-    found += [str(clock) for clock in status.clocks]
     if status.recovers or status.just_started:
         return found
+    found += [str(clock) for clock in status.clocks if clock.is_refused]
     if not status.aggregators:
         found.append("no aggregator has reported, so no task can train")
     if not status.selectors:
@@ -72,6 +72,7 @@ def describe(status: SystemStatus) -> str:
         f"{plural(server.held, 'check-in')} held"
         for server in status.selectors
     ]
+    lines += [f"clock        {clock}" for clock in status.clocks if not clock.is_refused]
     tasks = [view for view in status.tasks if view.state in ("running", "paused")]
     over = sum(
         view.state not in ("running", "paused") and not view.evaluates for view in status.tasks
