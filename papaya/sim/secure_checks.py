@@ -81,6 +81,8 @@ class SecureAuditor:
         self._granted: dict[Seed, Granted] = {}
         self._sealed: dict[SessionId, SealedOnce] = {}
         self._group_of: dict[Seed, int] = {}
+        # Records as last written: an owner may give up one that a holder is about to release.
+        self._recorded: dict[str, RecordRow] = {}
         self._released: dict[tuple[bytes, TaskId, int], tuple[int, ...]] = {}
         tsa.on_accepted = self._on_accepted
         tsa.on_released = self._on_released
@@ -156,7 +158,8 @@ class SecureAuditor:
         task = self._task_of[digest]
         key = self._tsa.identity_public_key, task, group
         if key not in self._released:
-            record = self._rows.get(record_key(task, group))
+            name = record_key(task, group)
+            record = self._rows.get(name, self._recorded.get(name))
             goal = self._parameters[task].aggregation_goal
             is_closed = isinstance(record, RecordRow) and len(record.members) == goal
             demand(is_closed, f"masks of group {group} of {task} were released before it closed")
@@ -171,6 +174,7 @@ class SecureAuditor:
 
     def check_record(self, task: TaskId, row: RecordRow, blob: bytes) -> None:
         """The masked sum is that of its members, whose seeds are in the record's group."""
+        self._recorded[record_key(task, row.target)] = row
         expected = np.zeros(self._parameters[task].vector_words, WORD)
         for member in row.members:
             expected += self._masked_by(member, row.target)

@@ -26,7 +26,7 @@ from papaya.messages.storage import (
     point_key,
 )
 from papaya.server.admin.live import LiveTask
-from papaya.server.admin.views import SystemStatus, TaskDetail, TaskView
+from papaya.server.admin.views import ClockStatus, SystemStatus, TaskDetail, TaskView
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
 from tests.unit.server.admin.builders import TASK
 
@@ -81,6 +81,13 @@ def test_status_exits_with_1_when_a_person_should_look(
     assert "selector     selector, heard 0 s ago, 7 check-ins held" in out
     assert " ".join(out.splitlines()[-1].split()) == "next-word running 0 18 20 2 5 aggregator"
     assert err == ""
+    server.system.live.wrong_clocks = (ClockStatus("aggregator", -12.0, False),)
+    assert run(server, "status") == 0
+    assert "clock of aggregator is 12 s behind the leader's" in capsys.readouterr().out
+    server.system.live.wrong_clocks = (ClockStatus("aggregator", 3600.0, True),)
+    assert run(server, "status") == 1
+    assert "3600 s ahead of the leader's: its reports are refused" in capsys.readouterr().err
+    server.system.live.wrong_clocks = ()
     server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "it diverged")
     assert run(server, "status") == 1
     assert "task next-word halted: it diverged" in capsys.readouterr().err

@@ -47,6 +47,7 @@ class FakeLive:
         self.is_leader = True
         self.has_leader = True
         self.found: dict[TaskId, LiveTask] = {}
+        self.wrong_clocks: tuple[ClockStatus, ...] = ()
 
     def leads(self) -> bool:
         return self.is_leader
@@ -64,7 +65,7 @@ class FakeLive:
         return (AggregatorStatus("aggregator", 0.4, len(self.found), False),)
 
     def clocks(self) -> tuple[ClockStatus, ...]:
-        return ()
+        return self.wrong_clocks
 
     def selectors(self) -> tuple[SelectorStatus, ...]:
         return (SelectorStatus("selector", 0.2, 7),)
