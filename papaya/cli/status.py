@@ -43,9 +43,9 @@ def trouble(status: SystemStatus) -> list[str]:
         return [f"{problem}; check that it runs and that its disk is not full", *found]
     if not status.leads:
         return found  # only the leader gets reports of other servers
+    found += [str(clock) for clock in status.clocks if clock.is_refused]
     if status.recovers or status.just_started:
         return found
-    found += [str(clock) for clock in status.clocks if clock.is_refused]
     if not status.aggregators:
         found.append("no aggregator has reported, so no task can train")
     if not status.selectors:
