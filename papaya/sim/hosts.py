@@ -50,6 +50,7 @@ class SimulatedHost:
         self.boots = 0
         # How far this process's clock is ahead of the right time.
         self.clock_ahead_s = 0.0
+        self._suspended_at: float | None = None
         self.machine: Machine
         self._make = make
         self._engine = cluster.engine
@@ -68,7 +69,7 @@ class SimulatedHost:
     def start(self, clock_ahead_s: float = 0.0) -> None:
         self.boots += 1
         self.is_alive = True
-        self._paused = None
+        self._paused = self._suspended_at = None
         self._armed_for = float("inf")
         self._set_clock(clock_ahead_s)
         self.machine = self._make(float(self.boots), self.now)
@@ -89,12 +90,8 @@ class SimulatedHost:
         """Pause with a clock that stands still meanwhile."""
         if self.is_alive and self._paused is None:
             self.pause()
-            self._engine.after(seconds, self._wake_up, self.boots, seconds)
-
-    def _wake_up(self, boot: int, slept_s: float) -> None:
-        if boot == self.boots and self._paused is not None:
-            self._set_clock(self.clock_ahead_s - slept_s)
-            self.resume()
+            self._suspended_at = self._engine.now
+            self._engine.after(seconds, self.resume)
 
     def _set_clock(self, ahead_s: float) -> None:
         self.clock_ahead_s = ahead_s
@@ -110,6 +107,10 @@ class SimulatedHost:
 
     def resume(self) -> None:
         if self._paused is not None:
+            if self._suspended_at is not None:
+                slept_s = self._engine.now - self._suspended_at
+                self._set_clock(self.clock_ahead_s - slept_s)
+                self._suspended_at = None
             waiting, self._paused = self._paused, None
             for handler, arguments in waiting:
                 handler(*arguments)
