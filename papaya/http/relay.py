@@ -12,7 +12,6 @@ from collections.abc import Callable
 from papaya.http.client_connection import Response
 from papaya.http.exchange import Exchange, Headers, as_refusal
 from papaya.http.pool import ConnectionPool, StreamedRequest
-from papaya.http.routes import Puller
 
 _PIECE_BYTES = 1 << 20  # one chunk
 
@@ -45,7 +44,7 @@ class Relays:
         return Relay(upload, self._room, exchange, answer)
 
 
-class Relay(Puller):
+class Relay:
     """The receiver of one body."""
 
     def __init__(
@@ -68,12 +67,6 @@ class Relay(Puller):
     def received(self, count: int) -> None:
         self._upload.write(self._room[:count])
         self._pause_if_full()
-
-    def pull(self, file: int, remaining: int) -> int:
-        count = self._upload.pull(file, remaining)
-        if self._upload.is_full:
-            asyncio.get_running_loop().call_soon(self._pause_if_full)
-        return count
 
     def _pause_if_full(self) -> None:
         if self._upload.is_full:
