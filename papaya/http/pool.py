@@ -68,6 +68,11 @@ class ConnectionPool:
         pool = self._pool(address)
         return StreamedRequest(pool, method, path, headers, length, timeout_s, on_room)
 
+    def waiting(self, address: str) -> int:
+        """How many requests wait for a connection to the server at `address`."""
+        pool = self._pools.get(address)
+        return 0 if pool is None else pool.waiting
+
     async def close(self) -> None:
         """Closes all connections; later requests fail."""
         self._is_closed = True
@@ -155,6 +160,10 @@ class StreamedRequest:
     def is_full(self) -> bool:
         """Nothing should be written now. False after the answer, when writing does nothing."""
         return not self._is_over and (self._connection is None or self._connection.is_full)
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
 
     def write(self, data: bytes | memoryview) -> None:
         """Sends the next bytes of the body. `data` may be reused when this returns."""
@@ -259,10 +268,13 @@ class _Pool:
 
     def check_room(self) -> None:
         """Raises if the queue for a connection is full."""
-        if self._open >= self._limits.max_connections:
-            waiting = sum(not future.done() for future in self._waiting)
-            if waiting >= self._limits.max_waiting:
-                raise PeerUnavailable(f"too many requests wait for {self.address}")
+        is_exhausted = self._open >= self._limits.max_connections
+        if is_exhausted and self.waiting >= self._limits.max_waiting:
+            raise PeerUnavailable(f"too many requests wait for {self.address}")
+
+    @property
+    def waiting(self) -> int:
+        return sum(not turn.done() for turn in self._waiting)
 
     async def lend(self) -> ClientConnection:
         """A new connection if the limit allows it, else the next one that is given back."""

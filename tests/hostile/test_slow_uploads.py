@@ -58,6 +58,9 @@ class SlowDevice:
                 self.line = self._connect()
             self.line.send(bytes(count))
 
+    def close(self) -> None:
+        self.line.close()
+
     def _is_cut_off(self) -> bool:
         """An answer, or the end: the server reads no more of this body."""
         try:
@@ -74,7 +77,8 @@ def slow_devices(server: RunningServer, count: int, bytes_each: int) -> Iterator
     stop = threading.Event()
     with ExitStack() as stack:
         devices = [SlowDevice(server.address("devices"), ticket) for ticket in tickets]
-        stack.callback(lambda: [device.line.close() for device in devices])
+        for device in devices:
+            stack.callback(device.close)
 
         def trickle() -> None:
             while not stop.wait(PERIOD_S):
