@@ -133,7 +133,7 @@ class Relay:
         if self._count >= self._starter_bytes:
             self._upload = self._begin(self)
             self._upload.answer.add_done_callback(self._answered)
-            self._upload.write(self._starter)
+            self._upload.write(bytes(self._starter))
             self._starter.clear()
             self._pause_if_full(self._upload)
 
