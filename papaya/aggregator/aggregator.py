@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from itertools import count
 
 from papaya.aggregator.held_task import HeldTask, TaskPhase
-from papaya.aggregator.upload import Slots
+from papaya.aggregator.upload import UploadMemory
 from papaya.aggregator.work import (
     Arriving,
     Folded,
     Forget,
+    Growing,
     Lost,
     Offered,
     Restored,
@@ -27,7 +28,7 @@ from papaya.aggregator.work import (
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Read, Reply, Send
-from papaya.messages.base import Message, NodeId, TaskId
+from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
 from papaya.messages.participation import Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Rows, TaskRow, Transacted, task_key
@@ -48,9 +49,9 @@ class Aggregator:
         config: ServerConfig,
         keyring: Keyring,
         coordinators: Sequence[NodeId],
-        upload_buffers: float = float("inf"),
+        upload_bytes: float = float("inf"),
     ) -> None:
-        """`upload_buffers`: how many chunks the driver has memory for."""
+        """`upload_bytes`: how much memory the driver has for uploads."""
         self.node = node
         # The number of this start of the node. A restarted aggregator holds nothing.
         self.boot = boot
@@ -62,8 +63,8 @@ class Aggregator:
         self._config = config
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
-        # Memory for uploads, shared by all tasks.
-        self._slots = Slots(config.upload_slots, config.heartbeat_s, upload_buffers)
+        # Shared by all tasks.
+        self._memory = UploadMemory(upload_bytes, config.heartbeat_s)
         # Tokens of storage requests.
         self._tokens = count(1)
         # Secure tasks that were taken away, by the token of the read that tells whether they ended.
@@ -95,6 +96,8 @@ class Aggregator:
                 effects = self._on_work(now, message)
             case Arriving():
                 effects = self._on_arriving(now, message)
+            case Growing():
+                effects = self._on_growing(now, message)
             case Transacted() | Rows():
                 effects = self._on_stored(now, message)
             case AggregatorOrders():
@@ -122,7 +125,7 @@ class Aggregator:
         return due
 
     def check(self) -> None:
-        self._slots.check()
+        self._memory.check()
         for held in self.tasks.values():
             held.check()
 
@@ -182,8 +185,22 @@ class Aggregator:
         session = held.sessions.active.get(message.session) if held is not None else None
         if session is not None:
             session.seen_at = now
-            self._slots.touch(now, (message.task, message.session))
+            if session.claim is not None:
+                self._memory.arrived(now, session.claim, message.count)
         return []
+
+    def _on_growing(self, now: float, message: Growing) -> Effects:
+        held = self.tasks.get(message.task)
+        session = held.sessions.active.get(message.session) if held is not None else None
+        if held is None or session is None or session.claim is None:
+            return []
+        return [] if self._memory.may_grow(now, session.claim) else held.drop_upload(session)
+
+    def has_grown(self, task: TaskId, session: SessionId) -> bool:
+        """May the next chunk be received into a whole buffer? See `Growing`."""
+        held = self.tasks.get(task)
+        found = held.sessions.active.get(session) if held is not None else None
+        return found is not None and found.claim is not None and found.claim.has_grown
 
     def _on_stored(self, now: float, message: Transacted | Rows) -> Effects:
         for held in self.tasks.values():
@@ -243,7 +260,7 @@ class Aggregator:
             placement.leases,
             self._config,
             self._keyring,
-            self._slots,
+            self._memory,
             self._tokens,
         )
         self.tasks[placement.task] = held
@@ -252,13 +269,6 @@ class Aggregator:
     def _beat(self, now: float) -> Effects:
         self._next_beat = now + self._config.heartbeat_s
         effects: Effects = []
-        for task, session_id in self._slots.idle(now):
-            held = self.tasks.get(task)
-            session = held.sessions.active.get(session_id) if held is not None else None
-            if held is None or session is None:
-                self._slots.release((task, session_id))
-            elif not session.is_complete:
-                effects += held.reclaim_slot(session)
         for held in self.tasks.values():
             held.sessions.forget(now)
             if held.phase is TaskPhase.HALTED:
@@ -280,21 +290,25 @@ class Aggregator:
             number=self._number,
             at=now,
             epoch=self.epoch,
-            load=self._load() if heartbeat else 0.0,
+            load=self._load(now) if heartbeat else 0.0,
             heartbeat=heartbeat,
             tasks=reports,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
-    def _load(self) -> float:
-        """Share of slots in use, plus uploads rejected since the last heartbeat per slot."""
-        turned_away = sum(held.turned_away for held in self.tasks.values())
+    def _load(self, now: float) -> float:
+        """Share of the memory in use, plus what was turned away since the last heartbeat."""
+        turned_away = sum(held.turned_away_bytes for held in self.tasks.values())
         for held in self.tasks.values():
-            held.turned_away = 0
-        return self._slots.used + turned_away / self._config.upload_slots
+            held.turned_away_bytes = 0
+        return self._memory.used(now) + turned_away / self._memory.total_bytes
 
     def _finish(self, now: float, effects: Effects) -> Effects:
-        """After every event: report a rise in demand, limited to the minimum report interval."""
+        """After every event: drop what lost its memory, and report a rise in demand, limited to the
+        minimum report interval.
+        """
+        if self._memory.taken_back:
+            effects += self._drop_taken_back()
         for held in self.tasks.values():
             if held.may_want_more:
                 held.may_want_more = now < held.adopts_until
@@ -303,4 +317,16 @@ class Aggregator:
                     self._report_due = min(self._report_due, due)
         if now >= self._report_due:
             effects += self._report(now, heartbeat=False)
+        return effects
+
+    def _drop_taken_back(self) -> Effects:
+        """Their clients send the chunks again."""
+        claims, self._memory.taken_back = self._memory.taken_back, []
+        effects: Effects = []
+        for task, session_id in (claim.owner for claim in claims):
+            held = self.tasks.get(task)
+            session = held.sessions.active.get(session_id) if held is not None else None
+            if held is not None and session is not None:
+                held.counters["uploads_taken_back"] += 1
+                effects += held.drop_upload(session)
         return effects

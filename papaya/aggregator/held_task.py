@@ -34,9 +34,9 @@ from papaya.aggregator.sessions import (
     ticket_life_s,
 )
 from papaya.aggregator.upload import (
-    Slots,
+    Claim,
     Upload,
-    buffers_of,
+    UploadMemory,
     chunk_count,
     chunk_length,
     crc32,
@@ -171,7 +171,7 @@ class HeldTask:
         leases: Sequence[SessionId],
         server: ServerConfig,
         keyring: Keyring,
-        slots: Slots,
+        memory: UploadMemory,
         tokens: Iterator[int],
     ) -> None:
         self.task = task
@@ -203,13 +203,13 @@ class HeldTask:
         # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
-        # Uploads rejected since the last heartbeat because no slot was free. Part of the load.
-        self.turned_away = 0
+        # What uploads needed that were turned away since the last heartbeat. Part of the load.
+        self.turned_away_bytes = 0
 
         self._server = server
         self._keyring = keyring
         # Memory for uploads, and tokens for storage requests: shared by all tasks held here.
-        self._slots = slots
+        self._memory = memory
         self._tokens = tokens
         # The token of the read that loads the task.
         self._read_token = 0
@@ -246,7 +246,7 @@ class HeldTask:
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
-        problem = why_not_served(ledger.config, self._server.chunk_bytes, self._slots.buffers)
+        problem = why_not_served(ledger.config, self._server.chunk_bytes, self._memory.total_bytes)
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
@@ -277,7 +277,7 @@ class HeldTask:
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
         session.in_buffer = False
-        return self._answer(session, missing) + self.reclaim_slot(session)
+        return self._answer(session, missing) + self.drop_upload(session)
 
     def on_restored(self, now: float) -> Effects:
         self.phase = TaskPhase.SERVING
@@ -298,7 +298,7 @@ class HeldTask:
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
             effects += self._answer(session, Retry("the task has moved", 0.0))
-            self._slots.release((self.task, session.id))
+            self._memory.release(session.claim)
         return effects
 
     def _halt(self, reason: str) -> Effects:
@@ -558,17 +558,19 @@ class HeldTask:
         if answer is not None:
             return [Reply(reply_to, answer)]
         if crc32(chunk.data) != chunk.crc32:
-            # The slot was taken for this chunk: if nothing else is kept in it, give it back.
-            released = self.reclaim_slot(session) if session.upload is None else []
+            # The claim was made for this chunk: if nothing else is kept, give it up.
+            released = self.drop_upload(session) if session.upload is None else []
             return [*released, Reply(reply_to, Retry("the chunk has a wrong checksum", 0.0))]
-        self._slots.touch(now, (self.task, session.id))
+        assert session.claim is not None
         size, piece = self.config.update_bytes, self._server.chunk_bytes
         upload = session.upload
         effects: Effects = []
         if upload is None or upload.id != chunk.upload:
             if upload is not None:
+                session.claim.kept_bytes = 0
                 effects.append(Drop(self.task, self.fence.seq, session.id))
             upload = session.upload = Upload(chunk.upload, chunk_count(size, piece))
+        self._memory.keep(now, session.claim, len(chunk.data))
         del upload.missing[chunk.index]
         effects.append(Keep(self.task, session.id, chunk.index * piece, chunk.data, size))
         return [*effects, Reply(reply_to, ChunkReceived(chunk.upload, chunk.index))]
@@ -578,8 +580,8 @@ class HeldTask:
     ) -> Message | None:
         """The answer to a chunk whose bytes are not needed, or None if they are.
 
-        None also means that the upload has a slot, so the server only reads bodies that it has
-        memory for. An offer does not count as progress of the upload; only its bytes do.
+        None also means that there is memory for the chunk, so the server only reads bodies that it
+        can keep. An offer does not count as progress of the upload; only its bytes do.
         """
         received = ChunkReceived(chunk.upload, chunk.index)
         if session.is_complete:
@@ -593,14 +595,15 @@ class HeldTask:
             return Refused(f"chunk {chunk.index} of {count} has {length} bytes, not {expected}")
         upload = session.upload
         if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
-            return received  # a duplicate: not progress, so it does not keep the slot
+            return received  # a duplicate: not progress
         if upload is not None and upload.id != chunk.upload and chunk.index > 0:
             return Refused("a new upload must start with chunk 0")
-        owner, buffers = (self.task, session.id), buffers_of(self.config, piece)
-        if not self._slots.has_room(owner, buffers):
-            self.turned_away += 1
-            return Retry("all upload slots are in use", _BUSY_RETRY_S)
-        self._slots.take(now, owner, buffers)
+        session.claim = session.claim or Claim((self.task, session.id), self.config, piece)
+        has_arrived = isinstance(chunk, Chunk)
+        has_room = self._memory.may_keep if has_arrived else self._memory.may_send
+        if not has_room(now, session.claim, length):
+            self.turned_away_bytes += session.claim.needed_bytes
+            return Retry("the memory for uploads is in use", _BUSY_RETRY_S)
         return None
 
     def _complete(self, session: Session, request: Complete, reply_to: Handle) -> Effects:
@@ -617,6 +620,8 @@ class HeldTask:
         if upload.is_folding:
             return effects
         upload.is_folding = True
+        assert session.claim is not None
+        session.claim.is_complete = True
         self.counters["trips"] += 1
         return [*effects, *self._place(session)]
 
@@ -655,17 +660,16 @@ class HeldTask:
         self.sessions.end(
             session, answer, keep_until(session.ticket.expires, self.config, self._server)
         )
-        owner = (self.task, session.id)
-        if self._slots.is_held_by(owner):
-            self._slots.release(owner)
+        if self._memory.holds(session.claim):
+            self._memory.release(session.claim)
             effects.append(Drop(self.task, self.fence.seq, session.id))
         return effects
 
-    def reclaim_slot(self, session: Session) -> Effects:
+    def drop_upload(self, session: Session) -> Effects:
         """Drop what was received of the upload; the client sends the chunks again later."""
         session.upload = None
         self.sessions.refile(session)
-        self._slots.release((self.task, session.id))
+        self._memory.release(session.claim)
         return [Drop(self.task, self.fence.seq, session.id)]
 
     def _answer(
@@ -732,7 +736,7 @@ class HeldTask:
         session = self.sessions.active.get(message.session)
         if session is None or not self.pipeline.knows(message):
             return []
-        self._slots.release((self.task, session.id))
+        self._memory.release(session.claim)
         if message.refused is not None:
             return self._on_refused(session, message, message.refused) + self.pipeline.pump(now)
         buffer = self.pipeline.fold(now, message)
@@ -763,7 +767,7 @@ class HeldTask:
             session = self.sessions.active.get(session_id)
             if session is not None:
                 session.in_buffer = True
-                self._slots.release((self.task, session_id))
+                self._memory.release(session.claim)
         if self.pipeline.current.is_full and regime.ends_round_when_full(self.config):
             effects += self._end_round()
         return effects

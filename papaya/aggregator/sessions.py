@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from papaya.aggregator.upload import Upload
+from papaya.aggregator.upload import Claim, Upload
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import InvariantError
 from papaya.machine import Effects, Handle, Reply
@@ -48,6 +48,7 @@ class Session:
 
     __slots__ = (
         "answer_to",
+        "claim",
         "id",
         "in_buffer",
         "offer",
@@ -71,8 +72,9 @@ class Session:
         # The ticket from the report, and its sealed bytes.
         self.upload_ticket: UploadTicket | None = None
         self.upload_sealed = b""
-        # Chunks received so far.
+        # Chunks received so far, and the claim on memory for them.
         self.upload: Upload | None = None
+        self.claim: Claim | None = None
         # The update is in the sum.
         self.in_buffer = False
         # Secure aggregation: the offer given with the report, the sealed seed of the mask, and the

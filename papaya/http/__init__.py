@@ -6,6 +6,6 @@ supported: chunked encoding, other versions of HTTP, percent-decoding, ranges, r
     listener, acceptor, proxy_protocol                listening, and limits on connections
     server_connection, connection_state               the server's side of a connection
     pool, client_connection                           requests to other servers
-    relay, splice                                     passing a body on while it arrives
+    relay                                             passing a body on while it arrives
     head, exchange, routes, limits, errors            shared by both
 """

@@ -258,7 +258,7 @@ class Server:
                 return Host(Selector(*start, keyring, self._coordinators()), *around)
             case "aggregator":
                 pool = self._upload_pool()
-                among = (keyring, self._coordinators(), pool.count)
+                among = (keyring, self._coordinators(), pool.total_bytes)
                 return self._make_aggregator_host(Aggregator(*start, *among), pool)
 
     def _upload_pool(self) -> BufferPool:

@@ -56,7 +56,7 @@ class DeviceKind(Struct, frozen=True):
 
 class ClusterConfig(Struct, frozen=True, kw_only=True):
     """`supply`: check-ins per expected completion when the run starts, as if pace steering had
-    settled before.
+    settled before. `upload_bytes`: memory for uploads of each aggregator.
     """
 
     tasks: tuple[TaskConfig, ...]
@@ -68,6 +68,7 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     coordinators: int = 1
     selectors: int = 1
     aggregators: int = 1
+    upload_bytes: int = 1 << 30
     network: NetworkConfig = NetworkConfig()
     storage: StorageConfig = StorageConfig()
 
@@ -192,7 +193,8 @@ class Cluster:
             return Selector(node, boot, now, server, self.keyring, coordinators)
 
         def aggregator(node: NodeId, boot: float, now: float) -> Aggregator:
-            return Aggregator(node, boot, now, server, self.keyring, coordinators)
+            own = (self.keyring, coordinators, config.upload_bytes)
+            return Aggregator(node, boot, now, server, *own)
 
         self.hosts = {
             node: SimulatedHost(self, node, partial(coordinator, node)) for node in coordinators

@@ -98,7 +98,7 @@ def test_a_number_that_no_float_can_hold_is_refused_like_any_other() -> None:
     assert str(refusal(TaskConfig, concurrency=10**400)).startswith("concurrency = 1000")
 
 
-COUNTS = ["max_held", "upload_slots", "chunk_bytes"]
+COUNTS = ["max_held", "chunk_bytes"]
 SERVER_TIMES = [name for name in ServerConfig.__struct_fields__ if name not in COUNTS]
 DEVICE_TIMES = [f for f in DeviceConfig.__struct_fields__ if f != "participation_floor_s"]
 
@@ -274,11 +274,7 @@ def test_one_heartbeat_and_the_rest_follows() -> None:
 def test_the_defaults_of_a_server_and_a_device() -> None:
     server, device = ServerConfig(), DeviceConfig()
     assert (server.heartbeat_s, server.hold_s, server.pace) == (10, 20, 1.5)
-    assert (server.upload_slots, server.chunk_bytes, server.min_report_interval_s) == (
-        32,
-        2**20,
-        0.02,
-    )
+    assert (server.chunk_bytes, server.min_report_interval_s) == (2**20, 0.02)
     assert device.check_in_timeout_s > server.hold_s
     assert device.max_backoff_s < server.dead_after_s
     assert device.participation_floor_s == 3600

@@ -53,8 +53,10 @@ from tests.unit.aggregator.store import Store
 TASK = "words"
 KEYRING = Keyring({1: b"k" * 32})
 # Two chunks for a model of four parameters.
-SERVER = ServerConfig(heartbeat_s=10.0, upload_slots=4, chunk_bytes=8)
+SERVER = ServerConfig(heartbeat_s=10.0, chunk_bytes=8)
 MODEL_LENGTH = 4
+# The memory that one upload of it may need: its chunks, and two of them in transit.
+ONE_UPLOAD = 32
 
 E = TypeVar("E", bound=Effect)
 
@@ -82,9 +84,13 @@ def a_sync_task(concurrency: int, over_selection: float, **changes: Any) -> Task
 class World:
     """Time, one store, its blobs, and the aggregators that share them."""
 
-    upload_buffers = float("inf")
-
-    def __init__(self, *tasks: TaskConfig, server: ServerConfig = SERVER) -> None:
+    def __init__(
+        self,
+        *tasks: TaskConfig,
+        server: ServerConfig = SERVER,
+        upload_bytes: int = 1 << 20,
+    ) -> None:
+        self.upload_bytes = upload_bytes
         self.now = 0.0
         self.server = server
         self.store = Store()
@@ -187,7 +193,7 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
-        around = (KEYRING, ("coordinator-1",), world.upload_buffers)
+        around = (KEYRING, ("coordinator-1",), world.upload_bytes)
         world.boots += 1
         self.machine = Aggregator(name, world.boots, world.now, world.server, *around)
         self.shards = Shards()
@@ -197,6 +203,11 @@ class Node:
         self._queue: deque[Effect] = deque()
         self._is_running = False
         self._orders = 0
+
+    @property
+    def memory_used(self) -> float:
+        """The share of the memory for uploads."""
+        return self.machine._memory.used(self.world.now)
 
     # -- running the machine ----------------------------------------------------------------
 
@@ -386,9 +397,13 @@ def chunks_of(values: Sequence[float], chunk_bytes: int) -> list[bytes]:
     return [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
 
 
-def a_world(config: TaskConfig | None = None, server: ServerConfig = SERVER) -> tuple[World, Node]:
+def a_world(
+    config: TaskConfig | None = None,
+    server: ServerConfig = SERVER,
+    upload_bytes: int = 1 << 20,
+) -> tuple[World, Node]:
     """One task at one aggregator, past its adoption window."""
-    world = World(config or a_task(), server=server)
+    world = World(config or a_task(), server=server, upload_bytes=upload_bytes)
     node = world.start()
     world.place(node)
     world.pass_s(server.heartbeat_s)

@@ -89,7 +89,7 @@ def test_what_orders_do_not_list_must_stop() -> None:
     assert isinstance(world.answers[handle], Retry)
     assert isinstance(phone.heartbeat(), Retry)
     assert Drop(TASK, 1) in node.log
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     node.release()
     assert node.machine.tasks == {}, "the answer of a commit that nobody waits for"
 

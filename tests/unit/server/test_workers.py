@@ -253,7 +253,7 @@ def test_deleting_comes_before_the_same_blob_is_written_again() -> None:
 def test_shards_for_threads_use_the_fastest_kernel_and_return_buffers() -> None:
     pool = BufferPool(1, 16)
     shards: Shards = threaded_shards(3, pool)
-    view = pool.take()
+    view = pool.take(16)
     assert view is not None
     view[:] = np.ones(LENGTH, FLOAT32).tobytes()
     fold = Fold(WORDS, 1, 1, "a", 1, 0)

@@ -142,7 +142,7 @@ class Driver:
     def upload(self, task: TaskId, session: str, values: list[float]) -> None:
         data = np.array(values, FLOAT32).tobytes()
         for offset in range(0, len(data), CHUNK_BYTES):
-            view = self.pool.take()
+            view = self.pool.take(CHUNK_BYTES)
             assert view is not None
             view[:] = data[offset : offset + CHUNK_BYTES]
             self.workers.perform(Keep(task, session, offset, view, len(data)))  # type: ignore[arg-type]
