@@ -170,10 +170,8 @@ class Aggregator:
                 return held.on_lost(message)
             case Restored():
                 return held.on_restored(now)
-            case Offered() if held.offers is not None:
-                held.offers.on_offered(now, message, held.pipeline)
-                return held.pipeline.pump(now) if held.phase is TaskPhase.SERVING else []
-        return []
+            case Offered():
+                return held.on_offered(now, message)
 
     def _on_arriving(self, now: float, message: Arriving) -> Effects:
         """Part of a chunk has arrived: the client is slow, not silent."""
@@ -256,8 +254,8 @@ class Aggregator:
             session = held.sessions.active.get(session_id) if held is not None else None
             if held is None or session is None:
                 self._slots.release((task, session_id))
-            elif not session.is_complete:
-                effects += held.reclaim_slot(session)
+            else:
+                effects += held.reclaim_idle(now, session)
         for held in self.tasks.values():
             held.sessions.forget(now)
             if held.phase is TaskPhase.HALTED:
