@@ -174,10 +174,8 @@ class Aggregator:
                 return held.on_lost(message)
             case Restored():
                 return held.on_restored(now)
-            case Offered() if held.offers is not None:
-                held.offers.on_offered(now, message, held.pipeline)
-                return held.pipeline.pump(now) if held.phase is TaskPhase.SERVING else []
-        return []
+            case Offered():
+                return held.on_offered(now, message)
 
     def _on_arriving(self, now: float, message: Arriving) -> Effects:
         """Part of a chunk has arrived: the client is slow, not silent."""
@@ -271,6 +269,7 @@ class Aggregator:
         effects: Effects = []
         for held in self.tasks.values():
             held.sessions.forget(now)
+            effects += held.free_waiting(now)
             if held.phase is TaskPhase.HALTED:
                 effects += held.load()  # the owner may have changed the rows
         return effects + self._report(now, heartbeat=True)

@@ -42,7 +42,17 @@ from papaya.aggregator.upload import (
     crc32,
     why_not_served,
 )
-from papaya.aggregator.work import Drop, Folded, Keep, Lost, Snapshotted, StepFailed, Stepped
+from papaya.aggregator.work import (
+    UNREACHABLE,
+    Drop,
+    Folded,
+    Keep,
+    Lost,
+    Offered,
+    Snapshotted,
+    StepFailed,
+    Stepped,
+)
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import TicketError
 from papaya.learning.weighting import capped
@@ -82,6 +92,7 @@ from papaya.messages.tickets import (
 
 _BUSY_RETRY_S = 0.5
 _NEVER = float("inf")
+_FAILING = "the TSA has an internal error at a release; restart it to give up the buffer"
 
 
 class TaskPhase(Enum):
@@ -254,7 +265,9 @@ class HeldTask:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
             self.offers.mark_lost(0.0, self.pipeline)
         self._overflow.clear()
-        return [*self._settle_sessions(), self.pipeline.restore()]
+        effects = self._settle_sessions()
+        self._keep_places()
+        return [*effects, self.pipeline.restore()]
 
     def _settle_sessions(self) -> Effects:
         """Acknowledge what the rows count; ask for every other upload again.
@@ -267,6 +280,12 @@ class HeldTask:
             if session is not None:
                 effects += self._acknowledge(session)
         return effects + self._request_all_again()
+
+    def _keep_places(self) -> None:
+        """For updates whose seeds may be in a group: no other buffer can use them."""
+        for session in self.sessions.active.values():
+            if session.seed_group is not None:
+                self.pipeline.keep_place(session.id, session.seed_group)
 
     def _request_all_again(self) -> Effects:
         uploading = [s for s in self.sessions.active.values() if s.upload is not None]
@@ -338,8 +357,10 @@ class HeldTask:
         return self.adopts_until != _NEVER
 
     def demand(self, now: float) -> int:
-        """The demand to report: zero while clients of an earlier holder may still be adopted."""
-        if self.phase is not TaskPhase.SERVING or now < self.adopts_until:
+        """The demand to report: zero while clients of an earlier holder may still be adopted, and
+        while those that are here wait for the TSA.
+        """
+        if self.phase is not TaskPhase.SERVING or now < self.adopts_until or self._waits_for_tsa:
             return 0
         return self.config_demand
 
@@ -349,14 +370,13 @@ class HeldTask:
         Reported demand is promised: the clients that are assigned because of it find their slots.
         """
         demand = self.demand(now)
-        problem = "" if self.offers is None else self.offers.problem
         self.promises.offer(demand)
         return TaskReport(
             task=self.task,
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
-            halted=self.halted_because or problem,
+            halted=self.halted_because or self._tsa_problem,
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
@@ -384,7 +404,7 @@ class HeldTask:
                     return [] if answer is None else [Reply(reply_to, answer)]
                 case Complete():
                     session = self._uploader(now, request.ticket, claim)
-                    return self._complete(session, request, reply_to)
+                    return self._complete(now, session, request, reply_to)
                 case Report():
                     session = self._participant(now, request.ticket, claim)
                     return self._report(now, session, request, reply_to)
@@ -517,9 +537,9 @@ class HeldTask:
             staleness = self._staleness(session)
             if session.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
                 return [*self._abort(session, "stale"), Reply(reply_to, Aborted("stale"))]
-            if not self._grant(now, session, staleness, request.examples):
-                reason = "waiting for new offers of the TSA"
-                return [Reply(reply_to, Retry(reason, _BUSY_RETRY_S))]
+            # While the TSA is away nobody seals: if it is lost, those updates are not.
+            if self._waits_for_tsa or not self._grant(now, session, staleness, request.examples):
+                return [Reply(reply_to, self._wait_for_tsa(now, session))]
         ticket = session.upload_ticket
         assert ticket is not None
         granted = UploadGranted(
@@ -599,6 +619,8 @@ class HeldTask:
         if upload is not None and upload.id != chunk.upload and chunk.index > 0:
             return Refused("a new upload must start with chunk 0")
         session.claim = session.claim or Claim((self.task, session.id), self.config, piece)
+        if self._waits_for_tsa and not self._memory.holds(session.claim):
+            return self._wait_for_tsa(now, session)
         has_arrived = isinstance(chunk, Chunk)
         has_room = self._memory.may_keep if has_arrived else self._memory.may_send
         if not has_room(now, session.claim, length):
@@ -606,8 +628,12 @@ class HeldTask:
             return Retry("the memory for uploads is in use", _BUSY_RETRY_S)
         return None
 
-    def _complete(self, session: Session, request: Complete, reply_to: Handle) -> Effects:
+    def _complete(
+        self, now: float, session: Session, request: Complete, reply_to: Handle
+    ) -> Effects:
         upload = session.upload
+        if self._waits_for_tsa and not session.is_complete and not (upload and upload.missing):
+            return [Reply(reply_to, self._wait_for_tsa(now, session))]
         if upload is None or upload.id != request.upload:
             count = chunk_count(self.config.update_bytes, self._server.chunk_bytes)
             return [Reply(reply_to, Incomplete(tuple(range(count))))]
@@ -629,7 +655,7 @@ class HeldTask:
         if session.is_complete:
             # The update is being folded and cannot be withdrawn: answer with how it ends.
             return session.await_answer(reply_to)
-        return [*self._abort(session, "left"), Reply(reply_to, Left())]
+        return [*self._abort(session, "left"), Reply(reply_to, Left()), *self._place_overflow()]
 
     # -- sessions ---------------------------------------------------------------------------
 
@@ -657,12 +683,29 @@ class HeldTask:
         self.counters[counter] += 1
         self.may_want_more = True
         effects = self._answer(session, answer)
-        self.sessions.end(
-            session, answer, keep_until(session.ticket.expires, self.config, self._server)
-        )
+        self.pipeline.give_place_up(session.id)
+        self.sessions.end(session, answer, self._keep_until(session))
         if self._memory.holds(session.claim):
             self._memory.release(session.claim)
             effects.append(Drop(self.task, self.fence.seq, session.id))
+        return effects
+
+    def _keep_until(self, session: Session) -> float:
+        """Until then the client may ask for its answer: no later ticket of it is valid."""
+        until = keep_until(session.ticket.expires, self.config, self._server)
+        return max(until, session.kept_until + self._server.heartbeat_s)
+
+    def free_waiting(self, now: float) -> Effects:
+        """While the TSA does not answer, complete uploads that wait for a buffer hold no memory."""
+        if self.phase is not TaskPhase.SERVING or not self._waits_for_tsa:
+            return []
+        waiting, self._overflow = self._overflow, deque()
+        effects: Effects = []
+        for session_id in waiting:
+            session = self.sessions.active.get(session_id)
+            if session is not None:
+                retry = self._wait_for_tsa(now, session)
+                effects += [*self._answer(session, retry), *self.drop_upload(session)]
         return effects
 
     def drop_upload(self, session: Session) -> Effects:
@@ -715,9 +758,8 @@ class HeldTask:
             return self._discard(session, "round_over")
         if self.pipeline.is_past(session.seed_group):
             return self._discard(session, "seed_refused")
-        until = keep_until(session.ticket.expires, self.config, self._server)
         seed = session.sealed_seed, session.seed_group
-        fold = self.pipeline.place(session.as_member(until), *seed)
+        fold = self.pipeline.place(session.as_member(self._keep_until(session)), *seed)
         if fold is not None:
             return [fold]
         self._overflow.append(session.id)
@@ -737,6 +779,8 @@ class HeldTask:
         if session is None or not self.pipeline.knows(message):
             return []
         self._memory.release(session.claim)
+        if message.is_unanswered:
+            return self._on_unanswered(now, session, message)
         if message.refused is not None:
             return self._on_refused(session, message, message.refused) + self.pipeline.pump(now)
         buffer = self.pipeline.fold(now, message)
@@ -750,13 +794,55 @@ class HeldTask:
 
     def _on_refused(self, session: Session, message: Folded, reason: DiscardReason) -> Effects:
         group = self.pipeline.refuse(message)
-        if group is not None and session.seed_group is None:
+        if group is not None and group != session.seed_group:
             session.seed_group = group
             return self._request_again(session) + self._place_overflow()
         if self.offers is not None:
             self.offers.on_refused(reason, session.offer)
         session.upload = None
         return self._discard(session, reason) + self._place_overflow()
+
+    # -- the TSA ----------------------------------------------------------------------------
+
+    @property
+    def _waits_for_tsa(self) -> bool:
+        """The TSA is away or fails. What it holds is not lost, so updates wait for it."""
+        return self.offers is not None and (self.offers.is_away or self.pipeline.is_failing)
+
+    @property
+    def _tsa_problem(self) -> str:
+        """For the owner; empty if there is none."""
+        if self.offers is None:
+            return ""
+        return _FAILING if self.pipeline.is_failing else self.offers.problem
+
+    def _wait_for_tsa(self, now: float, session: Session) -> Retry:
+        """The client is not at fault: keep its session long enough for a whole upload."""
+        keep_s = session.keep(now, self.config.upload_timeout_s)
+        after_s = self._server.heartbeat_s / 4 if self._waits_for_tsa else _BUSY_RETRY_S
+        return Retry("waiting for the TSA", after_s, keep_s)
+
+    def _on_unanswered(self, now: float, session: Session, message: Folded) -> Effects:
+        """The TSA did not answer. It may have taken the seed into this group, where only a member
+        of this buffer can use it: keep its place, and ask the client for the bytes again later.
+        """
+        assert self.offers is not None
+        self.offers.on_unanswered()
+        self.pipeline.postpone(message)
+        session.seed_group = message.target
+        session.seen_at = now  # the server kept the client waiting
+        retry = self._wait_for_tsa(now, session)
+        effects = [*self._answer(session, retry), *self.drop_upload(session)]
+        return effects + self._refill_offers(now)
+
+    def on_offered(self, now: float, message: Offered) -> Effects:
+        if self.offers is None:
+            return []
+        self.may_want_more |= self.offers.is_away
+        self.offers.on_offered(now, message, self.pipeline)
+        if self.phase is not TaskPhase.SERVING:
+            return []
+        return [*self.pipeline.pump(now), *self._refill_offers(now)]
 
     # -- storage ----------------------------------------------------------------------------
 
@@ -778,6 +864,9 @@ class HeldTask:
         if message.dropped:
             what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
             self.counters[what] += 1
+        if message.dropped == UNREACHABLE and self.offers is not None:
+            self.offers.on_unanswered()
+            effects = self._refill_offers(now)
         return effects
 
     def on_step_failed(self, message: StepFailed) -> Effects:
@@ -818,6 +907,7 @@ class HeldTask:
         self._swept_at = now
         return [
             *self._abort_expired(now),
+            *self._place_overflow(),
             *self._refill_offers(now),
             *self.pipeline.pump(now),
         ]

@@ -41,7 +41,6 @@ from papaya.messages.storage import (
 
 _NEVER = float("inf")
 _RETRY_S = 1.0
-_MAX_FAILURES = 10
 
 
 class Buffer:
@@ -50,16 +49,19 @@ class Buffer:
     A member is first folding (its place is reserved), then folded (it is in the sum), then durable
     (it is in the committed record; only then is it acknowledged).
 
+    A place is kept for a client whose seed the TSA may have taken, although it did not answer.
+
     A lost buffer has seeds at a TSA that no longer exists. It takes no new members, and is dropped
     as soon as those it has are durable.
 
-    Invariants: durable <= folded; folded + folding <= goal.
+    Invariants: durable <= folded; folded + folding + kept <= goal.
     """
 
     def __init__(self, target: int, goal: int) -> None:
         self.target = target
         self.goal = goal
         self.folding: dict[SessionId, Member] = {}
+        self.kept: dict[SessionId, None] = {}
         self.folded: dict[SessionId, Member] = {}
         self.durable = 0
         self.is_lost = False
@@ -73,7 +75,11 @@ class Buffer:
 
     @property
     def has_room(self) -> bool:
-        return not self.is_lost and len(self.folded) + len(self.folding) < self.goal
+        return not self.is_lost and self._taken < self.goal
+
+    @property
+    def _taken(self) -> int:
+        return len(self.folded) + len(self.folding) + len(self.kept)
 
     @property
     def is_full(self) -> bool:
@@ -100,10 +106,10 @@ class Buffer:
         return self.folded[session]
 
     def check(self) -> None:
-        if self.durable > len(self.folded) or len(self.folded) + len(self.folding) > self.goal:
+        if self.durable > len(self.folded) or self._taken > self.goal:
             raise InvariantError(
                 f"buffer {self.target}: {self.durable} durable, {len(self.folded)} folded, "
-                f"{len(self.folding)} folding, goal {self.goal}"
+                f"{len(self.folding)} folding, {len(self.kept)} kept, goal {self.goal}"
             )
 
 
@@ -168,6 +174,11 @@ class Pipeline:
         last = self.config.stop.versions or end
         return range(first, min(end, last + 1))
 
+    @property
+    def is_failing(self) -> bool:
+        """The TSA has an internal error at the step that is due."""
+        return self._failures > 0
+
     def is_past(self, target: int | None) -> bool:
         """Does the buffer of this version take no more updates? False without a target."""
         if target is None:
@@ -177,11 +188,13 @@ class Pipeline:
     def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
         """Reserve a place in the first buffer with room; None if all are full for now.
 
-        With a `group`, only in that buffer: the TSA already has the seed in its group.
+        With a `group`, only in that buffer: the TSA has the seed in its group, or may have it.
         """
         for target in self._open_targets if group is None else (group,):
             buffer = self._buffer(target)
-            if buffer.has_room and regime.accepts(self.config, member.version, target):
+            has_place = buffer.has_room or member.session in buffer.kept
+            if has_place and regime.accepts(self.config, member.version, target):
+                buffer.kept.pop(member.session, None)
                 buffer.folding[member.session] = member
                 return Fold(
                     self.config,
@@ -211,6 +224,22 @@ class Pipeline:
         """
         del self._buffers[message.target].folding[message.session]
         return None if self.is_past(message.seed_group) else message.seed_group
+
+    def postpone(self, message: Folded) -> None:
+        """The TSA did not answer, and may have the seed in this group: keep the place."""
+        buffer = self._buffers[message.target]
+        del buffer.folding[message.session]
+        buffer.kept[message.session] = None
+
+    def keep_place(self, session: SessionId, group: int) -> None:
+        """Keep a place for an update whose seed may be in this group, if there is room."""
+        if group in self._open_targets and self._buffer(group).has_room:
+            self._buffer(group).kept[session] = None
+
+    def give_place_up(self, session: SessionId) -> None:
+        """The session has ended: free the place that was kept for its update, if any."""
+        for buffer in self._buffers.values():
+            buffer.kept.pop(session, None)
 
     def fold(self, now: float, message: Folded) -> Buffer:
         buffer = self._buffers[message.target]
@@ -279,12 +308,11 @@ class Pipeline:
     def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
         """Write the new version. If the TSA did not answer or failed, try the step again later.
 
-        The TSA still has the seeds, so nothing is lost by a retry. After `_MAX_FAILURES` failures
-        the buffer is dropped.
+        The TSA still has the seeds, so nothing is lost by a retry. To give the buffer up, the
+        operator restarts the TSA.
         """
         self._failures += message.dropped == FAILED
-        is_failing = message.dropped == FAILED and self._failures < _MAX_FAILURES
-        if message.dropped == UNREACHABLE or is_failing:
+        if message.dropped in (UNREACHABLE, FAILED):
             self._is_busy = False
             self._step_due = now + _RETRY_S * 2 ** min(self._failures, 6)
             return []

@@ -20,7 +20,13 @@ from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import InvariantError
 from papaya.machine import Effects, Handle, Reply
 from papaya.messages.base import SessionId
-from papaya.messages.participation import Aborted, Completed, Retry, SecureOffer
+from papaya.messages.participation import (
+    MAX_EXTRA_S,
+    Aborted,
+    Completed,
+    Retry,
+    SecureOffer,
+)
 from papaya.messages.storage import Member
 from papaya.messages.tickets import SessionTicket, UploadTicket
 
@@ -51,6 +57,7 @@ class Session:
         "claim",
         "id",
         "in_buffer",
+        "kept_until",
         "offer",
         "sealed",
         "sealed_seed",
@@ -82,6 +89,8 @@ class Session:
         self.offer: SecureOffer | None = None
         self.sealed_seed = b""
         self.seed_group: int | None = None
+        # Until then the session continues past its deadline, because it had to wait for the TSA.
+        self.kept_until = 0.0
         # Requests that wait for the outcome of the update.
         self.answer_to: list[Handle] = []
 
@@ -116,8 +125,17 @@ class Session:
         """When the session expires. A complete update does not: it only awaits its commit."""
         if self.is_complete:
             return float("inf")
-        ends = self.ticket.expires if self.upload_ticket is None else self.upload_ticket.upload_by
-        return min(self.seen_at + dead_after_s, ends)
+        return min(self.seen_at + dead_after_s, max(self._ends, self.kept_until))
+
+    @property
+    def _ends(self) -> float:
+        """The deadline that the client knows from its ticket."""
+        return self.ticket.expires if self.upload_ticket is None else self.upload_ticket.upload_by
+
+    def keep(self, now: float, keep_s: float) -> float:
+        """Continue for so long, if the limit permits it. Returns how long."""
+        self.kept_until = min(now + keep_s, self._ends + MAX_EXTRA_S)
+        return max(0.0, self.kept_until - now)
 
 
 class Sessions:

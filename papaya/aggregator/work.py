@@ -48,13 +48,17 @@ class GetOffers(Effect, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """`terms` goes with each of the offers; None if there are none, and `problem` says why."""
+    """`terms` goes with each of the offers; None if there are none, and `problem` says why.
+
+    `is_unanswered`: the TSA did not answer, so it may still have all its seeds.
+    """
 
     task: TaskId
     seq: int
     offers: tuple[StockedOffer, ...] = ()
     terms: SecureOffer | None = None
     problem: str = ""
+    is_unanswered: bool = False
 
 
 class Fold(Effect, frozen=True):
@@ -82,6 +86,8 @@ class Folded(Message, frozen=True):
     refused: DiscardReason | None = None
     seed_group: int | None = None
     """The version whose group already has this seed, if it is not `target`."""
+    is_unanswered: bool = False
+    """The TSA did not answer. The update was not added, but its seed may be in the group."""
 
 
 class Snapshot(Effect, frozen=True):

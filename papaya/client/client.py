@@ -39,6 +39,7 @@ from papaya.machine import Effects
 from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, TaskId
 from papaya.messages.participation import (
     MAX_CHUNKS,
+    MAX_EXTRA_S,
     Aborted,
     Alive,
     Chunk,
@@ -96,6 +97,8 @@ class Client:
         self.stage = Stage.CHECKING_IN
         self._stage_ends = _NEVER
         self._stopping = ""
+        # By how much servers have moved the ends of stages, because they could not go on.
+        self._extra_s = 0.0
         # The assigned task, the answer to the join, and the newest ticket of the session.
         self.task: TaskId | None = None
         self.joined: Joined | None = None
@@ -206,6 +209,13 @@ class Client:
         self._resend_at = now + after_s + jitter
         return []
 
+    def _extend_stage(self, now: float, keep_s: float) -> None:
+        """The server cannot go on and keeps the session meanwhile. A visit has one limit for it."""
+        extra_s = min(now + keep_s - self._stage_ends, MAX_EXTRA_S - self._extra_s)
+        if extra_s > 0:
+            self._stage_ends += extra_s
+            self._extra_s += extra_s
+
     def _on_unanswered(self, now: float, attempt: int) -> Effects:
         if attempt == self._pending_attempt:
             return self._ask_again(now, 0.0)
@@ -252,6 +262,7 @@ class Client:
             case Retry() if is_heartbeat:
                 return self._retry_heartbeat(now, answer.after_s)
             case Retry():
+                self._extend_stage(now, answer.keep_s)
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
                 return []

@@ -37,6 +37,8 @@ from papaya.messages.base import (
 )
 
 MAX_CHUNKS = 4096
+MAX_EXTRA_S = 900.0
+"""How far `Retry.keep_s` may move the deadlines of one session, in all."""
 
 AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
 DiscardReason = Literal[
@@ -183,10 +185,15 @@ class Refused(Message, frozen=True):
 
 
 class Retry(Message, frozen=True):
-    """Send the same request again after `after_s`, maybe through another selector."""
+    """Send the same request again after `after_s`, maybe through another selector.
+
+    `keep_s`: the server keeps the session for at least so long, past its deadline if need be,
+    because the client is not the reason for the delay.
+    """
 
     reason: ShortText
     after_s: Seconds
+    keep_s: Seconds = 0.0
 
 
 Request = Join | Heartbeat | Report | Chunk | Complete | Leave

@@ -50,7 +50,7 @@ from papaya.server.buffers import BufferPool
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.metrics import DriverMetrics
+from papaya.server.metrics import DriverMetrics, TsaCollector
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
@@ -283,6 +283,7 @@ class Server:
         self._tsa_connection = TsaConnection(
             self.deployment, self._resources.clock.now, self._resources.cluster_key
         )
+        self._operations.driver.registry.register(TsaCollector(self._tsa_connection.breaker))
         return self._tsa_connection.adapter
 
     def _on_work_done(self, result: Message) -> None:

@@ -21,7 +21,7 @@ from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import NewBlobs, Shards
 from papaya.aggregator.tsa import TsaAdapter
-from papaya.aggregator.work import FAILED, Fold, Stepped, StockedOffer
+from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOffer
 from papaya.client.client import Client
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError
@@ -147,6 +147,17 @@ def _take_away_for_lost(
         _release(self, parameters, group, members, take)
     except TsaError as error:
         raise TsaError(masked.LOST, str(error)) from error
+
+
+_accept_seed = TsaAdapter.accept
+
+
+def _take_silence_for_lost(self: TsaAdapter, index: int, group: int, sealed: bytes) -> None:
+    try:
+        _accept_seed(self, index, group, sealed)
+    except TsaError as error:
+        reason = masked.LOST if error.reason == UNREACHABLE else error.reason
+        raise TsaError(reason, str(error), error.group) from error
 
 
 def _take_failure_for_refusal(
@@ -308,6 +319,10 @@ BUGS: dict[str, Bug] = {
     "unreachable-taken-for-lost": Bug(
         "a TSA that cannot be reached is treated as having lost its seeds",
         ((TsaAdapter, "release", _take_away_for_lost),),
+    ),
+    "unanswered-seed-taken-for-lost": Bug(
+        "an update is discarded because the TSA did not answer when it was given the seed",
+        ((TsaAdapter, "accept", _take_silence_for_lost),),
     ),
     "failure-taken-for-a-refusal": Bug(
         "an internal failure of the TSA is treated as a refusal",

@@ -183,6 +183,9 @@ class Auditor(Observer):
                 self._on_granted(host, reply.message)
             case Completed(discarded=None):
                 self._on_acknowledged(reply)
+            case Completed(discarded="trusted_party_lost"):
+                ticket = claim_of(reply.to.request.ticket)
+                self._secure.check_discarded_as_lost(ticket.session)
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")

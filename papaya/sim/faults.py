@@ -61,7 +61,7 @@ class Faults:
         ]
         if any(task.secure_aggregation is not None for task in cluster.config.tasks):
             kinds += [self._crash_tsa, self._crash_tsa, self._cut_off_tsa]
-            kinds += [self._fail_tsa]
+            kinds += [self._freeze_tsa, self._fail_tsa]
         # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
         self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
         cluster.engine.after(0.0, self._next)
@@ -204,6 +204,10 @@ class Faults:
     def _cut_off_tsa(self) -> None:
         """Nothing is lost, so nothing may be given up."""
         self._cluster.tsa.cut_off(self._a_while())
+
+    def _freeze_tsa(self) -> None:
+        """Seeds reach it, but its answers do not come: it takes them when it goes on."""
+        self._cluster.tsa.freeze(self._a_while())
 
     def _fail_tsa(self) -> None:
         """It answers, and cannot do what it should: nothing may be given up for that either."""

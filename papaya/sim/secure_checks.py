@@ -8,7 +8,8 @@ masked sum and every step, in whole numbers, and requires:
 - a seed is taken into one group, and a record names only members whose seeds are in its group;
 - masks are released for exactly the members of a full and durable record;
 - a version is one step with its members' fixed-point sum, or its predecessor again: only if a seed
-  is lost with an earlier TSA, or a member lied about its seed.
+  is lost with an earlier TSA, or a member lied about its seed;
+- no update is discarded as lost with the TSA while the TSA that it was sealed for lives.
 """
 
 from __future__ import annotations
@@ -143,6 +144,14 @@ class SecureAuditor:
             start = message.index * chunk_bytes
             same = message.data == sealed.update[start : start + chunk_bytes]
             demand(same, f"{session} sends another masked update")
+
+    def check_discarded_as_lost(self, session: SessionId) -> None:
+        """A TSA that does not answer has everything that it had."""
+        sealed = self._sealed.get(session)
+        demand(
+            sealed is None or sealed.seed[0] != self._tsa.identity_public_key,
+            f"{session} was discarded as lost, but the TSA that it sealed for lives",
+        )
 
     # -- the TSA ------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ CHUNKS = 4
 PERIOD_S = 0.1
 
 
-def a_server(folder: Path, **settings: int) -> RunningServer:
+def a_server(folder: Path, **settings: Any) -> RunningServer:
     config = ServerConfig(heartbeat_s=0.5, hold_s=0.5, chunk_bytes=CHUNK_BYTES, min_retry_s=0.01)
     return RunningServer(folder, server=config, **settings)
 

@@ -81,7 +81,7 @@ async def _one_visit(
             process,
             selectors=[url(server)],
             store=place / "device.db",
-            trainer=NoTraining(briefly(book, 0), None, terms),
+            trainer=NoTraining(briefly(book, 0), None, lambda task: terms),
             token=installation.secret("device.token"),
             labels=(label,),
             notify=told.append,
