@@ -16,7 +16,7 @@ from pathlib import Path
 
 from papaya.cli.output import FormatOptions, positive, whole
 from papaya.errors import OperatorError, ProtocolError
-from papaya.verifiable_log.checkpoint import LogPolicy
+from papaya.verifiable_log.checkpoint import MAX_COSIGNATURE_AGE_S, LogPolicy
 from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey, VerifierKey
@@ -45,7 +45,7 @@ class LogReadOptions:
     log_key: str
     witness: Sequence[str] = ()
     quorum: int | None = None
-    max_age: float | None = None
+    max_age: float = MAX_COSIGNATURE_AGE_S
     remember: Path | None = None
 
 
@@ -79,7 +79,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         "--max-age",
         type=positive,
         metavar="S",
-        help="maximum age of a witness's signature, in seconds (default: unlimited)",
+        help="maximum age of a witness's signature, in seconds",
     )
     parser.add_argument(
         "--remember",
