@@ -230,13 +230,18 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 return 0
 
     @property
+    def is_secure(self) -> bool:
+        """Are updates masked?"""
+        return self.secure_aggregation is not None
+
+    @property
     def model_bytes(self) -> int:
         return 4 * self.model_length
 
     @property
     def update_bytes(self) -> int:
         """The size of an upload. A masked vector also carries its weight and a constant."""
-        extra = EXTRA_WORDS if self.secure_aggregation is not None else 0
+        extra = EXTRA_WORDS if self.is_secure else 0
         return 4 * (self.model_length + extra)
 
     @property

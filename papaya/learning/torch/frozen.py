@@ -4,7 +4,7 @@ Clients upload the trainable parameters only, so the rest must be the same on ev
 update of LoRA weights is useless on another base model. The digest is part of a task's identity
 (docs/adr/0040). It is SHA-256 of
 
-    papaya frozen tensors 1\\n
+    papaya-frozen-tensors-1\\n
     ["name","dtype",[shape],null]\\n  and the bytes: little-endian, row by row
     ["name","dtype",[shape],"first name"]\\n  for another name of a tensor, without bytes
 
@@ -29,7 +29,7 @@ import torch
 
 from papaya.errors import OperatorError
 
-_DOMAIN: Final = b"papaya frozen tensors 1\n"
+_DOMAIN: Final = b"papaya-frozen-tensors-1\n"
 # Where a module keeps its parts; their names follow without these.
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules")
 

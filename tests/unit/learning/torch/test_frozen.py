@@ -101,7 +101,7 @@ def test_the_digest_is_the_one_on_the_protocol_page() -> None:
     module = holding(lambda m: m.register_buffer("b", torch.tensor([1, 2], dtype=torch.int16)))
     module.register_buffer("a", torch.tensor(0.5), persistent=False)
     module.again = module.a
-    written = b"papaya frozen tensors 1\n"
+    written = b"papaya-frozen-tensors-1\n"
     written += b'["a","float32",[],null]\n' + np.float32(0.5).tobytes()
     written += b'["again","float32",[],"a"]\n'
     written += b'["b","int16",[2],null]\n' + np.array([1, 2], "<i2").tobytes()
