@@ -283,6 +283,12 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                     f"aggregation_goal = {goal} is below 1 % of concurrency = {concurrency}: "
                     f"staleness will be about {concurrency // goal}; the paper advises 10-30 %"
                 )
+            if goal > concurrency:
+                found.append(
+                    f"aggregation_goal = {goal} is above concurrency = {concurrency}: each version "
+                    f"waits for {math.ceil(goal / concurrency)} clients per slot, one after the "
+                    "other; the paper advises 10-30 %"
+                )
             if self.max_staleness < 4 * concurrency / goal:
                 found.append(
                     f"max_staleness = {self.max_staleness} is below 4 x concurrency / "

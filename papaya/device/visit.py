@@ -183,9 +183,11 @@ class DeviceVisit:
                 f"for task {joined.task!r}, the server sent parameters of {program!r}"
             )
         if not self._equipment.trainer.knows(program):
+            names = getattr(self._equipment.trainer, "tasks", ())  # the trainer may be an app's own
+            name = names[0] if len(names) == 1 else "NAME-IN-THE-FILE"
             raise ProtocolError(
                 f"this device has no task file for {program!r}",
-                hint=f"if it was submitted under another name: --alias {program}=NAME-IN-THE-FILE",
+                hint=f"if it was submitted under another name: --alias {program}={name}",
             )
         terms = self._equipment.trainer.terms(program)
         if terms is not None and terms.secure != joined.secure:

@@ -23,7 +23,7 @@ from papaya.cli.client.client import Printer
 from papaya.cli.client.setup import examples_of, files_in, import_examples
 from papaya.client.work import Ending
 from papaya.device.device import Device
-from papaya.device.events import VisitEnded
+from papaya.device.events import NotEligible, VisitEnded
 from papaya.device.example_store import ExampleStore
 from papaya.device.training import ProtocolTrainer
 from papaya.device.use_policy import UsePolicy
@@ -276,6 +276,18 @@ def test_lines_are_examples_and_folders_are_read_in_order(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     with pytest.raises(OperatorError, match="no texts"):
         files_in(tmp_path / "empty")
+
+
+def test_a_refused_or_ineligible_device_is_told_once_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printer = Printer("text")
+    for _ in range(2):
+        printer.on_event(VisitEnded("phone", 0.0, "refused", "the token is not valid", None, ""))
+        printer.on_event(NotEligible("phone", 0.0, ("not idle",)))
+    err = capsys.readouterr().err
+    assert err.count("--token-file") == 1
+    assert err.count("--assume idle,charging,unmetered") == 1
 
 
 def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,7 +144,7 @@ def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -
             with device(host, fake.url, trainer=trainer, notify=events.append) as phone:
                 assert await phone.visit() == Finish("failed", "no parameters")
             [ended] = [event for event in events if isinstance(event, VisitEnded)]
-            assert "--alias next-word=" in ended.detail
+            assert "--alias next-word=another" in ended.detail
             assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
             assert fake.seen == ["check-in", "join", "leave"]
 
