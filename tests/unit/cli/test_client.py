@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from papaya.cli.client import client
+from papaya.cli.client import client, setup
 from papaya.cli.client.client import Printer
 from papaya.cli.client.setup import examples_of, files_in, import_examples
 from papaya.client.work import Ending
@@ -31,6 +31,7 @@ from papaya.errors import OperatorError, PapayaError
 from papaya.learning import parameters
 from papaya.messages.participation import Completed, Report
 from papaya.messages.selection import CheckIn
+from tests.unit.attestation.builders import a_policy
 from tests.unit.device.fake_selector import FakeSelector, answer, joined, raw, serving
 
 ASSUMED = ["--assume", "idle,charging,unmetered", "--participation-floor", "0", "--pause", "0"]
@@ -321,3 +322,32 @@ def test_policies_are_declared_anew(tmp_path: Path) -> None:
             assert run("--server", fake.url, *WAITING, *arguments) == 0
         with ExampleStore(store) as found:
             assert found.collections["text"].tasks == tuple(tasks)
+
+
+def test_the_authority_of_the_command_line_is_also_that_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is often on the same host as the selectors, behind the same private authority."""
+    given: list[Path | None] = []
+
+    def trust_in(
+        path: Path | None, store: Path, now: object, certificates: Path | None = None
+    ) -> None:
+        given.append(certificates)
+        raise OperatorError("far enough", hint="it was only asked for its arguments")
+
+    monkeypatch.setattr(setup, "trust_in", trust_in)
+    authority = tmp_path / "ca.pem"
+    with pytest.raises(OperatorError, match="far enough"):
+        run("--store", str(tmp_path / "d.db"), "--ca", str(authority), *WAITING)
+    assert given == [authority]
+
+
+def test_a_policy_is_used_with_the_authority_that_was_given(tmp_path: Path) -> None:
+    policy = tmp_path / "trust.toml"
+    policy.write_text(f"log_key = '{a_policy().log_key}'\nlog_url = 'https://127.0.0.1:1'\n")
+    store = tmp_path / "d.db"
+    assert setup.trust_in(policy, store, lambda: 0.0) is not None
+    (tmp_path / "ca.pem").write_text("not PEM")
+    with pytest.raises(OperatorError, match=r"ca\.pem"):
+        setup.trust_in(policy, store, lambda: 0.0, tmp_path / "ca.pem")
