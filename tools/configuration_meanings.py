@@ -124,7 +124,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     },
     Requirements: {
         "engine": "Training engine that the device must have. None: any.",
-        "module": "Hash of the task file that the device must have. None: any.",
+        "module": "Name of the task file that the device must have: hash of the file, and of the "
+        "model's frozen tensors if it has any. None: any.",
         "min_memory_mb": "Minimum memory that the device must declare, in MB.",
         "labels": "Labels that the device must declare.",
     },

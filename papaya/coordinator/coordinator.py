@@ -290,7 +290,7 @@ class Coordinator:
             found = self._compatible[device_class] = tuple(
                 task
                 for task, row in self.tasks.items()
-                if device_class.fits(task, row.config.requirements)
+                if device_class.fits(task, row.config.requirements, row.config.is_secure)
             )
         return found
 
@@ -414,7 +414,7 @@ class Coordinator:
     def _advertised(self) -> tuple[Advertised, ...]:
         """The tasks that selectors may offer to devices."""
         return tuple(
-            Advertised(task, row.config.requirements)
+            Advertised(task, row.config.requirements, row.config.is_secure)
             for task, row in self.tasks.items()
             if row.state == "running"
         )

@@ -75,10 +75,12 @@ class Device:
         self.name = name
         self._process = process
         self._config = config or DeviceConfig()
-        # Without a trust policy the device could not mask: do not offer task files that need it.
-        refused = trainer.secure_modules if process.trust is None else ()
-        modules = tuple(module for module in trainer.modules if module not in refused)
-        self._capabilities = Capabilities(trainer.engine, modules, memory_mb, tuple(sorted(labels)))
+        # Without a trust policy the device could not mask: it says so before it takes a slot.
+        trusts = process.trust is not None
+        declared = tuple(sorted(labels))
+        self._capabilities = Capabilities(
+            trainer.engine, trainer.modules, memory_mb, declared, trust_policy=trusts
+        )
         self._notify = notify
         self._rng = rng or Random()
         addresses = check_urls(selectors)

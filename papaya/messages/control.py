@@ -94,6 +94,7 @@ class SelectorReport(Message, frozen=True):
 class Advertised(Struct, frozen=True, gc=False):
     task: TaskId
     requirements: Requirements
+    is_secure: bool = False
 
 
 class Route(Struct, frozen=True, gc=False):

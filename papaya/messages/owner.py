@@ -109,7 +109,9 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
         hint = f"papaya task show {task}"
         if row.is_over:
             hint = "submit a new task, from a checkpoint of this one: papaya task export --help"
-        raise OperatorError(f"task {task} is {row.state} and cannot become {state}", hint=hint)
+        rest = f"{row.state} and cannot become {state}"
+        problem = f"already {state}" if state == row.state else rest
+        raise OperatorError(f"task {task} is {problem}", hint=hint)
     ended = now if state in ("completed", "cancelled") else 0.0
     changed = structs.replace(row, state=state, why=why, ended=ended)
     return Transaction(

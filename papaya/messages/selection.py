@@ -29,12 +29,17 @@ from papaya.messages.base import (
 
 
 class Capabilities(Struct, frozen=True, gc=False):
-    """What a device declares. Coarse on purpose, so that many devices are equal."""
+    """What a device declares. Coarse on purpose, so that many devices are equal.
+
+    A device that says nothing about a trust policy is assumed to have one: its protocol is older
+    than the field.
+    """
 
     engine: Name = "torch"
     modules: Names = ()
     memory_mb: Count = 0
     labels: Names = ()
+    trust_policy: bool = True
 
 
 class DeviceClass(Struct, frozen=True, gc=False):
@@ -43,11 +48,12 @@ class DeviceClass(Struct, frozen=True, gc=False):
     capabilities: Capabilities
     excluded: Excluded = ()
 
-    def fits(self, task: TaskId, requirements: Requirements) -> bool:
+    def fits(self, task: TaskId, requirements: Requirements, is_secure: bool) -> bool:
         """Is it "compatible with its requirements (e.g., can train the model of the task)"?"""
         device = self.capabilities
         return (
             task not in self.excluded
+            and (device.trust_policy or not is_secure)
             and requirements.engine in (None, device.engine)
             and (requirements.module is None or requirements.module in device.modules)
             and requirements.min_memory_mb <= device.memory_mb

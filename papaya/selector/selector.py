@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from heapq import nlargest
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from papaya.config import ServerConfig
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
@@ -60,6 +62,7 @@ class Distinctions:
         self._engines = frozenset(need.engine for need in wanted)
         self._modules = frozenset(need.module for need in wanted)
         self._labels = frozenset(label for need in wanted for label in need.labels)
+        self._has_secure = any(offer.is_secure for offer in advertised)
         self._memory_mb = sorted({0} | {need.min_memory_mb for need in wanted})
         self._cache: dict[tuple[Capabilities, tuple[str, ...]], DeviceClass] = {}
 
@@ -81,9 +84,27 @@ class Distinctions:
             modules=tuple(sorted(m for m in device.modules if m in self._modules)),
             memory_mb=self._memory_mb[enough],
             labels=tuple(sorted(label for label in device.labels if label in self._labels)),
+            trust_policy=device.trust_policy or not self._has_secure,
         )
         excluded = tuple(sorted(task for task in check_in.excluded if task in self._tasks))
         return DeviceClass(capabilities, excluded)
+
+
+def lacking_for(offer: Advertised, device: DeviceClass) -> str:
+    """What keeps a device out of a task that it fits otherwise; empty if it is something else."""
+    needs, declared = offer.requirements, device.capabilities
+
+    def would_fit(**changes: object) -> bool:
+        changed = DeviceClass(replace(declared, **changes), device.excluded)
+        return changed.fits(offer.task, needs, offer.is_secure)
+
+    if not declared.trust_policy and would_fit(trust_policy=True):
+        return f"task {offer.task} is secure, and this device has no trust policy"
+    file = (needs.module or "").partition(".")[0]
+    has_file = any(module.partition(".")[0] == file for module in declared.modules)
+    if has_file and would_fit(modules=(needs.module,)):
+        return f"task {offer.task}: the model of this device holds other frozen tensors"
+    return ""
 
 
 class Pacing:
@@ -261,7 +282,7 @@ class Selector:
         self._pacing.arrived()
         device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):
-            return [self._reject(reply_to, "no compatible task needs clients now")]
+            return [self._reject(reply_to, self._why_unwelcome(check_in))]
         if self.held_count >= self._config.max_held:
             return [self._reject(reply_to, "too many devices are waiting")]
         waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to)
@@ -289,13 +310,23 @@ class Selector:
         if welcome is None:
             orders = self._orders
             welcome = orders is not None and any(
-                offer.task in orders.wanting and device_class.fits(offer.task, offer.requirements)
+                offer.task in orders.wanting
+                and device_class.fits(offer.task, offer.requirements, offer.is_secure)
                 for offer in orders.advertised
             )
             if len(self._welcome) >= self._config.max_held:
                 self._welcome.clear()  # keep the cache bounded
             self._welcome[device_class] = welcome
         return welcome
+
+    def _why_unwelcome(self, check_in: CheckIn) -> str:
+        """Name the task that the device fits but for one thing that its owner can change."""
+        device = DeviceClass(check_in.capabilities, check_in.excluded)
+        if self._orders is not None:
+            for offer in self._orders.advertised:
+                if offer.task in self._orders.wanting and (lacking := lacking_for(offer, device)):
+                    return lacking
+        return "no compatible task needs clients now"
 
     def _reject(self, handle: Handle, reason: str) -> Reply:
         return Reply(handle, Rejected(reason, *self._pacing.window()))

@@ -44,6 +44,14 @@ from papaya.device.events import (
 from papaya.errors import OperatorError
 
 SERVER = "http://127.0.0.1:8750"
+_REFUSED_HINT = (
+    "hint: if the token is refused, pass the server's DATA/device.token, or a token that "
+    "`papaya token` made, with --token-file; otherwise update this client"
+)
+_NOT_ELIGIBLE_HINT = (
+    "hint: the device tries again; to take part anyway, name the conditions to skip: "
+    f"--assume {','.join(CONDITIONS)}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,8 +328,11 @@ class Printer:
                 self._endings[event.ending] += 1
                 if not self._is_json:
                     print_data(printable(_line(event)))
+                if event.ending == "refused":
+                    self._note_once(_REFUSED_HINT)
             case NotEligible():
                 self._note_once(f"not eligible: {'; '.join(event.reasons)}")
+                self._note_once(_NOT_ELIGIBLE_HINT)
             case Troubled():
                 self._note_once(f"{event.device}: {event.problem}")
             case SelectorUnreachable():

@@ -83,12 +83,12 @@ class CoordinatorLive:
         return LiveTask(fence.aggregator, report.active, demand, self._held(row), report.halted)
 
     def _held(self, row: TaskRow) -> int:
-        task, requirements = row.config.task, row.config.requirements
+        config = row.config
         counts = [
             count
             for selector in self._coordinator.fleet.selectors.values()
             for device_class, count in selector.held.items()
-            if device_class.fits(task, requirements)
+            if device_class.fits(config.task, config.requirements, config.is_secure)
         ]
         return max(0, sum(counts))
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from papaya.config import SecureAggregation
 from papaya.coordinator.assignment import Leases, assign
 from papaya.errors import InvariantError
 from papaya.messages.base import TaskId
@@ -264,6 +265,17 @@ def test_a_task_is_eligible_if_the_device_fits(
     [assignment] = assigned(office.selector("sel-1", {fits_not: 5, fits: 5}))
     assert assignment.device_class == fits
     assert len(assignment.sessions) == 2
+
+
+def test_a_secure_task_gets_no_device_without_a_trust_policy() -> None:
+    secure = a_task(secure_aggregation=SecureAggregation(), clip=1.0)
+    office = a_served_office(secure, demand=2)
+    bare, trusting = a_device(trust_policy=False), a_device(trust_policy=True)
+    assert sessions_in(office.selector("sel-1", {bare: 5})) == []
+    [assignment] = assigned(office.selector("sel-1", {bare: 5, trusting: 5}))
+    assert assignment.device_class == trusting
+    [orders] = orders_in(office.selector("sel-1", {bare: 5}), SelectorOrders)
+    assert [offer.is_secure for offer in orders.advertised] == [True]
 
 
 def test_a_device_goes_to_the_one_task_that_it_fits() -> None:

@@ -88,7 +88,8 @@ def test_a_state_can_change_as_drawn_and_not_otherwise() -> None:
                 assert (changed.state, changed.why) == (new, "because")
                 assert changed.ended == (50.0 if changed.is_over else 0.0)
             else:
-                with pytest.raises(OperatorError, match=f"is {old} and cannot become {new}"):
+                told = f"already {new}" if old == new else f"{old} and cannot become {new}"
+                with pytest.raises(OperatorError, match=f"is {told}"):
                     owner.change_state(row, new, 50.0)
 
 

@@ -31,22 +31,22 @@ PHONE = Capabilities(engine="torch", modules=("ab12", "cd34"), memory_mb=512, la
 def test_a_device_fits_when_it_meets_every_requirement(
     requirements: Requirements, fits: bool
 ) -> None:
-    assert DeviceClass(PHONE).fits("next-word", requirements) is fits
+    assert DeviceClass(PHONE).fits("next-word", requirements, False) is fits
 
 
 def test_a_bare_device_fits_only_what_asks_for_nothing() -> None:
     bare = DeviceClass(Capabilities())
-    assert bare.fits("next-word", Requirements())
-    assert not bare.fits("next-word", Requirements(min_memory_mb=1))
-    assert not bare.fits("next-word", Requirements(labels=("eu",)))
-    assert not bare.fits("next-word", Requirements(module="ab12"))
+    assert bare.fits("next-word", Requirements(), False)
+    assert not bare.fits("next-word", Requirements(min_memory_mb=1), False)
+    assert not bare.fits("next-word", Requirements(labels=("eu",)), False)
+    assert not bare.fits("next-word", Requirements(module="ab12"), False)
 
 
 def test_a_task_that_the_history_rules_out_does_not_fit() -> None:
     device = DeviceClass(PHONE, excluded=("next-word", "emoji"))
-    assert not device.fits("next-word", Requirements())
-    assert not device.fits("emoji", Requirements())
-    assert device.fits("next-word-2", Requirements())
+    assert not device.fits("next-word", Requirements(), False)
+    assert not device.fits("emoji", Requirements(), False)
+    assert device.fits("next-word-2", Requirements(), False)
 
 
 def test_equal_devices_are_counted_together() -> None:
@@ -54,3 +54,11 @@ def test_equal_devices_are_counted_together() -> None:
     counts = {DeviceClass(PHONE): 2}
     assert counts[DeviceClass(same)] == 2
     assert DeviceClass(same, excluded=("emoji",)) not in counts
+
+
+def test_a_device_without_a_trust_policy_fits_no_secure_task() -> None:
+    trusting = DeviceClass(Capabilities(trust_policy=True))
+    bare = DeviceClass(Capabilities(trust_policy=False))
+    assert trusting.fits("next-word", Requirements(), True)
+    assert bare.fits("next-word", Requirements(), False)
+    assert not bare.fits("next-word", Requirements(), True)

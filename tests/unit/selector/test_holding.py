@@ -38,7 +38,7 @@ from tests.unit.selector.builders import (
 LABELS = st.lists(st.sampled_from("abc"), max_size=3, unique=True).map(tuple)
 DEVICES = st.builds(
     DeviceClass,
-    st.builds(Capabilities, memory_mb=st.integers(0, 9), labels=LABELS),
+    st.builds(Capabilities, memory_mb=st.integers(0, 9), labels=LABELS, trust_policy=st.booleans()),
     st.sampled_from([(), ("t",), ("u",)]),
 )
 
@@ -333,13 +333,16 @@ def test_a_message_for_somebody_else_is_refused_and_changes_nothing() -> None:
         (Capabilities(labels=("eu",)), Capabilities(labels=("us",)), True),
         (Capabilities(modules=("m1",)), Capabilities(modules=("m2",)), True),
         (Capabilities(modules=("m2",)), Capabilities(modules=("m3",)), False),
+        (Capabilities(trust_policy=True), Capabilities(trust_policy=False), True),
     ],
 )
 def test_devices_are_told_apart_by_what_some_task_asks_for_and_by_nothing_else(
     one: Capabilities, other: Capabilities, are_told_apart: bool
 ) -> None:
     selector = an_open_selector(heartbeat_s=10.0)
+    secure = Advertised("d", Requirements(), is_secure=True)
     tasks = (*orders(1).advertised, advertised("b", labels=("eu",)), advertised("c", module="m1"))
+    tasks = (*tasks, secure)
     selector.receive(BOOT, orders(1, advertised=tasks))
     for number, capabilities in enumerate((one, other)):
         selector.receive(BOOT + 1, check_in(DeviceClass(capabilities, ("unknown",))), number)
@@ -348,14 +351,63 @@ def test_devices_are_told_apart_by_what_some_task_asks_for_and_by_nothing_else(
     assert len(found.held) == (2 if are_told_apart else 1)
 
 
-@given(st.builds(Requirements, min_memory_mb=st.integers(0, 9), labels=LABELS), DEVICES, DEVICES)
+@given(
+    st.builds(Requirements, min_memory_mb=st.integers(0, 9), labels=LABELS),
+    st.booleans(),
+    DEVICES,
+    DEVICES,
+)
 def test_devices_of_one_class_fit_the_same_tasks(
-    requirements: Requirements, one: DeviceClass, other: DeviceClass
+    requirements: Requirements, is_secure: bool, one: DeviceClass, other: DeviceClass
 ) -> None:
     """What a class leaves out, no task can have asked for."""
-    distinctions = Distinctions((Advertised("t", requirements),))
+    needs = ("t", requirements, is_secure)
+    distinctions = Distinctions((Advertised(*needs),))
     for device in (one, other):
         kept = distinctions.class_of(check_in(device))
-        assert kept.fits("t", requirements) == device.fits("t", requirements)
+        assert kept.fits(*needs) == device.fits(*needs)
     if distinctions.class_of(check_in(one)) == distinctions.class_of(check_in(other)):
-        assert one.fits("t", requirements) == other.fits("t", requirements)
+        assert one.fits(*needs) == other.fits(*needs)
+
+
+FILE, OTHER_FILE = "sha256:" + 32 * "a", "sha256:" + 32 * "b"
+NO_TASK = "no compatible task needs clients now"
+FROZEN = "task {}: the model of this device holds other frozen tensors"
+UNTRUSTING = "task {} is secure, and this device has no trust policy"
+
+
+@pytest.mark.parametrize(
+    ("required", "is_secure", "device", "reason"),
+    [
+        (f"{FILE}.base1", False, Capabilities(modules=(f"{FILE}.base2",)), FROZEN),
+        (f"{FILE}.base1", False, Capabilities(modules=(FILE,)), FROZEN),
+        (FILE, False, Capabilities(modules=(f"{FILE}.base1",)), FROZEN),
+        (f"{FILE}.base1", False, Capabilities(modules=(f"{OTHER_FILE}.base1",)), NO_TASK),
+        (f"{FILE}.base1", False, Capabilities(engine="x", modules=(f"{FILE}.base2",)), NO_TASK),
+        (None, True, Capabilities(trust_policy=False), UNTRUSTING),
+        (FILE, True, Capabilities(modules=(FILE,), trust_policy=False), UNTRUSTING),
+        (FILE, True, Capabilities(modules=(OTHER_FILE,), trust_policy=False), NO_TASK),
+        (FILE, False, Capabilities(), NO_TASK),
+    ],
+)
+def test_a_device_that_lacks_one_thing_only_is_told_which(
+    required: str | None, is_secure: bool, device: Capabilities, reason: str
+) -> None:
+    task = "t" * 64
+    needs = Advertised(task, Requirements(engine="torch", module=required), is_secure)
+    selector = an_open_selector()
+    selector.receive(BOOT, orders(1, advertised=(needs,), wanting=(task,)))
+    [answer] = answers(selector.receive(BOOT + 1, check_in(DeviceClass(device)), "d")).values()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == reason.format(task)
+    assert len(answer.reason) <= 128
+
+
+def test_a_task_that_wants_nobody_is_no_reason() -> None:
+    needs = Advertised("quiet", Requirements(), is_secure=True)
+    selector = an_open_selector()
+    selector.receive(BOOT, orders(1, advertised=(needs,), wanting=()))
+    bare = DeviceClass(Capabilities(trust_policy=False))
+    [answer] = answers(selector.receive(BOOT + 1, check_in(bare), "d")).values()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == NO_TASK

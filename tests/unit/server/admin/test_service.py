@@ -163,7 +163,7 @@ def test_a_task_is_paused_resumed_and_cancelled(tmp_path: Path) -> None:
         await system.submit()
         service = system.service
         assert (await service.set_state("next-word", "paused")).state == "paused"
-        with pytest.raises(Conflict, match="is paused and cannot become paused"):
+        with pytest.raises(Conflict, match="is already paused"):
             await service.set_state("next-word", "paused")
         assert (await service.set_state("next-word", "running")).state == "running"
         view = await service.set_state("next-word", "cancelled", "enough")
