@@ -78,6 +78,7 @@ from papaya.messages.tickets import (
     Keyring,
     SessionTicket,
     UploadTicket,
+    pseudonym_of,
 )
 
 _BUSY_RETRY_S = 0.5
@@ -218,6 +219,11 @@ class HeldTask:
         self._sweep_s = server.heartbeat_s / 20
         # The version at which a blob was last found missing.
         self._lost_at: int | None = None
+        # Effects of ending a session that the current request replaces.
+        self._replaced: Effects = []
+        # Devices that may not take part, by identity and by their pseudonyms in this task.
+        self._revoked_devices: tuple[str, ...] = ()
+        self._revoked: frozenset[bytes] = frozenset()
 
     @property
     def ledger(self) -> Ledger:
@@ -254,7 +260,7 @@ class HeldTask:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
             self.offers.mark_lost(0.0, self.pipeline)
         self._overflow.clear()
-        return [*self._settle_sessions(), self.pipeline.restore()]
+        return [*self._settle_sessions(), *self._end_revoked(), self.pipeline.restore()]
 
     def _settle_sessions(self) -> Effects:
         """Acknowledge what the rows count; ask for every other upload again.
@@ -308,6 +314,24 @@ class HeldTask:
         self.phase = TaskPhase.HALTED
         self.halted_because = reason
         return self._request_all_again()
+
+    def revoke(self, devices: tuple[str, ...]) -> Effects:
+        """These devices, and no others, may not take part."""
+        self._revoked_devices = devices
+        return self._end_revoked() if self.phase is TaskPhase.SERVING else []
+
+    def _end_revoked(self) -> Effects:
+        """End sessions of revoked devices, except those whose update is being folded."""
+        key = self.ledger.pseudonym_key
+        found = (pseudonym_of(device, key) for device in self._revoked_devices)
+        pseudonyms = [pseudonym for pseudonym in found if pseudonym]
+        self._revoked = frozenset(pseudonyms)
+        effects: Effects = []
+        for pseudonym in pseudonyms:
+            session = self.sessions.of_device(pseudonym)
+            if session is not None and not session.is_complete:
+                effects += self._abort(session, "revoked")
+        return effects
 
     # -- demand -----------------------------------------------------------------------------
 
@@ -367,6 +391,11 @@ class HeldTask:
 
     def answer(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         """Answer a request. `claim` is what its ticket says, not verified yet."""
+        effects = self._serve(now, request, claim, reply_to)
+        replaced, self._replaced = self._replaced, []
+        return replaced + effects
+
+    def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
         try:
@@ -444,11 +473,26 @@ class HeldTask:
 
     def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
         """Continue a session of an earlier holder, so that the client's training is not lost."""
-        if self.room < 1:
+        earlier = self._earlier_session(ticket)
+        if earlier is not None and earlier.ticket.expires >= ticket.expires:
+            raise SessionEnded(Aborted("replaced"))  # it joined later than this one
+        if self.room + (earlier is not None) < 1:
             raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
         session = Session(ticket, sealed, now)
-        self._add(session, is_leased=False)
+        self._add(session, earlier, is_leased=False)
         return session
+
+    def _earlier_session(self, ticket: AnyTicket) -> Session | None:
+        """The session of the same device that a new one replaces. Raises if the device is revoked,
+        or its update is being folded and cannot be withdrawn.
+        """
+        if ticket.pseudonym in self._revoked:
+            raise SessionEnded(Aborted("revoked"))
+        earlier = self.sessions.of_device(ticket.pseudonym)
+        if earlier is not None and earlier.is_complete:
+            reason = "the last update of this device is being processed"
+            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
+        return earlier
 
     def _raise_if_ended(self, ticket: AnyTicket) -> None:
         ended = self.sessions.ended.get(ticket.session)
@@ -489,7 +533,9 @@ class HeldTask:
         if not regime.admits_joins(self.config, self.pipeline.current.is_full):
             raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = self.promises.cover(assignment)
-        if (self.config_demand if is_leased else self.room) < 1:
+        earlier = self._earlier_session(assignment)
+        free = self.config_demand if is_leased else self.room
+        if free + (earlier is not None) < 1:
             raise SessionEnded(Aborted("full"))
         newest, pinned = self.ledger.newest, self.config.evaluates
         ticket = SessionTicket(
@@ -499,9 +545,10 @@ class HeldTask:
             newest.version,
             newest.parameters if pinned is None else pinned.parameters,
             expires=now + session_life_s(self.config, self._server),
+            pseudonym=assignment.pseudonym,
         )
         session = Session(ticket, self._keyring.seal(ticket), now)
-        self._add(session, is_leased=is_leased)
+        self._add(session, earlier, is_leased=is_leased)
         return session
 
     def _report(self, now: float, session: Session, request: Report, reply_to: Handle) -> Effects:
@@ -545,6 +592,7 @@ class HeldTask:
             examples=capped(examples, config.max_examples),
             upload_by=now + config.upload_timeout_s,
             offer=index,
+            pseudonym=session.pseudonym,
         )
         self.sessions.reported(session, ticket, self._keyring.seal(ticket))
         return True
@@ -624,8 +672,13 @@ class HeldTask:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def _add(self, session: Session, *, is_leased: bool) -> None:
-        """A client that joins takes a promised slot, an adopted one a slot that is not promised."""
+    def _add(self, session: Session, earlier: Session | None, *, is_leased: bool) -> None:
+        """A client that joins takes a promised slot, an adopted one a slot that is not promised.
+
+        Its device's `earlier` session ends.
+        """
+        if earlier is not None:
+            self._replaced += self._abort(earlier, "replaced")
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
@@ -707,6 +760,8 @@ class HeldTask:
             return self._discard(session, "round_over")
         if self.pipeline.is_past(session.seed_group):
             return self._discard(session, "seed_refused")
+        if self.pipeline.is_counted(session.pseudonym, session.seed_group):
+            return self._discard(session, "already_counted")
         until = keep_until(session.ticket.expires, self.config, self._server)
         seed = session.sealed_seed, session.seed_group
         fold = self.pipeline.place(session.as_member(until), *seed)
@@ -850,4 +905,4 @@ def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:
 
 
 def _session_ticket(session: Session) -> SessionTicket:
-    return SessionTicket(*_session_fields(session))
+    return SessionTicket(*_session_fields(session), pseudonym=session.pseudonym)

@@ -277,7 +277,8 @@ class Coordinator:
         sessions = tuple(f"{self._rng.getrandbits(96):024x}" for _ in range(count))
         for session in sessions:
             self.leases.grant(session, task, confirm_by)
-        return Assignment(task, self.fences[task].seq, device_class, sessions, confirm_by)
+        seq, key = self.fences[task].seq, self.tasks[task].pseudonym_key
+        return Assignment(task, seq, device_class, sessions, confirm_by, key)
 
     def _compatible_tasks(self, device_class: DeviceClass) -> tuple[TaskId, ...]:
         found = self._compatible.get(device_class)

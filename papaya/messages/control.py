@@ -99,13 +99,17 @@ class Route(Struct, frozen=True, gc=False):
 
 
 class Assignment(Struct, frozen=True, gc=False):
-    """Accept one held client of the class for each session."""
+    """Accept one held client of the class for each session.
+
+    `pseudonym_key`: of the task, for the pseudonyms in the tickets.
+    """
 
     task: TaskId
     seq: int
     device_class: DeviceClass
     sessions: tuple[SessionId, ...]
     confirm_by: float
+    pseudonym_key: bytes = b""
 
 
 class SelectorOrders(Message, frozen=True):

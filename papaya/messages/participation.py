@@ -38,9 +38,25 @@ from papaya.messages.base import (
 
 MAX_CHUNKS = 4096
 
-AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
+AbortReason = Literal[
+    "stale",
+    "round_over",
+    "timed_out",
+    "silent",
+    "left",
+    "full",
+    "task_over",
+    "replaced",
+    "revoked",
+]
 DiscardReason = Literal[
-    "round_over", "wrong_size", "not_finite", "over_norm", "seed_refused", "trusted_party_lost"
+    "round_over",
+    "wrong_size",
+    "not_finite",
+    "over_norm",
+    "seed_refused",
+    "trusted_party_lost",
+    "already_counted",
 ]
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
