@@ -1,4 +1,4 @@
-"""One device with a token of its own, against a whole server: it gets one place, not all of them."""
+"""One device with a token of its own, against a whole server: it gets one place, not all."""
 
 from __future__ import annotations
 
