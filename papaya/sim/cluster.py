@@ -175,8 +175,8 @@ class Cluster:
         blobs = initial_blobs(task, self.behaviour.initial(task, self.seed))
         for key, data in blobs:
             self.blobs.put(key, data)
-        key = self._rng(f"pseudonyms/{task.task}").randbytes(PSEUDONYM_KEY_BYTES)
-        transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now, key)
+        pseudonym_key = self._rng(f"pseudonyms/{task.task}").randbytes(PSEUDONYM_KEY_BYTES)
+        transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now, pseudonym_key)
         self.state.apply(("owner", 0.0), transaction)
 
     # -- servers ----------------------------------------------------------------------------

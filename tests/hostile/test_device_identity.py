@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ def test_one_device_gets_one_place_in_a_buffer_also_after_a_restart(tmp_path: Pa
         assert take_part(server, "greedy") is None
 
 
+def test_the_database_does_not_name_devices(tmp_path: Path) -> None:
+    with a_server(tmp_path) as server:
+        server.submit("words")
+        assert take_part(server, "alice-s-phone") is None
+        server.admin("POST", "/admin/tasks/words/cancel", b"{}")
+        stored = b"".join(path.read_bytes() for path in server.data.glob("state.db*"))
+        assert b"words" in stored
+        assert b"alice-s-phone" not in stored
+
+
 def test_assignments_that_nobody_joins_leave_room_for_others(tmp_path: Path) -> None:
     with a_server(tmp_path) as server:
         server.submit(concurrency=4)
@@ -59,6 +70,30 @@ def test_assignments_that_nobody_joins_leave_room_for_others(tmp_path: Path) -> 
         kinds = [server.check_in(device="greedy").kind for _ in range(3)]
         assert [first.kind, *kinds] == ["Accepted", "Accepted", "Rejected", "Rejected"]
         assert server.check_in(device="honest").kind == "Accepted"
+
+
+def revoke(server: RunningServer, device: str, revoked: bool = True) -> None:
+    body = json.dumps({"device": device, "revoked": revoked}).encode()
+    answer = server.admin("POST", "/admin/revocations", body)
+    assert answer.status == 200, answer
+
+
+def test_a_revoked_device_is_stopped_until_the_revocation_is_taken_back(tmp_path: Path) -> None:
+    with a_server(tmp_path) as server:
+        server.submit()
+        stolen, honest = server.join("stolen")["ticket"], server.join("honest")["ticket"]
+        revoke(server, "stolen")
+        server.until(
+            lambda: server.heartbeat(stolen),
+            lambda answer: answer == {"type": "Aborted", "reason": "revoked"},
+        )
+        assert server.heartbeat(honest) == {"type": "Alive"}
+        refused = server.check_in(device="stolen")
+        assert (refused.status, refused.message["reason"]) == (403, "this device was revoked")
+    with a_server(tmp_path) as server:
+        assert server.check_in(device="stolen").kind == "Refused", "known from the first request on"
+        revoke(server, "stolen", revoked=False)
+        server.join("stolen")
 
 
 @pytest.mark.parametrize("device_tokens", ["shared", "none"])
