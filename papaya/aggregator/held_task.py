@@ -258,7 +258,7 @@ class HeldTask:
         self.pipeline = Pipeline(ledger, self._tokens)
         if ledger.config.secure_aggregation is not None:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
-            self.offers.mark_lost(0.0, self.pipeline)
+            self.offers.on_loaded(self.pipeline)
         self._overflow.clear()
         return [*self._settle_sessions(), *self._end_revoked(), self.pipeline.restore()]
 
