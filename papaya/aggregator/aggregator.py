@@ -31,7 +31,7 @@ from papaya.machine import Effects, Handle, Read, Reply, Send
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
 from papaya.messages.participation import Refused, Retry, Ticketed
-from papaya.messages.storage import FenceRow, Rows, TaskRow, Transacted, task_key
+from papaya.messages.storage import FenceRow, Revoked, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
 
 
@@ -67,6 +67,8 @@ class Aggregator:
         self._memory = UploadMemory(upload_bytes, config.heartbeat_s)
         # Tokens of storage requests.
         self._tokens = count(1)
+        # Devices that may not take part.
+        self._revoked: tuple[str, ...] = ()
         # Secure tasks that were taken away, by the token of the read that tells whether they ended.
         self._left: dict[int, TaskConfig] = {}
 
@@ -102,6 +104,8 @@ class Aggregator:
                 effects = self._on_stored(now, message)
             case AggregatorOrders():
                 effects = self._on_orders(now, message)
+            case Revoked():
+                effects = self._on_revoked(message)
             case _:
                 raise ProtocolError(f"an aggregator does not accept {type(message).__name__}")
         return self._finish(now, effects)
@@ -213,6 +217,10 @@ class Aggregator:
             return self._on_left(self._left.pop(message.token), message)
         return []
 
+    def _on_revoked(self, message: Revoked) -> Effects:
+        self._revoked = message.devices
+        return [effect for held in self.tasks.values() for effect in held.revoke(self._revoked)]
+
     def _leave(self, held: HeldTask) -> Effects:
         """Orders no longer name the task: it moved, or it is over. The rows tell which."""
         effects = held.stop()
@@ -262,7 +270,7 @@ class Aggregator:
             self._tokens,
         )
         self.tasks[placement.task] = held
-        return effects + held.load()
+        return [*effects, *held.revoke(self._revoked), *held.load()]
 
     def _beat(self, now: float) -> Effects:
         self._next_beat = now + self._config.heartbeat_s

@@ -88,6 +88,7 @@ from papaya.messages.tickets import (
     Keyring,
     SessionTicket,
     UploadTicket,
+    pseudonym_of,
 )
 
 _BUSY_RETRY_S = 0.5
@@ -229,6 +230,11 @@ class HeldTask:
         self._sweep_s = server.heartbeat_s / 20
         # The version at which a blob was last found missing.
         self._lost_at: int | None = None
+        # Effects of ending a session that the current request replaces.
+        self._replaced: Effects = []
+        # Devices that may not take part, by identity and by their pseudonyms in this task.
+        self._revoked_devices: tuple[str, ...] = ()
+        self._revoked: frozenset[bytes] = frozenset()
 
     @property
     def ledger(self) -> Ledger:
@@ -263,9 +269,9 @@ class HeldTask:
         self.pipeline = Pipeline(ledger, self._tokens)
         if ledger.config.secure_aggregation is not None:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
-            self.offers.mark_lost(0.0, self.pipeline)
+            self.offers.on_loaded(self.pipeline)
         self._overflow.clear()
-        effects = self._settle_sessions()
+        effects = [*self._settle_sessions(), *self._end_revoked()]
         self._keep_places()
         return [*effects, self.pipeline.restore()]
 
@@ -325,6 +331,24 @@ class HeldTask:
         self.phase = TaskPhase.HALTED
         self.halted_because = reason
         return self._request_all_again()
+
+    def revoke(self, devices: tuple[str, ...]) -> Effects:
+        """These devices, and no others, may not take part."""
+        self._revoked_devices = devices
+        return self._end_revoked() if self.phase is TaskPhase.SERVING else []
+
+    def _end_revoked(self) -> Effects:
+        """End sessions of revoked devices, except those whose update is being folded."""
+        key = self.ledger.pseudonym_key
+        found = (pseudonym_of(device, key) for device in self._revoked_devices)
+        pseudonyms = [pseudonym for pseudonym in found if pseudonym]
+        self._revoked = frozenset(pseudonyms)
+        effects: Effects = []
+        for pseudonym in pseudonyms:
+            session = self.sessions.of_device(pseudonym)
+            if session is not None and not session.is_complete:
+                effects += self._abort(session, "revoked")
+        return effects
 
     # -- demand -----------------------------------------------------------------------------
 
@@ -386,6 +410,11 @@ class HeldTask:
 
     def answer(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         """Answer a request. `claim` is what its ticket says, not verified yet."""
+        effects = self._serve(now, request, claim, reply_to)
+        replaced, self._replaced = self._replaced, []
+        return replaced + effects
+
+    def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
         try:
@@ -463,11 +492,26 @@ class HeldTask:
 
     def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
         """Continue a session of an earlier holder, so that the client's training is not lost."""
-        if self.room < 1:
+        earlier = self._earlier_session(ticket)
+        if earlier is not None and earlier.ticket.expires >= ticket.expires:
+            raise SessionEnded(Aborted("replaced"))  # it joined later than this one
+        if self.room + (earlier is not None) < 1:
             raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
         session = Session(ticket, sealed, now)
-        self._add(session, is_leased=False)
+        self._add(session, earlier, is_leased=False)
         return session
+
+    def _earlier_session(self, ticket: AnyTicket) -> Session | None:
+        """The session of the same device that a new one replaces. Raises if the device is revoked,
+        or its update is being folded and cannot be withdrawn.
+        """
+        if ticket.pseudonym in self._revoked:
+            raise SessionEnded(Aborted("revoked"))
+        earlier = self.sessions.of_device(ticket.pseudonym)
+        if earlier is not None and earlier.is_complete:
+            reason = "the last update of this device is being processed"
+            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
+        return earlier
 
     def _raise_if_ended(self, ticket: AnyTicket) -> None:
         ended = self.sessions.ended.get(ticket.session)
@@ -513,7 +557,9 @@ class HeldTask:
         if not regime.admits_joins(self.config, self.pipeline.current.is_full):
             raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = self.promises.cover(assignment)
-        if (self.config_demand if is_leased else self.room) < 1:
+        earlier = self._earlier_session(assignment)
+        free = self.config_demand if is_leased else self.room
+        if free + (earlier is not None) < 1:
             raise SessionEnded(Aborted("full"))
         newest, pinned = self.ledger.newest, self.config.evaluates
         ticket = SessionTicket(
@@ -523,9 +569,10 @@ class HeldTask:
             newest.version,
             newest.parameters if pinned is None else pinned.parameters,
             expires=now + session_life_s(self.config, self._server),
+            pseudonym=assignment.pseudonym,
         )
         session = Session(ticket, self._keyring.seal(ticket), now)
-        self._add(session, is_leased=is_leased)
+        self._add(session, earlier, is_leased=is_leased)
         return session
 
     def _report(self, now: float, session: Session, request: Report, reply_to: Handle) -> Effects:
@@ -569,6 +616,7 @@ class HeldTask:
             examples=capped(examples, config.max_examples),
             upload_by=now + config.upload_timeout_s,
             offer=index,
+            pseudonym=session.pseudonym,
         )
         self.sessions.reported(session, ticket, self._keyring.seal(ticket))
         return True
@@ -659,8 +707,13 @@ class HeldTask:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def _add(self, session: Session, *, is_leased: bool) -> None:
-        """A client that joins takes a promised slot, an adopted one a slot that is not promised."""
+    def _add(self, session: Session, earlier: Session | None, *, is_leased: bool) -> None:
+        """A client that joins takes a promised slot, an adopted one a slot that is not promised.
+
+        Its device's `earlier` session ends.
+        """
+        if earlier is not None:
+            self._replaced += self._abort(earlier, "replaced")
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
@@ -758,6 +811,8 @@ class HeldTask:
             return self._discard(session, "round_over")
         if self.pipeline.is_past(session.seed_group):
             return self._discard(session, "seed_refused")
+        if self.pipeline.is_counted(session.pseudonym, session.seed_group):
+            return self._discard(session, "already_counted")
         seed = session.sealed_seed, session.seed_group
         fold = self.pipeline.place(session.as_member(self._keep_until(session)), *seed)
         if fold is not None:
@@ -948,4 +1003,4 @@ def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:
 
 
 def _session_ticket(session: Session) -> SessionTicket:
-    return SessionTicket(*_session_fields(session))
+    return SessionTicket(*_session_fields(session), pseudonym=session.pseudonym)

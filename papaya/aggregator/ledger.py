@@ -47,6 +47,7 @@ class Ledger:
         self.fence = fence
         self.config: TaskConfig = task.config
         self.task = task.config.task
+        self.pseudonym_key = task.pseudonym_key
         optimizer = rows[optimizer_key(self.task)]
         assert isinstance(optimizer, OptimizerRow)
         self.optimizer = optimizer

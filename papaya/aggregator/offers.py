@@ -103,8 +103,16 @@ class Offers:
             return
         self._stock.extend(offered.offers)
 
+    def on_loaded(self, pipeline: Pipeline) -> None:
+        """The task was loaded again. A buffer without a record is empty: it has lost nothing."""
+        records = pipeline.ledger.records
+        self._lost = tuple(target for target in self._lost if target in records)
+        self._had_seeds = tuple(target for target in self._had_seeds if target in records)
+        self._asked_with = {t: newest for t, newest in self._asked_with.items() if t in records}
+        self.mark_lost(0.0, pipeline)
+
     def mark_lost(self, now: float, pipeline: Pipeline) -> None:
-        """Mark the lost buffers in the pipeline. Call it again when the task was loaded again."""
+        """Mark the lost buffers in the pipeline."""
         self._lost = tuple(target for target in self._lost if target > pipeline.ledger.version)
         pipeline.lose(now, self._lost)
 

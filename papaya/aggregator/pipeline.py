@@ -54,7 +54,7 @@ class Buffer:
     A lost buffer has seeds at a TSA that no longer exists. It takes no new members, and is dropped
     as soon as those it has are durable.
 
-    Invariants: durable <= folded; folded + folding + kept <= goal.
+    Invariants: durable <= folded; folded + folding + kept <= goal; each device is a member once.
     """
 
     def __init__(self, target: int, goal: int) -> None:
@@ -65,12 +65,15 @@ class Buffer:
         self.folded: dict[SessionId, Member] = {}
         self.durable = 0
         self.is_lost = False
+        # The pseudonyms of all members, folding and folded, that have one.
+        self._devices: set[bytes] = set()
 
     @classmethod
     def of_record(cls, record: RecordRow, goal: int) -> Buffer:
         buffer = cls(record.target, goal)
         buffer.folded = {member.session: member for member in record.members}
         buffer.durable = len(record.members)
+        buffer._devices = {member.pseudonym for member in record.members if member.pseudonym}
         return buffer
 
     @property
@@ -99,6 +102,19 @@ class Buffer:
     def has(self, session: SessionId) -> bool:
         return session in self.folding or session in self.folded
 
+    def has_device(self, pseudonym: bytes) -> bool:
+        return pseudonym in self._devices
+
+    def reserve(self, member: Member) -> None:
+        """Take a place, for the update and for its device."""
+        self.folding[member.session] = member
+        if member.pseudonym:
+            self._devices.add(member.pseudonym)
+
+    def free(self, session: SessionId) -> None:
+        """Give a reserved place back."""
+        self._devices.discard(self.folding.pop(session).pseudonym)
+
     def fold(self, session: SessionId) -> Member:
         """The update is in the sum. No-op if a snapshot has already shown that."""
         if session in self.folding:
@@ -110,6 +126,12 @@ class Buffer:
             raise InvariantError(
                 f"buffer {self.target}: {self.durable} durable, {len(self.folded)} folded, "
                 f"{len(self.folding)} folding, {len(self.kept)} kept, goal {self.goal}"
+            )
+        members = (*self.folded.values(), *self.folding.values())
+        named = sum(bool(member.pseudonym) for member in members)
+        if named != len(self._devices):
+            raise InvariantError(
+                f"buffer {self.target}: {named} members of {len(self._devices)} devices"
             )
 
 
@@ -185,17 +207,27 @@ class Pipeline:
             return False
         return target not in self._open_targets or self._buffer(target).is_full
 
+    def is_counted(self, pseudonym: bytes, group: int | None) -> bool:
+        """Has the device an update in every buffer in which it could be placed?"""
+        targets = self._open_targets if group is None else (group,)
+        return bool(pseudonym) and all(
+            self._buffer(target).has_device(pseudonym) for target in targets
+        )
+
     def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
-        """Reserve a place in the first buffer with room; None if all are full for now.
+        """Reserve a place in the first buffer with room and without an update of the same device;
+        None if there is none for now.
 
         With a `group`, only in that buffer: the TSA has the seed in its group, or may have it.
         """
         for target in self._open_targets if group is None else (group,):
             buffer = self._buffer(target)
             has_place = buffer.has_room or member.session in buffer.kept
-            if has_place and regime.accepts(self.config, member.version, target):
+            if buffer.has_device(member.pseudonym) or not has_place:
+                continue
+            if regime.accepts(self.config, member.version, target):
                 buffer.kept.pop(member.session, None)
-                buffer.folding[member.session] = member
+                buffer.reserve(member)
                 return Fold(
                     self.config,
                     self.ledger.fence.seq,
@@ -222,13 +254,13 @@ class Pipeline:
         """Free the place. Returns the open buffer whose group has the seed, if there is one: an
         earlier holder placed the update there and crashed before it was recorded.
         """
-        del self._buffers[message.target].folding[message.session]
+        self._buffers[message.target].free(message.session)
         return None if self.is_past(message.seed_group) else message.seed_group
 
     def postpone(self, message: Folded) -> None:
         """The TSA did not answer, and may have the seed in this group: keep the place."""
         buffer = self._buffers[message.target]
-        del buffer.folding[message.session]
+        buffer.free(message.session)
         buffer.kept[message.session] = None
 
     def keep_place(self, session: SessionId, group: int) -> None:

@@ -99,6 +99,10 @@ class Session:
         return self.ticket.version
 
     @property
+    def pseudonym(self) -> bytes:
+        return self.ticket.pseudonym
+
+    @property
     def is_training(self) -> bool:
         return self.upload_ticket is None
 
@@ -111,7 +115,13 @@ class Session:
         assert self.upload_ticket is not None
         ticket = self.upload_ticket
         return Member(
-            self.id, self.version, ticket.staleness, ticket.examples, keep_until, ticket.offer
+            self.id,
+            self.version,
+            ticket.staleness,
+            ticket.examples,
+            keep_until,
+            ticket.offer,
+            self.pseudonym,
         )
 
     def await_answer(self, reply_to: Handle) -> Effects:
@@ -139,10 +149,14 @@ class Session:
 
 
 class Sessions:
-    """All sessions of a task. Invariant: active <= concurrency; none is both active and ended."""
+    """All sessions of a task.
+
+    Invariant: active <= concurrency, and one per pseudonym; none is both active and ended.
+    """
 
     def __init__(self, dead_after_s: float) -> None:
         self.active: dict[SessionId, Session] = {}
+        self._by_pseudonym: dict[bytes, Session] = {}
         self.ended: dict[SessionId, tuple[Completed | Aborted, float]] = {}
         self.ended_count = 0
         self._dead_after_s = dead_after_s
@@ -150,8 +164,14 @@ class Sessions:
         self._keep_until: list[tuple[float, SessionId]] = []  # of ended sessions
         self._training: dict[int, dict[SessionId, Session]] = {}
 
+    def of_device(self, pseudonym: bytes) -> Session | None:
+        """The active session of a device; None without a pseudonym."""
+        return self._by_pseudonym.get(pseudonym)
+
     def admit(self, session: Session) -> None:
         self.active[session.id] = session
+        if session.pseudonym:
+            self._by_pseudonym[session.pseudonym] = session
         if session.is_training:
             self._training.setdefault(session.version, {})[session.id] = session
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
@@ -179,6 +199,7 @@ class Sessions:
     def end(self, session: Session, answer: Completed | Aborted, keep_until: float) -> None:
         """Free the slot, and keep the answer for the client's next request."""
         del self.active[session.id]
+        self._by_pseudonym.pop(session.pseudonym, None)
         self._forget_training(session)
         self.remember(session.id, answer, keep_until)
         self.ended_count += 1
@@ -223,9 +244,11 @@ class Sessions:
             raise InvariantError(
                 f"{len(self.active)} clients are active, above concurrency {concurrency}"
             )
-        for session in self.active:
-            if session in self.ended:
-                raise InvariantError(f"session {session} is both active and ended")
+        for session_id, session in self.active.items():
+            if session_id in self.ended:
+                raise InvariantError(f"session {session_id} is both active and ended")
+            if session.pseudonym and self.of_device(session.pseudonym) is not session:
+                raise InvariantError(f"session {session.id} is not the only one of its device")
 
     def _forget_training(self, session: Session) -> None:
         bucket = self._training.get(session.version)

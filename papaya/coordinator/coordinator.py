@@ -282,7 +282,15 @@ class Coordinator:
             self.leases.grant(session, task, confirm_by)
         report = self._report_of(task)
         assert report is not None, "without a report there is no demand"
-        return Assignment(task, report.seq, device_class, sessions, confirm_by, report.version)
+        return Assignment(
+            task,
+            report.seq,
+            device_class,
+            sessions,
+            confirm_by,
+            report.version,
+            self.tasks[task].pseudonym_key,
+        )
 
     def _compatible_tasks(self, device_class: DeviceClass) -> tuple[TaskId, ...]:
         found = self._compatible.get(device_class)

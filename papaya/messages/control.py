@@ -109,6 +109,7 @@ class Assignment(Struct, frozen=True, gc=False):
     """Accept one held client of the class for each session.
 
     `version` is the newest one that the holder with this `seq` had reported.
+    `pseudonym_key`: of the task, for the pseudonyms in the tickets.
     """
 
     task: TaskId
@@ -117,6 +118,7 @@ class Assignment(Struct, frozen=True, gc=False):
     sessions: tuple[SessionId, ...]
     confirm_by: float
     version: int = 0
+    pseudonym_key: bytes = b""
 
 
 class SelectorOrders(Message, frozen=True):

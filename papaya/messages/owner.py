@@ -112,8 +112,9 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
         rest = f"{row.state} and cannot become {state}"
         problem = f"already {state}" if state == row.state else rest
         raise OperatorError(f"task {task} is {problem}", hint=hint)
-    ended = now if state in ("completed", "cancelled") else 0.0
-    changed = structs.replace(row, state=state, why=why, ended=ended)
+    changed = structs.replace(row, state=state, why=why)
+    if changed.is_over:
+        changed = structs.replace(changed, ended=now, pseudonym_key=b"")
     return Transaction(
         require=((task_key(task), row),),
         put=((task_key(task), changed),),
@@ -237,12 +238,13 @@ def evaluate(
     optimizer: BlobKey,
     now: float,
     kept_until: float,
+    pseudonym_key: bytes = b"",
 ) -> Transaction:
     """Submit the evaluation that `config` describes, and keep its version until `kept_until`, when
     all tickets of the evaluation have expired.
     """
     assert config.evaluates is not None
-    submitted = submission(config, parameters, optimizer, now)
+    submitted = submission(config, parameters, optimizer, now, pseudonym_key)
     key = version_key(config.evaluates.task, version.version)
     pinned = structs.replace(
         version,

@@ -40,9 +40,25 @@ MAX_CHUNKS = 4096
 MAX_EXTRA_S = 900.0
 """How far `Retry.keep_s` may move the deadlines of one session, in all."""
 
-AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
+AbortReason = Literal[
+    "stale",
+    "round_over",
+    "timed_out",
+    "silent",
+    "left",
+    "full",
+    "task_over",
+    "replaced",
+    "revoked",
+]
 DiscardReason = Literal[
-    "round_over", "wrong_size", "not_finite", "over_norm", "seed_refused", "trusted_party_lost"
+    "round_over",
+    "wrong_size",
+    "not_finite",
+    "over_norm",
+    "seed_refused",
+    "trusted_party_lost",
+    "already_counted",
 ]
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 

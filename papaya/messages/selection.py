@@ -69,6 +69,13 @@ class CheckIn(Message, frozen=True):
     excluded: Excluded = ()
 
 
+class IdentifiedCheckIn(Message, frozen=True):
+    """Sent by the driver instead of a check-in whose token identifies the device."""
+
+    device: str
+    check_in: CheckIn
+
+
 class Gone(Message, frozen=True):
     """Sent by the driver, for the handle of a check-in: the device has hung up."""
 

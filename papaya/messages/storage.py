@@ -10,6 +10,7 @@ needs this one primitive, atomic and durable. A blob is written before the row t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -48,13 +49,18 @@ TaskState = Literal["running", "paused", "completed", "cancelled"]
 
 
 class TaskRow(Row, frozen=True):
-    """`why` and `ended` are set when the task is completed or cancelled."""
+    """`why` and `ended` are set when the task is completed or cancelled.
+
+    `pseudonym_key` makes the pseudonyms of devices in this task's tickets and rows. It is secret,
+    and deleted when the task ends: then nobody can link them to devices any more.
+    """
 
     config: TaskConfig
     state: TaskState = "running"
     submitted: float = 0.0
     why: str = ""
     ended: float = 0.0
+    pseudonym_key: bytes = b""
 
     @property
     def is_over(self) -> bool:
@@ -75,6 +81,7 @@ class Member(Struct, frozen=True, gc=False, array_like=True):
     `keep_until`: when the last ticket of the session expires, by the holder's clock. It decides
     nothing; simulations check that while clocks are right, rows are not deleted before it.
     `offer`: under secure aggregation, the index of its seed at the TSA.
+    `pseudonym`: of its device, empty if unknown. No two members of a buffer have the same one.
     """
 
     session: SessionId
@@ -83,6 +90,7 @@ class Member(Struct, frozen=True, gc=False, array_like=True):
     examples: int
     keep_until: float
     offer: int = -1
+    pseudonym: bytes = b""
 
 
 class RecordRow(Row, frozen=True):
@@ -153,6 +161,12 @@ class ClusterKeyRow(Row, frozen=True):
     key: bytes
 
 
+class RevokedRow(Row, frozen=True):
+    """A device that may not take part, although its token is valid. The key has its identity."""
+
+    at: float
+
+
 class PointRow(Row, frozen=True):
     """One version in the history of a task. It stays when the version itself is deleted."""
 
@@ -192,6 +206,12 @@ class Changed(Message, frozen=True):
     """Sent by the driver: rows were changed by someone else, so read them now."""
 
 
+class Revoked(Message, frozen=True):
+    """Sent by the driver when it has read the rows: all devices that may not take part."""
+
+    devices: tuple[str, ...]
+
+
 LEADER_KEY = "leader"
 EPOCH_KEY = "epoch"
 TASKS = "task/"
@@ -199,6 +219,7 @@ FENCES = "fence/"
 BOOTS = "boot/"
 TICKET_KEYS = "ticket-key/"
 CLUSTER_KEY = "cluster-key"
+REVOKED = "revoked/"
 
 
 def task_key(task: TaskId) -> str:
@@ -241,6 +262,15 @@ def ticket_key_key(key_id: int) -> str:
     return f"{TICKET_KEYS}{key_id:012d}"
 
 
+def revoked_key(device: str) -> str:
+    return f"{REVOKED}{device}"
+
+
+def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
+    """The identities of the revoked devices among these rows."""
+    return tuple(key.removeprefix(REVOKED) for key, row in rows if isinstance(row, RevokedRow))
+
+
 def holder_prefixes(task: TaskId) -> tuple[str, ...]:
     """Everything that a new holder reads, in one snapshot."""
     return (
@@ -254,16 +284,23 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
 
 
 def submission(
-    config: TaskConfig, parameters: BlobKey, optimizer: BlobKey, now: float
+    config: TaskConfig,
+    parameters: BlobKey,
+    optimizer: BlobKey,
+    now: float,
+    pseudonym_key: bytes = b"",
 ) -> Transaction:
-    """A new task at version 0, not placed yet. Refused if the task exists."""
+    """A new task at version 0, not placed yet. Refused if the task exists.
+
+    `pseudonym_key` is random. Without it, devices of this task are not told apart.
+    """
     # Convert it as a read would: an int in a float field comes back from the store as a float.
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     task = config.task
     return Transaction(
         require=((task_key(task), None),),
         put=(
-            (task_key(task), TaskRow(config, submitted=now)),
+            (task_key(task), TaskRow(config, submitted=now, pseudonym_key=pseudonym_key)),
             (fence_key(task), FenceRow(seq=0, aggregator="", boot=0.0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),

@@ -7,12 +7,15 @@
 It holds a check-in while a task that fits the device needs clients, rejects the others at once, and
 forwards every later request by its ticket. It has no durable state: after a crash, devices retry at
 another selector.
+
+A device whose token identifies it holds one check-in at a time, and at most
+`MAX_OPEN_ASSIGNMENTS` that it has not joined: nobody can take all slots by never joining.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from heapq import nlargest
 from typing import TypeAlias
@@ -31,17 +34,22 @@ from papaya.messages.control import (
     SelectorOrders,
     SelectorReport,
 )
-from papaya.messages.participation import Aborted, Refused, Retry, Ticketed
+from papaya.messages.participation import Aborted, Join, Refused, Retry, Ticketed
 from papaya.messages.selection import (
     Accepted,
     Capabilities,
     CheckIn,
     DeviceClass,
     Gone,
+    IdentifiedCheckIn,
     Rejected,
 )
-from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of
+from papaya.messages.storage import Revoked
+from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
 
+MAX_OPEN_ASSIGNMENTS = 2
+
+_REVOKED = Refused("this device was revoked", "ask the operator of the servers")
 _MAX_REPORTED_CLASSES = 256
 _MAX_CACHED_CLASSES = 64
 # A selector never paces check-ins below this rate: it costs nothing, and keeps a small fleet close
@@ -170,15 +178,49 @@ class AssignmentMap:
         return route.aggregator
 
 
+class OpenAssignments:
+    """Assignments of identified devices that were given here and are not known to be joined.
+
+    A join through another selector is not seen here; then the assignment ends with its lease.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[SessionId, tuple[str, float]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def count(self, device: str) -> int:
+        return self._counts[device]
+
+    def add(self, session: SessionId, device: str, confirm_by: float) -> None:
+        self._given[session] = (device, confirm_by)
+        self._counts[device] += 1
+
+    def end(self, session: SessionId) -> None:
+        device, _ = self._given.pop(session)
+        self._counts[device] -= 1
+        if not self._counts[device]:
+            del self._counts[device]
+
+    def expire(self, now: float) -> None:
+        for session in [s for s, (_, confirm_by) in self._given.items() if confirm_by < now]:
+            self.end(session)
+
+    def __contains__(self, session: SessionId) -> bool:
+        return session in self._given
+
+
 class HeldCheckIn:
-    """A device that waits for an assignment."""
+    """A device that waits for an assignment. `device` is empty without an identity."""
 
-    __slots__ = ("deadline", "device_class", "handle")
+    __slots__ = ("deadline", "device", "device_class", "handle")
 
-    def __init__(self, deadline: float, device_class: DeviceClass, handle: Handle) -> None:
+    def __init__(
+        self, deadline: float, device_class: DeviceClass, handle: Handle, device: str
+    ) -> None:
         self.deadline = deadline
         self.device_class = device_class
         self.handle = handle
+        self.device = device
 
 
 # Held check-ins by their handle, oldest first. Not a dict: finding the first entry of a dict takes
@@ -187,7 +229,9 @@ Queue: TypeAlias = OrderedDict[Handle, HeldCheckIn]
 
 
 class Selector:
-    """Invariants: held <= max_held; a held device is answered once, within about hold_s."""
+    """Invariants: held <= max_held, and one per identity; a held device is answered once, within
+    about hold_s.
+    """
 
     def __init__(
         self,
@@ -208,6 +252,10 @@ class Selector:
         self._in_order: Queue = OrderedDict()
         self._held: dict[DeviceClass, Queue] = {}
         self.held_count = 0
+        # Devices with an identity: the held check-in, open assignments, and who is revoked.
+        self._held_by_device: dict[str, HeldCheckIn] = {}
+        self._open = OpenAssignments()
+        self._revoked: frozenset[str] = frozenset()
 
         # The newest orders, and when each order of this epoch arrived, by number.
         self._orders: SelectorOrders | None = None
@@ -238,6 +286,10 @@ class Selector:
         match message:
             case CheckIn():
                 return self._on_check_in(now, message, reply_to)
+            case IdentifiedCheckIn():
+                return self._on_identified(now, message, reply_to)
+            case Revoked():
+                return self._on_revoked(now, message)
             case SelectorOrders():
                 return self._on_orders(now, message)
             case Gone():
@@ -252,6 +304,7 @@ class Selector:
             if self._orders is not None:
                 self._pacing.adjust(now, self._orders.check_ins_per_s)
             self._forget_orders(now)
+            self._open.expire(now)
             self._report_due = now
         return effects + self._report_if_due(now)
 
@@ -270,10 +323,45 @@ class Selector:
                 f"{self.node}: {waiting} held check-ins, {by_class} by class, held_count is "
                 f"{self.held_count}, max_held is {self._config.max_held}"
             )
+        for device, waiting_check_in in self._held_by_device.items():
+            if waiting_check_in.handle not in self._in_order:
+                raise InvariantError(f"{self.node}: {device} is held and not in order")
 
     # -- selection --------------------------------------------------------------------------
 
-    def _on_check_in(self, now: float, check_in: CheckIn, reply_to: Handle) -> Effects:
+    def _on_identified(self, now: float, message: IdentifiedCheckIn, reply_to: Handle) -> Effects:
+        """A check-in ends an earlier one of the same device."""
+        device = message.device
+        earlier = self._held_by_device.get(device)
+        if earlier is not None and earlier.handle == reply_to:
+            return []  # a duplicate of a request that is already held
+        effects: Effects = []
+        if earlier is not None:
+            self._let_go(earlier)
+            replaced = Retry("replaced by a newer check-in of this device", 0.0)
+            effects.append(Reply(earlier.handle, replaced))
+        if device in self._revoked:
+            return [*effects, Reply(reply_to, _REVOKED)]
+        if self._open.count(device) >= MAX_OPEN_ASSIGNMENTS:
+            self._pacing.arrived()
+            reason = "this device has assignments that it has not joined"
+            return [*effects, self._reject(reply_to, reason)]
+        return effects + self._on_check_in(now, message.check_in, reply_to, device)
+
+    def _on_revoked(self, now: float, message: Revoked) -> Effects:
+        self._revoked = frozenset(message.devices)
+        effects: Effects = []
+        for device in message.devices:
+            waiting = self._held_by_device.get(device)
+            if waiting is not None:
+                self._let_go(waiting)
+                effects.append(Reply(waiting.handle, _REVOKED))
+                self._report_within(now, self._config.held_report_interval_s)
+        return effects
+
+    def _on_check_in(
+        self, now: float, check_in: CheckIn, reply_to: Handle, device: str = ""
+    ) -> Effects:
         if check_in.protocol != PROTOCOL_VERSION:
             reason = f"protocol {check_in.protocol} is not supported, only {PROTOCOL_VERSION}"
             return [Reply(reply_to, Refused(reason, "update the client"))]
@@ -285,8 +373,10 @@ class Selector:
             return [self._reject(reply_to, self._why_unwelcome(check_in))]
         if self.held_count >= self._config.max_held:
             return [self._reject(reply_to, "too many devices are waiting")]
-        waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to)
+        waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to, device)
         self._in_order[reply_to] = waiting
+        if device:
+            self._held_by_device[device] = waiting
         self.held_count += 1
         queue = self._held.get(device_class)
         if queue is None:
@@ -346,6 +436,8 @@ class Selector:
         del queue[waiting.handle]
         if not queue:
             del self._held[waiting.device_class]
+        if waiting.device:
+            del self._held_by_device[waiting.device]
         self.held_count -= 1
 
     @staticmethod
@@ -399,12 +491,19 @@ class Selector:
                 self._unfilled[session] = (self._number + 1, assignment.confirm_by)
                 self._report_within(now, self._config.min_report_interval_s)
                 continue
-            ticket = AssignmentTicket(
-                assignment.task, session, assignment.seq, assignment.confirm_by, assignment.version
-            )
-            accepted = Accepted(self._keyring.seal(ticket), assignment.task, session)
             waiting = self._oldest(queue)
             self._let_go(waiting)
+            if waiting.device:
+                self._open.add(session, waiting.device, assignment.confirm_by)
+            ticket = AssignmentTicket(
+                assignment.task,
+                session,
+                assignment.seq,
+                assignment.confirm_by,
+                assignment.version,
+                pseudonym=pseudonym_of(waiting.device, assignment.pseudonym_key),
+            )
+            accepted = Accepted(self._keyring.seal(ticket), assignment.task, session)
             effects.append(Reply(waiting.handle, accepted))
         return effects
 
@@ -445,6 +544,8 @@ class Selector:
             ticket = claim_of(request.ticket)
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
+        if isinstance(request, Join) and ticket.session in self._open:
+            self._end_open(request)
         if self._map.is_over(ticket.task):
             return [Reply(reply_to, Aborted("task_over"))]
         aggregator = self._map.route(ticket)
@@ -452,3 +553,10 @@ class Selector:
             after_s = self._config.heartbeat_s / 2
             return [Reply(reply_to, Retry("no aggregator is known for the task", after_s))]
         return [Forward(reply_to, aggregator, request)]
+
+    def _end_open(self, request: Join) -> None:
+        """The device joins. Not if the ticket is forged: its lease would stay."""
+        try:
+            self._open.end(self._keyring.open(request.ticket, AssignmentTicket).session)
+        except TicketError:
+            return  # the aggregator refuses it

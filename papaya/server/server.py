@@ -35,7 +35,7 @@ from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
 from papaya.http.routes import HttpRoute
 from papaya.messages.base import Message, NodeId
-from papaya.messages.storage import TASKS, Changed, TaskRow
+from papaya.messages.storage import REVOKED, TASKS, Changed, Revoked, TaskRow, revoked_devices
 from papaya.selector.selector import Selector
 from papaya.server import public_log
 from papaya.server.admin.blobs import ThreadedBlobs
@@ -100,6 +100,7 @@ class Server:
         self._hosts: dict[Role, Host] = {}
         self._operations: Health
         self._door: Door | None = None
+        self._revoked: tuple[str, ...] = ()
         self._tsa_connection: TsaConnection | None = None
 
     # -- start and stop -----------------------------------------------------------------------
@@ -123,8 +124,9 @@ class Server:
                 host.start()
             self._operations.watch(self._hosts.values())
             self._operations.watch_peers(self._resources.peers)
+            await self._tell_revoked()
             await self._open_doors()
-            self._look_after(self._refresh_keys())
+            self._look_after(self._refresh())
             self._look_after(self._watch_boots(boots))
             self._tell_if_capped()
         except BaseException:
@@ -201,17 +203,29 @@ class Server:
                     logger.log(level, "%s", clock)
             told = {node: clock.is_refused for node, clock in found.items()}
 
-    async def _refresh_keys(self) -> None:
-        """Read the keys every heartbeat, so that all servers know a key before it seals."""
+    async def _refresh(self) -> None:
+        """Every heartbeat: read revocations, and the keys, so that all servers know a key before
+        it seals.
+        """
         shared = self._resources
         while True:
             await asyncio.sleep(self.deployment.server.heartbeat_s)
             try:
-                await self._refresh_once(shared.clock.now())
+                await self._tell_revoked()
+                await self._refresh_keys(shared.clock.now())
             except PapayaError:
-                logger.exception("cannot read the ticket keys; the old ones stay in use")
+                logger.exception("cannot read ticket keys or revocations; the old ones stay in use")
 
-    async def _refresh_once(self, now: float) -> None:
+    async def _tell_revoked(self) -> None:
+        """Tell selectors and aggregators which devices are revoked, if that has changed."""
+        devices = revoked_devices((await self._resources.state.read((REVOKED,))).items())
+        if devices != self._revoked:
+            self._revoked = devices
+            for role, host in self._hosts.items():
+                if role != "coordinator":
+                    host.deliver(Revoked(devices))
+
+    async def _refresh_keys(self, now: float) -> None:
         keys = self._resources.keys
         await keys.refresh(now)
         if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:

@@ -17,7 +17,7 @@ from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
-from papaya.aggregator.pipeline import Pipeline
+from papaya.aggregator.pipeline import Buffer, Pipeline
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import NewBlobs, Shards
 from papaya.aggregator.tsa import TsaAdapter
@@ -29,7 +29,7 @@ from papaya.learning.weighting import BytesLike
 from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import Complete, SecureOffer
-from papaya.messages.storage import Row, Transaction, record_key
+from papaya.messages.storage import Member, RecordRow, Row, Transaction, record_key
 from papaya.messages.tickets import AnyTicket, Keyring, claim_of
 from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
@@ -228,6 +228,21 @@ def _give_up_after_a_crash(self: Shards, work: Any, total: Any) -> Any:
     return total.mean()
 
 
+_as_member = Session.as_member
+
+
+def _as_stranger(self: Session, keep_until: float) -> Member:
+    return replace(_as_member(self, keep_until), pseudonym=b"")
+
+
+_of_record = Buffer.of_record
+
+
+def _of_strangers(record: RecordRow, goal: int) -> Buffer:
+    strangers = tuple(replace(member, pseudonym=b"") for member in record.members)
+    return _of_record(replace(record, members=strangers), goal)
+
+
 _Patch = tuple[type, str, Callable[..., Any] | property]
 
 
@@ -282,6 +297,14 @@ BUGS: dict[str, Bug] = {
     "row-before-blob": Bug(
         "a result is reported before its blobs are written",
         ((SimulatedAggregatorHost, "_written", _tell_before_writing),),
+    ),
+    "device-twice-in-a-buffer": Bug(
+        "an update takes a place in a buffer without the pseudonym of its device",
+        ((Session, "as_member", _as_stranger),),
+    ),
+    "devices-forgotten-by-a-successor": Bug(
+        "a new holder of a task does not know which devices are in the open buffers",
+        ((Buffer, "of_record", staticmethod(_of_strangers)),),
     ),
     "seed-accepted-twice": Bug(
         "the TSA accepts the seed of an offer a second time", ((TSA, "accept", _accept_again),)

@@ -98,7 +98,8 @@ class TaskBooks:
         self.config = config
         self.version = 0
         self.counted: dict[SessionId, int] = {}
-        self.assigned: dict[SessionId, None] = {}
+        # Every assigned session, and the identity of the device that got it.
+        self.assigned: dict[SessionId, str] = {}
         self.trained_from: dict[SessionId, int] = {}
         self.tickets: dict[bytes, None] = {}
         self.granted_at: dict[SessionId, list[int]] = {}
@@ -178,7 +179,7 @@ class Auditor(Observer):
     def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
             case Accepted(task=task, session=session):
-                self.books[task].assigned[session] = None
+                self.books[task].assigned[session] = reply.to.identity
             case UploadGranted():
                 self._on_granted(host, reply.message)
             case Completed(discarded=None):
@@ -263,10 +264,18 @@ class Auditor(Observer):
                     demand(member.session not in sessions, f"{member.session} is in two records")
         for member in row.members:
             self._check_member(task, member, row.target)
+        self._check_devices(task, row)
         if self._secure.audits(task):
             self._secure.check_record(task, row, self.blobs.get(row.sum))
         else:
             self._check_sum(books.config, row)
+
+    def _check_devices(self, task: TaskId, row: RecordRow) -> None:
+        """One update per device and buffer, by the device that each session was assigned to."""
+        assigned = self.books[task].assigned
+        known = [device for m in row.members if (device := assigned[m.session])]
+        twice = [device for device in dict.fromkeys(known) if known.count(device) > 1]
+        demand(not twice, f"{twice[:1]} is twice in record {row.target} of {task}")
 
     def _check_member(self, task: TaskId, member: Member, target: int) -> None:
         books, session = self.books[task], member.session

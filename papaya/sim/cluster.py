@@ -29,7 +29,7 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.base import Message, NodeId
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import submission
-from papaya.messages.tickets import Keyring
+from papaya.messages.tickets import PSEUDONYM_KEY_BYTES, Keyring
 from papaya.selector.selector import Selector
 from papaya.sim.behaviour import Behaviour
 from papaya.sim.devices import SimulatedDevice
@@ -57,6 +57,9 @@ class DeviceKind(Struct, frozen=True):
 class ClusterConfig(Struct, frozen=True, kw_only=True):
     """`supply`: check-ins per expected completion when the run starts, as if pace steering had
     settled before. `upload_bytes`: memory for uploads of each aggregator.
+
+    `is_identified`: the token of a device identifies it. `clones`: if not 0, every device whose
+    number is a multiple of it has a copy of the same token.
     """
 
     tasks: tuple[TaskConfig, ...]
@@ -71,6 +74,8 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     upload_bytes: int = 1 << 30
     network: NetworkConfig = NetworkConfig()
     storage: StorageConfig = StorageConfig()
+    is_identified: bool = False
+    clones: int = 0
 
     def __post_init__(self) -> None:
         self._check_tasks()
@@ -173,7 +178,8 @@ class Cluster:
         blobs = initial_blobs(task, self.behaviour.initial(task, self.seed))
         for key, data in blobs:
             self.blobs.put(key, data)
-        transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now)
+        pseudonym_key = self._rng(f"pseudonyms/{task.task}").randbytes(PSEUDONYM_KEY_BYTES)
+        transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now, pseudonym_key)
         self.state.apply(("owner", 0.0), transaction)
 
     # -- servers ----------------------------------------------------------------------------
@@ -274,6 +280,13 @@ class Cluster:
             observe(device, finish)
 
     # -- for hosts and devices --------------------------------------------------------------
+
+    def identity_of(self, device: int) -> str:
+        """What the token of a device says of it; empty if all devices share one token."""
+        if not self.config.is_identified:
+            return ""
+        clones = self.config.clones
+        return "clone" if clones and device % clones == 0 else f"device-{device}"
 
     def seal(self, device: SimulatedDevice, work: Seal) -> Sealed:
         """What a device makes of its update for an offer."""

@@ -215,6 +215,8 @@ def random_cluster(rng: Random) -> ClusterConfig:
             fold_s=rng.choice((0.0, 0.01, 0.3)),
             unknown=rng.choice((0.0, 0.01)),
         ),
+        is_identified=rng.random() < 0.5,
+        clones=rng.choice((0, 4)),
     )
 
 

@@ -118,7 +118,7 @@ async def _rejected_for_trust(
             process,
             selectors=[url(server)],
             store=installation.folder / "device.db",
-            trainer=NoTraining(briefly(book, 0), None, TERMS),
+            trainer=NoTraining(briefly(book, 0), None, lambda program: TERMS),
             token=installation.secret("device.token"),
         ) as device:
             async with asyncio.timeout(STEP_S):

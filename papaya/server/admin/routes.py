@@ -6,6 +6,7 @@
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
     POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
     GET  /admin/status
+    GET  /admin/revocations                                 POST: revoke a device, or take it back
 
 Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. `guarded` in
 papaya/server/auth.py checks the token. Bodies are bounded: JSON to 1 MiB, parameters by
@@ -30,7 +31,15 @@ from papaya.messages.storage import TaskState
 from papaya.server.admin import submissions
 from papaya.server.admin.problems import AdminProblem, NotFound
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, ProblemBody, RollBack
+from papaya.server.admin.views import (
+    ChangeReason,
+    Evaluate,
+    Mark,
+    NewTask,
+    ProblemBody,
+    Revoke,
+    RollBack,
+)
 
 logger = logging.getLogger("papaya.admin")
 
@@ -62,6 +71,8 @@ class AdminRoutes:
             self._post(f"{_TASK}/rollback", RollBack, service.roll_back),
             self._post(f"{_TASK}/mark", Mark, service.mark),
             self._post(f"{_TASK}/evaluate", Evaluate, service.evaluate),
+            self._get("/admin/revocations", lambda exchange: service.revocations()),
+            self._post("/admin/revocations", Revoke, lambda _, asked: service.revoke(asked)),
             Streamed(
                 "PUT",
                 f"{_TASK}/parameters",

@@ -9,6 +9,7 @@ length or with NaN.
 from __future__ import annotations
 
 import asyncio
+from secrets import token_bytes
 
 from msgspec import structs
 
@@ -21,6 +22,7 @@ from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import ManifestRow, TaskRow, manifest_key, submission, task_key
+from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin import evaluations
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
@@ -58,7 +60,8 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
     optimizer = server_optimizer(config.optimizer)
     state = optimizer.encode_state(optimizer.initial_state(config.model_length))
     key = blob_key(config.task, 0, "optimizer-0", state)
-    change = submission(config, new.parameters, key, service.now())
+    pseudonym_key = token_bytes(PSEUDONYM_KEY_BYTES)
+    change = submission(config, new.parameters, key, service.now(), pseudonym_key)
     if new.manifest:
         row = ManifestRow(new.manifest)
         change = structs.replace(change, put=(*change.put, (manifest_key(config.task), row)))

@@ -61,6 +61,18 @@ class Evaluate(Struct, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
 
+class Revoke(Struct, frozen=True):
+    """`device` is the identity that its token shows. `revoked` = false takes a revocation back."""
+
+    device: Annotated[str, Meta(min_length=1, max_length=256)]
+    revoked: bool = True
+
+
+class Revocation(Struct, frozen=True):
+    device: str
+    at: float
+
+
 class TaskView(Struct, frozen=True, kw_only=True):
     """A task in one line. Fields that only the leading coordinator knows are else None."""
 

@@ -62,6 +62,29 @@ def test_a_successor_finds_that_the_seeds_of_its_record_are_lost() -> None:
     assert (world.version, heir.dropped()) == (3, {"trusted_party_lost": 1})
 
 
+def test_a_buffer_that_was_emptied_before_the_tsa_crashed_has_lost_nothing() -> None:
+    """Its only member was not durable when the rows were read again. It is filled with seeds of the
+    new TSA, and they are there.
+    """
+    world, node = a_secure_world(a_secure_task(goal=3, concurrency=8))
+    phones = world.secure_phones(node, 4)
+    node.hold(Transact)
+    phones[0].upload(1.0)
+    for phone in phones[1:]:
+        phone.granted_and_sealed(1.0)  # the stock is low: offers are requested with a seed taken
+    world.pass_s(1.0)
+    node.settle("lost")
+    node.release()
+    world.tsa.crash()
+    assert phones[1].send_for_good() == Completed("trusted_party_lost")
+    first, *others = world.secure_phones(node, 3)
+    assert first.upload_for_good(3.0) == COUNTED
+    assert phones[2].send_for_good() == Completed("seed_refused")  # offers are requested again
+    assert [phone.upload_for_good(3.0) for phone in others] == [COUNTED] * 2
+    assert (world.version, node.dropped()) == (1, {})
+    assert world.parameters(1)[0] == pytest.approx(3.0, abs=1e-5)
+
+
 def test_a_successor_goes_on_with_a_record_whose_seeds_are_there() -> None:
     world, node = a_secure_world(a_secure_task(goal=3))
     [old] = world.secure_phones(node, 1)

@@ -249,3 +249,16 @@ def test_forgetting_an_evaluation_touches_no_other_task() -> None:
     assert apply(rows, owner.forget(row, rows))
     assert rows == kept
     assert AsyncFL(20, max_staleness=1) == row.config.regime
+
+
+def test_the_key_of_pseudonyms_is_deleted_when_the_task_ends() -> None:
+    """Then nobody can link pseudonyms in its rows to devices."""
+    row = TaskRow(TASK, pseudonym_key=b"secret")
+
+    def after(state: TaskState) -> TaskRow:
+        [(_, changed)] = owner.change_state(row, state, now=5.0).put
+        assert isinstance(changed, TaskRow)
+        return changed
+
+    assert after("paused").pseudonym_key == b"secret"
+    assert after("completed").pseudonym_key == after("cancelled").pseudonym_key == b""
