@@ -240,6 +240,7 @@ class Aggregator:
             placement.task,
             fence,
             placement.leases,
+            placement.active,
             self._config,
             self._keyring,
             self._slots,

@@ -111,13 +111,17 @@ class Promises:
         """This demand is being reported, so it may be leased from now on."""
         self.count = max(self.count, demand)
 
+    def inherits(self, session: SessionId) -> bool:
+        """Is it a lease that the Coordinator listed when it placed the task here?"""
+        return session in self._inherited
+
     def cover(self, assignment: AssignmentTicket) -> bool:
         """Is a slot promised to this assignment?
 
         An assignment under an earlier holder is covered only if the Coordinator listed its lease:
         otherwise it may already have been used at that holder.
         """
-        return assignment.seq == self._seq or assignment.session in self._inherited
+        return assignment.seq == self._seq or self.inherits(assignment.session)
 
     def keep(self, session: SessionId) -> None:
         """The session has joined and takes its promised slot."""
@@ -169,6 +173,7 @@ class HeldTask:
         task: TaskId,
         fence: FenceRow,
         leases: Sequence[SessionId],
+        predecessors_active: int | None,
         server: ServerConfig,
         keyring: Keyring,
         slots: Slots,
@@ -196,9 +201,12 @@ class HeldTask:
 
         # Demand may have risen since the last report: the aggregator checks after each event.
         self.may_want_more = False
-        # Until then clients of an earlier holder are adopted and no demand is reported. Infinite
-        # until the task is served for the first time.
+        # Until then room is kept for the clients of earlier holders that are still expected.
+        # Infinite until the task is served for the first time.
         self.adopts_until = _NEVER
+        # The active clients of earlier holders, None if unknown, and how many were adopted.
+        self._predecessors_active = 0 if fence.seq == 1 else predecessors_active
+        self._adopted = 0
 
         # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
@@ -289,9 +297,9 @@ class HeldTask:
             session.seen_at = now  # while the rows were read, no request could be answered
             self.sessions.refile(session)
         if not self.has_served:
-            # The first holder of a task has no clients to adopt.
-            is_first = self.fence.seq == 1
-            self.adopts_until = now if is_first else now + self._server.heartbeat_s
+            # A client that has not come within this time counts as dead.
+            wait_s = self._server.dead_after_s if self._expected > 0 else 0.0
+            self.adopts_until = now + wait_s
         return [*self._abort_outdated(), *self._refill_offers(now), *self.pipeline.restored(now)]
 
     def stop(self) -> Effects:
@@ -332,6 +340,12 @@ class HeldTask:
         return self.config_demand - self.promises.count
 
     @property
+    def _expected(self) -> int:
+        """Active clients of earlier holders that have not come yet, if they are alive."""
+        active = self._predecessors_active
+        return max(0, (self.config.concurrency if active is None else active) - self._adopted)
+
+    @property
     def has_served(self) -> bool:
         """From then on every report must name the task.
 
@@ -340,10 +354,11 @@ class HeldTask:
         return self.adopts_until != _NEVER
 
     def demand(self, now: float) -> int:
-        """The demand to report: zero while clients of an earlier holder may still be adopted."""
-        if self.phase is not TaskPhase.SERVING or now < self.adopts_until:
+        """The demand to report: without the room that is kept for clients of earlier holders."""
+        if self.phase is not TaskPhase.SERVING:
             return 0
-        return self.config_demand
+        kept = self._expected if now < self.adopts_until else 0
+        return max(0, self.config_demand - kept)
 
     def report(self, now: float, number: int) -> TaskReport:
         """The task's part of report `number` to the Coordinator (paper, "High Client Utilization").
@@ -443,11 +458,17 @@ class HeldTask:
         return session
 
     def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
-        """Continue a session of an earlier holder, so that the client's training is not lost."""
-        if self.room < 1:
+        """Continue a session of an earlier holder, so that the client's training is not lost.
+
+        If the Coordinator has not heard of its join, it still holds a lease, and so a promised
+        slot.
+        """
+        is_leased = self.promises.inherits(ticket.session)
+        if (self.config_demand if is_leased else self.room) < 1:
             raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
         session = Session(ticket, sealed, now)
-        self._add(session, is_leased=False)
+        self._add(session, is_leased=is_leased, is_adopted=True)
+        self._adopted += not is_leased
         return session
 
     def _raise_if_ended(self, ticket: AnyTicket) -> None:
@@ -624,13 +645,13 @@ class HeldTask:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def _add(self, session: Session, *, is_leased: bool) -> None:
-        """A client that joins takes a promised slot, an adopted one a slot that is not promised."""
+    def _add(self, session: Session, *, is_leased: bool, is_adopted: bool = False) -> None:
+        """A client with a lease takes a promised slot, any other a slot that is not promised."""
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
             self.promises.keep(session.id)
-        self.counters["joined" if is_leased else "adopted"] += 1
+        self.counters["adopted" if is_adopted else "joined"] += 1
 
     def _abort(self, session: Session, reason: AbortReason) -> Effects:
         return self._end(session, Aborted(reason), f"aborted_{reason}")

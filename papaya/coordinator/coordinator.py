@@ -207,6 +207,9 @@ class Coordinator:
         """Forget everything that came from reports. A new leader only knows the rows."""
         self.fleet = Fleet(self._config.dead_after_s)
         self.leases = Leases()
+        # Active clients of each task by the last report of any of its holders, with the holder's
+        # sequence number: a successor keeps room for them.
+        self._active: dict[TaskId, tuple[int, int]] = {}
         self._compatible: dict[DeviceClass, tuple[TaskId, ...]] = {}
 
     # -- reports ----------------------------------------------------------------------------
@@ -221,6 +224,7 @@ class Coordinator:
                 self.leases.end(session)
             if self._report_of(task.task) is task:
                 self.leases.expire(task.task, report.at)
+                self._active[task.task] = (task.seq, task.active)
         effects: Effects = []
         if report.heartbeat:
             effects += self._place(now)
@@ -383,8 +387,13 @@ class Coordinator:
                 report = view.tasks.get(task)
                 is_known = report is not None and report.seq == fence.seq
                 expected = () if is_known else self.leases.sessions(task)
-                given.append(Placement(task, fence.seq, expected))
+                given.append(Placement(task, fence.seq, expected, self._active_before(task, fence)))
         return tuple(given)
+
+    def _active_before(self, task: TaskId, fence: FenceRow) -> int | None:
+        """Active clients of earlier holders, by the last report of one of them."""
+        seq, active = self._active.get(task, (fence.seq, 0))
+        return active if seq < fence.seq else None
 
     def _orders_for_selector(self, node: NodeId, assignments: tuple[Assignment, ...]) -> Send:
         view = self.fleet.selectors[node]

@@ -50,11 +50,16 @@ class AggregatorReport(Message, frozen=True):
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """`leases` are the clients that may already be on their way to a new holder."""
+    """`leases` are the clients that may already be on their way to a new holder.
+
+    `active`: the active clients that the last report of an earlier holder named, which may come to
+    the new one. None: the leader has seen no such report.
+    """
 
     task: TaskId
     seq: int
     leases: tuple[SessionId, ...] = ()
+    active: int | None = None
 
 
 class AggregatorOrders(Message, frozen=True):
