@@ -28,7 +28,7 @@ from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Read, Reply, Send
 from papaya.messages.base import Message, NodeId, TaskId
-from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
+from papaya.messages.control import AggregatorOrders, AggregatorReport, Drain, Placement
 from papaya.messages.participation import Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
@@ -54,6 +54,11 @@ class Aggregator:
         # When the process started. A restarted aggregator holds nothing.
         self.boot = boot
         self.tasks: dict[TaskId, HeldTask] = {}
+        # The process is about to stop, and whether no other aggregator could take its tasks.
+        self._is_draining = False
+        self._is_last = False
+        # The tasks whose last record was reported.
+        self._drained: tuple[TaskId, ...] = ()
         # The highest epoch of a leader that sent orders, and the number of its newest orders.
         self.epoch = 0
         self._orders = 0
@@ -98,6 +103,8 @@ class Aggregator:
                 effects = self._on_stored(now, message)
             case AggregatorOrders():
                 effects = self._on_orders(now, message)
+            case Drain():
+                effects = self._on_drain(now, message)
             case _:
                 raise ProtocolError(f"an aggregator does not accept {type(message).__name__}")
         return self._finish(now, effects)
@@ -126,12 +133,10 @@ class Aggregator:
             held.check()
 
     @property
-    def uploads(self) -> int:
-        """Uploads that have started and are not acknowledged yet."""
-        return sum(
-            session.upload is not None
-            for held in self.tasks.values()
-            for session in held.sessions.active.values()
+    def may_stop(self) -> bool:
+        """Draining is over: other aggregators hold the tasks, or all is recorded and none can."""
+        return not self.tasks or (
+            self._is_last and all(held.is_drained for held in self.tasks.values())
         )
 
     # -- clients and work -------------------------------------------------------------------
@@ -143,7 +148,7 @@ class Aggregator:
             return [Reply(reply_to, Refused(str(error), error.hint))]
         held = self.tasks.get(claim.task)
         if held is None or held.phase is not TaskPhase.SERVING:
-            after_s = self._config.heartbeat_s / 4
+            after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s))]
         overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
@@ -218,6 +223,7 @@ class Aggregator:
         if orders.boot != self.boot or (orders.epoch, orders.number) <= (self.epoch, self._orders):
             return []
         self.epoch, self._orders = orders.epoch, orders.number
+        self._is_last = orders.is_last
         for held in self.tasks.values():
             held.confirmations.acknowledge(orders.acked)
         given = {placement.task: placement for placement in orders.tasks}
@@ -231,6 +237,8 @@ class Aggregator:
     def _take(self, placement: Placement) -> Effects:
         held = self.tasks.get(placement.task)
         effects: Effects = []
+        if held is None and self._is_draining:
+            return []  # it has to move anyway
         if held is not None:
             if held.fence.seq >= placement.seq:
                 return []
@@ -248,6 +256,26 @@ class Aggregator:
         )
         self.tasks[placement.task] = held
         return effects + held.load()
+
+    def _on_drain(self, now: float, drain: Drain) -> Effects:
+        """The process is about to stop: make the last records, so that the tasks can move."""
+        self._is_draining = True
+        self._is_last = self._is_last or drain.is_alone
+        self._report_due = now
+        effects: Effects = []
+        for held in self.tasks.values():
+            effects += held.drain(drops_uploads=drain.drops_uploads)
+        return effects
+
+    def _go_on_draining(self, now: float) -> Effects:
+        effects: Effects = []
+        for held in self.tasks.values():
+            effects += held.record_now(now)
+        drained = tuple(task for task, held in self.tasks.items() if held.is_drained)
+        if drained != self._drained:
+            self._drained = drained
+            self._report_due = now
+        return effects
 
     def _beat(self, now: float) -> Effects:
         self._next_beat = now + self._config.heartbeat_s
@@ -283,6 +311,7 @@ class Aggregator:
             load=self._load() if heartbeat else 0.0,
             heartbeat=heartbeat,
             tasks=reports,
+            draining=self._is_draining,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
@@ -295,6 +324,8 @@ class Aggregator:
 
     def _finish(self, now: float, effects: Effects) -> Effects:
         """After every event: report a rise in demand, limited to the minimum report interval."""
+        if self._is_draining:
+            effects += self._go_on_draining(now)
         for held in self.tasks.values():
             if held.may_want_more:
                 held.may_want_more = now < held.adopts_until

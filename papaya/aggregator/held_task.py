@@ -208,6 +208,10 @@ class HeldTask:
         self._predecessors_active = 0 if fence.seq == 1 else predecessors_active
         self._adopted = 0
 
+        # The process is about to stop: nothing new begins here, and the task moves after its last
+        # record.
+        self._is_draining = False
+
         # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
@@ -311,6 +315,28 @@ class HeldTask:
             self._slots.release((self.task, session.id))
         return effects
 
+    def drain(self, *, drops_uploads: bool) -> Effects:
+        """Begin nothing new. Uploads that have begun may finish, until they are dropped."""
+        self._is_draining = True
+        if not drops_uploads or self.phase is not TaskPhase.SERVING:
+            return []
+        unfinished = [s for s in self.sessions.active.values() if s.upload and not s.is_complete]
+        return [effect for session in unfinished for effect in self._request_again(session)]
+
+    def record_now(self, now: float) -> Effects:
+        """Commit what is folded without waiting for more of it."""
+        return self.pipeline.flush(now) if self.phase is TaskPhase.SERVING else []
+
+    @property
+    def is_drained(self) -> bool:
+        """Every update that was folded is in a record, and no other will be folded here."""
+        if not self._is_draining or self.phase is TaskPhase.LOADING:
+            return False
+        if self.phase is not TaskPhase.SERVING:
+            return True
+        uploads = any(session.upload is not None for session in self.sessions.active.values())
+        return not uploads and self.pipeline.is_settled
+
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
         self.phase = TaskPhase.HALTED
@@ -355,7 +381,7 @@ class HeldTask:
 
     def demand(self, now: float) -> int:
         """The demand to report: without the room that is kept for clients of earlier holders."""
-        if self.phase is not TaskPhase.SERVING:
+        if self.phase is not TaskPhase.SERVING or self._is_draining:
             return 0
         kept = self._expected if now < self.adopts_until else 0
         return max(0, self.config_demand - kept)
@@ -376,6 +402,7 @@ class HeldTask:
             halted=self.halted_because or problem,
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
+            drained=self.is_drained,
         )
 
     # -- requests of clients ----------------------------------------------------------------
@@ -384,6 +411,8 @@ class HeldTask:
         """Answer a request. `claim` is what its ticket says, not verified yet."""
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
+        if self._is_draining and self._begins_something(request, claim):
+            return [Reply(reply_to, Retry("the task is about to move", _BUSY_RETRY_S))]
         try:
             match request:
                 case Heartbeat():
@@ -412,6 +441,15 @@ class HeldTask:
             return [Reply(reply_to, Left() if has_left else ended.answer)]
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
+
+    def _begins_something(self, request: Ticketed, claim: AnyTicket) -> bool:
+        """Is it a join, or part of an upload that has not begun here?"""
+        if isinstance(request, Heartbeat | Leave):
+            return False
+        session = self.sessions.active.get(claim.session)
+        return claim.session not in self.sessions.ended and (
+            session is None or session.upload is None
+        )
 
     def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave, which carry a session or upload ticket."""

@@ -5,8 +5,8 @@
     SELECTOR   ── SelectorReport ────▶                 held check-ins by device class
                ◀── SelectorOrders ────                 assignments, task list, assignment map
 
-All are one-way messages that may be lost, duplicated or late. Reports are numbered within a boot of
-their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored.
+These are one-way messages that may be lost, duplicated or late. Reports are numbered within a boot
+of their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     """`joined`: sessions that joined since the last acknowledged report; they confirm leases.
 
     `ended` counts the sessions that ended at this holder; its growth sets the pace of check-ins.
+    `drained`: every update that was folded is in a record, and no other will be folded here.
     """
 
     task: TaskId
@@ -31,12 +32,14 @@ class TaskReport(Struct, frozen=True, gc=False):
     ended: int
     joined: tuple[SessionId, ...] = ()
     halted: str = ""
+    drained: bool = False
 
 
 class AggregatorReport(Message, frozen=True):
     """`at` is the sender's time: all joins with an earlier confirm-by are in this report.
 
     `load` is waiting work ÷ work that the aggregator can hold; above 1 it is overloaded.
+    `draining`: its process is about to stop, so its tasks have to move.
     """
 
     node: NodeId
@@ -47,6 +50,7 @@ class AggregatorReport(Message, frozen=True):
     load: float
     heartbeat: bool
     tasks: tuple[TaskReport, ...]
+    draining: bool = False
 
 
 class Placement(Struct, frozen=True, gc=False):
@@ -63,7 +67,10 @@ class Placement(Struct, frozen=True, gc=False):
 
 
 class AggregatorOrders(Message, frozen=True):
-    """All tasks that the rows give to this boot. It must stop any task that is not listed."""
+    """All tasks that the rows give to this boot. It must stop any task that is not listed.
+
+    `is_last`: nobody can take these tasks: no other aggregator is there, or the leader stops too.
+    """
 
     epoch: int
     leader: NodeId
@@ -71,6 +78,18 @@ class AggregatorOrders(Message, frozen=True):
     number: int
     acked: int
     tasks: tuple[Placement, ...]
+    is_last: bool = False
+
+
+class Drain(Message, frozen=True):
+    """Sent by the driver: the process is about to stop.
+
+    `is_alone`: no other process serves this system, so devices have to wait for the restart.
+    `drops_uploads`: the time for uploads is over; those that are not complete are dropped.
+    """
+
+    is_alone: bool = False
+    drops_uploads: bool = False
 
 
 class Held(Struct, frozen=True, gc=False):
@@ -115,7 +134,8 @@ class Assignment(Struct, frozen=True, gc=False):
 
 class SelectorOrders(Message, frozen=True):
     """`wanting`: tasks with demand. `over`: tasks that ended but whose clients may still ask.
-    `check_ins_per_s`: this selector's share of the pace.
+    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long the leader still
+    recovers and assigns no client.
     """
 
     epoch: int
@@ -129,6 +149,7 @@ class SelectorOrders(Message, frozen=True):
     check_ins_per_s: float
     over: tuple[TaskId, ...] = ()
     assignments: tuple[Assignment, ...] = ()
+    assigns_in_s: float = 0.0
 
 
 Control = AggregatorReport | AggregatorOrders | SelectorReport | SelectorOrders

@@ -45,7 +45,6 @@ _PARAMETERS = re.compile(
     r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/version-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
 )
 _TOKEN_HINT = "send the header Authorization: Bearer <device token>"
-_STOPPING = Retry("this selector is stopping", 1.0)
 _FOREVER = "public, max-age=31536000, immutable"
 
 
@@ -106,7 +105,6 @@ class Door:
             object, tuple[Exchange, WaitingDevice]
         ] = {}  # by identity, if there is one
         self._verifying: set[asyncio.Task[None]] = set()
-        self._is_closing = False
 
     def routes(self) -> list[HttpRoute]:
         return [
@@ -115,12 +113,6 @@ class Door:
             Buffered("GET", "/v1/openapi.json", self._on_openapi),
             *participation_routes(self._selector.deliver, self._count_answer),
         ]
-
-    def close(self) -> None:
-        """Take no more check-ins, and tell the held ones to come again."""
-        self._is_closing = True
-        for exchange, waiting in tuple(self._held.values()):
-            self._let_go(exchange, waiting, _STOPPING)
 
     def _count_answer(self, message: Message) -> None:
         self._metrics.answers.labels(type(message).__name__).inc()
@@ -157,9 +149,6 @@ class Door:
             return
         message = parse(CheckIn, exchange, body)
         if message is None:
-            return
-        if self._is_closing:
-            answer(exchange, _STOPPING)
             return
         self._metrics.check_ins.inc()
         self._hold(identity or exchange, exchange, message)

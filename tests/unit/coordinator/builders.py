@@ -183,6 +183,7 @@ class Office:
         load: float = 0.0,
         number: int | None = None,
         at: float | None = None,
+        draining: bool = False,
     ) -> list[Send]:
         report = AggregatorReport(
             node=node,
@@ -193,6 +194,7 @@ class Office:
             load=load,
             heartbeat=heartbeat,
             tasks=tasks,
+            draining=draining,
         )
         return self.receive(report)
 
