@@ -62,6 +62,8 @@ class Aggregator:
         # The highest epoch of a leader that sent orders, and the number of its newest orders.
         self.epoch = 0
         self._orders = 0
+        # When the last orders arrived; the start of the process before that.
+        self.led_at = boot
 
         self._config = config
         self._keyring = keyring
@@ -224,6 +226,7 @@ class Aggregator:
             return []
         self.epoch, self._orders = orders.epoch, orders.number
         self._is_last = orders.is_last
+        self.led_at = now
         for held in self.tasks.values():
             held.confirmations.acknowledge(orders.acked)
         given = {placement.task: placement for placement in orders.tasks}

@@ -95,8 +95,8 @@ class Coordinator:
         self._reading = False
         # The process is about to stop.
         self._is_draining = False
-        # The last reports of selectors that came while this candidate did not lead.
-        self._unanswered: dict[NodeId, SelectorReport] = {}
+        # The last report of each server that came while this candidate did not lead, and when.
+        self.unanswered: dict[NodeId, tuple[float, AggregatorReport | SelectorReport]] = {}
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -185,10 +185,11 @@ class Coordinator:
 
     def _answer_selectors(self, now: float) -> Effects:
         """Tell the selectors at once who leads, so that devices need not wait for their reports."""
-        reports, self._unanswered = self._unanswered, {}
+        reports, self.unanswered = self.unanswered, {}
         return [
             effect
-            for report in reports.values()
+            for _, report in reports.values()
+            if isinstance(report, SelectorReport)
             for effect in self._on_selector_report(now, report)
         ]
 
@@ -236,7 +237,10 @@ class Coordinator:
     # -- reports ----------------------------------------------------------------------------
 
     def _on_aggregator_report(self, now: float, report: AggregatorReport) -> Effects:
-        if not self._acts(now) or not self.fleet.heard_aggregator(now, report):
+        if not self._acts(now):
+            self.unanswered[report.node] = (now, report)
+            return []
+        if not self.fleet.heard_aggregator(now, report):
             return []
         joined = 0
         for task in report.tasks:
@@ -256,7 +260,7 @@ class Coordinator:
 
     def _on_selector_report(self, now: float, report: SelectorReport) -> Effects:
         if not self._acts(now):
-            self._unanswered[report.node] = report
+            self.unanswered[report.node] = (now, report)
             return []
         if not self.fleet.heard_selector(now, report):
             return []

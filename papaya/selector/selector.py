@@ -196,6 +196,8 @@ class Selector:
 
         # The newest orders, and when each order of this epoch arrived, by number.
         self._orders: SelectorOrders | None = None
+        # When the last orders arrived; the start of the process before that.
+        self.led_at = boot
         self._seen: dict[int, float] = {}
         # What follows from the newest orders: routes, device classes, and a cache of which classes
         # fit a task that needs clients.
@@ -372,6 +374,7 @@ class Selector:
         if orders.number in self._seen:
             return []  # a duplicate
         self._seen[orders.number] = now
+        self.led_at = now
         if last is None or orders.epoch > epoch or orders.number > last.number:
             self._take_map(last, orders)
             self._assigns_at = now + orders.assigns_in_s

@@ -3,7 +3,7 @@
     devices   ──▶ selector       check-in, participation, chunks, parameters
     servers   ──▶ all roles      messages among servers, requests that selectors pass on; only if
                                  the roles run in several processes
-    admin     ──▶ coordinator    the admin API; /metrics and /health for every role
+    admin     ──▶ coordinator    the admin API; status, /metrics and /health for every role
 
 A restart is a recovery. All decisions are in the state store, so a server that was killed starts
 at the last committed version, with optimizer state and open buffer, and adopts the clients that are
@@ -40,7 +40,7 @@ from papaya.selector.selector import Selector
 from papaya.server import public_log
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
-from papaya.server.admin.live import CoordinatorLive
+from papaya.server.admin.live import CoordinatorLive, Live, RoleLive
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
@@ -325,26 +325,37 @@ class Server:
         }
 
     def _admin_routes(self) -> list[HttpRoute]:
-        routes = self._operations.routes()
-        if "coordinator" in self.roles:
-            refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
-            token = self._resources.admin_token
-            routes += guarded(self._administration().routes(), token, refusal)
-        return routes
+        refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
+        token = self._resources.admin_token
+        return self._operations.routes() + guarded(self._administration(), token, refusal)
 
-    def _administration(self) -> AdminRoutes:
-        """The admin API; starts the supervisor beside it."""
-        shared, host = self._resources, self._hosts["coordinator"]
-        assert isinstance(host.machine, Coordinator)
+    def _administration(self) -> list[HttpRoute]:
+        """The admin API, with the supervisor beside it; without a coordinator only its status."""
+        shared, server = self._resources, self.deployment.server
         state, blobs, now = shared.state, ThreadedBlobs(shared.blobs), shared.clock.now
-        history, server = TaskHistory(state), self.deployment.server
-        live = CoordinatorLive(host.machine, now, self.roles)
+        history = TaskHistory(state)
+        coordinator = self._hosts.get("coordinator")
 
         def changed() -> None:
-            host.deliver(Changed())
+            if coordinator is not None:
+                coordinator.deliver(Changed())
 
+        service = AdminService(state, blobs, history, self._live(), now, changed, server)
+        routes = AdminRoutes(service)
+        if coordinator is None:
+            return [routes.status_route()]
         self._look_after(Supervisor(state, blobs, history, server, now, changed).run())
-        return AdminRoutes(AdminService(state, blobs, history, live, now, changed, server))
+        return routes.routes()
+
+    def _live(self) -> Live:
+        now, server = self._resources.clock.now, self.deployment.server
+        machines = {role: host.machine for role, host in self._hosts.items()}
+        coordinator = machines.get("coordinator")
+        if isinstance(coordinator, Coordinator):
+            return CoordinatorLive(coordinator, now, self.roles, server.dead_after_s)
+        [machine] = machines.values()
+        assert isinstance(machine, Selector | Aggregator)
+        return RoleLive(machine, now, self.roles, server)
 
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources

@@ -18,7 +18,7 @@ from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
 from tests.system.admin import Admin
 from tests.system.fleet import Book, briefly, fleet, some_across_failures
 from tests.system.oracle import Books
-from tests.system.processes import Installation, ServerProcess, Toml
+from tests.system.processes import Installation, ServerProcess, Toml, run_to_the_end
 from tests.system.tls import make_certificates
 
 _STEP_S = 60.0
@@ -298,6 +298,30 @@ async def _restart_cleanly(apart: Apart) -> Book:
             await asyncio.to_thread(selector.start)
         await flying.go_home(_STEP_S)
     return book
+
+
+def test_every_role_answers_status(tmp_path: Path) -> None:
+    with Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=1, aggregators=1, coordinators=2)
+        apart.start()
+        apart.leader()
+        for server in installation.servers:
+            _until_status(server, 0, server.name.partition("-")[0])
+        for coordinator in apart.coordinators:
+            coordinator.kill()
+        for server in (*apart.selectors, *apart.aggregators):
+            _until_status(server, 1, "no leader sends orders to this server")
+
+
+def _until_status(server: ServerProcess, code: int, text: str) -> None:
+    """`papaya status` exits with this code and says this, soon."""
+    token, ends_at = str(server.data / "admin.token"), time.monotonic() + _STEP_S
+    address = f"http://{server.addresses['admin']}"
+    while True:
+        done = run_to_the_end("status", "--admin", address, "--token-file", token)
+        if done.returncode == code and text in done.stdout + done.stderr:
+            return
+        assert time.monotonic() < ends_at, f"{server.name}: {done}"
 
 
 @pytest.mark.soak
