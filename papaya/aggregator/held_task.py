@@ -97,26 +97,32 @@ class Promises:
     """An upper bound on the leases that the Coordinator may hold for one task.
 
     The paper counts clients "assigned to a task, but [...] not yet confirmed". Any demand that was
-    reported may have been leased, and leases made under the previous holder may still arrive. A
-    promised slot is kept free for them: an adopted client only gets a slot that is not promised, so
-    active + promised never exceeds C.
+    reported may have been leased, and leases made under an earlier holder may still arrive. Slots
+    are kept free for both: an adopted client only gets a slot that is not promised, so active +
+    promised + inherited never exceeds C.
     """
 
     def __init__(self, seq: int, leases: Iterable[SessionId]) -> None:
         self._seq = seq
+        # Leases under an earlier holder that have not come. Some may have joined there, unreported.
         self._inherited = dict.fromkeys(leases)
-        self.count = len(self._inherited)
+        # Demand that was reported and not taken yet.
+        self.count = 0
+
+    @property
+    def inherited(self) -> int:
+        return len(self._inherited)
 
     def offer(self, demand: int) -> None:
         """This demand is being reported, so it may be leased from now on."""
         self.count = max(self.count, demand)
 
     def inherits(self, session: SessionId) -> bool:
-        """Is it a lease that the Coordinator listed when it placed the task here?"""
+        """Is a slot kept for this session because its lease was made under an earlier holder?"""
         return session in self._inherited
 
     def cover(self, assignment: AssignmentTicket) -> bool:
-        """Is a slot promised to this assignment?
+        """Is a slot kept for this assignment?
 
         An assignment under an earlier holder is covered only if the Coordinator listed its lease:
         otherwise it may already have been used at that holder.
@@ -124,9 +130,15 @@ class Promises:
         return assignment.seq == self._seq or self.inherits(assignment.session)
 
     def keep(self, session: SessionId) -> None:
-        """The session has joined and takes its promised slot."""
-        self._inherited.pop(session, None)
-        self.count = max(0, self.count - 1)
+        """The session has come and takes the slot that was kept for it."""
+        if session in self._inherited:
+            del self._inherited[session]
+        else:
+            self.count = max(0, self.count - 1)
+
+    def forget_inherited(self) -> None:
+        """By now all of them have ended: none is longer than a window of adoption."""
+        self._inherited.clear()
 
 
 class Confirmations:
@@ -204,9 +216,9 @@ class HeldTask:
         # Until then room is kept for the clients of earlier holders that are still expected.
         # Infinite until the task is served for the first time.
         self.adopts_until = _NEVER
-        # The active clients of earlier holders, None if unknown, and how many were adopted.
+        # The active clients of earlier holders, None if unknown, and how many have come.
         self._predecessors_active = 0 if fence.seq == 1 else predecessors_active
-        self._adopted = 0
+        self._have_come = 0
 
         # The process is about to stop: nothing new begins here, and the task moves after its last
         # record.
@@ -362,14 +374,15 @@ class HeldTask:
 
     @property
     def room(self) -> int:
-        """Free slots that are not promised to a lease: an adopted client may take one."""
-        return self.config_demand - self.promises.count
+        """Free slots that are not kept for a lease: an adopted client may take one."""
+        return self.config_demand - self.promises.count - self.promises.inherited
 
     @property
     def _expected(self) -> int:
-        """Active clients of earlier holders that have not come yet, if they are alive."""
+        """Clients of earlier holders that may still come, with or without a lease."""
         active = self._predecessors_active
-        return max(0, (self.config.concurrency if active is None else active) - self._adopted)
+        first = self.config.concurrency if active is None else active
+        return max(0, first - self._have_come) + self.promises.inherited
 
     @property
     def has_served(self) -> bool:
@@ -391,6 +404,8 @@ class HeldTask:
 
         Reported demand is promised: the clients that are assigned because of it find their slots.
         """
+        if now >= self.adopts_until:
+            self.promises.forget_inherited()
         demand = self.demand(now)
         problem = "" if self.offers is None else self.offers.problem
         self.promises.offer(demand)
@@ -496,17 +511,12 @@ class HeldTask:
         return session
 
     def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
-        """Continue a session of an earlier holder, so that the client's training is not lost.
-
-        If the Coordinator has not heard of its join, it still holds a lease, and so a promised
-        slot.
-        """
+        """Continue a session of an earlier holder, so that the client's training is not lost."""
         is_leased = self.promises.inherits(ticket.session)
         if (self.config_demand if is_leased else self.room) < 1:
             raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
         session = Session(ticket, sealed, now)
-        self._add(session, is_leased=is_leased, is_adopted=True)
-        self._adopted += not is_leased
+        self._add(session, is_leased=is_leased)
         return session
 
     def _raise_if_ended(self, ticket: AnyTicket) -> None:
@@ -683,13 +693,15 @@ class HeldTask:
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def _add(self, session: Session, *, is_leased: bool, is_adopted: bool = False) -> None:
-        """A client with a lease takes a promised slot, any other a slot that is not promised."""
+    def _add(self, session: Session, *, is_leased: bool) -> None:
+        """A client with a lease takes the slot that is kept for it, any other one that is not."""
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
             self.promises.keep(session.id)
-        self.counters["adopted" if is_adopted else "joined"] += 1
+        else:
+            self._have_come += 1
+        self.counters["joined" if is_leased else "adopted"] += 1
 
     def _abort(self, session: Session, reason: AbortReason) -> Effects:
         return self._end(session, Aborted(reason), f"aborted_{reason}")
