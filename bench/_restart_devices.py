@@ -77,7 +77,9 @@ class Devices:
         _, pending = await asyncio.wait(self._running, timeout=timeout_s)
         for task in pending:
             task.cancel()
-        await asyncio.gather(*self._running)
+        for ended in await asyncio.gather(*self._running, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended
 
     async def _visits(self, device: Device) -> None:
         while not self._going_home.is_set():
