@@ -380,9 +380,14 @@ class HeldTask:
     @property
     def _expected(self) -> int:
         """Clients of earlier holders that may still come, with or without a lease."""
+        return self._awaited + self.promises.inherited
+
+    @property
+    def _awaited(self) -> int:
+        """Those of them that have no lease any more."""
         active = self._predecessors_active
         first = self.config.concurrency if active is None else active
-        return max(0, first - self._have_come) + self.promises.inherited
+        return max(0, first - self._have_come)
 
     @property
     def has_served(self) -> bool:
@@ -418,6 +423,7 @@ class HeldTask:
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
             drained=self.is_drained,
+            awaited=self._awaited if self.has_served and now < self.adopts_until else 0,
         )
 
     # -- requests of clients ----------------------------------------------------------------

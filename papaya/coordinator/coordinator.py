@@ -179,6 +179,8 @@ class Coordinator:
             is_new = not self._loaded
             self._load(found)
             if is_new:
+                # Tasks can be placed then: every aggregator will have reported.
+                self._next_beat = now + self._config.heartbeat_s
                 effects += self._answer_selectors(now)
             effects += self._place(now)
         return effects
@@ -227,8 +229,8 @@ class Coordinator:
         """Forget everything that came from reports. A new leader only knows the rows."""
         self.fleet = Fleet(self._config.dead_after_s)
         self.leases = Leases()
-        # Active clients of each task by the last report of any of its holders, with the holder's
-        # sequence number: a successor keeps room for them.
+        # Active and awaited clients of each task by the last report of any of its holders, with the
+        # holder's sequence number: a successor keeps room for them.
         self._active: dict[TaskId, tuple[int, int]] = {}
         # The tasks that wanted clients when all selectors were last told.
         self._announced: tuple[TaskId, ...] = ()
@@ -249,7 +251,7 @@ class Coordinator:
                 self.leases.end(session)
             if self._report_of(task.task) is task:
                 self.leases.expire(task.task, report.at)
-                self._active[task.task] = (task.seq, task.active)
+                self._active[task.task] = (task.seq, task.active + task.awaited)
         effects: Effects = []
         is_urgent = report.heartbeat or report.draining
         if is_urgent:

@@ -23,6 +23,7 @@ class TaskReport(Struct, frozen=True, gc=False):
 
     `ended` counts the sessions that ended at this holder; its growth sets the pace of check-ins.
     `drained`: every update that was folded is in a record, and no other will be folded here.
+    `awaited`: clients of earlier holders that have not come yet, for which room is kept.
     """
 
     task: TaskId
@@ -33,6 +34,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     joined: tuple[SessionId, ...] = ()
     halted: str = ""
     drained: bool = False
+    awaited: int = 0
 
 
 class AggregatorReport(Message, frozen=True):
@@ -56,8 +58,8 @@ class AggregatorReport(Message, frozen=True):
 class Placement(Struct, frozen=True, gc=False):
     """`leases` are the clients that may already be on their way to a new holder.
 
-    `active`: the active clients that the last report of an earlier holder named, which may come to
-    the new one. None: the leader has seen no such report.
+    `active`: the active and awaited clients that the last report of an earlier holder named, which
+    may come to the new one. None: the leader has seen no such report.
     """
 
     task: TaskId

@@ -94,6 +94,17 @@ def test_for_three_heartbeats_room_is_kept_for_every_client_that_may_come() -> N
     assert gone.heartbeat() == Aborted("full")
 
 
+def test_a_report_names_the_clients_that_are_still_awaited() -> None:
+    """So that the next holder keeps room for them too, if this one fails."""
+    world, phones = training(3)
+    successor = take_over(world, phones, active=3)
+    phones[0].heartbeat()
+    world.pass_s(H)
+    assert (successor.last_report().active, successor.last_report().awaited) == (1, 2)
+    world.pass_s(2 * H)
+    assert successor.last_report().awaited == 0
+
+
 def test_without_a_report_of_the_predecessor_all_room_is_kept() -> None:
     world, phones = training(3)
     successor = take_over(world, phones)

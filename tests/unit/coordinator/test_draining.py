@@ -43,6 +43,12 @@ def test_a_task_moves_as_soon_as_its_last_record_is_reported() -> None:
     assert routes == (Route("words", "agg-2", 2),), "clients find the successor at once"
 
 
+def test_a_successor_hears_of_active_and_of_awaited_clients() -> None:
+    office = two_aggregators()
+    office.aggregator("agg-1", replace(DRAINED, awaited=1), draining=True)
+    assert last_orders(office, "agg-2").tasks == (Placement("words", 2, active=4),)
+
+
 def test_a_task_that_was_never_loaded_moves_at_once() -> None:
     office = two_aggregators()
     office.aggregator("agg-1", draining=True)

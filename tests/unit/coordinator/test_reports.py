@@ -6,6 +6,7 @@ import pytest
 
 from papaya.config import Requirements
 from papaya.errors import ProtocolError
+from papaya.machine import Read
 from papaya.messages.control import Advertised, AggregatorOrders, Route, SelectorOrders
 from papaya.messages.selection import Capabilities, CheckIn
 from papaya.messages.storage import TaskRow, task_key
@@ -216,3 +217,16 @@ def test_selectors_learn_at_once_that_a_task_begins_to_want_clients() -> None:
     assert len(orders_in(sends, SelectorOrders, "sel-2")) == 1, "with the assignments, not again"
     sends = office.aggregator("agg-1", on("words", 1, demand=3), heartbeat=False)
     assert orders_in(sends, SelectorOrders) == [], "they know"
+
+
+def test_a_new_leader_places_tasks_one_heartbeat_after_it_was_elected() -> None:
+    """Not two: the heartbeat that comes first is a moment too early."""
+    office = Office(a_task())
+    office.hold(Read)
+    office.wake()
+    office.pass_s(0.1)
+    office.release()
+    assert office.leads
+    office.aggregator("agg-1")
+    office.pass_s(H)
+    assert office.fence().aggregator == "agg-1"
