@@ -29,7 +29,7 @@ from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Read, Reply, Send
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
-from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
+from papaya.messages.control import AggregatorOrders, AggregatorReport, Drain, Placement
 from papaya.messages.participation import Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Revoked, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
@@ -56,9 +56,16 @@ class Aggregator:
         # The number of this start of the node. A restarted aggregator holds nothing.
         self.boot = boot
         self.tasks: dict[TaskId, HeldTask] = {}
+        # The process is about to stop, and whether no other aggregator could take its tasks.
+        self._is_draining = False
+        self._is_last = False
+        # The tasks whose last record was reported.
+        self._drained: tuple[TaskId, ...] = ()
         # The highest epoch of a leader that sent orders, and the number of its newest orders.
         self.epoch = 0
         self._orders = 0
+        # When the last orders arrived; the start of the process before that.
+        self.led_at = now
 
         self._config = config
         self._keyring = keyring
@@ -106,6 +113,8 @@ class Aggregator:
                 effects = self._on_orders(now, message)
             case Revoked():
                 effects = self._on_revoked(message)
+            case Drain():
+                effects = self._on_drain(now, message)
             case _:
                 raise ProtocolError(f"an aggregator does not accept {type(message).__name__}")
         return self._finish(now, effects)
@@ -134,12 +143,10 @@ class Aggregator:
             held.check()
 
     @property
-    def uploads(self) -> int:
-        """Uploads that have started and are not acknowledged yet."""
-        return sum(
-            session.upload is not None
-            for held in self.tasks.values()
-            for session in held.sessions.active.values()
+    def may_stop(self) -> bool:
+        """Draining is over: other aggregators hold the tasks, or all is recorded and none can."""
+        return not self.tasks or (
+            self._is_last and all(held.is_drained for held in self.tasks.values())
         )
 
     # -- clients and work -------------------------------------------------------------------
@@ -151,7 +158,7 @@ class Aggregator:
             return [Reply(reply_to, Refused(str(error), error.hint))]
         held = self.tasks.get(claim.task)
         if held is None or held.phase is not TaskPhase.SERVING:
-            after_s = self._config.heartbeat_s / 4
+            after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s))]
         overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
@@ -242,6 +249,8 @@ class Aggregator:
         if orders.boot != self.boot or (orders.epoch, orders.number) <= (self.epoch, self._orders):
             return []
         self.epoch, self._orders = orders.epoch, orders.number
+        self._is_last = orders.is_last
+        self.led_at = now
         for held in self.tasks.values():
             held.confirmations.acknowledge(orders.acked)
         given = {placement.task: placement for placement in orders.tasks}
@@ -255,6 +264,8 @@ class Aggregator:
     def _take(self, placement: Placement) -> Effects:
         held = self.tasks.get(placement.task)
         effects: Effects = []
+        if held is None and self._is_draining:
+            return []  # it has to move anyway
         if held is not None:
             if held.fence.seq >= placement.seq:
                 return []
@@ -264,6 +275,7 @@ class Aggregator:
             placement.task,
             fence,
             placement.leases,
+            placement.active,
             self._config,
             self._keyring,
             self._memory,
@@ -271,6 +283,26 @@ class Aggregator:
         )
         self.tasks[placement.task] = held
         return [*effects, *held.revoke(self._revoked), *held.load()]
+
+    def _on_drain(self, now: float, drain: Drain) -> Effects:
+        """The process is about to stop: make the last records, so that the tasks can move."""
+        self._is_draining = True
+        self._is_last = self._is_last or drain.is_alone
+        self._report_due = now
+        effects: Effects = []
+        for held in self.tasks.values():
+            effects += held.drain(drops_uploads=drain.drops_uploads)
+        return effects
+
+    def _go_on_draining(self, now: float) -> Effects:
+        effects: Effects = []
+        for held in self.tasks.values():
+            effects += held.record_now(now)
+        drained = tuple(task for task, held in self.tasks.items() if held.is_drained)
+        if drained != self._drained:
+            self._drained = drained
+            self._report_due = now
+        return effects
 
     def _beat(self, now: float) -> Effects:
         self._next_beat = now + self._config.heartbeat_s
@@ -300,6 +332,7 @@ class Aggregator:
             load=self._load(now) if heartbeat else 0.0,
             heartbeat=heartbeat,
             tasks=reports,
+            draining=self._is_draining,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
@@ -316,6 +349,8 @@ class Aggregator:
         """
         if self._memory.taken_back:
             effects += self._drop_taken_back()
+        if self._is_draining:
+            effects += self._go_on_draining(now)
         for held in self.tasks.values():
             if held.may_want_more:
                 held.may_want_more = now < held.adopts_until

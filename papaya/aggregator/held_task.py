@@ -109,32 +109,48 @@ class Promises:
     """An upper bound on the leases that the Coordinator may hold for one task.
 
     The paper counts clients "assigned to a task, but [...] not yet confirmed". Any demand that was
-    reported may have been leased, and leases made under the previous holder may still arrive. A
-    promised slot is kept free for them: an adopted client only gets a slot that is not promised, so
-    active + promised never exceeds C.
+    reported may have been leased, and leases made under an earlier holder may still arrive. Slots
+    are kept free for both: an adopted client only gets a slot that is not promised, so active +
+    promised + inherited never exceeds C.
     """
 
     def __init__(self, seq: int, leases: Iterable[SessionId]) -> None:
         self._seq = seq
+        # Leases under an earlier holder that have not come. Some may have joined there, unreported.
         self._inherited = dict.fromkeys(leases)
-        self.count = len(self._inherited)
+        # Demand that was reported and not taken yet.
+        self.count = 0
+
+    @property
+    def inherited(self) -> int:
+        return len(self._inherited)
 
     def offer(self, demand: int) -> None:
         """This demand is being reported, so it may be leased from now on."""
         self.count = max(self.count, demand)
 
+    def inherits(self, session: SessionId) -> bool:
+        """Is a slot kept for this session because its lease was made under an earlier holder?"""
+        return session in self._inherited
+
     def cover(self, assignment: AssignmentTicket) -> bool:
-        """Is a slot promised to this assignment?
+        """Is a slot kept for this assignment?
 
         An assignment under an earlier holder is covered only if the Coordinator listed its lease:
         otherwise it may already have been used at that holder.
         """
-        return assignment.seq == self._seq or assignment.session in self._inherited
+        return assignment.seq == self._seq or self.inherits(assignment.session)
 
     def keep(self, session: SessionId) -> None:
-        """The session has joined and takes its promised slot."""
-        self._inherited.pop(session, None)
-        self.count = max(0, self.count - 1)
+        """The session has come and takes the slot that was kept for it."""
+        if session in self._inherited:
+            del self._inherited[session]
+        else:
+            self.count = max(0, self.count - 1)
+
+    def forget_inherited(self) -> None:
+        """By now all of them have ended: none is longer than a window of adoption."""
+        self._inherited.clear()
 
 
 class Confirmations:
@@ -181,6 +197,7 @@ class HeldTask:
         task: TaskId,
         fence: FenceRow,
         leases: Sequence[SessionId],
+        predecessors_active: int | None,
         server: ServerConfig,
         keyring: Keyring,
         memory: UploadMemory,
@@ -208,9 +225,16 @@ class HeldTask:
 
         # Demand may have risen since the last report: the aggregator checks after each event.
         self.may_want_more = False
-        # Until then clients of an earlier holder are adopted and no demand is reported. Infinite
-        # until the task is served for the first time.
+        # Until then room is kept for the clients of earlier holders that are still expected.
+        # Infinite until the task is served for the first time.
         self.adopts_until = _NEVER
+        # The active clients of earlier holders, None if unknown, and how many have come.
+        self._predecessors_active = 0 if fence.seq == 1 else predecessors_active
+        self._have_come = 0
+
+        # The process is about to stop: nothing new begins here, and the task moves after its last
+        # record.
+        self._is_draining = False
 
         # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
@@ -312,9 +336,9 @@ class HeldTask:
             session.seen_at = now  # while the rows were read, no request could be answered
             self.sessions.refile(session)
         if not self.has_served:
-            # The first holder of a task has no clients to adopt.
-            is_first = self.fence.seq == 1
-            self.adopts_until = now if is_first else now + self._server.heartbeat_s
+            # A client that has not come within this time counts as dead.
+            wait_s = self._server.dead_after_s if self._expected > 0 else 0.0
+            self.adopts_until = now + wait_s
         return [*self._abort_outdated(), *self._refill_offers(now), *self.pipeline.restored(now)]
 
     def stop(self) -> Effects:
@@ -325,6 +349,28 @@ class HeldTask:
             effects += self._answer(session, Retry("the task has moved", 0.0))
             self._memory.release(session.claim)
         return effects
+
+    def drain(self, *, drops_uploads: bool) -> Effects:
+        """Begin nothing new. Uploads that have begun may finish, until they are dropped."""
+        self._is_draining = True
+        if not drops_uploads or self.phase is not TaskPhase.SERVING:
+            return []
+        unfinished = [s for s in self.sessions.active.values() if s.upload and not s.is_complete]
+        return [effect for session in unfinished for effect in self._request_again(session)]
+
+    def record_now(self, now: float) -> Effects:
+        """Commit what is folded without waiting for more of it."""
+        return self.pipeline.flush(now) if self.phase is TaskPhase.SERVING else []
+
+    @property
+    def is_drained(self) -> bool:
+        """Every update that was folded is in a record, and no other will be folded here."""
+        if not self._is_draining or self.phase is TaskPhase.LOADING:
+            return False
+        if self.phase is not TaskPhase.SERVING:
+            return True
+        uploads = any(session.upload is not None for session in self.sessions.active.values())
+        return not uploads and self.pipeline.is_settled
 
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
@@ -369,8 +415,20 @@ class HeldTask:
 
     @property
     def room(self) -> int:
-        """Free slots that are not promised to a lease: an adopted client may take one."""
-        return self.config_demand - self.promises.count
+        """Free slots that are not kept for a lease: an adopted client may take one."""
+        return self.config_demand - self.promises.count - self.promises.inherited
+
+    @property
+    def _expected(self) -> int:
+        """Clients of earlier holders that may still come, with or without a lease."""
+        return self._awaited + self.promises.inherited
+
+    @property
+    def _awaited(self) -> int:
+        """Those of them that have no lease any more."""
+        active = self._predecessors_active
+        first = self.config.concurrency if active is None else active
+        return max(0, first - self._have_come)
 
     @property
     def has_served(self) -> bool:
@@ -381,18 +439,21 @@ class HeldTask:
         return self.adopts_until != _NEVER
 
     def demand(self, now: float) -> int:
-        """The demand to report: zero while clients of an earlier holder may still be adopted, and
-        while those that are here wait for the TSA.
+        """The demand to report: without the room that is kept for clients of earlier holders, and
+        zero while those that are here wait for the TSA.
         """
-        if self.phase is not TaskPhase.SERVING or now < self.adopts_until or self._waits_for_tsa:
+        if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
             return 0
-        return self.config_demand
+        kept = self._expected if now < self.adopts_until else 0
+        return max(0, self.config_demand - kept)
 
     def report(self, now: float, number: int) -> TaskReport:
         """The task's part of report `number` to the Coordinator (paper, "High Client Utilization").
 
         Reported demand is promised: the clients that are assigned because of it find their slots.
         """
+        if now >= self.adopts_until:
+            self.promises.forget_inherited()
         demand = self.demand(now)
         self.promises.offer(demand)
         return TaskReport(
@@ -404,6 +465,8 @@ class HeldTask:
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
+            drained=self.is_drained,
+            awaited=self._awaited if self.has_served and now < self.adopts_until else 0,
         )
 
     # -- requests of clients ----------------------------------------------------------------
@@ -417,6 +480,8 @@ class HeldTask:
     def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
+        if self._is_draining and self._begins_something(request, claim):
+            return [Reply(reply_to, Retry("the task is about to move", _BUSY_RETRY_S))]
         try:
             match request:
                 case Heartbeat():
@@ -445,6 +510,15 @@ class HeldTask:
             return [Reply(reply_to, Left() if has_left else ended.answer)]
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
+
+    def _begins_something(self, request: Ticketed, claim: AnyTicket) -> bool:
+        """Is it a join, or part of an upload that has not begun here?"""
+        if isinstance(request, Heartbeat | Leave):
+            return False
+        session = self.sessions.active.get(claim.session)
+        return claim.session not in self.sessions.ended and (
+            session is None or session.upload is None
+        )
 
     def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave, which carry a session or upload ticket."""
@@ -495,10 +569,12 @@ class HeldTask:
         earlier = self._earlier_session(ticket)
         if earlier is not None and earlier.ticket.expires >= ticket.expires:
             raise SessionEnded(Aborted("replaced"))  # it joined later than this one
-        if self.room + (earlier is not None) < 1:
+        is_leased = self.promises.inherits(ticket.session)
+        free = self.config_demand if is_leased else self.room
+        if free + (earlier is not None) < 1:
             raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
         session = Session(ticket, sealed, now)
-        self._add(session, earlier, is_leased=False)
+        self._add(session, earlier, is_leased=is_leased)
         return session
 
     def _earlier_session(self, ticket: AnyTicket) -> Session | None:
@@ -708,7 +784,7 @@ class HeldTask:
     # -- sessions ---------------------------------------------------------------------------
 
     def _add(self, session: Session, earlier: Session | None, *, is_leased: bool) -> None:
-        """A client that joins takes a promised slot, an adopted one a slot that is not promised.
+        """A client with a lease takes the slot that is kept for it, any other one that is not.
 
         Its device's `earlier` session ends.
         """
@@ -718,6 +794,8 @@ class HeldTask:
         self.confirmations.add(session.id)
         if is_leased:
             self.promises.keep(session.id)
+        else:
+            self._have_come += 1
         self.counters["joined" if is_leased else "adopted"] += 1
 
     def _abort(self, session: Session, reason: AbortReason) -> Effects:

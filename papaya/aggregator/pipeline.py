@@ -329,6 +329,19 @@ class Pipeline:
         self._last_commit = now
         return [Snapshot(ledger.task, ledger.fence.seq, dirty)]
 
+    def flush(self, now: float) -> Effects:
+        """Commit everything that is folded now, whatever `durability` says."""
+        if any(buffer.is_dirty for buffer in self._buffers.values()):
+            self._commit_due = min(self._commit_due, now)
+        return self.pump(now)
+
+    @property
+    def is_settled(self) -> bool:
+        """Everything that was folded is durable, and no storage operation is pending."""
+        return not self._is_busy and not any(
+            buffer.is_dirty or buffer.folding for buffer in self._buffers.values()
+        )
+
     def on_snapshotted(self, message: Snapshotted) -> Effects:
         records = []
         for found in message.sums:

@@ -54,6 +54,8 @@ class AggregatorView:
         # The number of the last report, and when it arrived.
         self.number = -1
         self.heard_at = 0.0
+        # Its process is about to stop.
+        self.is_draining = False
         # Consecutive heartbeats with a load above 1.
         self.overloaded_beats = 0
         self.tasks: dict[TaskId, TaskReport] = {}
@@ -64,6 +66,7 @@ class AggregatorView:
     def update(self, now: float, report: AggregatorReport) -> None:
         self.number = report.number
         self.heard_at = now
+        self.is_draining = report.draining
         self.tasks = {task.task: task for task in report.tasks}
         if report.heartbeat:
             self.overloaded_beats = self.overloaded_beats + 1 if report.load > 1 else 0
@@ -168,9 +171,22 @@ class Fleet:
                 yield name, device_class, count
 
     def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
-        """Aggregators that reported recently and may be given a task."""
+        """Aggregators that reported recently."""
         limit = now - self._dead_after_s
         return {node: view for node, view in self.aggregators.items() if view.heard_at > limit}
+
+    def open_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
+        """Aggregators that may be given a task: alive, and not about to stop."""
+        live = self.live_aggregators(now)
+        return {node: view for node, view in live.items() if not view.is_draining}
+
+    def may_leave(self, node: NodeId, task: TaskId, seq: int) -> bool:
+        """Whether this holder of a task is about to stop and has made its last record."""
+        view = self.aggregators.get(node)
+        if view is None or not view.is_draining:
+            return False
+        report = view.tasks.get(task)
+        return report is None or report.seq != seq or report.drained
 
     def boot_of(self, now: float, node: NodeId) -> float | None:
         """The boot that a node runs; None if it is dead.

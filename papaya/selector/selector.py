@@ -29,6 +29,7 @@ from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId, SessionId, T
 from papaya.messages.control import (
     Advertised,
     Assignment,
+    Drain,
     Held,
     Route,
     SelectorOrders,
@@ -55,6 +56,7 @@ _MAX_CACHED_CLASSES = 64
 # A selector never paces check-ins below this rate: it costs nothing, and keeps a small fleet close
 # by for the next task.
 _MIN_PACE_PER_S = 1.0
+_STOPPING_RETRY_S = 1.0
 
 
 class Distinctions:
@@ -244,6 +246,7 @@ class Selector:
     ) -> None:
         self.node = node
         self.boot = boot
+        self._started_at = now
         self._config = config
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
@@ -257,8 +260,15 @@ class Selector:
         self._open = OpenAssignments()
         self._revoked: frozenset[str] = frozenset()
 
+        # Why the process is about to stop; None while it is not.
+        self._draining: Drain | None = None
+        # By its newest orders, the leader assigns no client before this time.
+        self._assigns_at = now
+
         # The newest orders, and when each order of this epoch arrived, by number.
         self._orders: SelectorOrders | None = None
+        # When the last orders arrived; the start of the process before that.
+        self.led_at = now
         self._seen: dict[int, float] = {}
         # What follows from the newest orders: routes, device classes, and a cache of which classes
         # fit a task that needs clients.
@@ -294,6 +304,8 @@ class Selector:
                 return self._on_orders(now, message)
             case Gone():
                 return self._on_gone(now, reply_to)
+            case Drain():
+                return self._on_drain(now, message)
         raise ProtocolError(f"a selector does not accept {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
@@ -345,7 +357,7 @@ class Selector:
         if self._open.count(device) >= MAX_OPEN_ASSIGNMENTS:
             self._pacing.arrived()
             reason = "this device has assignments that it has not joined"
-            return [*effects, self._reject(reply_to, reason)]
+            return [*effects, self._reject(now, reply_to, reason)]
         return effects + self._on_check_in(now, message.check_in, reply_to, device)
 
     def _on_revoked(self, now: float, message: Revoked) -> Effects:
@@ -368,11 +380,16 @@ class Selector:
         if reply_to in self._in_order:
             return []  # a duplicate of a request that is already held
         self._pacing.arrived()
+        if self._draining is not None:
+            return [self._send_away(self._draining, reply_to)]
+        if self._orders is None and now < self._started_at + self._config.heartbeat_s:
+            after_s = self._config.heartbeat_s / 4
+            return [Reply(reply_to, Retry("this selector has just started", after_s))]
         device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):
-            return [self._reject(reply_to, self._why_unwelcome(check_in))]
+            return [self._reject(now, reply_to, self._why_unwelcome(check_in))]
         if self.held_count >= self._config.max_held:
-            return [self._reject(reply_to, "too many devices are waiting")]
+            return [self._reject(now, reply_to, "too many devices are waiting")]
         waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to, device)
         self._in_order[reply_to] = waiting
         if device:
@@ -418,14 +435,40 @@ class Selector:
                     return lacking
         return "no compatible task needs clients now"
 
-    def _reject(self, handle: Handle, reason: str) -> Reply:
-        return Reply(handle, Rejected(reason, *self._pacing.window()))
+    def _reject(self, now: float, handle: Handle, reason: str) -> Reply:
+        # Without orders nobody leads yet, and a new leader recovers before it assigns clients.
+        wait_s = self._config.recovery_s if self._orders is None else self._assigns_at - now
+        return Reply(handle, Rejected(reason, *self._window(max(0.0, wait_s))))
+
+    def _window(self, wait_s: float) -> tuple[float, float]:
+        """When to come back if no client is assigned for `wait_s`: after that, and over as long a
+        time again, because everybody who came meanwhile is told the same.
+        """
+        earliest, latest = self._pacing.window()
+        return wait_s + earliest, 2 * wait_s + latest
+
+    def _on_drain(self, now: float, drain: Drain) -> Effects:
+        """Answer every held check-in, and tell the leader that none is held."""
+        self._draining = drain
+        effects: Effects = []
+        for waiting in list(self._in_order.values()):
+            self._let_go(waiting)
+            effects.append(self._send_away(drain, waiting.handle))
+        self._report_due = now
+        return effects + self._report_if_due(now)
+
+    def _send_away(self, drain: Drain, handle: Handle) -> Reply:
+        """To another selector, or to the time when this process has restarted and recovered."""
+        if drain.is_alone:
+            window = self._window(self._config.recovery_s)
+            return Reply(handle, Rejected("the server restarts", *window))
+        return Reply(handle, Retry("this selector is stopping", _STOPPING_RETRY_S))
 
     def _expire(self, now: float) -> Effects:
         effects: Effects = []
         while self._in_order and (waiting := self._oldest(self._in_order)).deadline <= now:
             self._let_go(waiting)
-            effects.append(self._reject(waiting.handle, "no task needed this device in time"))
+            effects.append(self._reject(now, waiting.handle, "no task needed this device in time"))
             self._report_within(now, self._config.held_report_interval_s)
         return effects
 
@@ -456,8 +499,10 @@ class Selector:
         if orders.number in self._seen:
             return []  # a duplicate
         self._seen[orders.number] = now
+        self.led_at = now
         if last is None or orders.epoch > epoch or orders.number > last.number:
             self._take_map(last, orders)
+            self._assigns_at = now + orders.assigns_in_s
         effects: Effects = []
         for assignment in orders.assignments:
             effects += self._forward_clients(now, assignment)

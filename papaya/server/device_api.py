@@ -20,7 +20,7 @@ from papaya.http.exchange import Exchange, as_refusal
 from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import Message
-from papaya.messages.participation import Refused, Retry
+from papaya.messages.participation import Refused
 from papaya.messages.paths import PARAMETERS_PATH, PATHS
 from papaya.messages.selection import CheckIn, Gone, IdentifiedCheckIn
 from papaya.server.auth import UNDECIDED, DeviceAuth
@@ -45,7 +45,6 @@ _PARAMETERS = re.compile(
     r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/version-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
 )
 _TOKEN_HINT = "send the header Authorization: Bearer <device token>"
-_STOPPING = Retry("this selector is stopping", 1.0)
 _FOREVER = "public, max-age=31536000, immutable"
 
 
@@ -104,7 +103,6 @@ class Door:
         self._metrics = metrics
         self._held: dict[Exchange, WaitingDevice] = {}
         self._verifying: set[asyncio.Task[None]] = set()
-        self._is_closing = False
 
     def routes(self) -> list[HttpRoute]:
         return [
@@ -113,14 +111,6 @@ class Door:
             Buffered("GET", "/v1/openapi.json", self._on_openapi),
             *participation_routes(self._selector.deliver, self._count_answer),
         ]
-
-    def close(self) -> None:
-        """Take no more check-ins, and tell the held ones to come again."""
-        self._is_closing = True
-        for exchange, waiting in tuple(self._held.items()):
-            self._selector.deliver(Gone(), waiting)
-            if exchange.is_open:
-                waiting.answer(_STOPPING)
 
     def _count_answer(self, message: Message) -> None:
         self._metrics.answers.labels(type(message).__name__).inc()
@@ -158,9 +148,6 @@ class Door:
         message = parse(CheckIn, exchange, body)
         if not isinstance(message, CheckIn):
             return  # it was answered
-        if self._is_closing:
-            answer(exchange, _STOPPING)
-            return
         self._metrics.check_ins.inc()
         self._hold(exchange, IdentifiedCheckIn(identity, message) if identity else message)
 

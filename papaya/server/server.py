@@ -3,11 +3,11 @@
     devices   ──▶ selector       check-in, participation, chunks, parameters
     servers   ──▶ all roles      messages among servers, requests that selectors pass on; only if
                                  the roles run in several processes
-    admin     ──▶ coordinator    the admin API; /metrics and /health for every role
+    admin     ──▶ coordinator    the admin API; status, /metrics and /health for every role
 
 A restart is a recovery. All decisions are in the state store, so a server that was killed starts
 at the last committed version, with optimizer state and open buffer, and adopts the clients that are
-still training. `stop` lets running uploads finish first.
+still training. `stop` lets running uploads finish and hands the tasks to other aggregators first.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
 from papaya.http.routes import HttpRoute
 from papaya.messages.base import Message, NodeId
+from papaya.messages.control import Drain
 from papaya.messages.storage import REVOKED, TASKS, Changed, Revoked, TaskRow, revoked_devices
 from papaya.selector.selector import Selector
 from papaya.server import public_log
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
-from papaya.server.admin.live import CoordinatorLive
+from papaya.server.admin.live import CoordinatorLive, Live, RoleLive
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
@@ -99,7 +100,6 @@ class Server:
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
         self._operations: Health
-        self._door: Door | None = None
         self._revoked: tuple[str, ...] = ()
         self._tsa_connection: TsaConnection | None = None
 
@@ -134,13 +134,12 @@ class Server:
             raise
 
     async def stop(self) -> None:
-        """Take no new devices, answer running uploads, then close everything."""
-        if self._door is not None:
-            self._door.close()
-        await self._uploads_are_over()
+        """Take no new devices, hand the tasks over, answer everybody, then close everything."""
+        await self._drain()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self._resources.peers.finish(_CUT_OFF_S)
         await asyncio.gather(*(listener.drain(_CUT_OFF_S) for listener in self._listeners))
         for host in self._hosts.values():
             host.stop()
@@ -160,13 +159,28 @@ class Server:
                 given,
             )
 
-    async def _uploads_are_over(self) -> None:
-        host = self._hosts.get("aggregator")
-        if isinstance(host, AggregatorHost):
-            loop = asyncio.get_running_loop()
-            ends_at = loop.time() + self.deployment.drain_s
-            while host.machine.uploads and loop.time() < ends_at:
-                await asyncio.sleep(_QUIET_POLL_S)
+    async def _drain(self) -> None:
+        """Uploads may finish within `drain_s`; handing the tasks over takes at most 3 heartbeats
+        more. A process that is alone has nobody to hand them to.
+        """
+        hosts, drain = self._hosts, Drain(is_alone=self._is_alone)
+        if "selector" in hosts:
+            hosts["selector"].deliver(drain)
+        aggregator = hosts.get("aggregator")
+        if isinstance(aggregator, AggregatorHost):
+            aggregator.deliver(drain)
+            await self._until_may_stop(aggregator.machine, self.deployment.drain_s)
+            if not self._is_alone:
+                aggregator.deliver(Drain(drops_uploads=True))
+                await self._until_may_stop(aggregator.machine, self.deployment.server.dead_after_s)
+        if "coordinator" in hosts:
+            hosts["coordinator"].deliver(drain)
+
+    async def _until_may_stop(self, aggregator: Aggregator, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + timeout_s
+        while not aggregator.may_stop and loop.time() < ends_at:
+            await asyncio.sleep(_QUIET_POLL_S)
 
     def _look_after(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -346,10 +360,10 @@ class Server:
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
         driver = self._operations.driver
-        self._door = Door(selector, auth, shared.blobs, driver)
+        door = Door(selector, auth, shared.blobs, driver)
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
         log = Path(self.deployment.log or shared.data / "log")
-        return [*self._door.routes(), uploads.route(), public_log.route(log)]
+        return [*door.routes(), uploads.route(), public_log.route(log)]
 
     def _to_aggregator(self, message: Message, waiting: WaitingDevice) -> None:
         self._hosts["aggregator"].deliver(message, waiting)
@@ -362,27 +376,39 @@ class Server:
         }
 
     def _admin_routes(self) -> list[HttpRoute]:
-        routes = self._operations.routes()
-        if "coordinator" in self.roles:
-            refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
-            token = self._resources.admin_token
-            routes += guarded(self._administration().routes(), token, refusal)
-        return routes
+        refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
+        token = self._resources.admin_token
+        return self._operations.routes() + guarded(self._administration(), token, refusal)
 
-    def _administration(self) -> AdminRoutes:
-        """The admin API; starts the supervisor beside it."""
-        shared, host = self._resources, self._hosts["coordinator"]
-        assert isinstance(host.machine, Coordinator)
+    def _administration(self) -> list[HttpRoute]:
+        """The admin API, with the supervisor beside it; without a coordinator only its status."""
+        shared, server = self._resources, self.deployment.server
         state, blobs, now = shared.state, ThreadedBlobs(shared.blobs), shared.clock.now
-        history, server = TaskHistory(state), self.deployment.server
-        live = CoordinatorLive(host.machine, now, self.roles)
-        self._look_after(self._watch_clocks(live))
+        history = TaskHistory(state)
+        coordinator = self._hosts.get("coordinator")
 
         def changed() -> None:
-            host.deliver(Changed())
+            if coordinator is not None:
+                coordinator.deliver(Changed())
 
+        service = AdminService(state, blobs, history, self._live(), now, changed, server)
+        routes = AdminRoutes(service)
+        if coordinator is None:
+            return [routes.status_route()]
         self._look_after(Supervisor(state, blobs, history, server, now, changed).run())
-        return AdminRoutes(AdminService(state, blobs, history, live, now, changed, server))
+        return routes.routes()
+
+    def _live(self) -> Live:
+        now, server = self._resources.clock.now, self.deployment.server
+        machines = {role: host.machine for role, host in self._hosts.items()}
+        coordinator = machines.get("coordinator")
+        if isinstance(coordinator, Coordinator):
+            live = CoordinatorLive(coordinator, now, self.roles, server.dead_after_s)
+            self._look_after(self._watch_clocks(live))
+            return live
+        [machine] = machines.values()
+        assert isinstance(machine, Selector | Aggregator)
+        return RoleLive(machine, now, self.roles, server)
 
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources

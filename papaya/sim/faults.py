@@ -13,7 +13,9 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
+from papaya.aggregator.aggregator import Aggregator
 from papaya.messages.base import Message, NodeId
+from papaya.messages.control import Drain
 from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
 from papaya.messages.storage import FenceRow, Row, Transaction
 from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
@@ -29,6 +31,30 @@ _RECORDED_MESSAGES = 64
 _REPLAYS_PER_MOVE = 8
 # Longer than any ticket of a swarm's tasks is valid.
 _HOUR_S = 3600.0
+_POLL_S = 0.05
+
+
+def when_drained(
+    cluster: Cluster, node: NodeId, limit_s: float, end: Callable[[NodeId], None]
+) -> None:
+    """Wait until a process that was told to drain has handed its tasks over, as `Server` does.
+
+    Calls `end` then, or when the time is over; never if the process dies before.
+    """
+    host, until = cluster.hosts[node], cluster.engine.now + limit_s
+    boot = host.boots
+
+    def poll() -> None:
+        if not host.is_alive or host.boots != boot:
+            return
+        machine = host.machine
+        is_over = not isinstance(machine, Aggregator) or machine.may_stop
+        if is_over or cluster.engine.now >= until:
+            end(node)
+        else:
+            cluster.engine.after(_POLL_S, poll)
+
+    cluster.engine.after(_POLL_S, poll)
 
 
 class Faults:
@@ -41,10 +67,14 @@ class Faults:
         self._mean_gap_s = mean_gap_s
         self._heartbeat_s = cluster.config.server.heartbeat_s
         self.played: dict[str, int] = {}
+        # Processes that were told to drain, by the boot that was told.
+        self._stopping: dict[NodeId, int] = {}
         kinds: list[Callable[[], None]] = [
             self._crash,
             self._crash,
             self._crash_soon_after,
+            self._stop,
+            self._stop,
             self._pause,
             self._freeze_holder,
             self._freeze_holder,
@@ -106,6 +136,19 @@ class Faults:
         """A crash within milliseconds of something: between a write and the news of it."""
         delay_s = self._rng.random() * 0.1
         self._cluster.engine.after(delay_s, self._crash_node, self._aggregator())
+
+    def _stop(self) -> None:
+        node = self._node()
+        host = self._cluster.hosts[node]
+        if host.is_alive:
+            host.deliver(Drain())
+            self._stopping[node] = host.boots
+            limit_s = self._heartbeat_s * self._rng.choice((0.2, 3.0))
+            when_drained(self._cluster, node, limit_s, self._end_stop)
+
+    def _end_stop(self, node: NodeId) -> None:
+        self._stopping.pop(node, None)
+        self._crash_node(node)
 
     def _pause(self) -> None:
         host = self._cluster.hosts[self._node()]
@@ -223,6 +266,8 @@ class Faults:
                 host.freezes_at_work_s = 0.0
             host.resume()
             self._correct_clock(host)
+            if self._stopping.get(node) == host.boots:
+                host.crash()  # it has to end before it can serve again
             self._restart(node)
 
 

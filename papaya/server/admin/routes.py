@@ -57,10 +57,13 @@ class AdminRoutes:
         self._service = service
         self._running: set[asyncio.Task[None]] = set()
 
+    def status_route(self) -> HttpRoute:
+        return self._get("/admin/status", lambda exchange: self._service.status())
+
     def routes(self) -> list[HttpRoute]:
         service = self._service
         return [
-            self._get("/admin/status", lambda exchange: service.status()),
+            self.status_route(),
             self._get("/admin/tasks", lambda exchange: service.tasks()),
             self._get(_TASK, lambda exchange: service.task(_task(exchange))),
             self._get(f"{_TASK}/points", self._points),

@@ -117,7 +117,11 @@ class World:
         self.nodes.remove(node)
 
     def place(
-        self, node: Node, task: TaskId = TASK, leases: tuple[SessionId, ...] = ()
+        self,
+        node: Node,
+        task: TaskId = TASK,
+        leases: tuple[SessionId, ...] = (),
+        active: int | None = None,
     ) -> HeldTask:
         """What a Coordinator does: the fence row first, then orders to the new holder."""
         key = fence_key(task)
@@ -129,7 +133,7 @@ class World:
             for held in node.machine.tasks.values()
             if held.task != task
         ]
-        node.order([*placements, Placement(task, old.seq + 1, leases)])
+        node.order([*placements, Placement(task, old.seq + 1, leases, active)])
         return node.machine.tasks[task]
 
     def pass_s(self, seconds: float) -> None:

@@ -24,6 +24,7 @@ from papaya.messages.storage import RecordRow, Revoked, TaskRow, task_key
 from papaya.messages.tickets import AssignmentTicket, pseudonym_of
 from tests.unit.aggregator.builders import (
     KEYRING,
+    ONE_UPLOAD,
     SERVER,
     TASK,
     Node,
@@ -123,7 +124,7 @@ def test_devices_without_an_identity_replace_nobody() -> None:
 
 
 def test_a_replaced_session_gives_its_upload_memory_back() -> None:
-    world, node = a_world(server=structs.replace(SERVER, upload_slots=1))
+    world, node = a_world(an_async_task(1), upload_bytes=ONE_UPLOAD)
     first = joined(world, node, "phone")
     first.report()
     assert isinstance(first.chunk(0, bytes(8)), ChunkReceived)

@@ -270,6 +270,8 @@ def test_a_successor_goes_on_with_the_round() -> None:
     for phone in phones:
         phone.node = successor
     assert phones[1].heartbeat() == Alive()
+    world.pass_s(2 * H)
+    assert phones[1].heartbeat() == Alive()
     world.pass_s(H)
     assert successor.last_report().demand == 3 - 1 - 1
     [replacement] = world.joined(successor, 1)

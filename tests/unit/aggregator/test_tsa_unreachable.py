@@ -209,7 +209,7 @@ def test_while_the_tsa_is_away_no_upload_starts_and_no_clients_are_wanted() -> N
     world.tsa.cut_off(2 * H)
     unanswered(world, first, 3.0)
     kept(second.send_masked()[0])
-    assert node.machine.uploads == 0
+    assert not any(s.upload for s in node.held().sessions.active.values())
     assert node.held().demand(world.now) == 0
     world.pass_s(H)
     assert "away" in node.last_report().halted
@@ -249,7 +249,7 @@ def test_complete_uploads_hold_no_memory_while_a_release_waits() -> None:
     node.release()
     world.pass_s(2 * H + 1.0)
     kept(world.answers[handle])
-    assert node.machine.uploads == 0
+    assert not any(s.upload for s in node.held().sessions.active.values())
     stay(world, third, 2 * H)
     world.pass_s(2.0)
     assert third.send_for_good() == COUNTED

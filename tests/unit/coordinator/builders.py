@@ -184,6 +184,7 @@ class Office:
         load: float = 0.0,
         number: int | None = None,
         at: float | None = None,
+        draining: bool = False,
     ) -> list[Send]:
         report = AggregatorReport(
             node=node,
@@ -194,6 +195,7 @@ class Office:
             load=load,
             heartbeat=heartbeat,
             tasks=tasks,
+            draining=draining,
         )
         return self.receive(report)
 

@@ -59,7 +59,7 @@ def test_nobody_is_told_before_the_row_names_the_new_holder() -> None:
     office.settle("committed")
     assert office.fence() == FenceRow(2, "agg-2", 0.0)
     [orders_2] = orders_in(office.sent[told:], AggregatorOrders, "agg-2")
-    assert orders_2.tasks == (Placement("words", 2),)
+    assert orders_2.tasks == (Placement("words", 2, active=0),)
     [orders_1] = orders_in(office.sent[told:], AggregatorOrders, "agg-1")
     assert orders_1.tasks == (), "the old holder is told to stop, in case it lives"
     [routes] = [orders.routes for orders in orders_in(office.sent[told:], SelectorOrders)]
@@ -92,10 +92,10 @@ def test_leases_on_their_way_are_told_to_the_successor_until_it_reports() -> Non
     sends = office.aggregator("agg-1", boot=0.5, number=1)
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")[-1:]
     assert orders.boot == 0.5
-    assert orders.tasks == (Placement("words", 2, tuple(sessions)),)
+    assert orders.tasks == (Placement("words", 2, tuple(sessions), 0),)
     sends = office.aggregator("agg-1", on("words", 1, demand=0), boot=0.5, number=2)
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")
-    assert orders.tasks == (Placement("words", 2, tuple(sessions)),), "not under this number yet"
+    assert orders.tasks == (Placement("words", 2, tuple(sessions), 0),), "not under this number yet"
     sends = office.aggregator("agg-1", on("words", 2, demand=0), boot=0.5, number=3)
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")
     assert orders.tasks == (Placement("words", 2),), "it knows of them by now"
@@ -127,7 +127,7 @@ def test_an_unknown_placement_is_read_back(fate: str) -> None:
     sends = office.aggregator("agg-2")
     assert office.fence() == FenceRow(2, "agg-2", 0.0), "and never seq 3"
     [orders] = orders_in(sends, AggregatorOrders, "agg-2")
-    assert orders.tasks == (Placement("words", 2),)
+    assert orders.tasks == (Placement("words", 2, active=0),)
 
 
 def test_a_placement_that_is_applied_late_is_not_made_twice() -> None:
@@ -140,7 +140,7 @@ def test_a_placement_that_is_applied_late_is_not_made_twice() -> None:
     sends = office.aggregator("agg-2")
     assert office.fence() == FenceRow(2, "agg-2", 0.0)
     [orders] = orders_in(sends, AggregatorOrders, "agg-2")
-    assert orders.tasks == (Placement("words", 2),)
+    assert orders.tasks == (Placement("words", 2, active=0),)
 
 
 def test_a_refused_placement_is_read_back_and_the_row_decides() -> None:
@@ -151,7 +151,7 @@ def test_a_refused_placement_is_read_back_and_the_row_decides() -> None:
     office.release()
     sends = office.aggregator("agg-2")
     [orders] = orders_in(sends, AggregatorOrders, "agg-2")
-    assert orders.tasks == (Placement("words", 9),)
+    assert orders.tasks == (Placement("words", 9, active=0),)
 
 
 def test_a_deposed_leader_moves_nothing_and_says_nothing() -> None:
@@ -185,7 +185,7 @@ def test_a_snapshot_older_than_a_placement_does_not_undo_it() -> None:
     office.held_back.clear()
     office.receive_rows(read, old_rows)
     [orders] = orders_in(office.aggregator("agg-2"), AggregatorOrders, "agg-2")
-    assert orders.tasks == (Placement("words", 2),)
+    assert orders.tasks == (Placement("words", 2, active=0),)
 
 
 # -- stale assignments ------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from papaya.config import Requirements
 from papaya.errors import InvariantError, ProtocolError
-from papaya.machine import Reply
+from papaya.machine import Effects
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.control import Advertised, Held
-from papaya.messages.participation import Alive, Refused
+from papaya.messages.control import Advertised, Drain, Held
+from papaya.messages.participation import Alive, Refused, Retry
 from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Rejected
 from papaya.selector.selector import Distinctions
 from tests.unit.selector.builders import (
@@ -48,6 +48,8 @@ DEVICES = st.builds(
 def test_nobody_waits_at_a_selector_that_knows_no_task() -> None:
     selector = a_selector()
     effects = selector.receive(BOOT, check_in(), "d")
+    assert answers(effects) == {"d": Retry("this selector has just started", 2.5)}
+    effects = selector.receive(BOOT + 10, check_in(), "d")
     assert rejected(effects) == ["d"]
     assert selector.held_count == 0
 
@@ -178,12 +180,54 @@ def test_an_accepted_device_is_not_answered_again_when_its_time_is_up() -> None:
     selector.check()
 
 
+def window(effects: Effects) -> tuple[float, float]:
+    [answer] = answers(effects).values()
+    assert isinstance(answer, Rejected)
+    return answer.retry_from_s, answer.retry_until_s
+
+
 def test_a_rejected_device_is_told_when_to_come_back() -> None:
     selector = a_selector(min_retry_s=6.0)
-    [effect] = selector.receive(BOOT - 1, check_in(), "d")
-    assert isinstance(effect, Reply)
-    assert isinstance(effect.message, Rejected)
-    assert (effect.message.retry_from_s, effect.message.retry_until_s) == (3.0, 9.0)
+    selector.receive(BOOT, orders(1, wanting=()))
+    assert window(selector.receive(BOOT + 1, check_in(), "d")) == (3.0, 9.0)
+
+
+def test_during_recovery_devices_are_sent_to_its_end_and_spread_over_as_long_again() -> None:
+    selector = a_selector(min_retry_s=6.0)
+    selector.receive(BOOT, orders(1, wanting=(), assigns_in_s=30.0))
+    assert window(selector.receive(BOOT, check_in(), "early")) == (30 + 3, 60 + 9)
+    assert window(selector.receive(BOOT + 20, check_in(), "late")) == (10 + 3, 20 + 9)
+    assert window(selector.receive(BOOT + 30, check_in(), "after")) == (3.0, 9.0)
+
+
+def test_while_nobody_leads_devices_are_sent_behind_the_recovery_of_the_next_leader() -> None:
+    selector = a_selector(min_retry_s=6.0)
+    assert window(selector.receive(BOOT + 50, check_in(), "d")) == (30 + 3, 60 + 9)
+
+
+# --- The process stops
+
+
+def test_a_selector_that_stops_sends_everyone_to_another_one() -> None:
+    selector = an_open_selector()
+    selector.receive(BOOT + 1, check_in(), "held")
+    effects = selector.receive(BOOT + 2, Drain())
+    assert answers(effects) == {"held": Retry("this selector is stopping", 1.0)}
+    told = report(effects)
+    assert told is not None, "the leader must assign nobody to it"
+    assert told.held == ()
+    late = selector.receive(BOOT + 3, check_in(), "late")
+    assert answers(late) == {"late": Retry("this selector is stopping", 1.0)}
+    unfilled = report(selector.receive(BOOT + 4, orders(1, assignments=(assign("s1"),))))
+    assert unfilled is not None
+    assert unfilled.unfilled == ("s1",)
+    selector.check()
+
+
+def test_a_selector_that_stops_alone_names_the_time_after_its_restart() -> None:
+    selector = an_open_selector(min_retry_s=6.0)
+    selector.receive(BOOT + 1, check_in(), "held")
+    assert window(selector.receive(BOOT + 2, Drain(is_alone=True))) == (30 + 3, 60 + 9)
 
 
 # --- How many

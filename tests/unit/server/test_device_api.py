@@ -125,40 +125,6 @@ def test_a_device_is_answered_whatever_fails_after_its_verification(tmp_path: Pa
     run(test)
 
 
-def test_a_door_that_closes_lets_everyone_go_and_nobody_in(tmp_path: Path) -> None:
-    """Known or not: the selector assigns none of them, and each device is told to come again."""
-
-    async def test(auth: DeviceAuth) -> None:
-        async with (
-            a_door(tmp_path, auth) as building,
-            a_client(building.port) as one,
-            a_client(building.port) as other,
-            a_client(building.port) as late,
-        ):
-            check_in(one, "one" * 10)
-            check_in(other, "two" * 10)
-            await building.until_heard(2)
-            held = [waiting for _, waiting in building.selector.heard]
-            building.door.close()
-            assert building.selector.gone() == held
-            assert isinstance(await answer_to(one), Retry)
-            assert isinstance(await answer_to(other), Retry)
-            check_in(late)
-            assert isinstance(await answer_to(late), Retry)
-            assert len(building.selector.heard) == 4
-
-    async def known() -> None:
-        slow = Slow()
-        slow.may_answer.set()
-        await test(DeviceAuth(slow))
-
-    async def unknown() -> None:
-        await test(DeviceAuth(OpenDoor()))
-
-    run(known)
-    run(unknown)
-
-
 def test_the_selector_learns_the_identity_that_a_token_shows(tmp_path: Path) -> None:
     async def test(auth: DeviceAuth, expected: Message) -> None:
         async with a_door(tmp_path, auth) as building, a_client(building.port) as client:
