@@ -29,7 +29,7 @@ _PASSED_ON = ("authorization", "range", "if-range", "if-none-match", TICKET_HEAD
 _SENT_BACK = ("ETag", "Cache-Control", "Content-Range", "Accept-Ranges", "Retry-After", "Allow")
 
 
-class Reply(Struct):
+class HttpReply(Struct):
     """An answer as the client gets it. `cut_at`: the connection breaks after so many bytes."""
 
     status: int
@@ -38,7 +38,7 @@ class Reply(Struct):
     cut_at: int | None = None
 
 
-class Drop(Exception):
+class NoAnswer(Exception):
     """The connection closes without an answer."""
 
 
@@ -56,15 +56,15 @@ class Seen(Struct):
     answered_at: float = float("inf")
     status: int = 0
     answer: Message | None = None  # as the client got it; None if it got none
-    reply: Reply | None = None
+    reply: HttpReply | None = None
 
 
-Forward = Callable[[], Awaitable[Reply]]
+PassOn = Callable[[], Awaitable[HttpReply]]
 
 
 class Perturbs(Protocol):
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        """The answer to send. Raises `Drop` to send none."""
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        """The answer to send. Raises `NoAnswer` to send none."""
         ...
 
 
@@ -99,23 +99,23 @@ class Gateway:
         self.changed.set()
         assert self.perturbs is not None
         try:
-            reply = await self.perturbs.answer(seen, lambda: self._forward(seen))
+            reply = await self.perturbs.answer(seen, lambda: self._pass_on(seen))
             return await self._send(request, seen, reply)
-        except (Drop, aiohttp.ClientError, ConnectionError):
+        except (NoAnswer, aiohttp.ClientError, ConnectionError):
             if request.transport is not None:
                 request.transport.abort()
             return web.Response()
         finally:
             self.changed.set()
 
-    async def _send(self, request: web.Request, seen: Seen, reply: Reply) -> web.StreamResponse:
+    async def _send(self, request: web.Request, seen: Seen, reply: HttpReply) -> web.StreamResponse:
         seen.status, seen.reply, seen.answered_at = reply.status, reply, time.monotonic()
         response = web.StreamResponse(status=reply.status, headers=reply.headers)
         response.content_length = len(reply.body)
         if reply.cut_at is not None:
             await response.prepare(request)
             await response.write(reply.body[: reply.cut_at])
-            raise Drop
+            raise NoAnswer
         try:
             seen.answer = wire.to_device.parse(reply.body)
         except ProtocolError:
@@ -126,9 +126,9 @@ class Gateway:
         await response.write_eof()
         return response
 
-    async def _forward(self, seen: Seen) -> Reply:
+    async def _pass_on(self, seen: Seen) -> HttpReply:
         if not self.server:
-            raise Drop
+            raise NoAnswer
         headers = {name: seen.headers[name] for name in _PASSED_ON if name in seen.headers}
         async with self._session.request(
             seen.method,
@@ -139,7 +139,7 @@ class Gateway:
         ) as response:
             body = await response.read()
             back = {name: response.headers[name] for name in _SENT_BACK if name in response.headers}
-            return Reply(response.status, body, back)
+            return HttpReply(response.status, body, back)
 
 
 def _read(request: web.Request, body: bytes) -> Seen:

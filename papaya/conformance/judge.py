@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
@@ -43,7 +44,7 @@ _OF_SESSION = (Join, Heartbeat, Report, Chunk, Complete, Leave)
 _ENDS = (Completed, Aborted, Refused, Left)
 
 
-class Finding(Struct, frozen=True):
+class RuleFinding(Struct, frozen=True):
     """`detail` says what the client did, if it broke the rule."""
 
     rule: str
@@ -73,9 +74,9 @@ class Transcript(Struct):
         return min(1.0, self.heartbeat_s / 2)
 
 
-def judge(transcript: Transcript) -> list[Finding]:
+def judge(transcript: Transcript) -> list[RuleFinding]:
     """One finding for each rule that was exercised: broken if it was broken once."""
-    found: dict[str, Finding] = {}
+    found: dict[str, RuleFinding] = {}
     for check in _CHECKS:
         for finding in check(transcript):
             assert finding.rule in BY_ID, finding.rule
@@ -84,14 +85,14 @@ def judge(transcript: Transcript) -> list[Finding]:
     return list(found.values())
 
 
-def _verdict(rule: str, problems: list[str]) -> Finding:
-    return Finding(rule, not problems, problems[0] if problems else "")
+def _verdict(rule: str, problems: list[str]) -> RuleFinding:
+    return RuleFinding(rule, not problems, problems[0] if problems else "")
 
 
 # -- requests -------------------------------------------------------------------------------
 
 
-def _messages(t: Transcript) -> Iterator[Finding]:
+def _messages(t: Transcript) -> Iterator[RuleFinding]:
     if t.seen:
         wrong = [f"{s.method} {s.path}: {s.problem}" for s in t.seen if s.problem]
         yield _verdict("message", wrong)
@@ -103,7 +104,7 @@ def _messages(t: Transcript) -> Iterator[Finding]:
         yield _verdict("token", ["a check-in had no Authorization: Bearer"] * len(bare))
 
 
-def _tickets(t: Transcript) -> Iterator[Finding]:
+def _tickets(t: Transcript) -> Iterator[RuleFinding]:
     """Which ticket a request needs depends on its type; that of a heartbeat is the newest."""
     given: list[tuple[float, str, bytes]] = []
     for seen in t.seen:
@@ -128,7 +129,7 @@ def _tickets(t: Transcript) -> Iterator[Finding]:
         yield _verdict("ticket", problems)
 
 
-def _repeats(t: Transcript) -> Iterator[Finding]:
+def _repeats(t: Transcript) -> Iterator[RuleFinding]:
     """A stage's request that got no message back has to come again, and be the same."""
     lost = [s for s in t.of(object) if isinstance(s.message, _REPEATED) and s.answer is None]
     if lost:
@@ -145,7 +146,7 @@ def _over(t: Transcript, moment: float) -> bool:
     return any(s.answered_at > moment for kind in _ENDS[:3] for s in t.answered(kind))
 
 
-def _retries(t: Transcript) -> Iterator[Finding]:
+def _retries(t: Transcript) -> Iterator[RuleFinding]:
     told = [s for s in t.answered(Retry) if isinstance(s.message, _REPEATED)]
     problems = []
     for seen in told:
@@ -167,7 +168,7 @@ def _retries(t: Transcript) -> Iterator[Finding]:
 # -- endings --------------------------------------------------------------------------------
 
 
-def _endings(t: Transcript) -> Iterator[Finding]:
+def _endings(t: Transcript) -> Iterator[RuleFinding]:
     for rule, kind in (("aborted", Aborted), ("refused", Refused), ("completed", Completed)):
         problems = []
         for seen in t.answered(kind):
@@ -179,7 +180,7 @@ def _endings(t: Transcript) -> Iterator[Finding]:
             yield _verdict(rule, problems)
 
 
-def _leaves(t: Transcript) -> Iterator[Finding]:
+def _leaves(t: Transcript) -> Iterator[RuleFinding]:
     if joins := t.answered(Joined):
         since = joins[-1].answered_at
         is_over = any(s.answered_at > since for kind in _ENDS for s in t.answered(kind))
@@ -188,7 +189,7 @@ def _leaves(t: Transcript) -> Iterator[Finding]:
         yield _verdict("leave", [] if is_over or has_left else [problem])
 
 
-def _rejections(t: Transcript) -> Iterator[Finding]:
+def _rejections(t: Transcript) -> Iterator[RuleFinding]:
     for seen in t.answered(Rejected):
         assert isinstance(seen.answer, Rejected)
         if later := t.after(seen.answered_at, CheckIn):
@@ -197,7 +198,7 @@ def _rejections(t: Transcript) -> Iterator[Finding]:
             yield _verdict("rejected", [early] if waited_s < least_s - _CLOCK_S else [])
 
 
-def _heartbeats(t: Transcript) -> Iterator[Finding]:
+def _heartbeats(t: Transcript) -> Iterator[RuleFinding]:
     """No pause of three heartbeats between two requests, from Joined until the end."""
     for joined in t.answered(Joined):
         ends = [s.answered_at for kind in _ENDS for s in t.answered(kind)]
@@ -206,7 +207,7 @@ def _heartbeats(t: Transcript) -> Iterator[Finding]:
         end = min([*ends, *leaves, t.ended_at])
         signs = [s.at for s in t.after(joined.answered_at) if s.at < end]
         times = [joined.answered_at, *signs, end]
-        pause_s = max(b - a for a, b in zip(times, times[1:], strict=False))
+        pause_s = max(b - a for a, b in pairwise(times))
         if end - joined.answered_at > t.heartbeat_s:
             most_s = _SILENT_HEARTBEATS * t.heartbeat_s
             silence = f"no request for {pause_s:.1f} s; a heartbeat is {t.heartbeat_s:g} s"
@@ -216,7 +217,7 @@ def _heartbeats(t: Transcript) -> Iterator[Finding]:
 # -- the upload -----------------------------------------------------------------------------
 
 
-def _chunks(t: Transcript) -> Iterator[Finding]:
+def _chunks(t: Transcript) -> Iterator[RuleFinding]:
     chunks = t.of(Chunk)
     grants = t.answered(UploadGranted)
     joins = t.answered(Joined)
@@ -248,7 +249,7 @@ def _chunks(t: Transcript) -> Iterator[Finding]:
         yield _verdict("same-bytes", [changed] if is_changed else [])
 
 
-def _incomplete(t: Transcript) -> Iterator[Finding]:
+def _incomplete(t: Transcript) -> Iterator[RuleFinding]:
     told = [s for s in t.answered(Incomplete) if isinstance(s.message, Complete)]
     problems = []
     for seen in told:
@@ -271,7 +272,7 @@ def _incomplete(t: Transcript) -> Iterator[Finding]:
         yield _verdict("incomplete", problems)
 
 
-def _outcome(t: Transcript) -> Iterator[Finding]:
+def _outcome(t: Transcript) -> Iterator[RuleFinding]:
     for seen in t.answered(Completed):
         assert isinstance(seen.answer, Completed)
         why = seen.answer.discarded
@@ -281,7 +282,7 @@ def _outcome(t: Transcript) -> Iterator[Finding]:
 # -- secure tasks ---------------------------------------------------------------------------
 
 
-def _secure(t: Transcript) -> Iterator[Finding]:
+def _secure(t: Transcript) -> Iterator[RuleFinding]:
     if not any(isinstance(s.answer, Joined) and s.answer.secure for s in t.seen):
         return
     reports = [s.message for s in t.of(Report)]
@@ -299,7 +300,7 @@ def _secure(t: Transcript) -> Iterator[Finding]:
         yield _verdict("sealed", problems)
 
 
-_CHECKS: tuple[Callable[[Transcript], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[Transcript], Iterator[RuleFinding]], ...] = (
     _messages,
     _tickets,
     _repeats,

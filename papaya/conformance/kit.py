@@ -21,11 +21,11 @@ import numpy as np
 from msgspec import Struct
 
 from papaya.attestation.policy import DevicePolicy
+from papaya.config import AsyncFL, Deployment, SecureAggregation, ServerConfig, TaskConfig
 from papaya.conformance.gateway import Gateway
-from papaya.conformance.judge import Finding, Transcript, judge
+from papaya.conformance.judge import RuleFinding, Transcript, judge
 from papaya.conformance.rules import BY_ID, RULES
 from papaya.conformance.scenarios import SCENARIOS, Scenario
-from papaya.config import AsyncFL, Deployment, SecureAggregation, ServerConfig, TaskConfig
 from papaya.errors import InvariantError, OperatorError
 from papaya.learning import parameters
 from papaya.server.public_log import own_record
@@ -55,7 +55,7 @@ class ClientSetup(Struct, frozen=True):
     state: Path
 
 
-Visit = Callable[[ClientSetup], Awaitable[None]]
+MakeVisit = Callable[[ClientSetup], Awaitable[None]]
 """Lets the client make one visit, and returns when it is over."""
 
 
@@ -65,10 +65,10 @@ class ScenarioResult(Struct, frozen=True):
     scenario: str
     explains: str
     requests: int
-    findings: tuple[Finding, ...]
+    findings: tuple[RuleFinding, ...]
 
     @property
-    def broken(self) -> list[Finding]:
+    def broken(self) -> list[RuleFinding]:
         return [finding for finding in self.findings if not finding.kept]
 
 
@@ -184,7 +184,7 @@ class Kit:
 
     # -- scenarios --------------------------------------------------------------------------
 
-    async def play(self, kind: type[Scenario], visit: Visit) -> ScenarioResult:
+    async def play(self, kind: type[Scenario], visit: MakeVisit) -> ScenarioResult:
         scenario = kind(self._heartbeat_s, self._restart)
         config = self._task_of(scenario)
         await self._submit(config)

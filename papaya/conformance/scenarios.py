@@ -14,8 +14,8 @@ from typing import ClassVar, Literal
 import msgspec
 from msgspec import structs
 
-from papaya.conformance.gateway import Drop, Forward, Reply, Seen
-from papaya.conformance.judge import Finding, Transcript
+from papaya.conformance.gateway import NoAnswer, HttpReply, PassOn, Seen
+from papaya.conformance.judge import RuleFinding, Transcript
 from papaya.errors import ProtocolError
 from papaya.messages import wire
 from papaya.messages.base import Message
@@ -35,15 +35,15 @@ from papaya.messages.participation import (
 from papaya.messages.selection import CheckIn, Rejected
 from papaya.secagg.parameters import PublicParameters
 
-Ending = Literal["counted", "aborted", "refused", "left"]
+ExpectedEnding = Literal["counted", "aborted", "refused", "left"]
 _HTML = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
 
 
-def reply(message: Message, status: int = 200) -> Reply:
-    return Reply(status, wire.encode(message), {"Content-Type": "application/json"})
+def reply(message: Message, status: int = 200) -> HttpReply:
+    return HttpReply(status, wire.encode(message), {"Content-Type": "application/json"})
 
 
-def parsed(found: Reply) -> Message | None:
+def parsed(found: HttpReply) -> Message | None:
     try:
         return wire.to_device.parse(found.body)
     except ProtocolError:
@@ -56,7 +56,7 @@ class Scenario:
     name: ClassVar[str] = "plain"
     explains: ClassVar[str] = "a visit without faults"
     rules: ClassVar[tuple[str, ...]] = ()
-    expects: ClassVar[Ending] = "counted"
+    expects: ClassVar[ExpectedEnding] = "counted"
     is_secure: ClassVar[bool] = False
     visits: ClassVar[int] = 1
     participation_gap_s: ClassVar[float] = 0.0
@@ -66,8 +66,8 @@ class Scenario:
         self.restart = restart
         self._done: set[str] = set()
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        return await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        return await pass_on()
 
     def first(self, what: str) -> bool:
         """True the first time that it is asked about this."""
@@ -75,16 +75,16 @@ class Scenario:
         self._done.add(what)
         return is_first
 
-    def judge(self, t: Transcript) -> Iterator[Finding]:
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         """The scenario's own rules: kept if the visit ended as it has to."""
         if not t.of(CheckIn):
             return
         problem = "" if ended_as(t, self.expects) else f"the visit did not end as {self.expects}"
         for rule in self.rules:
-            yield Finding(rule, not problem, problem)
+            yield RuleFinding(rule, not problem, problem)
 
 
-def ended_as(t: Transcript, ending: Ending) -> bool:
+def ended_as(t: Transcript, ending: ExpectedEnding) -> bool:
     match ending:
         case "counted":
             return Completed() in [seen.answer for seen in t.answered(Completed)]
@@ -101,11 +101,11 @@ class LostAnswers(Scenario):
     explains = "the answers to Join, Heartbeat, Report, a chunk and Complete are lost, once each"
     rules = ("repeat",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
-        if seen.kind in ("Join", "Heartbeat", "Report", "Chunk", "Complete"):
-            if self.first(seen.kind):
-                raise Drop
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
+        lost = ("Join", "Heartbeat", "Report", "Chunk", "Complete")
+        if seen.kind in lost and self.first(seen.kind):
+            raise NoAnswer
         return found
 
 
@@ -114,10 +114,10 @@ class LostRequests(Scenario):
     explains = "the connection breaks before the server has the request"
     rules = ("repeat",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind in ("Join", "Report", "Chunk", "Complete") and self.first(seen.kind):
-            raise Drop
-        return await forward()
+            raise NoAnswer
+        return await pass_on()
 
 
 class ProxyPages(Scenario):
@@ -125,14 +125,14 @@ class ProxyPages(Scenario):
     explains = "a proxy answers with its own page, 502 and also 200, which is not a message"
     rules = ("garbage", "repeat")
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind == "Join" and self.first("Join"):
-            return Reply(502, _HTML, {"Content-Type": "text/html"})
+            return HttpReply(502, _HTML, {"Content-Type": "text/html"})
         if seen.kind == "Report" and self.first("Report"):
-            return Reply(200, _HTML, {"Content-Type": "text/html"})
+            return HttpReply(200, _HTML, {"Content-Type": "text/html"})
         if seen.kind == "Complete" and self.first("Complete"):
-            return Reply(200, b"", {})
-        return await forward()
+            return HttpReply(200, b"", {})
+        return await pass_on()
 
 
 class RetryLater(Scenario):
@@ -140,11 +140,11 @@ class RetryLater(Scenario):
     explains = "Retry with a delay: as 503, and with the status 200"
     rules = ("retry", "status")
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind in ("Join", "Report", "Chunk", "Complete") and self.first(seen.kind):
             status = 200 if seen.kind == "Report" else 503
             return reply(Retry("conformance: try again", 1.0), status)
-        return await forward()
+        return await pass_on()
 
 
 class OtherStatus(Scenario):
@@ -152,8 +152,8 @@ class OtherStatus(Scenario):
     explains = "good answers arrive with the statuses 201, 404 and 500"
     rules = ("status",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
         status = {"Join": 404, "Report": 500, "Complete": 201}.get(seen.kind, found.status)
         return structs.replace(found, status=status)
 
@@ -163,8 +163,8 @@ class UnknownFields(Scenario):
     explains = "every answer has a field that the client does not know"
     rules = ("unknown-fields",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
         if parsed(found) is None:
             return found
         fields = msgspec.json.decode(found.body)
@@ -177,13 +177,13 @@ class Redirect(Scenario):
     explains = "a request is answered with a redirect; then the client is served"
     rules = ("redirect",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.path.startswith("/v1/elsewhere"):
             seen.problem = ""
             return reply(Refused("conformance: a redirect was followed"), 403)
         if seen.kind == "Join" and self.first("Join"):
-            return Reply(307, b"", {"Location": "/v1/elsewhere"})
-        return await forward()
+            return HttpReply(307, b"", {"Location": "/v1/elsewhere"})
+        return await pass_on()
 
 
 class RejectedFirst(Scenario):
@@ -191,10 +191,10 @@ class RejectedFirst(Scenario):
     explains = "the first check-in is rejected for one to two seconds"
     rules = ()
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind == "CheckIn" and self.first("CheckIn"):
             return reply(Rejected("conformance: come back", 1.0, 2.0))
-        return await forward()
+        return await pass_on()
 
 
 class AbortedWhileTraining(Scenario):
@@ -203,10 +203,10 @@ class AbortedWhileTraining(Scenario):
     rules = ("aborted",)
     expects = "aborted"
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind in ("Heartbeat", "Report", "Chunk", "Complete"):
             return reply(Aborted("stale"))
-        return await forward()
+        return await pass_on()
 
 
 class AbortedWhileUploading(Scenario):
@@ -215,11 +215,11 @@ class AbortedWhileUploading(Scenario):
     rules = ("aborted",)
     expects = "aborted"
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind in ("Chunk", "Complete") or "Chunk" in self._done:
             self.first("Chunk")
             return reply(Aborted("timed_out"))
-        return await forward()
+        return await pass_on()
 
 
 class RefusedReport(Scenario):
@@ -228,10 +228,10 @@ class RefusedReport(Scenario):
     rules = ("refused",)
     expects = "refused"
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind in ("Report", "Chunk", "Complete"):
             return reply(Refused("conformance: refused"), 403)
-        return await forward()
+        return await pass_on()
 
 
 class ChunkLost(Scenario):
@@ -239,11 +239,11 @@ class ChunkLost(Scenario):
     explains = "the server lost a chunk that it had acknowledged, and asks for it"
     rules = ("incomplete",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         chunk = seen.message
         if isinstance(chunk, Chunk) and chunk.index == 1 and self.first("Chunk"):
             return reply(ChunkReceived(chunk.upload, chunk.index))
-        return await forward()
+        return await pass_on()
 
 
 class DamagedChunk(Scenario):
@@ -251,13 +251,13 @@ class DamagedChunk(Scenario):
     explains = "a chunk is damaged on its way; the server answers Retry"
     rules = ("retry",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind != "Chunk" or not self.first("Chunk"):
-            return await forward()
+            return await pass_on()
         whole = seen.body
         seen.body = bytes([whole[0] ^ 1]) + whole[1:]
         try:
-            return await forward()
+            return await pass_on()
         finally:
             seen.body = whole
 
@@ -267,11 +267,11 @@ class ServerCrash(Scenario):
     explains = "the server restarts in the middle of the upload and has lost its chunks"
     rules = ("incomplete",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
         if isinstance(parsed(found), ChunkReceived) and self.first("Chunk"):
             await self.restart()
-            raise Drop
+            raise NoAnswer
         return found
 
 
@@ -280,12 +280,12 @@ class TaskMoved(Scenario):
     explains = "the task has moved: requests are answered Retry at once, for a while"
     rules = ("retry",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind in ("Heartbeat", "Report", "Chunk", "Complete") and (
             self.first(seen.kind) or self.first(f"{seen.kind} again")
         ):
             return reply(Retry("the task has moved", 0.0), 503)
-        return await forward()
+        return await pass_on()
 
 
 class SlowCommit(Scenario):
@@ -293,10 +293,10 @@ class SlowCommit(Scenario):
     explains = "Complete is answered late; without heartbeats the server ends the session"
     rules = ("heartbeat",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         if seen.kind == "Complete" and self.first("Complete"):
             await asyncio.sleep(5 * self.heartbeat_s)
-        return await forward()
+        return await pass_on()
 
 
 class WrongParameters(Scenario):
@@ -305,16 +305,16 @@ class WrongParameters(Scenario):
     rules = ("hash",)
     expects = "left"
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
         if seen.kind == "Parameters" and found.body:
             found.body = found.body[:-1] + bytes([found.body[-1] ^ 1])
         return found
 
-    def judge(self, t: Transcript) -> Iterator[Finding]:
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         if any(seen.kind == "Parameters" for seen in t.seen):
             used = "the client reported after it got parameters with a wrong hash"
-            yield Finding("hash", not t.of(Report), used if t.of(Report) else "")
+            yield RuleFinding("hash", not t.of(Report), used if t.of(Report) else "")
 
 
 class BrokenDownload(Scenario):
@@ -322,13 +322,13 @@ class BrokenDownload(Scenario):
     explains = "the download breaks half-way"
     rules = ("download",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
         if seen.kind == "Parameters" and self.first("Parameters"):
             return structs.replace(found, cut_at=len(found.body) // 2)
         return found
 
-    def judge(self, t: Transcript) -> Iterator[Finding]:
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         yield from super().judge(t)
         for seen in t.seen:
             asked = seen.headers.get("range")
@@ -339,7 +339,7 @@ class BrokenDownload(Scenario):
                     problem = f"Range: {asked} was answered {seen.status}"
                 elif seen.headers.get("if-range") != tag:
                     problem = "a range was requested without the If-Range of the first part"
-                yield Finding("range", not problem, problem)
+                yield RuleFinding("range", not problem, problem)
 
 
 class TooSoon(Scenario):
@@ -348,7 +348,7 @@ class TooSoon(Scenario):
     visits = 2
     participation_gap_s = 3600.0
 
-    def judge(self, t: Transcript) -> Iterator[Finding]:
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         done = [seen.answered_at for seen in t.answered(Completed)]
         if not done:
             return
@@ -363,7 +363,7 @@ class TooSoon(Scenario):
         ]
         problems += ["the client took part again"] * bool(t.after(done[0], Report))
         if again or joined:
-            yield Finding("history", not problems, problems[0] if problems else "")
+            yield RuleFinding("history", not problems, problems[0] if problems else "")
 
 
 class SecureVisit(Scenario):
@@ -379,11 +379,11 @@ class SecureFaults(LostAnswers):
     is_secure = True
     rules = ("sealed", "repeat")
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         chunk = seen.message
         if isinstance(chunk, Chunk) and chunk.index == 1 and self.first("lost chunk"):
             return reply(ChunkReceived(chunk.upload, chunk.index))
-        return await super().answer(seen, forward)
+        return await super().answer(seen, pass_on)
 
 
 class Forgery(Scenario):
@@ -396,20 +396,20 @@ class Forgery(Scenario):
     def forge(self, offer: SecureOffer) -> SecureOffer | None:
         raise NotImplementedError
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
         granted = parsed(found)
         if isinstance(granted, UploadGranted) and granted.secure is not None:
             return reply(structs.replace(granted, secure=self.forge(granted.secure)))
         return found
 
-    def judge(self, t: Transcript) -> Iterator[Finding]:
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         if t.answered(UploadGranted):
             sent = "the client uploaded an update under forged evidence"
             problem = sent if t.of(Chunk) else ""
             if not problem and not t.of(Leave):
                 problem = "the client did not leave"
-            yield Finding("evidence", not problem, problem)
+            yield RuleFinding("evidence", not problem, problem)
 
 
 def _flipped(data: bytes, at: int) -> bytes:
@@ -482,17 +482,17 @@ class ClearInstead(Scenario):
     expects = "left"
     rules = ("decides",)
 
-    async def answer(self, seen: Seen, forward: Forward) -> Reply:
-        found = await forward()
+    async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
+        found = await pass_on()
         joined = parsed(found)
         if isinstance(joined, Joined):
             return reply(structs.replace(joined, secure=False))
         return found
 
-    def judge(self, t: Transcript) -> Iterator[Finding]:
+    def judge(self, t: Transcript) -> Iterator[RuleFinding]:
         if t.answered(Joined):
             problem = "the client took part in the clear" if t.of(Report) else ""
-            yield Finding("decides", not problem, problem)
+            yield RuleFinding("decides", not problem, problem)
 
 
 SCENARIOS: tuple[type[Scenario], ...] = (
