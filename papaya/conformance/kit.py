@@ -195,9 +195,9 @@ class Kit:
             await visit(setup)
         transcript = Transcript(list(self._gateway.seen), self._heartbeat_s, time.monotonic())
         await self._admin("POST", f"/{config.task}/cancel", b'{"why": "the scenario is over"}')
-        findings = {finding.rule: finding for finding in scenario.judge(transcript)}
-        for finding in judge(transcript):
-            if findings.get(finding.rule, finding).kept:
+        findings: dict[str, RuleFinding] = {}
+        for finding in (*scenario.judge(transcript), *judge(transcript)):
+            if finding.rule not in findings or findings[finding.rule].kept:
                 findings[finding.rule] = finding
         seen = len(transcript.seen)
         return ScenarioResult(scenario.name, scenario.explains, seen, tuple(findings.values()))

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import msgspec
 from msgspec import structs
 
-from papaya.conformance.gateway import NoAnswer, HttpReply, PassOn, Seen
+from papaya.conformance.gateway import HttpReply, NoAnswer, PassOn, Seen
 from papaya.conformance.judge import RuleFinding, Transcript
 from papaya.errors import ProtocolError
 from papaya.messages import wire
