@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from papaya.attestation.policy import DevicePolicy
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -167,7 +169,7 @@ def _environment(setup: ClientSetup) -> dict[str, str]:
     token, task, policy = (setup.state / name for name in ("token", "task.json", "policy.toml"))
     token.write_text(f"{setup.token}\n")
     task.write_bytes(msgspec.json.encode(setup.task))
-    policy.write_bytes(msgspec.toml.encode(setup.policy))
+    policy.write_text(_toml(setup.policy))
     return {
         "PAPAYA_SERVER": setup.server,
         "PAPAYA_TOKEN": setup.token,
@@ -177,6 +179,15 @@ def _environment(setup: ClientSetup) -> dict[str, str]:
         "PAPAYA_STATE": str(setup.state),
         "PAPAYA_SCENARIO": setup.scenario,
     }
+
+
+def _toml(policy: DevicePolicy) -> str:
+    """The settings that differ from their defaults. Their JSON is also TOML."""
+    given = msgspec.to_builtins(policy)
+    defaults = msgspec.to_builtins(DevicePolicy(log_key=policy.log_key))
+    changed = {name: value for name, value in given.items() if value != defaults[name]}
+    settings = {"log_key": policy.log_key, **changed}
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
 
 
 def _awaited(options: ConformanceOptions, gateway: Gateway) -> MakeVisit:

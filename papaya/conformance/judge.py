@@ -111,7 +111,12 @@ def _tickets(t: Transcript) -> Iterator[RuleFinding]:
         if isinstance(seen.answer, Accepted | Joined | UploadGranted):
             kind = type(seen.answer).__name__
             given.append((seen.answered_at, kind, seen.answer.ticket))
-    source = {Join: "Accepted", Report: "Joined", Chunk: "UploadGranted", Complete: "UploadGranted"}
+    source: dict[type, str] = {
+        Join: "Accepted",
+        Report: "Joined",
+        Chunk: "UploadGranted",
+        Complete: "UploadGranted",
+    }
     asked = [s for s in t.seen if isinstance(s.message, _OF_SESSION)]
     problems = []
     for seen in asked:
@@ -227,7 +232,8 @@ def _chunks(t: Transcript) -> Iterator[RuleFinding]:
     assert isinstance(joined, Joined)
     assert isinstance(granted, UploadGranted)
     words = joined.update_length + (_EXTRA_WORDS if joined.secure else 0)
-    problems, contents = [], {}
+    problems: list[str] = []
+    contents: dict[tuple[str, int], bytes] = {}
     is_changed = False
     for seen in chunks:
         chunk = seen.message

@@ -99,7 +99,7 @@ def ended_as(t: Transcript, ending: ExpectedEnding) -> bool:
 class LostAnswers(Scenario):
     name = "lost-answers"
     explains = "the answers to Join, Heartbeat, Report, a chunk and Complete are lost, once each"
-    rules = ("repeat",)
+    rules: ClassVar[tuple[str, ...]] = ("repeat",)
 
     async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
         found = await pass_on()

@@ -488,15 +488,16 @@ def _masked_updates() -> Iterator[Case]:
         "seal_private_key": _SEAL_KEY.hex(),
     }
     training = {"update": list(_UPDATE), "examples": 50, "initial_version": 10, "version": 13}
-    for name, change in (
+    valid: tuple[tuple[str, Case], ...] = (
         ("an update", {}),
         ("not stale", {"version": 10}),
         ("more examples than count", {"examples": 1000}),
         ("ties and signs", {"update": [0.5, -0.5, 0.1, -0.1, 0.0]}),
-    ):
+    )
+    for name, change in valid:
         case = _case("valid", name, **known, **{**training, **change})
         yield {**case, **_masked(case)}
-    for name, change in (
+    invalid: tuple[tuple[str, Case], ...] = (
         ("infinity", {"update": ["inf", 0, 0, 0, 0]}),
         ("not a number", {"update": [0, "nan", 0, 0, 0]}),
         ("too few numbers", {"update": [0.0] * 4}),
@@ -505,7 +506,8 @@ def _masked_updates() -> Iterator[Case]:
         ("too stale", {"version": 19}),
         ("a version that went backwards", {"version": 9}),
         ("an expired offer", {"now": NOW + 3600}),
-    ):
+    )
+    for name, change in invalid:
         yield _case("invalid", name, **{**known, **training, **change})
 
 
