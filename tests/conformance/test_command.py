@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from papaya.attestation.policy import DevicePolicy
 from papaya.cli.conformance import _toml
 from papaya.cli.main import main
@@ -27,9 +29,9 @@ GUIDE = ROOT / "docs" / "write-a-client.md"
 RUN = (
     f'exec {sys.executable} -I -S {CLIENT} --server "$PAPAYA_SERVER" '
     '--token-file "$PAPAYA_TOKEN_FILE" --history "$PAPAYA_STATE/history.json" --floor 0 '
-    "--patience 5"
+    "--patience 15"
 )
-_DEADLINE_S = 240.0
+_DEADLINE_S = 480.0
 
 
 def played(*options: str, command: Sequence[str] = ()) -> tuple[int, str, str]:
@@ -41,16 +43,28 @@ def played(*options: str, command: Sequence[str] = ()) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_client_written_from_the_page_keeps_every_rule_of_clear_tasks() -> None:
+CLEAR = [kind.name for kind in SCENARIOS if not kind.is_secure]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["lost-answers", "broken-download", "incomplete"], id="some"),
+        pytest.param(CLEAR, id="all", marks=pytest.mark.soak),
+    ],
+)
+def test_a_client_written_from_the_page_keeps_the_rules_of_clear_tasks(names: list[str]) -> None:
     """`examples/minimal_client.py` imports nothing of Papaya. It has no secure aggregation."""
-    names = [kind.name for kind in SCENARIOS if not kind.is_secure]
     chosen = [word for name in names for word in ("--scenario", name)]
-    code, out, err = played("--format", "json", *chosen, command=["sh", "-c", RUN])
+    options = ("--format", "json", "--heartbeat", "2", *chosen)
+    code, out, err = played(*options, command=["sh", "-c", RUN])
     report: dict[str, Any] = json.loads(out)
     assert report["broken"] == [], err
     assert (code, report["conforms"]) == (0, True)
     assert [found["scenario"] for found in report["scenarios"]] == names
-    assert set(report["not_exercised"]) == {"examples", "decides", "evidence", "sealed"}
+    secure = {"examples", "decides", "evidence", "sealed"}
+    assert secure <= set(report["not_exercised"])
+    assert names != CLEAR or secure == set(report["not_exercised"])
 
 
 def test_a_broken_client_fails_and_is_told_which_rule_it_broke() -> None:
@@ -100,7 +114,7 @@ def test_the_written_policy_is_the_policy_of_the_kit(tmp_path: Path) -> None:
     assert read_policy(path) == policy
 
 
-def test_an_unknown_scenario_is_refused(capsys: Any) -> None:
+def test_an_unknown_scenario_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "--scenario", "nonsense"]) == 2
     assert "slow-commit" in capsys.readouterr().err
 
