@@ -54,6 +54,7 @@ from papaya.messages.participation import Aborted, Completed, Leave, Refused
 _QUIET_HEARTBEATS = 3
 _ENDS = (Completed, Aborted, Refused)
 _TERMINATED_S = 5.0
+_STDERR = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,10 @@ def _commanded(options: ConformanceOptions) -> MakeVisit:
     async def visit(setup: ClientSetup) -> None:
         try:
             process = await asyncio.create_subprocess_exec(
-                *options.command, env={**os.environ, **_environment(setup)}, start_new_session=True
+                *options.command,
+                env={**os.environ, **_environment(setup)},
+                stdout=_STDERR,  # stdout is for the report
+                start_new_session=True,
             )
         except OSError as error:
             raise OperatorError(
