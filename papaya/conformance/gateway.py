@@ -109,6 +109,8 @@ class Gateway:
             self.changed.set()
 
     async def _send(self, request: web.Request, seen: Seen, reply: HttpReply) -> web.StreamResponse:
+        if request.transport is None or request.transport.is_closing():
+            raise NoAnswer  # the client gave this request up
         seen.status, seen.reply, seen.answered_at = reply.status, reply, time.monotonic()
         response = web.StreamResponse(status=reply.status, headers=reply.headers)
         response.content_length = len(reply.body)
