@@ -28,7 +28,7 @@ CONFIG = DeviceConfig(
     participation_floor_s=0.0,
 )
 PACING = CheckInPacing(pause_s=0.0, backoff_s=0.05, max_backoff_s=0.2, leave_s=5.0)
-_VISITS = 20  # a new task rejects devices until it wants clients
+_VISITS = 500  # a new task rejects devices until it wants clients
 
 
 class KitTrainer(ProtocolTrainer):
