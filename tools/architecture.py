@@ -53,7 +53,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server": (*BELOW_DRIVERS, "http", "clock", "credentials"),
     "sim": BELOW_DRIVERS,
     "study": (*BELOW_DRIVERS, "sim", "device"),
-    "cli": (*BELOW_DRIVERS, *DRIVERS, "http", "clock", "credentials"),
+    # Tests clients of others: a real server behind a gateway.
+    "conformance": (*BELOW_DRIVERS, "server"),
+    "cli": (*BELOW_DRIVERS, *DRIVERS, "conformance", "http", "clock", "credentials"),
     "__main__": ("cli",),
 }
 

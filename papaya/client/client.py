@@ -117,7 +117,7 @@ class Client:
         self._pending: Message | None = None
         self._pending_attempt = 0
         self._resend_at = _NEVER
-        # The next heartbeat, and the number of the last one.
+        # The next heartbeat, from the join to the end, and the number of the last one.
         self._heartbeat_at = _NEVER
         self._heartbeat_attempt = 0
 
@@ -175,13 +175,15 @@ class Client:
         if now >= self._stage_ends:
             ending: Ending = "failed" if self.stage in _WORKING else "gave_up"
             return self._leave(ending, f"{self.stage.value} took too long")
+        effects: Effects = []
         if now >= self._resend_at and self._pending is not None:
             if self._pending_attempt:
-                return self._on_unanswered(now, self._pending_attempt)
-            return self._ask(now, self._pending)
+                effects = self._on_unanswered(now, self._pending_attempt)
+            else:
+                effects = self._ask(now, self._pending)
         if now >= self._heartbeat_at:
-            return self._send_heartbeat(now)
-        return []
+            effects += self._send_heartbeat(now)
+        return effects
 
     def next_wake(self) -> float:
         due = self._resend_at if self._resend_at < self._heartbeat_at else self._heartbeat_at
@@ -318,7 +320,6 @@ class Client:
         assert self.joined is not None
         assert self.stage is Stage.TRAINING
         self.stage = Stage.REPORTING
-        self._heartbeat_at, self._heartbeat_attempt = _NEVER, 0
         self._stage_ends += self.joined.heartbeat_s
         self._update = memoryview(trained.update)
         if not trained.update or trained.examples < 1:
@@ -333,6 +334,8 @@ class Client:
         self._chunk_bytes = granted.chunk_bytes
         self._stage_ends = now + granted.upload_timeout_s
         self._ticket = granted.ticket
+        # A running heartbeat has the old ticket: a refusal of it says nothing about the upload.
+        self._heartbeat_attempt = 0
         if not self.joined.secure:
             return self._upload(now)
         if granted.secure is None:

@@ -556,8 +556,9 @@ class _Outgoing:
             self.write(body)
 
     def take_file(self, file: int, size: int) -> None:
-        """Takes ownership of the open file; `send_piece` sends and closes it."""
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        """Takes ownership of the open file; `send_piece` sends `size` bytes and closes it."""
+        start = os.lseek(file, 0, os.SEEK_CUR)
+        os.posix_fadvise(file, start, size, os.POSIX_FADV_WILLNEED)
         self._file, self._file_left = file, size
 
     def send_piece(self) -> bool:

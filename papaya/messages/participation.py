@@ -114,11 +114,11 @@ class SecureOffer(Struct, frozen=True, gc=False):
     TSA binary in the public log.
     """
 
-    parameters: Annotated[bytes, Meta(max_length=2048)]
-    offer: Annotated[bytes, Meta(max_length=512)]
-    identity: Annotated[bytes, Meta(max_length=64)]
+    parameters: Annotated[bytes, Meta(max_length=1024)]
+    offer: Annotated[bytes, Meta(min_length=112, max_length=112)]
+    identity: Annotated[bytes, Meta(min_length=32, max_length=32)]
     platform: Name
-    evidence: Annotated[bytes, Meta(max_length=1 << 16)]
+    evidence: Annotated[bytes, Meta(max_length=1 << 14)]
     collateral: Annotated[bytes, Meta(max_length=1 << 18)]
     leaf: Annotated[int, Meta(ge=-1, le=2**53)]
 

@@ -347,6 +347,21 @@ def test_parameters_are_immutable_and_cacheable(server: RunningServer) -> None:
     assert (head.status, head.body) == (200, b"")
 
 
+def test_a_download_of_parameters_can_be_resumed(server: RunningServer) -> None:
+    path = f"/v1/parameters/{server.join()['parameters']}"
+    whole = server.ask("GET", path)
+    assert whole.headers["accept-ranges"] == "bytes"
+    tag, size = whole.headers["etag"], len(whole.body)
+    rest = {"Range": "bytes=10-", "If-Range": tag}
+    part = server.ask("GET", path, headers=rest)
+    assert (part.status, part.body) == (206, whole.body[10:])
+    assert part.headers["content-range"] == f"bytes 10-{size - 1}/{size}"
+    assert "immutable" in part.headers["cache-control"]
+    behind = server.ask("GET", path, headers={"Range": f"bytes={size}-"})
+    assert (behind.status, behind.message["type"]) == (416, "Refused")
+    assert server.ask("GET", path, headers={**rest, "If-None-Match": tag}).status == 304
+
+
 def test_after_all_that_the_server_still_serves(server: RunningServer) -> None:
     before = server.version()
     for _ in range(2):

@@ -57,8 +57,10 @@ def served(world: World) -> Node:
     return node
 
 
-def a_world(config: TaskConfig | None = None, server: ServerConfig = SERVER) -> tuple[World, Node]:
-    world = World(config or a_task(), server=server)
+def a_world(
+    config: TaskConfig | None = None, server: ServerConfig = SERVER, upload_bytes: int = 1 << 20
+) -> tuple[World, Node]:
+    world = World(config or a_task(), server=server, upload_bytes=upload_bytes)
     return world, served(world)
 
 
