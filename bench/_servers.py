@@ -68,12 +68,15 @@ class Servers:
 
     def submit(self, config: TaskConfig, vector: Vector) -> None:
         """And wait until an aggregator serves it."""
+        self.add_task(config, vector)
+        wait_until(lambda: self.metric("papaya_task_serving") == 1, "the task is served")
+
+    def add_task(self, config: TaskConfig, vector: Vector) -> None:
         data = parameters.encode(vector, {"task": config.task, "version": "0"})
         path = f"/admin/tasks/{config.task}/parameters?model_length={config.model_length}"
         stored = json.loads(self.ask("PUT", path, data))
         task = {"config": config, "parameters": stored["parameters"], "manifest": []}
         self.ask("POST", "/admin/tasks", msgspec.json.encode(task))
-        wait_until(lambda: self.metric("papaya_task_serving") == 1, "the task is served")
 
     def newest(self, task: str, length: int) -> tuple[int, Vector]:
         """The newest version and its parameters."""
@@ -138,7 +141,7 @@ def _start(
     stack: ExitStack, servers: Servers, folder: Path, deployment: Deployment, name: str
 ) -> None:
     settings = folder / f"{name}.toml"
-    settings.write_text(_toml(deployment), encoding="utf-8")
+    settings.write_text(deployment_toml(deployment), encoding="utf-8")
     role = [] if name == "server" else [name]
     process = subprocess.Popen(
         [*servers.program, "serve", *role, "--config", str(settings), "--format", "json"],
@@ -153,7 +156,7 @@ def _start(
     servers.addresses[name] = json.loads(line)["addresses"]
 
 
-def _toml(deployment: Deployment) -> str:
+def deployment_toml(deployment: Deployment) -> str:
     """Its strings, numbers and lists of them are written in TOML as they are in JSON."""
     found = msgspec.to_builtins(deployment)
     server = found.pop("server")

@@ -1,11 +1,16 @@
-"""Claim: updates are added at 35 % (numpy) and 60 % (numba) of the speed at which memory is read.
+"""Claim: kernels reach 90 % of a bare numpy loop (numpy), 60 % of reading memory (numba).
 
 Eight updates of 20 MiB, each in chunks of 1 MiB as they are received, are added to one sum in one
-pass; what they are compared with reads the same eight streams and does nothing else with them.
-Cases: each kernel; check and fold of one update and of eight, as an aggregator's thread does it.
-Reading and adding take turns, and the best of several turns counts, because machines are noisy.
-Run as `python bench/aggregation_kernel.py`; prints one JSON line per case with value, target and
-whether it passed. A wrong result exits with 1; a slow one is only reported.
+pass. numba is compared with a loop that reads the same eight streams and does nothing else with
+them. numpy cannot fuse a multiplication with an addition, so how far it stays behind reading is a
+property of numpy and of the machine; it is compared with the same two numpy calls on the same
+pieces, without a kernel around them, and may cost a tenth more. Check and fold of one update and of
+eight, as an aggregator's thread does it, may take as long as reading an update seven times: 10 ms,
+an earlier target, at the speed of reading published before (15 GB/s).
+
+Things that are compared take turns, and the best of several turns counts, because machines are
+noisy. Run as `python bench/aggregation_kernel.py`; prints one JSON line per case with value, target
+and whether it passed. A wrong result exits with 1; a slow one is only reported.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ CHUNK_BYTES = 1 << 20
 LENGTH = MODEL_BYTES // 4
 STREAMS = 8
 TURNS = 25
-TARGETS = {"numpy": 0.35, "numba": 0.6}
+TARGETS = {"numpy": 0.9, "numba": 0.6}
+FOLD_READS = 7.0
 CONFIG = TaskConfig(
     task="bench", concurrency=100, model_length=LENGTH, regime=AsyncFL(100), clip=1e6
 )
@@ -97,6 +103,18 @@ def bench_kernels(updates: list[Vector], uploads: list[UploadChunks]) -> None:
         for together in zip(*pieces, strict=True):
             read_eight(*together)
 
+    scratch = np.empty(CHUNK_BYTES // 4, FLOAT32)
+
+    def add_bare() -> None:
+        for start, together in enumerate(zip(*pieces, strict=True)):
+            part = total[start * scratch.size :][: scratch.size]
+            for piece, factor in zip(together, factors, strict=True):
+                np.multiply(piece, np.float32(factor), out=scratch)
+                np.add(part, scratch, out=part)
+
+    total[:] = 0
+    add_bare()
+    require(np.array_equal(total, expected), "the sum of the bare loop")
     kernels = (NUMPY, compiled())
     for kernel in kernels:
         total[:] = 0
@@ -106,22 +124,24 @@ def bench_kernels(updates: list[Vector], uploads: list[UploadChunks]) -> None:
     def adding(kernel: Kernel) -> Callable[[], None]:
         return lambda: kernel.add_all(total, pieces, factors)
 
-    read_s, *added_s = best_s(read, *map(adding, kernels))
+    read_s, bare_s, *added_s = best_s(read, add_bare, *map(adding, kernels))
     payload_gb = STREAMS * MODEL_BYTES / 1e9
     for kernel, each_s in zip(kernels, added_s, strict=True):
-        target = TARGETS[kernel.name]
+        target, is_numpy = TARGETS[kernel.name], kernel is NUMPY
+        speed = (bare_s if is_numpy else read_s) / each_s
+        peer = "bare numpy" if is_numpy else "reading them"
         report(
-            f"adding 8 updates ÷ reading them, {kernel.name}",
-            read_s / each_s,
+            f"adding 8 updates ÷ {peer}, {kernel.name}",
+            speed,
             target,
-            read_s / each_s >= target,
+            speed >= target,
             read_gb_per_s=payload_gb / read_s,
             add_gb_per_s=payload_gb / each_s,
         )
 
 
 def bench_fold(uploads: list[UploadChunks], updates: list[Vector], kernel: Kernel) -> None:
-    """Time per update of check and fold; a quarter of what an update may cost in all."""
+    """Time per update of check and fold ÷ reading an update."""
     works = [Fold(CONFIG, 1, 1, f"s{i}", 1, 0) for i in range(STREAMS)]
     given = list(zip(works, uploads, strict=True))
     shards = Shards(kernel=kernel)
@@ -133,12 +153,19 @@ def bench_fold(uploads: list[UploadChunks], updates: list[Vector], kernel: Kerne
     found = WeightedSum.decode(blob, LENGTH)
     require(np.array_equal(found.vector, sum(updates)), f"the folded sum of {kernel.name}")
     require(snapshotted.sums[0].weight == STREAMS, "the folded weight")
-    one_s, eight_s = best_s(
-        lambda: shards.fold_all(given[:1], 0), lambda: shards.fold_all(given, 0)
+    streams = [[np.frombuffer(chunk, FLOAT32) for chunk in upload.values()] for upload in uploads]
+
+    def read() -> None:
+        for together in zip(*streams, strict=True):
+            read_eight(*together)
+
+    read_s, one_s, eight_s = best_s(
+        read, lambda: shards.fold_all(given[:1], 0), lambda: shards.fold_all(given, 0)
     )
     for name, each_s in (("alone", one_s), ("eight together", eight_s / STREAMS)):
-        ms = each_s * 1e3
-        report(f"ms of check and fold per update, {name}, {kernel.name}", ms, 10.0, ms <= 10.0)
+        ratio = each_s / (read_s / STREAMS)
+        case = f"check and fold per update ÷ reading it, {name}, {kernel.name}"
+        report(case, ratio, FOLD_READS, ratio <= FOLD_READS, ms=each_s * 1e3)
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
-"""Claim: a selector answers at least 5,000 check-ins per second of its CPU.
+"""Claim: a check-in costs a selector at most 12 x the CPU of a bare answer.
 
 Devices keep their connections and show a token. Cases: no task wants clients, so each check-in is
 rejected at once; a task wants a hundred thousand, so each is held, reported, assigned by the
 Coordinator and accepted with a sealed ticket. CPU is user and system of the selector process; the
 coordinator's share is given beside it. The peer is an event loop that answers every request with
-the same bytes (`_bare_answers.py`), in the same run. Every answer is read and asserted, and one of
-the tickets is taken to a join. Run as `python bench/check_ins.py`; one JSON line per case.
+the same bytes (`_bare_answers.py`), in the same run. The target is 5,000 check-ins per CPU-second,
+an earlier target, at the speed of bare answers published before (60,000 per second). Every answer
+is read and asserted, and one of the tickets is taken to a join. Run as
+`python bench/check_ins.py`; one JSON line per case.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from papaya.messages.participation import Join, Joined
 from papaya.messages.selection import Accepted, Rejected
 
 CONNECTIONS, ROUNDS, WARM_UP = 128, 200, 20
-PER_CPU_S = 5_000
+BARE_ANSWERS = 12
 # All that are accepted here are wanted, though none of them joins.
 TASK = TaskConfig(task="bench", concurrency=100_000, model_length=4, regime=AsyncFL(100))
 
@@ -53,12 +55,12 @@ def main() -> None:
 
 
 def say(case: str, used_s: dict[str, float], bare_s: float) -> None:
-    speed = 1 / used_s["selector"]
+    ratio = used_s["selector"] / bare_s
     us = {f"{name}_us": round(s * 1e6, 1) for name, s in used_s.items()}
     us["bare_answer_us"] = round(bare_s * 1e6, 1)
-    us["ratio_to_bare"] = round(used_s["selector"] / bare_s, 1)
-    case = f"check-ins per CPU-second of a selector, {case}"
-    report("check_ins", case, speed, PER_CPU_S, speed >= PER_CPU_S, **us)
+    us["per_cpu_s"] = round(1 / used_s["selector"])
+    case = f"CPU of a selector per check-in ÷ bare answer, {case}"
+    report("check_ins", case, ratio, BARE_ANSWERS, ratio <= BARE_ANSWERS, **us)
 
 
 def check_in_s(servers: Servers) -> tuple[dict[str, float], list[Message]]:

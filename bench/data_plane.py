@@ -1,4 +1,4 @@
-"""Claim: a 20 MiB update costs 40 ms of server CPU, and at most 4 x what its bytes alone cost.
+"""Claim: a 20 MiB update costs the servers at most 4 x the CPU that its bytes alone cost.
 
 Twenty devices at a time upload over loopback, without TLS: once through a Selector and an
 Aggregator that are processes of their own, with a Coordinator beside them, and once through the
@@ -37,7 +37,7 @@ MODEL_LENGTH = 5_242_880
 # What is measured holds one version for each hundred updates, no more and no less.
 GOAL, DEVICES, WARM_UP, STRETCH, STRETCHES = 100, 20, 40, 40, 5
 UPDATES = WARM_UP + STRETCHES * STRETCH
-UPDATES_PER_CPU_S, RATIO = 25.0, 4.0
+RATIO = 4.0
 SERVER = ServerConfig(heartbeat_s=1.0)
 TASK = TaskConfig(
     task="bench",
@@ -57,11 +57,13 @@ def main() -> None:
             used_s, wall_s, bare_s = measure(servers, update, pattern)
         each_s = sum(used_s.values())
         shares = {f"{name}_ms": round(s * 1e3, 1) for name, s in used_s.items()}
-        say, speed = f"20 MiB updates per CPU-second, {case}", 1 / each_s
-        shares["per_wall_s"] = round(1 / wall_s, 1)
-        report("data_plane", say, speed, UPDATES_PER_CPU_S, speed >= UPDATES_PER_CPU_S, **shares)
+        shares |= {
+            "per_cpu_s": round(1 / each_s, 1),
+            "per_wall_s": round(1 / wall_s, 1),
+            "bare_ms": round(bare_s * 1e3, 1),
+        }
         say, ratio = f"CPU ÷ bare receive and add, {case}", each_s / bare_s
-        report("data_plane", say, ratio, RATIO, ratio <= RATIO, bare_ms=round(bare_s * 1e3, 1))
+        report("data_plane", say, ratio, RATIO, ratio <= RATIO, **shares)
 
 
 def measure(

@@ -4,10 +4,11 @@ Paper, figure "Data transfer time versus aggregation goal": the naive way moves 
 20 MB model into the enclave, this way one sealed seed per client and one sum of masks per buffer.
 Cases: expanding and adding masks ÷ the bare AES-CTR key stream, eight seeds waiting; fixed point,
 masking and sealing on the device ÷ one key stream pass (CPU time of one thread, both); release and
-unmasking at K = 100 ÷ one 20 MB copy between the two processes; bytes and milliseconds across the
-boundary for K = 1…1000, both ways (the paper measured K = 1). Things that are compared take turns,
-and the best of several turns counts, because machines are noisy; of the unmasking and of the bytes,
-the median turn.
+unmasking at K = 100 ÷ what it consists of: one 20 MB copy between the two processes and three bare
+passes over the sum (subtract the masks, square for the norm, add up), each at most twice; bytes and
+milliseconds across the boundary for K = 1…1000, both ways (the paper measured K = 1). Things that
+are compared take turns, and the best of several turns counts, because machines are noisy; of the
+unmasking and of the bytes, the median turn.
 Run as `python bench/secure_aggregation.py [--plot FILE]`; prints one JSON line per case with value,
 target and whether it passed. A wrong result exits with 1; a slow one is only reported.
 """
@@ -164,7 +165,7 @@ def bench_boundary(client: TsaClient, copier: socket.socket) -> None:
     total, members = filled_group(client, group=0)
     copied, unmasked, decoded = [], [], []
     for _ in range(4 * TURNS):
-        copied.append(copy_s(copier))
+        copied.append(copy_s(copier) + three_passes_s(total))
         start_s = time.perf_counter()
         unmasking = Unmasking(total, GOAL, PARAMETERS)
         client.release(PARAMETERS, 0, members, unmasking.take)
@@ -177,8 +178,8 @@ def bench_boundary(client: TsaClient, copier: socket.socket) -> None:
     # Two processes wait for each other: who is lucky once proves nothing. The median counts.
     ratio = statistics.median(b / a for a, b in zip(copied, unmasked, strict=True))
     report(
-        "release, unmasking and checks at K = 100 ÷ one 20 MB copy", ratio, 2.5, ratio <= 2.5,
-        copy_ms=min(copied) * 1e3, ms=min(unmasked) * 1e3,
+        "release, unmasking and checks at K = 100 ÷ one copy and three passes", ratio, 2.0,
+        ratio <= 2.0, bare_ms=min(copied) * 1e3, ms=min(unmasked) * 1e3,
         best_by_best=min(unmasked) / min(copied), with_the_mean_ms=min(decoded) * 1e3,
     )  # fmt: skip
 
@@ -196,6 +197,18 @@ def filled_group(client: TsaClient, group: int) -> tuple[Words, list[int]]:
     while client.status(parameters_hash).waiting_seeds:
         pass
     return total, [offer.index for offer in offers]
+
+
+def three_passes_s(total: Words) -> float:
+    """As the unmasking, in blocks that stay in the cache."""
+    words, reals = np.empty(BLOCK, WORD), np.empty(BLOCK, np.float64)
+    start_s = time.perf_counter()
+    for block in blocks(LENGTH):
+        part = total[block]
+        np.subtract(part, part, out=words[: part.size])
+        np.multiply(part, part, out=reals[: part.size], casting="unsafe", dtype=np.float64)
+        reals[: part.size].sum()
+    return time.perf_counter() - start_s
 
 
 def copy_s(copier: socket.socket) -> float:

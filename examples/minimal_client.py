@@ -15,10 +15,11 @@ import os
 import random
 import struct
 import sys
+import threading
 import time
 import uuid
 import zlib
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from urllib.parse import urlsplit
 
 PROTOCOL = 1
@@ -34,15 +35,23 @@ class Server:
 
     def __init__(self, url, token):
         self.url, self.token = urlsplit(url), token
+        self.ended = None  # the answer to a heartbeat that ended the session
 
     def ask(self, message, timeout_s=10.0):
+        return self.repeat(*self.encoded(message), timeout_s)
+
+    def encoded(self, message):
         path = {"CheckIn": "/v1/check-in"}.get(message["type"], f"/v1/{message['type'].lower()}")
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.token}"}
-        return self.repeat("POST", path, json.dumps(message).encode(), headers, timeout_s)
+        headers = {"Content-Type": "application/json"}
+        if message["type"] == "CheckIn":
+            headers["Authorization"] = f"Bearer {self.token}"
+        return "POST", path, json.dumps(message).encode(), headers
 
     def repeat(self, method, path, body, headers, timeout_s=10.0):
         ends_at, failures = time.monotonic() + GIVE_UP_S, 0
         while time.monotonic() < ends_at:
+            if self.ended is not None:
+                raise SessionOver(self.ended)
             after_s = 0.0
             try:
                 answer = json.loads(self.once(method, path, body, headers, timeout_s)[1])
@@ -66,6 +75,41 @@ class Server:
             return response.status, response.read()
         finally:
             connection.close()
+
+
+class Heartbeats:
+    """Sends heartbeats from Joined until the visit is over, with the newest `ticket`."""
+
+    def __init__(self, server, joined):
+        self.server, self.ticket, self.every_s = server, joined["ticket"], joined["heartbeat_s"]
+        self.stopped = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.stopped.set()
+        self.thread.join()
+
+    def run(self):
+        wait_s = self.every_s
+        while not self.stopped.wait(wait_s):
+            wait_s = min(self.every_s, random.uniform(0, 5))  # after one that fails
+            try:
+                answer = self.send()
+                if answer["type"] == "Alive":
+                    wait_s = self.every_s
+                elif answer["type"] != "Retry":
+                    self.server.ended = answer
+                    return
+            except (OSError, HTTPException, ValueError, KeyError, TypeError):
+                pass
+
+    def send(self):
+        request = self.server.encoded({"type": "Heartbeat", "ticket": self.ticket})
+        return json.loads(self.server.once(*request, 10.0)[1])
 
 
 class History:
@@ -107,11 +151,24 @@ def read_parameters(data, length):
 
 
 def download(server, joined):
-    key = joined["parameters"]
-    status, data = server.once("GET", f"/v1/parameters/{key}", None, {}, 60.0)
-    if status != 200 or hashlib.sha256(data).hexdigest()[:32] != key[-32:]:
-        raise SessionOver("the parameters are gone, or do not have the hash in their key")
-    return read_parameters(data, joined["model_length"])
+    """The parameters, or None. A broken download goes on where it broke."""
+    key, data = joined["parameters"], b""
+    for _ in range(5):
+        headers = {}
+        if data:
+            headers = {"Range": f"bytes={len(data)}-", "If-Range": f'"{key[-32:]}"'}
+        try:
+            status, part = server.once("GET", f"/v1/parameters/{key}", None, headers, 60.0)
+        except IncompleteRead as broken:
+            data += broken.partial
+            continue
+        except (OSError, HTTPException):
+            continue
+        data = data + part if status == 206 else part
+        if hashlib.sha256(data).hexdigest()[:32] == key[-32:]:
+            return read_parameters(data, joined["model_length"])
+        data = b""  # the beginning may have been wrong: ask for the whole
+    return None
 
 
 def upload(server, ticket, chunk_bytes, update):
@@ -145,15 +202,26 @@ def check_in(server, history, modules, patience_s):
 
 def take_part(server, history, accepted):
     joined = server.ask({"type": "Join", "ticket": accepted["ticket"]})
+    with Heartbeats(server, joined) as heartbeats:
+        return participate(server, history, joined, heartbeats)
+
+
+def participate(server, history, joined, heartbeats):
     task, rule = joined["task"], (joined["participation_gap_s"], joined["max_participations"])
-    if joined["evaluates"] or not history.allows(task, *rule):
-        return server.ask({"type": "Leave", "ticket": joined["ticket"], "reason": "not for me"})
+    if joined["evaluates"] or joined.get("secure") or not history.allows(task, *rule):
+        return leave(server, joined, "not for me")
     parameters = download(server, joined)
-    server.ask({"type": "Heartbeat", "ticket": joined["ticket"]})  # repeat this while training
+    if parameters is None:
+        return leave(server, joined, "no parameters")
     update = struct.pack(f"<{joined['update_length']}f", *(0.0 for _ in parameters))
     granted = server.ask({"type": "Report", "ticket": joined["ticket"], "examples": 1})
+    heartbeats.ticket = granted["ticket"]
     history.record(task, *rule)
     return upload(server, granted["ticket"], granted["chunk_bytes"], update)
+
+
+def leave(server, joined, reason):
+    return server.ask({"type": "Leave", "ticket": joined["ticket"], "reason": reason})
 
 
 def main():

@@ -1,10 +1,10 @@
 """The `now` of the machines: wall-clock seconds that never jump within a process.
 
-It is the wall time at the start plus monotonic progress. So setting the system's clock does not end
-a session or a lease early, and `now` agrees with the timers of the event loop, which are monotonic
-too. The clock of a server stops while the machine is suspended; that of a device does not
-(`device_clock`). It does not follow NTP: deadlines that several servers check allow for clocks that
-differ by a heartbeat.
+It is the wall time at the start plus the time that has passed since, also while the machine was
+suspended. So setting the system's clock does not end a session or a lease early, and a server that
+was suspended knows that its lease has ended. It does not follow NTP: a process that started with a
+wrong clock keeps it until it restarts. Leaders compare clocks by reports, and refuse servers whose
+clock is too far off. No update is counted twice, whatever clocks show (docs/adr/0034).
 """
 
 from __future__ import annotations
@@ -13,26 +13,21 @@ import time
 from collections.abc import Callable
 
 
+def _since_boot() -> float:
+    # Under Linux CLOCK_MONOTONIC stops while the machine is suspended.
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 class Clock:
     """Use one per process: two may differ if the wall clock was set in between."""
 
     def __init__(
         self,
         wall: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
+        monotonic: Callable[[], float] = _since_boot,
     ) -> None:
         self._monotonic = monotonic
         self._offset = wall() - monotonic()
 
     def now(self) -> float:
         return self._offset + self._monotonic()
-
-
-def device_clock() -> Clock:
-    """A clock that includes suspended time: devices sleep, and their examples still age."""
-    return Clock(monotonic=_since_boot)
-
-
-def _since_boot() -> float:
-    # Under Linux CLOCK_MONOTONIC stops while the machine is suspended.
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -54,7 +54,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server": (*BELOW_DRIVERS, "bundle", "http", "clock", "credentials"),
     "sim": BELOW_DRIVERS,
     "study": (*BELOW_DRIVERS, "sim", "device"),
-    "cli": (*BELOW_DRIVERS, *DRIVERS, "bundle", "http", "clock", "credentials"),
+    # Tests clients of others: a real server behind a gateway.
+    "conformance": (*BELOW_DRIVERS, "server"),
+    "cli": (*BELOW_DRIVERS, *DRIVERS, "bundle", "conformance", "http", "clock", "credentials"),
     "__main__": ("cli",),
 }
 
@@ -160,6 +162,7 @@ IMPURE_ATTRIBUTES = {
     **dict.fromkeys(("tofile", "dump"), EFFECT),
     **dict.fromkeys(("__builtins__", "__globals__", "__import__", "__code__"), HIDDEN),
     **dict.fromkeys(("__loader__", "__spec__", "__subclasses__", "__self__"), HIDDEN),
+    "__getattribute__": HIDDEN,
 }
 
 RANDOM = "random.Random"
@@ -357,6 +360,10 @@ class Purity:
                 yield line, f"uses `.{name}`", IMPURE_ATTRIBUTES[name]
         for line in names.unseeded:
             yield line, "uses `Random` without a seed", DRAW
+        for line in names.seeded_by_the_system:
+            yield line, "calls `.seed` without a seed, which takes one from the system", DRAW
+        for line in names.computed:
+            yield line, "uses `getattr` with a computed name on another object than `self`", HIDDEN
 
     def _impure_imports(self, names: "Names") -> Iterator[tuple[int, str, str]]:
         for line, name in names.imports:
@@ -426,6 +433,9 @@ class Names(ast.NodeVisitor):
         self.uses: list[tuple[int, str, str]] = []  # line, imported name, the same with attributes
         self.unbound: list[tuple[int, str]] = []  # builtins, and globals of this file
         self.attributes: list[tuple[int, str]] = []
+        self.seeded_by_the_system: list[int] = []  # lines: `rng.seed()`
+        # By line: uses of `getattr` less calls of it with a known name, or with `self`.
+        self._getattr_uses: dict[int, int] = {}
         # By line: uses of `Random` less calls of it with a seed.
         self._random_uses: dict[int, int] = {}
         self._is_type = False  # inside an annotation
@@ -536,6 +546,11 @@ class Names(ast.NodeVisitor):
                 self.generic_visit(node)
 
     @property
+    def computed(self) -> list[int]:
+        """Lines that may get any attribute by name, or hand `getattr` to others."""
+        return [line for line, uses in self._getattr_uses.items() if uses > 0]
+
+    @property
     def unseeded(self) -> list[int]:
         """Lines that create a `Random` without a seed, or hand the class to others."""
         return [line for line, uses in self._random_uses.items() if uses > 0]
@@ -595,6 +610,8 @@ class Names(ast.NodeVisitor):
         targets = self._targets(name)
         if targets is None:
             self.unbound.append((line, name))
+            if name == "getattr":
+                self._getattr_uses[line] = self._getattr_uses.get(line, 0) + 1
         for target in targets or ():
             used = ".".join([target, *attributes])
             self.uses.append((line, target, used))
@@ -602,10 +619,19 @@ class Names(ast.NodeVisitor):
                 self._random_uses[line] = self._random_uses.get(line, 0) + 1
 
     def _visit_call(self, node: ast.Call) -> None:
+        called = self._called(node.func)
         match node:
             case ast.Call(func=ast.Name(id="getattr"), args=[_, ast.Constant(value=str(name)), *_]):
                 self.attributes.append((node.lineno, name))
-        called = self._called(node.func)
+                self._getattr_uses[node.lineno] = self._getattr_uses.get(node.lineno, 0) - 1
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id="self"), *_]):
+                self._getattr_uses[node.lineno] = self._getattr_uses.get(node.lineno, 0) - 1
+            case ast.Call(func=ast.Attribute(attr="seed")):
+                given = [*node.args, *(keyword.value for keyword in node.keywords)]
+                if f"{RANDOM}.seed" in called:  # Random.seed(rng, 7)
+                    given = given[1:]
+                if not given or _is_none(given[0]) or isinstance(given[0], ast.Starred):
+                    self.seeded_by_the_system.append(node.lineno)
         seed = node.args[0] if node.args else ast.Constant(None)
         if RANDOM in called and not isinstance(seed, ast.Starred) and not _is_none(seed):
             line = node.func.lineno

@@ -90,8 +90,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "fold_threads": "Number of worker threads of an aggregator, each with its own "
         "intermediate aggregate.",
         "upload_memory_mb": "Memory for uploads under way. An upload begins when there is room for "
-        "all of it and two chunks more. Use about `upload_slots` x the largest model, so that all "
-        "slots can be used at the same time. A task whose model does not fit at all is not served.",
+        "all of it and two chunks more; slow uploads count only with what they hold. A task whose "
+        "model does not fit at all is not served.",
         "max_connections": "Maximum number of connections to one listener. It is lowered if the "
         "system's limit on open files (`ulimit -n`) does not allow as many.",
         "max_connections_per_address": "Connections to the device listener from one client address "
@@ -124,7 +124,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     },
     Requirements: {
         "engine": "Training engine that the device must have. None: any.",
-        "module": "Hash of the task file that the device must have. None: any.",
+        "module": "Name of the task file that the device must have: hash of the file, and of the "
+        "model's frozen tensors if it has any. None: any.",
         "min_memory_mb": "Minimum memory that the device must declare, in MB.",
         "labels": "Labels that the device must declare.",
     },
@@ -138,8 +139,6 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "held_report_interval_s": "Minimum time between two reports that only change the "
         "number of held check-ins.",
         "max_held": "Maximum number of check-ins that one selector holds.",
-        "upload_slots": "Maximum number of uploads that one aggregator receives at the same time. "
-        "Each takes the memory of a model.",
         "chunk_bytes": "Size of every chunk of an upload except the last.",
         "pace": "Check-ins that pace steering aims at, per expected completion.",
         "min_retry_s": "Minimum mean time after which a rejected device is asked to come back.",

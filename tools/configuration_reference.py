@@ -68,7 +68,7 @@ REFUSED: dict[type[Struct], list[dict[str, Any]]] = {
     OptimizerConfig: [{"rate": 0.0}, {"beta1": 1.0}],
     ServerConfig: [
         {"heartbeat_s": 0.0},
-        {"upload_slots": 0},
+        {"max_held": 0},
         {"chunk_bytes": 1001},
         {"min_retry_s": 60.0, "max_retry_s": 30.0},
     ],

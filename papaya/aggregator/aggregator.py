@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from itertools import count
 
 from papaya.aggregator.held_task import HeldTask, TaskPhase
-from papaya.aggregator.upload import Slots
+from papaya.aggregator.upload import UploadMemory
 from papaya.aggregator.work import (
     Arriving,
     Folded,
     Forget,
+    Growing,
     Lost,
     Offered,
     Restored,
@@ -27,10 +28,10 @@ from papaya.aggregator.work import (
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import ProtocolError, TicketError
 from papaya.machine import Effects, Handle, Read, Reply, Send
-from papaya.messages.base import Message, NodeId, TaskId
-from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
+from papaya.messages.base import Message, NodeId, SessionId, TaskId
+from papaya.messages.control import AggregatorOrders, AggregatorReport, Drain, Placement
 from papaya.messages.participation import Refused, Retry, Ticketed
-from papaya.messages.storage import FenceRow, Rows, TaskRow, Transacted, task_key
+from papaya.messages.storage import FenceRow, Revoked, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
 
 
@@ -44,37 +45,47 @@ class Aggregator:
         self,
         node: NodeId,
         boot: float,
+        now: float,
         config: ServerConfig,
         keyring: Keyring,
         coordinators: Sequence[NodeId],
-        upload_buffers: float = float("inf"),
+        upload_bytes: float = float("inf"),
     ) -> None:
-        """`upload_buffers`: how many chunks the driver has memory for."""
+        """`upload_bytes`: how much memory the driver has for uploads."""
         self.node = node
-        # When the process started. A restarted aggregator holds nothing.
+        # The number of this start of the node. A restarted aggregator holds nothing.
         self.boot = boot
         self.tasks: dict[TaskId, HeldTask] = {}
+        # The process is about to stop, and whether no other aggregator could take its tasks.
+        self._is_draining = False
+        self._is_last = False
+        # The tasks whose last record was reported.
+        self._drained: tuple[TaskId, ...] = ()
         # The highest epoch of a leader that sent orders, and the number of its newest orders.
         self.epoch = 0
         self._orders = 0
+        # When the last orders arrived; the start of the process before that.
+        self.led_at = now
 
         self._config = config
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
-        # Memory for uploads, shared by all tasks.
-        self._slots = Slots(config.upload_slots, config.heartbeat_s, upload_buffers)
+        # Shared by all tasks.
+        self._memory = UploadMemory(upload_bytes, config.heartbeat_s)
         # Tokens of storage requests.
         self._tokens = count(1)
+        # Devices that may not take part.
+        self._revoked: tuple[str, ...] = ()
         # Secure tasks that were taken away, by the token of the read that tells whether they ended.
         self._left: dict[int, TaskConfig] = {}
 
         # The number and the time of the last report, and when the next one is due.
         self._number = 0
         self._reported_at = -float("inf")
-        self._report_due = boot
+        self._report_due = now
         # The next heartbeat, and the last call of `wake`.
-        self._next_beat = boot
-        self._woken_at = boot
+        self._next_beat = now
+        self._woken_at = now
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -94,10 +105,16 @@ class Aggregator:
                 effects = self._on_work(now, message)
             case Arriving():
                 effects = self._on_arriving(now, message)
+            case Growing():
+                effects = self._on_growing(now, message)
             case Transacted() | Rows():
                 effects = self._on_stored(now, message)
             case AggregatorOrders():
                 effects = self._on_orders(now, message)
+            case Revoked():
+                effects = self._on_revoked(message)
+            case Drain():
+                effects = self._on_drain(now, message)
             case _:
                 raise ProtocolError(f"an aggregator does not accept {type(message).__name__}")
         return self._finish(now, effects)
@@ -121,17 +138,15 @@ class Aggregator:
         return due
 
     def check(self) -> None:
-        self._slots.check()
+        self._memory.check()
         for held in self.tasks.values():
             held.check()
 
     @property
-    def uploads(self) -> int:
-        """Uploads that have started and are not acknowledged yet."""
-        return sum(
-            session.upload is not None
-            for held in self.tasks.values()
-            for session in held.sessions.active.values()
+    def may_stop(self) -> bool:
+        """Draining is over: other aggregators hold the tasks, or all is recorded and none can."""
+        return not self.tasks or (
+            self._is_last and all(held.is_drained for held in self.tasks.values())
         )
 
     # -- clients and work -------------------------------------------------------------------
@@ -143,7 +158,7 @@ class Aggregator:
             return [Reply(reply_to, Refused(str(error), error.hint))]
         held = self.tasks.get(claim.task)
         if held is None or held.phase is not TaskPhase.SERVING:
-            after_s = self._config.heartbeat_s / 4
+            after_s = min(1.0, self._config.heartbeat_s / 4)  # a successor may hold it already
             reason = "this aggregator does not hold the task" if held is None else held.phase.value
             return [Reply(reply_to, Retry(reason, after_s))]
         overdue = held.wake(now) if held.sessions.next_deadline() <= now else []
@@ -170,10 +185,8 @@ class Aggregator:
                 return held.on_lost(message)
             case Restored():
                 return held.on_restored(now)
-            case Offered() if held.offers is not None:
-                held.offers.on_offered(now, message, held.pipeline)
-                return held.pipeline.pump(now) if held.phase is TaskPhase.SERVING else []
-        return []
+            case Offered():
+                return held.on_offered(now, message)
 
     def _on_arriving(self, now: float, message: Arriving) -> Effects:
         """Part of a chunk has arrived: the client is slow, not silent."""
@@ -181,8 +194,22 @@ class Aggregator:
         session = held.sessions.active.get(message.session) if held is not None else None
         if session is not None:
             session.seen_at = now
-            self._slots.touch(now, (message.task, message.session))
+            if session.claim is not None:
+                self._memory.arrived(now, session.claim, message.count)
         return []
+
+    def _on_growing(self, now: float, message: Growing) -> Effects:
+        held = self.tasks.get(message.task)
+        session = held.sessions.active.get(message.session) if held is not None else None
+        if held is None or session is None or session.claim is None:
+            return []
+        return [] if self._memory.may_grow(now, session.claim) else held.drop_upload(session)
+
+    def has_grown(self, task: TaskId, session: SessionId) -> bool:
+        """May the next chunk be received into a whole buffer? See `Growing`."""
+        held = self.tasks.get(task)
+        found = held.sessions.active.get(session) if held is not None else None
+        return found is not None and found.claim is not None and found.claim.has_grown
 
     def _on_stored(self, now: float, message: Transacted | Rows) -> Effects:
         for held in self.tasks.values():
@@ -196,6 +223,10 @@ class Aggregator:
         if isinstance(message, Rows) and message.token in self._left:
             return self._on_left(self._left.pop(message.token), message)
         return []
+
+    def _on_revoked(self, message: Revoked) -> Effects:
+        self._revoked = message.devices
+        return [effect for held in self.tasks.values() for effect in held.revoke(self._revoked)]
 
     def _leave(self, held: HeldTask) -> Effects:
         """Orders no longer name the task: it moved, or it is over. The rows tell which."""
@@ -218,6 +249,8 @@ class Aggregator:
         if orders.boot != self.boot or (orders.epoch, orders.number) <= (self.epoch, self._orders):
             return []
         self.epoch, self._orders = orders.epoch, orders.number
+        self._is_last = orders.is_last
+        self.led_at = now
         for held in self.tasks.values():
             held.confirmations.acknowledge(orders.acked)
         given = {placement.task: placement for placement in orders.tasks}
@@ -231,6 +264,8 @@ class Aggregator:
     def _take(self, placement: Placement) -> Effects:
         held = self.tasks.get(placement.task)
         effects: Effects = []
+        if held is None and self._is_draining:
+            return []  # it has to move anyway
         if held is not None:
             if held.fence.seq >= placement.seq:
                 return []
@@ -240,26 +275,41 @@ class Aggregator:
             placement.task,
             fence,
             placement.leases,
+            placement.active,
             self._config,
             self._keyring,
-            self._slots,
+            self._memory,
             self._tokens,
         )
         self.tasks[placement.task] = held
-        return effects + held.load()
+        return [*effects, *held.revoke(self._revoked), *held.load()]
+
+    def _on_drain(self, now: float, drain: Drain) -> Effects:
+        """The process is about to stop: make the last records, so that the tasks can move."""
+        self._is_draining = True
+        self._is_last = self._is_last or drain.is_alone
+        self._report_due = now
+        effects: Effects = []
+        for held in self.tasks.values():
+            effects += held.drain(drops_uploads=drain.drops_uploads)
+        return effects
+
+    def _go_on_draining(self, now: float) -> Effects:
+        effects: Effects = []
+        for held in self.tasks.values():
+            effects += held.record_now(now)
+        drained = tuple(task for task, held in self.tasks.items() if held.is_drained)
+        if drained != self._drained:
+            self._drained = drained
+            self._report_due = now
+        return effects
 
     def _beat(self, now: float) -> Effects:
         self._next_beat = now + self._config.heartbeat_s
         effects: Effects = []
-        for task, session_id in self._slots.idle(now):
-            held = self.tasks.get(task)
-            session = held.sessions.active.get(session_id) if held is not None else None
-            if held is None or session is None:
-                self._slots.release((task, session_id))
-            elif not session.is_complete:
-                effects += held.reclaim_slot(session)
         for held in self.tasks.values():
             held.sessions.forget(now)
+            effects += held.free_waiting(now)
             if held.phase is TaskPhase.HALTED:
                 effects += held.load()  # the owner may have changed the rows
         return effects + self._report(now, heartbeat=True)
@@ -279,21 +329,28 @@ class Aggregator:
             number=self._number,
             at=now,
             epoch=self.epoch,
-            load=self._load() if heartbeat else 0.0,
+            load=self._load(now) if heartbeat else 0.0,
             heartbeat=heartbeat,
             tasks=reports,
+            draining=self._is_draining,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
-    def _load(self) -> float:
-        """Share of slots in use, plus uploads rejected since the last heartbeat per slot."""
-        turned_away = sum(held.turned_away for held in self.tasks.values())
+    def _load(self, now: float) -> float:
+        """Share of the memory in use, plus what was turned away since the last heartbeat."""
+        turned_away = sum(held.turned_away_bytes for held in self.tasks.values())
         for held in self.tasks.values():
-            held.turned_away = 0
-        return self._slots.used + turned_away / self._config.upload_slots
+            held.turned_away_bytes = 0
+        return self._memory.used(now) + turned_away / self._memory.total_bytes
 
     def _finish(self, now: float, effects: Effects) -> Effects:
-        """After every event: report a rise in demand, limited to the minimum report interval."""
+        """After every event: drop what lost its memory, and report a rise in demand, limited to the
+        minimum report interval.
+        """
+        if self._memory.taken_back:
+            effects += self._drop_taken_back()
+        if self._is_draining:
+            effects += self._go_on_draining(now)
         for held in self.tasks.values():
             if held.may_want_more:
                 held.may_want_more = now < held.adopts_until
@@ -302,4 +359,16 @@ class Aggregator:
                     self._report_due = min(self._report_due, due)
         if now >= self._report_due:
             effects += self._report(now, heartbeat=False)
+        return effects
+
+    def _drop_taken_back(self) -> Effects:
+        """Their clients send the chunks again."""
+        claims, self._memory.taken_back = self._memory.taken_back, []
+        effects: Effects = []
+        for task, session_id in (claim.owner for claim in claims):
+            held = self.tasks.get(task)
+            session = held.sessions.active.get(session_id) if held is not None else None
+            if held is not None and session is not None:
+                held.counters["uploads_taken_back"] += 1
+                effects += held.drop_upload(session)
         return effects

@@ -34,15 +34,25 @@ from papaya.aggregator.sessions import (
     ticket_life_s,
 )
 from papaya.aggregator.upload import (
-    Slots,
+    Claim,
     Upload,
-    buffers_of,
+    UploadMemory,
     chunk_count,
     chunk_length,
     crc32,
     why_not_served,
 )
-from papaya.aggregator.work import Drop, Folded, Keep, Lost, Snapshotted, StepFailed, Stepped
+from papaya.aggregator.work import (
+    UNREACHABLE,
+    Drop,
+    Folded,
+    Keep,
+    Lost,
+    Offered,
+    Snapshotted,
+    StepFailed,
+    Stepped,
+)
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import TicketError
 from papaya.learning.weighting import capped
@@ -78,10 +88,12 @@ from papaya.messages.tickets import (
     Keyring,
     SessionTicket,
     UploadTicket,
+    pseudonym_of,
 )
 
 _BUSY_RETRY_S = 0.5
 _NEVER = float("inf")
+_FAILING = "the TSA has an internal error at a release; restart it to give up the buffer"
 
 
 class TaskPhase(Enum):
@@ -97,32 +109,48 @@ class Promises:
     """An upper bound on the leases that the Coordinator may hold for one task.
 
     The paper counts clients "assigned to a task, but [...] not yet confirmed". Any demand that was
-    reported may have been leased, and leases made under the previous holder may still arrive. A
-    promised slot is kept free for them: an adopted client only gets a slot that is not promised, so
-    active + promised never exceeds C.
+    reported may have been leased, and leases made under an earlier holder may still arrive. Slots
+    are kept free for both: an adopted client only gets a slot that is not promised, so active +
+    promised + inherited never exceeds C.
     """
 
     def __init__(self, seq: int, leases: Iterable[SessionId]) -> None:
         self._seq = seq
+        # Leases under an earlier holder that have not come. Some may have joined there, unreported.
         self._inherited = dict.fromkeys(leases)
-        self.count = len(self._inherited)
+        # Demand that was reported and not taken yet.
+        self.count = 0
+
+    @property
+    def inherited(self) -> int:
+        return len(self._inherited)
 
     def offer(self, demand: int) -> None:
         """This demand is being reported, so it may be leased from now on."""
         self.count = max(self.count, demand)
 
+    def inherits(self, session: SessionId) -> bool:
+        """Is a slot kept for this session because its lease was made under an earlier holder?"""
+        return session in self._inherited
+
     def cover(self, assignment: AssignmentTicket) -> bool:
-        """Is a slot promised to this assignment?
+        """Is a slot kept for this assignment?
 
         An assignment under an earlier holder is covered only if the Coordinator listed its lease:
         otherwise it may already have been used at that holder.
         """
-        return assignment.seq == self._seq or assignment.session in self._inherited
+        return assignment.seq == self._seq or self.inherits(assignment.session)
 
     def keep(self, session: SessionId) -> None:
-        """The session has joined and takes its promised slot."""
-        self._inherited.pop(session, None)
-        self.count = max(0, self.count - 1)
+        """The session has come and takes the slot that was kept for it."""
+        if session in self._inherited:
+            del self._inherited[session]
+        else:
+            self.count = max(0, self.count - 1)
+
+    def forget_inherited(self) -> None:
+        """By now all of them have ended: none is longer than a window of adoption."""
+        self._inherited.clear()
 
 
 class Confirmations:
@@ -169,9 +197,10 @@ class HeldTask:
         task: TaskId,
         fence: FenceRow,
         leases: Sequence[SessionId],
+        predecessors_active: int | None,
         server: ServerConfig,
         keyring: Keyring,
-        slots: Slots,
+        memory: UploadMemory,
         tokens: Iterator[int],
     ) -> None:
         self.task = task
@@ -196,20 +225,27 @@ class HeldTask:
 
         # Demand may have risen since the last report: the aggregator checks after each event.
         self.may_want_more = False
-        # Until then clients of an earlier holder are adopted and no demand is reported. Infinite
-        # until the task is served for the first time.
+        # Until then room is kept for the clients of earlier holders that are still expected.
+        # Infinite until the task is served for the first time.
         self.adopts_until = _NEVER
+        # The active clients of earlier holders, None if unknown, and how many have come.
+        self._predecessors_active = 0 if fence.seq == 1 else predecessors_active
+        self._have_come = 0
+
+        # The process is about to stop: nothing new begins here, and the task moves after its last
+        # record.
+        self._is_draining = False
 
         # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
-        # Uploads rejected since the last heartbeat because no slot was free. Part of the load.
-        self.turned_away = 0
+        # What uploads needed that were turned away since the last heartbeat. Part of the load.
+        self.turned_away_bytes = 0
 
         self._server = server
         self._keyring = keyring
         # Memory for uploads, and tokens for storage requests: shared by all tasks held here.
-        self._slots = slots
+        self._memory = memory
         self._tokens = tokens
         # The token of the read that loads the task.
         self._read_token = 0
@@ -218,6 +254,11 @@ class HeldTask:
         self._sweep_s = server.heartbeat_s / 20
         # The version at which a blob was last found missing.
         self._lost_at: int | None = None
+        # Effects of ending a session that the current request replaces.
+        self._replaced: Effects = []
+        # Devices that may not take part, by identity and by their pseudonyms in this task.
+        self._revoked_devices: tuple[str, ...] = ()
+        self._revoked: frozenset[bytes] = frozenset()
 
     @property
     def ledger(self) -> Ledger:
@@ -246,15 +287,17 @@ class HeldTask:
         ledger = Ledger.read(self.task, self.fence, dict(rows.rows))
         if ledger is None:
             return self.stop()
-        problem = why_not_served(ledger.config, self._server.chunk_bytes, self._slots.buffers)
+        problem = why_not_served(ledger.config, self._server.chunk_bytes, self._memory.total_bytes)
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
         if ledger.config.secure_aggregation is not None:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
-            self.offers.mark_lost(0.0, self.pipeline)
+            self.offers.on_loaded(self.pipeline)
         self._overflow.clear()
-        return [*self._settle_sessions(), self.pipeline.restore()]
+        effects = [*self._settle_sessions(), *self._end_revoked()]
+        self._keep_places()
+        return [*effects, self.pipeline.restore()]
 
     def _settle_sessions(self) -> Effects:
         """Acknowledge what the rows count; ask for every other upload again.
@@ -266,9 +309,13 @@ class HeldTask:
             session = self.sessions.active.get(member.session)
             if session is not None:
                 effects += self._acknowledge(session)
-            elif member.session not in self.sessions.ended:
-                self.sessions.remember(member.session, Completed(), member.keep_until)
         return effects + self._request_all_again()
+
+    def _keep_places(self) -> None:
+        """For updates whose seeds may be in a group: no other buffer can use them."""
+        for session in self.sessions.active.values():
+            if session.seed_group is not None:
+                self.pipeline.keep_place(session.id, session.seed_group)
 
     def _request_all_again(self) -> Effects:
         uploading = [s for s in self.sessions.active.values() if s.upload is not None]
@@ -279,7 +326,7 @@ class HeldTask:
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
         session.in_buffer = False
-        return self._answer(session, missing) + self.reclaim_slot(session)
+        return self._answer(session, missing) + self.drop_upload(session)
 
     def on_restored(self, now: float) -> Effects:
         self.phase = TaskPhase.SERVING
@@ -289,9 +336,9 @@ class HeldTask:
             session.seen_at = now  # while the rows were read, no request could be answered
             self.sessions.refile(session)
         if not self.has_served:
-            # The first holder of a task has no clients to adopt.
-            is_first = self.fence.seq == 1
-            self.adopts_until = now if is_first else now + self._server.heartbeat_s
+            # A client that has not come within this time counts as dead.
+            wait_s = self._server.dead_after_s if self._expected > 0 else 0.0
+            self.adopts_until = now + wait_s
         return [*self._abort_outdated(), *self._refill_offers(now), *self.pipeline.restored(now)]
 
     def stop(self) -> Effects:
@@ -300,14 +347,54 @@ class HeldTask:
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
             effects += self._answer(session, Retry("the task has moved", 0.0))
-            self._slots.release((self.task, session.id))
+            self._memory.release(session.claim)
         return effects
+
+    def drain(self, *, drops_uploads: bool) -> Effects:
+        """Begin nothing new. Uploads that have begun may finish, until they are dropped."""
+        self._is_draining = True
+        if not drops_uploads or self.phase is not TaskPhase.SERVING:
+            return []
+        unfinished = [s for s in self.sessions.active.values() if s.upload and not s.is_complete]
+        return [effect for session in unfinished for effect in self._request_again(session)]
+
+    def record_now(self, now: float) -> Effects:
+        """Commit what is folded without waiting for more of it."""
+        return self.pipeline.flush(now) if self.phase is TaskPhase.SERVING else []
+
+    @property
+    def is_drained(self) -> bool:
+        """Every update that was folded is in a record, and no other will be folded here."""
+        if not self._is_draining or self.phase is TaskPhase.LOADING:
+            return False
+        if self.phase is not TaskPhase.SERVING:
+            return True
+        uploads = any(session.upload is not None for session in self.sessions.active.values())
+        return not uploads and self.pipeline.is_settled
 
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
         self.phase = TaskPhase.HALTED
         self.halted_because = reason
         return self._request_all_again()
+
+    def revoke(self, devices: tuple[str, ...]) -> Effects:
+        """These devices, and no others, may not take part."""
+        self._revoked_devices = devices
+        return self._end_revoked() if self.phase is TaskPhase.SERVING else []
+
+    def _end_revoked(self) -> Effects:
+        """End sessions of revoked devices, except those whose update is being folded."""
+        key = self.ledger.pseudonym_key
+        found = (pseudonym_of(device, key) for device in self._revoked_devices)
+        pseudonyms = [pseudonym for pseudonym in found if pseudonym]
+        self._revoked = frozenset(pseudonyms)
+        effects: Effects = []
+        for pseudonym in pseudonyms:
+            session = self.sessions.of_device(pseudonym)
+            if session is not None and not session.is_complete:
+                effects += self._abort(session, "revoked")
+        return effects
 
     # -- demand -----------------------------------------------------------------------------
 
@@ -328,8 +415,20 @@ class HeldTask:
 
     @property
     def room(self) -> int:
-        """Free slots that are not promised to a lease: an adopted client may take one."""
-        return self.config_demand - self.promises.count
+        """Free slots that are not kept for a lease: an adopted client may take one."""
+        return self.config_demand - self.promises.count - self.promises.inherited
+
+    @property
+    def _expected(self) -> int:
+        """Clients of earlier holders that may still come, with or without a lease."""
+        return self._awaited + self.promises.inherited
+
+    @property
+    def _awaited(self) -> int:
+        """Those of them that have no lease any more."""
+        active = self._predecessors_active
+        first = self.config.concurrency if active is None else active
+        return max(0, first - self._have_come)
 
     @property
     def has_served(self) -> bool:
@@ -340,35 +439,49 @@ class HeldTask:
         return self.adopts_until != _NEVER
 
     def demand(self, now: float) -> int:
-        """The demand to report: zero while clients of an earlier holder may still be adopted."""
-        if self.phase is not TaskPhase.SERVING or now < self.adopts_until:
+        """The demand to report: without the room that is kept for clients of earlier holders, and
+        zero while those that are here wait for the TSA.
+        """
+        if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
             return 0
-        return self.config_demand
+        kept = self._expected if now < self.adopts_until else 0
+        return max(0, self.config_demand - kept)
 
     def report(self, now: float, number: int) -> TaskReport:
         """The task's part of report `number` to the Coordinator (paper, "High Client Utilization").
 
         Reported demand is promised: the clients that are assigned because of it find their slots.
         """
+        if now >= self.adopts_until:
+            self.promises.forget_inherited()
         demand = self.demand(now)
-        problem = "" if self.offers is None else self.offers.problem
         self.promises.offer(demand)
         return TaskReport(
             task=self.task,
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
-            halted=self.halted_because or problem,
+            halted=self.halted_because or self._tsa_problem,
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
+            version=self.ledger.version if self.has_served else 0,
+            drained=self.is_drained,
+            awaited=self._awaited if self.has_served and now < self.adopts_until else 0,
         )
 
     # -- requests of clients ----------------------------------------------------------------
 
     def answer(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         """Answer a request. `claim` is what its ticket says, not verified yet."""
+        effects = self._serve(now, request, claim, reply_to)
+        replaced, self._replaced = self._replaced, []
+        return replaced + effects
+
+    def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
+        if self._is_draining and self._begins_something(request, claim):
+            return [Reply(reply_to, Retry("the task is about to move", _BUSY_RETRY_S))]
         try:
             match request:
                 case Heartbeat():
@@ -385,7 +498,7 @@ class HeldTask:
                     return [] if answer is None else [Reply(reply_to, answer)]
                 case Complete():
                     session = self._uploader(now, request.ticket, claim)
-                    return self._complete(session, request, reply_to)
+                    return self._complete(now, session, request, reply_to)
                 case Report():
                     session = self._participant(now, request.ticket, claim)
                     return self._report(now, session, request, reply_to)
@@ -397,6 +510,15 @@ class HeldTask:
             return [Reply(reply_to, Left() if has_left else ended.answer)]
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
+
+    def _begins_something(self, request: Ticketed, claim: AnyTicket) -> bool:
+        """Is it a join, or part of an upload that has not begun here?"""
+        if isinstance(request, Heartbeat | Leave):
+            return False
+        session = self.sessions.active.get(claim.session)
+        return claim.session not in self.sessions.ended and (
+            session is None or session.upload is None
+        )
 
     def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave, which carry a session or upload ticket."""
@@ -429,7 +551,7 @@ class HeldTask:
                 raise TicketError("the upload deadline has passed")
             if not regime.accepts(self.config, ticket.version, self.ledger.version + 1):
                 raise SessionEnded(Aborted("round_over"))
-            if ticket.version < self.ledger.restarted_at:
+            if ticket.version < self.ledger.void_below:
                 raise SessionEnded(Aborted("stale"))
             if session is None:
                 session = self._adopt(now, ticket, b"")
@@ -444,16 +566,36 @@ class HeldTask:
 
     def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
         """Continue a session of an earlier holder, so that the client's training is not lost."""
-        if self.room < 1:
+        earlier = self._earlier_session(ticket)
+        if earlier is not None and earlier.ticket.expires >= ticket.expires:
+            raise SessionEnded(Aborted("replaced"))  # it joined later than this one
+        is_leased = self.promises.inherits(ticket.session)
+        free = self.config_demand if is_leased else self.room
+        if free + (earlier is not None) < 1:
             raise SessionEnded(Aborted("task_over" if self.is_over else "full"))
         session = Session(ticket, sealed, now)
-        self._add(session, is_leased=False)
+        self._add(session, earlier, is_leased=is_leased)
         return session
+
+    def _earlier_session(self, ticket: AnyTicket) -> Session | None:
+        """The session of the same device that a new one replaces. Raises if the device is revoked,
+        or its update is being folded and cannot be withdrawn.
+        """
+        if ticket.pseudonym in self._revoked:
+            raise SessionEnded(Aborted("revoked"))
+        earlier = self.sessions.of_device(ticket.pseudonym)
+        if earlier is not None and earlier.is_complete:
+            reason = "the last update of this device is being processed"
+            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
+        return earlier
 
     def _raise_if_ended(self, ticket: AnyTicket) -> None:
         ended = self.sessions.ended.get(ticket.session)
         if ended is not None:
             raise SessionEnded(ended[0])
+        # The rows decide, not the answers above: those are dropped when this clock says so.
+        if ticket.session not in self.sessions.active and self.pipeline.counts(ticket.session):
+            raise SessionEnded(Completed())
 
     def _join(self, now: float, request: Join) -> Message:
         ticket = self._keyring.open(request.ticket, AssignmentTicket)
@@ -482,6 +624,8 @@ class HeldTask:
         )
 
     def _admit(self, now: float, assignment: AssignmentTicket) -> Session:
+        if assignment.version < self.ledger.optimizer.settled:
+            raise SessionEnded(Aborted("stale"))
         if now > assignment.confirm_by:
             raise TicketError("the assignment was not confirmed in time")
         if self.is_over:
@@ -489,7 +633,9 @@ class HeldTask:
         if not regime.admits_joins(self.config, self.pipeline.current.is_full):
             raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = self.promises.cover(assignment)
-        if (self.config_demand if is_leased else self.room) < 1:
+        earlier = self._earlier_session(assignment)
+        free = self.config_demand if is_leased else self.room
+        if free + (earlier is not None) < 1:
             raise SessionEnded(Aborted("full"))
         newest, pinned = self.ledger.newest, self.config.evaluates
         ticket = SessionTicket(
@@ -499,9 +645,10 @@ class HeldTask:
             newest.version,
             newest.parameters if pinned is None else pinned.parameters,
             expires=now + session_life_s(self.config, self._server),
+            pseudonym=assignment.pseudonym,
         )
         session = Session(ticket, self._keyring.seal(ticket), now)
-        self._add(session, is_leased=is_leased)
+        self._add(session, earlier, is_leased=is_leased)
         return session
 
     def _report(self, now: float, session: Session, request: Report, reply_to: Handle) -> Effects:
@@ -513,9 +660,9 @@ class HeldTask:
             staleness = self._staleness(session)
             if session.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
                 return [*self._abort(session, "stale"), Reply(reply_to, Aborted("stale"))]
-            if not self._grant(now, session, staleness, request.examples):
-                reason = "waiting for new offers of the TSA"
-                return [Reply(reply_to, Retry(reason, _BUSY_RETRY_S))]
+            # While the TSA is away nobody seals: if it is lost, those updates are not.
+            if self._waits_for_tsa or not self._grant(now, session, staleness, request.examples):
+                return [Reply(reply_to, self._wait_for_tsa(now, session))]
         ticket = session.upload_ticket
         assert ticket is not None
         granted = UploadGranted(
@@ -545,6 +692,7 @@ class HeldTask:
             examples=capped(examples, config.max_examples),
             upload_by=now + config.upload_timeout_s,
             offer=index,
+            pseudonym=session.pseudonym,
         )
         self.sessions.reported(session, ticket, self._keyring.seal(ticket))
         return True
@@ -554,17 +702,19 @@ class HeldTask:
         if answer is not None:
             return [Reply(reply_to, answer)]
         if crc32(chunk.data) != chunk.crc32:
-            # The slot was taken for this chunk: if nothing else is kept in it, give it back.
-            released = self.reclaim_slot(session) if session.upload is None else []
+            # The claim was made for this chunk: if nothing else is kept, give it up.
+            released = self.drop_upload(session) if session.upload is None else []
             return [*released, Reply(reply_to, Retry("the chunk has a wrong checksum", 0.0))]
-        self._slots.touch(now, (self.task, session.id))
+        assert session.claim is not None
         size, piece = self.config.update_bytes, self._server.chunk_bytes
         upload = session.upload
         effects: Effects = []
         if upload is None or upload.id != chunk.upload:
             if upload is not None:
+                session.claim.kept_bytes = 0
                 effects.append(Drop(self.task, self.fence.seq, session.id))
             upload = session.upload = Upload(chunk.upload, chunk_count(size, piece))
+        self._memory.keep(now, session.claim, len(chunk.data))
         del upload.missing[chunk.index]
         effects.append(Keep(self.task, session.id, chunk.index * piece, chunk.data, size))
         return [*effects, Reply(reply_to, ChunkReceived(chunk.upload, chunk.index))]
@@ -574,8 +724,8 @@ class HeldTask:
     ) -> Message | None:
         """The answer to a chunk whose bytes are not needed, or None if they are.
 
-        None also means that the upload has a slot, so the server only reads bodies that it has
-        memory for. An offer does not count as progress of the upload; only its bytes do.
+        None also means that there is memory for the chunk, so the server only reads bodies that it
+        can keep. An offer does not count as progress of the upload; only its bytes do.
         """
         received = ChunkReceived(chunk.upload, chunk.index)
         if session.is_complete:
@@ -589,18 +739,25 @@ class HeldTask:
             return Refused(f"chunk {chunk.index} of {count} has {length} bytes, not {expected}")
         upload = session.upload
         if upload is not None and upload.id == chunk.upload and upload.has(chunk.index):
-            return received  # a duplicate: not progress, so it does not keep the slot
+            return received  # a duplicate: not progress
         if upload is not None and upload.id != chunk.upload and chunk.index > 0:
             return Refused("a new upload must start with chunk 0")
-        owner, buffers = (self.task, session.id), buffers_of(self.config, piece)
-        if not self._slots.has_room(owner, buffers):
-            self.turned_away += 1
-            return Retry("all upload slots are in use", _BUSY_RETRY_S)
-        self._slots.take(now, owner, buffers)
+        session.claim = session.claim or Claim((self.task, session.id), self.config, piece)
+        if self._waits_for_tsa and not self._memory.holds(session.claim):
+            return self._wait_for_tsa(now, session)
+        has_arrived = isinstance(chunk, Chunk)
+        has_room = self._memory.may_keep if has_arrived else self._memory.may_send
+        if not has_room(now, session.claim, length):
+            self.turned_away_bytes += session.claim.needed_bytes
+            return Retry("the memory for uploads is in use", _BUSY_RETRY_S)
         return None
 
-    def _complete(self, session: Session, request: Complete, reply_to: Handle) -> Effects:
+    def _complete(
+        self, now: float, session: Session, request: Complete, reply_to: Handle
+    ) -> Effects:
         upload = session.upload
+        if self._waits_for_tsa and not session.is_complete and not (upload and upload.missing):
+            return [Reply(reply_to, self._wait_for_tsa(now, session))]
         if upload is None or upload.id != request.upload:
             count = chunk_count(self.config.update_bytes, self._server.chunk_bytes)
             return [Reply(reply_to, Incomplete(tuple(range(count))))]
@@ -613,6 +770,8 @@ class HeldTask:
         if upload.is_folding:
             return effects
         upload.is_folding = True
+        assert session.claim is not None
+        session.claim.is_complete = True
         self.counters["trips"] += 1
         return [*effects, *self._place(session)]
 
@@ -620,16 +779,23 @@ class HeldTask:
         if session.is_complete:
             # The update is being folded and cannot be withdrawn: answer with how it ends.
             return session.await_answer(reply_to)
-        return [*self._abort(session, "left"), Reply(reply_to, Left())]
+        return [*self._abort(session, "left"), Reply(reply_to, Left()), *self._place_overflow()]
 
     # -- sessions ---------------------------------------------------------------------------
 
-    def _add(self, session: Session, *, is_leased: bool) -> None:
-        """A client that joins takes a promised slot, an adopted one a slot that is not promised."""
+    def _add(self, session: Session, earlier: Session | None, *, is_leased: bool) -> None:
+        """A client with a lease takes the slot that is kept for it, any other one that is not.
+
+        Its device's `earlier` session ends.
+        """
+        if earlier is not None:
+            self._replaced += self._abort(earlier, "replaced")
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
             self.promises.keep(session.id)
+        else:
+            self._have_come += 1
         self.counters["joined" if is_leased else "adopted"] += 1
 
     def _abort(self, session: Session, reason: AbortReason) -> Effects:
@@ -648,20 +814,36 @@ class HeldTask:
         self.counters[counter] += 1
         self.may_want_more = True
         effects = self._answer(session, answer)
-        self.sessions.end(
-            session, answer, keep_until(session.ticket.expires, self.config, self._server)
-        )
-        owner = (self.task, session.id)
-        if self._slots.is_held_by(owner):
-            self._slots.release(owner)
+        self.pipeline.give_place_up(session.id)
+        self.sessions.end(session, answer, self._keep_until(session))
+        if self._memory.holds(session.claim):
+            self._memory.release(session.claim)
             effects.append(Drop(self.task, self.fence.seq, session.id))
         return effects
 
-    def reclaim_slot(self, session: Session) -> Effects:
+    def _keep_until(self, session: Session) -> float:
+        """Until then the client may ask for its answer: no later ticket of it is valid."""
+        until = keep_until(session.ticket.expires, self.config, self._server)
+        return max(until, session.kept_until + self._server.heartbeat_s)
+
+    def free_waiting(self, now: float) -> Effects:
+        """While the TSA does not answer, complete uploads that wait for a buffer hold no memory."""
+        if self.phase is not TaskPhase.SERVING or not self._waits_for_tsa:
+            return []
+        waiting, self._overflow = self._overflow, deque()
+        effects: Effects = []
+        for session_id in waiting:
+            session = self.sessions.active.get(session_id)
+            if session is not None:
+                retry = self._wait_for_tsa(now, session)
+                effects += [*self._answer(session, retry), *self.drop_upload(session)]
+        return effects
+
+    def drop_upload(self, session: Session) -> Effects:
         """Drop what was received of the upload; the client sends the chunks again later."""
         session.upload = None
         self.sessions.refile(session)
-        self._slots.release((self.task, session.id))
+        self._memory.release(session.claim)
         return [Drop(self.task, self.fence.seq, session.id)]
 
     def _answer(
@@ -707,9 +889,10 @@ class HeldTask:
             return self._discard(session, "round_over")
         if self.pipeline.is_past(session.seed_group):
             return self._discard(session, "seed_refused")
-        until = keep_until(session.ticket.expires, self.config, self._server)
+        if self.pipeline.is_counted(session.pseudonym, session.seed_group):
+            return self._discard(session, "already_counted")
         seed = session.sealed_seed, session.seed_group
-        fold = self.pipeline.place(session.as_member(until), *seed)
+        fold = self.pipeline.place(session.as_member(self._keep_until(session)), *seed)
         if fold is not None:
             return [fold]
         self._overflow.append(session.id)
@@ -728,7 +911,9 @@ class HeldTask:
         session = self.sessions.active.get(message.session)
         if session is None or not self.pipeline.knows(message):
             return []
-        self._slots.release((self.task, session.id))
+        self._memory.release(session.claim)
+        if message.is_unanswered:
+            return self._on_unanswered(now, session, message)
         if message.refused is not None:
             return self._on_refused(session, message, message.refused) + self.pipeline.pump(now)
         buffer = self.pipeline.fold(now, message)
@@ -742,13 +927,55 @@ class HeldTask:
 
     def _on_refused(self, session: Session, message: Folded, reason: DiscardReason) -> Effects:
         group = self.pipeline.refuse(message)
-        if group is not None and session.seed_group is None:
+        if group is not None and group != session.seed_group:
             session.seed_group = group
             return self._request_again(session) + self._place_overflow()
         if self.offers is not None:
             self.offers.on_refused(reason, session.offer)
         session.upload = None
         return self._discard(session, reason) + self._place_overflow()
+
+    # -- the TSA ----------------------------------------------------------------------------
+
+    @property
+    def _waits_for_tsa(self) -> bool:
+        """The TSA is away or fails. What it holds is not lost, so updates wait for it."""
+        return self.offers is not None and (self.offers.is_away or self.pipeline.is_failing)
+
+    @property
+    def _tsa_problem(self) -> str:
+        """For the owner; empty if there is none."""
+        if self.offers is None:
+            return ""
+        return _FAILING if self.pipeline.is_failing else self.offers.problem
+
+    def _wait_for_tsa(self, now: float, session: Session) -> Retry:
+        """The client is not at fault: keep its session long enough for a whole upload."""
+        keep_s = session.keep(now, self.config.upload_timeout_s)
+        after_s = self._server.heartbeat_s / 4 if self._waits_for_tsa else _BUSY_RETRY_S
+        return Retry("waiting for the TSA", after_s, keep_s)
+
+    def _on_unanswered(self, now: float, session: Session, message: Folded) -> Effects:
+        """The TSA did not answer. It may have taken the seed into this group, where only a member
+        of this buffer can use it: keep its place, and ask the client for the bytes again later.
+        """
+        assert self.offers is not None
+        self.offers.on_unanswered()
+        self.pipeline.postpone(message)
+        session.seed_group = message.target
+        session.seen_at = now  # the server kept the client waiting
+        retry = self._wait_for_tsa(now, session)
+        effects = [*self._answer(session, retry), *self.drop_upload(session)]
+        return effects + self._refill_offers(now)
+
+    def on_offered(self, now: float, message: Offered) -> Effects:
+        if self.offers is None:
+            return []
+        self.may_want_more |= self.offers.is_away
+        self.offers.on_offered(now, message, self.pipeline)
+        if self.phase is not TaskPhase.SERVING:
+            return []
+        return [*self.pipeline.pump(now), *self._refill_offers(now)]
 
     # -- storage ----------------------------------------------------------------------------
 
@@ -759,7 +986,7 @@ class HeldTask:
             session = self.sessions.active.get(session_id)
             if session is not None:
                 session.in_buffer = True
-                self._slots.release((self.task, session_id))
+                self._memory.release(session.claim)
         if self.pipeline.current.is_full and regime.ends_round_when_full(self.config):
             effects += self._end_round()
         return effects
@@ -770,6 +997,9 @@ class HeldTask:
         if message.dropped:
             what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
             self.counters[what] += 1
+        if message.dropped == UNREACHABLE and self.offers is not None:
+            self.offers.on_unanswered()
+            effects = self._refill_offers(now)
         return effects
 
     def on_step_failed(self, message: StepFailed) -> Effects:
@@ -810,6 +1040,7 @@ class HeldTask:
         self._swept_at = now
         return [
             *self._abort_expired(now),
+            *self._place_overflow(),
             *self._refill_offers(now),
             *self.pipeline.pump(now),
         ]
@@ -850,4 +1081,4 @@ def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:
 
 
 def _session_ticket(session: Session) -> SessionTicket:
-    return SessionTicket(*_session_fields(session))
+    return SessionTicket(*_session_fields(session), pseudonym=session.pseudonym)

@@ -6,6 +6,10 @@ as consumed. Every transaction requires the holder's fence, the newest version a
 that it replaces. So a write that arrives after another aggregator took over, or after it was
 repeated, changes nothing.
 
+Consumed rows are deleted in order, a ticket life after the next version. The same transaction
+raises `settled`, below which every ticket is refused. So clocks only decide when rows are deleted;
+a wrong clock can cost a client its training, but counts nothing twice (docs/adr/0034).
+
 Rows are deleted first. The blobs that no other row names are returned, to be deleted afterwards.
 """
 
@@ -16,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from papaya.aggregator import regime
 from papaya.aggregator.work import Stepped
 from papaya.config import TaskConfig
-from papaya.messages.base import BlobKey
+from papaya.messages.base import BlobKey, SessionId
 from papaya.messages.storage import (
     ConsumedRow,
     FenceRow,
@@ -43,12 +47,15 @@ class Ledger:
         self.fence = fence
         self.config: TaskConfig = task.config
         self.task = task.config.task
+        self.pseudonym_key = task.pseudonym_key
         optimizer = rows[optimizer_key(self.task)]
         assert isinstance(optimizer, OptimizerRow)
         self.optimizer = optimizer
         self.versions = {r.version: r for r in rows.values() if isinstance(r, VersionRow)}
         self.records = {r.target: r for r in rows.values() if isinstance(r, RecordRow)}
         self.consumed = {r.version: r for r in rows.values() if isinstance(r, ConsumedRow)}
+        # The sessions in `consumed`, to look one up.
+        self._counted = dict.fromkeys(m.session for r in self.consumed.values() for m in r.members)
         self.version = max(self.versions)
 
     @classmethod
@@ -68,12 +75,25 @@ class Ledger:
         """The version at which the owner last rolled back; updates from before it are void."""
         return max((v for v, row in self.versions.items() if row.restarts), default=0)
 
+    @property
+    def void_below(self) -> int:
+        """Tickets of versions below this are refused.
+
+        Their updates belong to an abandoned branch, or may be counted already: below `settled` no
+        row tells any more.
+        """
+        return max(self.restarted_at, self.optimizer.settled)
+
     def oldest_allowed(self, max_staleness: int) -> int:
-        """Initial versions below this are too stale, or belong to an abandoned branch."""
-        return max(regime.oldest_allowed(max_staleness, self.version), self.restarted_at)
+        """Initial versions below this are too stale, or void."""
+        return max(regime.oldest_allowed(max_staleness, self.version), self.void_below)
+
+    def has_consumed(self, session: SessionId) -> bool:
+        """Is the session's update in a version above `settled`?"""
+        return session in self._counted
 
     def members(self) -> Iterable[Member]:
-        """All counted updates whose tickets may still be valid."""
+        """All counted updates that the rows still name."""
         for consumed in self.consumed.values():
             yield from consumed.members
         for record in self.records.values():
@@ -138,8 +158,9 @@ class Ledger:
         target = stepped.version
         record = self.records[target]
         version = VersionRow(target, stepped.parameters, self.fence.seq, created=now)
-        old = self._outlived_versions(now, ticket_life_s)
-        settled = self._settled_consumed(now)
+        settled = self._next_settled(now, ticket_life_s)
+        optimizer = OptimizerRow(target, stepped.optimizer, settled)
+        old = self._outlived_versions(now, settled)
         return Transaction(
             require=(
                 self._fenced(),
@@ -150,13 +171,13 @@ class Ledger:
             ),
             put=(
                 (version_key(self.task, target), version),
-                (optimizer_key(self.task), OptimizerRow(target, stepped.optimizer)),
+                (optimizer_key(self.task), optimizer),
                 (consumed_key(self.task, target), ConsumedRow(target, record.members)),
             ),
             delete=(
                 record_key(self.task, target),
                 *(version_key(self.task, v) for v in old),
-                *(consumed_key(self.task, v) for v in settled),
+                *(consumed_key(self.task, v) for v in self.consumed if v <= settled),
             ),
         )
 
@@ -172,6 +193,7 @@ class Ledger:
                     self.optimizer = row
                 case ConsumedRow():
                     self.consumed[row.version] = row
+                    self._counted.update(dict.fromkeys(m.session for m in row.members))
         deleted = frozenset(transaction.delete)
         self.records = {
             t: r for t, r in self.records.items() if record_key(self.task, t) not in deleted
@@ -179,9 +201,9 @@ class Ledger:
         self.versions = {
             v: r for v, r in self.versions.items() if version_key(self.task, v) not in deleted
         }
-        self.consumed = {
-            v: r for v, r in self.consumed.items() if consumed_key(self.task, v) not in deleted
-        }
+        for version in [v for v in self.consumed if v <= self.optimizer.settled]:
+            for member in self.consumed.pop(version).members:
+                self._counted.pop(member.session, None)
         named = frozenset(self.blobs())
         return tuple(blob for blob in before if blob not in named)
 
@@ -196,22 +218,26 @@ class Ledger:
         """
         return optimizer_key(self.task), self.optimizer
 
-    def _outlived_versions(self, now: float, ticket_life_s: float) -> list[int]:
+    def _next_settled(self, now: float, ticket_life_s: float) -> int:
+        """The newest version up to which no client should still have a valid ticket.
+
+        An update in version v started below v. Clients may join v - 1 until v is known to be
+        committed, which is before v + 1 exists.
+        """
+        settled = self.optimizer.settled
+        for version in self.consumed:
+            later = self.versions.get(version + 1)
+            is_recent = later is not None and later.created + ticket_life_s > now
+            if version == self.version or is_recent:
+                break
+            settled = version
+        return settled
+
+    def _outlived_versions(self, now: float, settled: int) -> list[int]:
         """Versions to delete: not named by a valid ticket, not the last N, not marked or pinned."""
         last = self.version + 1 - self.config.keep_versions
-        outlived = []
-        for version, row in self.versions.items():
-            # Clients may join v until v + 1 is known to be committed, which is before v + 2 exists.
-            later = [r.created for v, r in self.versions.items() if v >= version + 2]
-            if version > last or not later or later[0] + ticket_life_s > now:
-                break
-            if not row.marked and row.kept_until <= now:
-                outlived.append(version)
-        return outlived
-
-    def _settled_consumed(self, now: float) -> list[int]:
         return [
             version
-            for version, row in self.consumed.items()
-            if all(member.keep_until <= now for member in row.members)
+            for version, row in self.versions.items()
+            if version < settled and version <= last and not row.marked and row.kept_until <= now
         ]

@@ -33,7 +33,7 @@ LOST = "trusted_party_lost"
 
 
 class TsaError(Exception):
-    """The TSA refused, or is LOST: it is gone, or was restarted and no longer has the seeds.
+    """The TSA refused, is UNREACHABLE, or is LOST: it was restarted and no longer has the seeds.
 
     `group` is set if the TSA already has this seed in another group that is open.
     """

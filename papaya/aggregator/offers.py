@@ -8,6 +8,8 @@ New offers also show whether the TSA still has the seeds of the open buffers. If
 buffers are marked as lost, so that no more clients work for them. There are two reliable signs: the
 TSA's identity has changed since it accepted the seeds; or the index of a new offer is not above
 that of a seed accepted before, although one TSA only counts up.
+
+A TSA that does not answer is away, not lost. It is asked for an offer every second until it does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.work import GetOffers, Offered, StockedOffer
 from papaya.config import TaskConfig
 from papaya.machine import Effects
-from papaya.messages.participation import DiscardReason, SecureOffer
+from papaya.messages.participation import MAX_EXTRA_S, DiscardReason, SecureOffer
 
 _MAX_STOCK = 512
 _RETRY_S = 1.0
@@ -42,6 +44,11 @@ class Offers:
         self._ask_again_at = 0.0
         # A seed was refused: request an offer to see whether the TSA was restarted.
         self._is_doubted = False
+        # The TSA did not answer the last call. What it holds is not lost.
+        self.is_away = False
+        # How long an offer must still be valid when a client gets it: the upload may take this
+        # long, and longer if the TSA is away meanwhile.
+        self._needed_s = config.upload_timeout_s
         # Buffers with seeds when offers were last requested, with the newest index of each; and the
         # buffers with seeds when the offers in stock were requested.
         self._asked_with: dict[int, int] = {}
@@ -69,8 +76,10 @@ class Offers:
     def on_offered(self, now: float, offered: Offered, pipeline: Pipeline) -> None:
         self._is_asked = False
         self.problem = offered.problem
+        self.is_away = offered.is_unanswered
         if offered.terms is None:
             self._ask_again_at = now + _RETRY_S  # the TSA may be starting
+            self._is_doubted |= self.is_away
             return
         is_another = self._terms is None or offered.terms.identity != self._terms.identity
         if is_another:
@@ -82,18 +91,28 @@ class Offers:
         self._had_seeds = tuple(self._asked_with)
         self._terms = offered.terms
         left_s = offered.offers[-1].expires - now
-        self._is_late = left_s <= self._config.upload_timeout_s
+        upload_s = self._config.upload_timeout_s
+        self._needed_s = min(upload_s + MAX_EXTRA_S, (upload_s + left_s) / 2)
+        self._is_late = left_s <= upload_s
         if self._is_late:
             self._ask_again_at = now + _RETRY_S
             self.problem = (
                 f"new offers of the TSA expire in {left_s:.0f} s, but an upload may take "
-                f"{self._config.upload_timeout_s:.0f} s: check the TSA's clock"
+                f"{upload_s:.0f} s: check the TSA's clock"
             )
             return
         self._stock.extend(offered.offers)
 
+    def on_loaded(self, pipeline: Pipeline) -> None:
+        """The task was loaded again. A buffer without a record is empty: it has lost nothing."""
+        records = pipeline.ledger.records
+        self._lost = tuple(target for target in self._lost if target in records)
+        self._had_seeds = tuple(target for target in self._had_seeds if target in records)
+        self._asked_with = {t: newest for t, newest in self._asked_with.items() if t in records}
+        self.mark_lost(0.0, pipeline)
+
     def mark_lost(self, now: float, pipeline: Pipeline) -> None:
-        """Mark the lost buffers in the pipeline. Call it again when the task was loaded again."""
+        """Mark the lost buffers in the pipeline."""
         self._lost = tuple(target for target in self._lost if target > pipeline.ledger.version)
         pipeline.lose(now, self._lost)
 
@@ -101,7 +120,7 @@ class Offers:
         """An offer that stays valid during the upload, with the message for the client; or None."""
         while self._stock:
             offer = self._stock.popleft()
-            if offer.expires > now + self._config.upload_timeout_s and self._terms is not None:
+            if offer.expires > now + self._needed_s and self._terms is not None:
                 return offer, structs.replace(self._terms, offer=offer.message)
         return None
 
@@ -113,6 +132,11 @@ class Offers:
         ours = b"" if self._terms is None else self._terms.identity
         if reason == "trusted_party_lost" and offer is not None and offer.identity == ours:
             self._stock.clear()  # the TSA does not know this offer, nor the rest of the stock
+
+    def on_unanswered(self) -> None:
+        """The TSA did not answer: it is away until it gives an offer."""
+        self.is_away = self._is_doubted = True
+        self.problem = self.problem or "the TSA does not answer; updates wait for it"
 
     def next_wake(self) -> float:
         """When the next request for offers is due."""

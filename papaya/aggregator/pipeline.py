@@ -41,7 +41,6 @@ from papaya.messages.storage import (
 
 _NEVER = float("inf")
 _RETRY_S = 1.0
-_MAX_FAILURES = 10
 
 
 class Buffer:
@@ -50,30 +49,40 @@ class Buffer:
     A member is first folding (its place is reserved), then folded (it is in the sum), then durable
     (it is in the committed record; only then is it acknowledged).
 
+    A place is kept for a client whose seed the TSA may have taken, although it did not answer.
+
     A lost buffer has seeds at a TSA that no longer exists. It takes no new members, and is dropped
     as soon as those it has are durable.
 
-    Invariants: durable <= folded; folded + folding <= goal.
+    Invariants: durable <= folded; folded + folding + kept <= goal; each device is a member once.
     """
 
     def __init__(self, target: int, goal: int) -> None:
         self.target = target
         self.goal = goal
         self.folding: dict[SessionId, Member] = {}
+        self.kept: dict[SessionId, None] = {}
         self.folded: dict[SessionId, Member] = {}
         self.durable = 0
         self.is_lost = False
+        # The pseudonyms of all members, folding and folded, that have one.
+        self._devices: set[bytes] = set()
 
     @classmethod
     def of_record(cls, record: RecordRow, goal: int) -> Buffer:
         buffer = cls(record.target, goal)
         buffer.folded = {member.session: member for member in record.members}
         buffer.durable = len(record.members)
+        buffer._devices = {member.pseudonym for member in record.members if member.pseudonym}
         return buffer
 
     @property
     def has_room(self) -> bool:
-        return not self.is_lost and len(self.folded) + len(self.folding) < self.goal
+        return not self.is_lost and self._taken < self.goal
+
+    @property
+    def _taken(self) -> int:
+        return len(self.folded) + len(self.folding) + len(self.kept)
 
     @property
     def is_full(self) -> bool:
@@ -93,6 +102,19 @@ class Buffer:
     def has(self, session: SessionId) -> bool:
         return session in self.folding or session in self.folded
 
+    def has_device(self, pseudonym: bytes) -> bool:
+        return pseudonym in self._devices
+
+    def reserve(self, member: Member) -> None:
+        """Take a place, for the update and for its device."""
+        self.folding[member.session] = member
+        if member.pseudonym:
+            self._devices.add(member.pseudonym)
+
+    def free(self, session: SessionId) -> None:
+        """Give a reserved place back."""
+        self._devices.discard(self.folding.pop(session).pseudonym)
+
     def fold(self, session: SessionId) -> Member:
         """The update is in the sum. No-op if a snapshot has already shown that."""
         if session in self.folding:
@@ -100,10 +122,16 @@ class Buffer:
         return self.folded[session]
 
     def check(self) -> None:
-        if self.durable > len(self.folded) or len(self.folded) + len(self.folding) > self.goal:
+        if self.durable > len(self.folded) or self._taken > self.goal:
             raise InvariantError(
                 f"buffer {self.target}: {self.durable} durable, {len(self.folded)} folded, "
-                f"{len(self.folding)} folding, goal {self.goal}"
+                f"{len(self.folding)} folding, {len(self.kept)} kept, goal {self.goal}"
+            )
+        members = (*self.folded.values(), *self.folding.values())
+        named = sum(bool(member.pseudonym) for member in members)
+        if named != len(self._devices):
+            raise InvariantError(
+                f"buffer {self.target}: {named} members of {len(self._devices)} devices"
             )
 
 
@@ -168,21 +196,38 @@ class Pipeline:
         last = self.config.stop.versions or end
         return range(first, min(end, last + 1))
 
+    @property
+    def is_failing(self) -> bool:
+        """The TSA has an internal error at the step that is due."""
+        return self._failures > 0
+
     def is_past(self, target: int | None) -> bool:
         """Does the buffer of this version take no more updates? False without a target."""
         if target is None:
             return False
         return target not in self._open_targets or self._buffer(target).is_full
 
-    def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
-        """Reserve a place in the first buffer with room; None if all are full for now.
+    def is_counted(self, pseudonym: bytes, group: int | None) -> bool:
+        """Has the device an update in every buffer in which it could be placed?"""
+        targets = self._open_targets if group is None else (group,)
+        return bool(pseudonym) and all(
+            self._buffer(target).has_device(pseudonym) for target in targets
+        )
 
-        With a `group`, only in that buffer: the TSA already has the seed in its group.
+    def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
+        """Reserve a place in the first buffer with room and without an update of the same device;
+        None if there is none for now.
+
+        With a `group`, only in that buffer: the TSA has the seed in its group, or may have it.
         """
         for target in self._open_targets if group is None else (group,):
             buffer = self._buffer(target)
-            if buffer.has_room and regime.accepts(self.config, member.version, target):
-                buffer.folding[member.session] = member
+            has_place = buffer.has_room or member.session in buffer.kept
+            if buffer.has_device(member.pseudonym) or not has_place:
+                continue
+            if regime.accepts(self.config, member.version, target):
+                buffer.kept.pop(member.session, None)
+                buffer.reserve(member)
                 return Fold(
                     self.config,
                     self.ledger.fence.seq,
@@ -195,6 +240,11 @@ class Pipeline:
                 )
         return None
 
+    def counts(self, session: SessionId) -> bool:
+        """Is the session's update in a version or in the sum of one to come?"""
+        is_folded = any(session in buffer.folded for buffer in self._buffers.values())
+        return is_folded or self.ledger.has_consumed(session)
+
     def knows(self, message: Folded) -> bool:
         """False for work that started before the task was loaded again."""
         buffer = self._buffers.get(message.target)
@@ -204,8 +254,24 @@ class Pipeline:
         """Free the place. Returns the open buffer whose group has the seed, if there is one: an
         earlier holder placed the update there and crashed before it was recorded.
         """
-        del self._buffers[message.target].folding[message.session]
+        self._buffers[message.target].free(message.session)
         return None if self.is_past(message.seed_group) else message.seed_group
+
+    def postpone(self, message: Folded) -> None:
+        """The TSA did not answer, and may have the seed in this group: keep the place."""
+        buffer = self._buffers[message.target]
+        buffer.free(message.session)
+        buffer.kept[message.session] = None
+
+    def keep_place(self, session: SessionId, group: int) -> None:
+        """Keep a place for an update whose seed may be in this group, if there is room."""
+        if group in self._open_targets and self._buffer(group).has_room:
+            self._buffer(group).kept[session] = None
+
+    def give_place_up(self, session: SessionId) -> None:
+        """The session has ended: free the place that was kept for its update, if any."""
+        for buffer in self._buffers.values():
+            buffer.kept.pop(session, None)
 
     def fold(self, now: float, message: Folded) -> Buffer:
         buffer = self._buffers[message.target]
@@ -263,6 +329,19 @@ class Pipeline:
         self._last_commit = now
         return [Snapshot(ledger.task, ledger.fence.seq, dirty)]
 
+    def flush(self, now: float) -> Effects:
+        """Commit everything that is folded now, whatever `durability` says."""
+        if any(buffer.is_dirty for buffer in self._buffers.values()):
+            self._commit_due = min(self._commit_due, now)
+        return self.pump(now)
+
+    @property
+    def is_settled(self) -> bool:
+        """Everything that was folded is durable, and no storage operation is pending."""
+        return not self._is_busy and not any(
+            buffer.is_dirty or buffer.folding for buffer in self._buffers.values()
+        )
+
     def on_snapshotted(self, message: Snapshotted) -> Effects:
         records = []
         for found in message.sums:
@@ -274,12 +353,11 @@ class Pipeline:
     def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
         """Write the new version. If the TSA did not answer or failed, try the step again later.
 
-        The TSA still has the seeds, so nothing is lost by a retry. After `_MAX_FAILURES` failures
-        the buffer is dropped.
+        The TSA still has the seeds, so nothing is lost by a retry. To give the buffer up, the
+        operator restarts the TSA.
         """
         self._failures += message.dropped == FAILED
-        is_failing = message.dropped == FAILED and self._failures < _MAX_FAILURES
-        if message.dropped == UNREACHABLE or is_failing:
+        if message.dropped in (UNREACHABLE, FAILED):
             self._is_busy = False
             self._step_due = now + _RETRY_S * 2 ** min(self._failures, 6)
             return []

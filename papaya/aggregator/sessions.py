@@ -15,12 +15,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heappop, heappush
 
-from papaya.aggregator.upload import Upload
+from papaya.aggregator.upload import Claim, Upload
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import InvariantError
 from papaya.machine import Effects, Handle, Reply
 from papaya.messages.base import SessionId
-from papaya.messages.participation import Aborted, Completed, Retry, SecureOffer
+from papaya.messages.participation import (
+    MAX_EXTRA_S,
+    Aborted,
+    Completed,
+    Retry,
+    SecureOffer,
+)
 from papaya.messages.storage import Member
 from papaya.messages.tickets import SessionTicket, UploadTicket
 
@@ -48,8 +54,10 @@ class Session:
 
     __slots__ = (
         "answer_to",
+        "claim",
         "id",
         "in_buffer",
+        "kept_until",
         "offer",
         "sealed",
         "sealed_seed",
@@ -71,8 +79,9 @@ class Session:
         # The ticket from the report, and its sealed bytes.
         self.upload_ticket: UploadTicket | None = None
         self.upload_sealed = b""
-        # Chunks received so far.
+        # Chunks received so far, and the claim on memory for them.
         self.upload: Upload | None = None
+        self.claim: Claim | None = None
         # The update is in the sum.
         self.in_buffer = False
         # Secure aggregation: the offer given with the report, the sealed seed of the mask, and the
@@ -80,12 +89,18 @@ class Session:
         self.offer: SecureOffer | None = None
         self.sealed_seed = b""
         self.seed_group: int | None = None
+        # Until then the session continues past its deadline, because it had to wait for the TSA.
+        self.kept_until = 0.0
         # Requests that wait for the outcome of the update.
         self.answer_to: list[Handle] = []
 
     @property
     def version(self) -> int:
         return self.ticket.version
+
+    @property
+    def pseudonym(self) -> bytes:
+        return self.ticket.pseudonym
 
     @property
     def is_training(self) -> bool:
@@ -100,7 +115,13 @@ class Session:
         assert self.upload_ticket is not None
         ticket = self.upload_ticket
         return Member(
-            self.id, self.version, ticket.staleness, ticket.examples, keep_until, ticket.offer
+            self.id,
+            self.version,
+            ticket.staleness,
+            ticket.examples,
+            keep_until,
+            ticket.offer,
+            self.pseudonym,
         )
 
     def await_answer(self, reply_to: Handle) -> Effects:
@@ -114,15 +135,28 @@ class Session:
         """When the session expires. A complete update does not: it only awaits its commit."""
         if self.is_complete:
             return float("inf")
-        ends = self.ticket.expires if self.upload_ticket is None else self.upload_ticket.upload_by
-        return min(self.seen_at + dead_after_s, ends)
+        return min(self.seen_at + dead_after_s, max(self._ends, self.kept_until))
+
+    @property
+    def _ends(self) -> float:
+        """The deadline that the client knows from its ticket."""
+        return self.ticket.expires if self.upload_ticket is None else self.upload_ticket.upload_by
+
+    def keep(self, now: float, keep_s: float) -> float:
+        """Continue for so long, if the limit permits it. Returns how long."""
+        self.kept_until = min(now + keep_s, self._ends + MAX_EXTRA_S)
+        return max(0.0, self.kept_until - now)
 
 
 class Sessions:
-    """All sessions of a task. Invariant: active <= concurrency; none is both active and ended."""
+    """All sessions of a task.
+
+    Invariant: active <= concurrency, and one per pseudonym; none is both active and ended.
+    """
 
     def __init__(self, dead_after_s: float) -> None:
         self.active: dict[SessionId, Session] = {}
+        self._by_pseudonym: dict[bytes, Session] = {}
         self.ended: dict[SessionId, tuple[Completed | Aborted, float]] = {}
         self.ended_count = 0
         self._dead_after_s = dead_after_s
@@ -130,8 +164,14 @@ class Sessions:
         self._keep_until: list[tuple[float, SessionId]] = []  # of ended sessions
         self._training: dict[int, dict[SessionId, Session]] = {}
 
+    def of_device(self, pseudonym: bytes) -> Session | None:
+        """The active session of a device; None without a pseudonym."""
+        return self._by_pseudonym.get(pseudonym)
+
     def admit(self, session: Session) -> None:
         self.active[session.id] = session
+        if session.pseudonym:
+            self._by_pseudonym[session.pseudonym] = session
         if session.is_training:
             self._training.setdefault(session.version, {})[session.id] = session
         heappush(self._deadlines, (session.deadline(self._dead_after_s), session.id))
@@ -159,6 +199,7 @@ class Sessions:
     def end(self, session: Session, answer: Completed | Aborted, keep_until: float) -> None:
         """Free the slot, and keep the answer for the client's next request."""
         del self.active[session.id]
+        self._by_pseudonym.pop(session.pseudonym, None)
         self._forget_training(session)
         self.remember(session.id, answer, keep_until)
         self.ended_count += 1
@@ -203,9 +244,11 @@ class Sessions:
             raise InvariantError(
                 f"{len(self.active)} clients are active, above concurrency {concurrency}"
             )
-        for session in self.active:
-            if session in self.ended:
-                raise InvariantError(f"session {session} is both active and ended")
+        for session_id, session in self.active.items():
+            if session_id in self.ended:
+                raise InvariantError(f"session {session_id} is both active and ended")
+            if session.pseudonym and self.of_device(session.pseudonym) is not session:
+                raise InvariantError(f"session {session.id} is not the only one of its device")
 
     def _forget_training(self, session: Session) -> None:
         bucket = self._training.get(session.version)

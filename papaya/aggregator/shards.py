@@ -39,6 +39,7 @@ from papaya.aggregator.masked_sum import (
     unmasked_mean,
 )
 from papaya.aggregator.work import (
+    UNREACHABLE,
     Drop,
     Fold,
     Folded,
@@ -213,10 +214,7 @@ class Shards:
                 except UpdateRefused as error:
                     folded = structs.replace(folded, refused=error.reason)
                 except TsaError as error:
-                    reason: SeedRefusal = (
-                        "trusted_party_lost" if error.reason == LOST else "seed_refused"
-                    )
-                    folded = structs.replace(folded, refused=reason, seed_group=error.group)
+                    folded = _without_seed(folded, error)
                 results.append(folded)
             if members:
                 config, seq, target = given[0][0].config, given[0][0].seq, given[0][0].target
@@ -290,7 +288,8 @@ class Shards:
         try:
             offers, terms = self._tsa.offers(parameters, work.count)
         except TsaError as error:
-            return Offered(config.task, work.seq, problem=str(error))
+            is_unanswered = error.reason == UNREACHABLE
+            return Offered(config.task, work.seq, problem=str(error), is_unanswered=is_unanswered)
         return Offered(config.task, work.seq, offers, terms)
 
     def forget(self, work: Forget) -> None:
@@ -353,6 +352,14 @@ def _decoded(config: TaskConfig, data: bytes) -> Total:
     if config.secure_aggregation is None:
         return WeightedSum.decode(data, config.model_length)
     return MaskedSum.decode(data, config.update_bytes // 4)
+
+
+def _without_seed(folded: Folded, error: TsaError) -> Folded:
+    """The TSA did not take the seed, or did not answer: the update was not added."""
+    if error.reason == UNREACHABLE:
+        return structs.replace(folded, is_unanswered=True)
+    reason: SeedRefusal = "trusted_party_lost" if error.reason == LOST else "seed_refused"
+    return structs.replace(folded, refused=reason, seed_group=error.group)
 
 
 def _unchanged(work: Step, error: TsaError | Implausible) -> Stepped:

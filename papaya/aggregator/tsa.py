@@ -1,8 +1,9 @@
 """Adapts the interface of the TSA (papaya/tsa) to what an aggregator needs.
 
 If the TSA does not know an index, a group or parameters that it should know, it was restarted, and
-the seeds that it had accepted before are lost. If it already has a seed, that is not an error. Any
-other refusal is the client's fault and is passed on to it.
+the seeds that it had accepted before are lost. If it does not answer, it is unreachable: it may
+have the seeds, and a call may have reached it, so the same call is made again later. If it already
+has a seed, that is not an error. Any other refusal is the client's fault and is passed on to it.
 """
 
 from __future__ import annotations
@@ -98,22 +99,18 @@ class TsaAdapter:
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None:
-        with _translated(UNREACHABLE, FAILED):  # it may still have the seeds: try again
+        with _translated(FAILED):  # it may still have the seeds: try again
             self._tsa.release(parameters, group, members, take)
 
     def forget(self, parameters: PublicParameters) -> None:
-        with suppress(TsaRefused, Unavailable):  # a restarted TSA does not know the task
+        with suppress(TsaRefused, Unavailable, TsaError):  # a restarted TSA does not know the task
             self._tsa.forget(parameters.digest())
 
 
 class _translated:
-    """Translates errors of the TSA into TsaError.
+    """Translates errors of the TSA into TsaError. `failed` is the reason for an internal error."""
 
-    `away` is the reason if the TSA cannot be reached, `failed` if it has an internal error.
-    """
-
-    def __init__(self, away: str = LOST, failed: str = "refused_internal") -> None:
-        self._away = away
+    def __init__(self, failed: str = "refused_internal") -> None:
         self._failed = failed
 
     def __enter__(self) -> None:
@@ -121,7 +118,7 @@ class _translated:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Unavailable):
-            raise TsaError(self._away, str(error)) from error
+            raise TsaError(UNREACHABLE, str(error)) from error
         if isinstance(error, TsaRefused):
             reason = f"refused_{error.reason.name.lower()}"
             if error.reason in _UNKNOWN:

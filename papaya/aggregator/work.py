@@ -1,7 +1,7 @@
 """Heavy work of an aggregator: effects on data as large as a model, and their results.
 
     GetOffers    get initial messages from the TSA                  → Offered
-    Keep         store a chunk in the upload's slot
+    Keep         store a chunk of an upload
     Fold         check a complete upload, add it to the buffer      → Folded
     Snapshot     cut all shards at once, write the sum as a blob    → Snapshotted
     Restore      load the sums of durable records                   → Restored
@@ -48,13 +48,17 @@ class GetOffers(Effect, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """`terms` goes with each of the offers; None if there are none, and `problem` says why."""
+    """`terms` goes with each of the offers; None if there are none, and `problem` says why.
+
+    `is_unanswered`: the TSA did not answer, so it may still have all its seeds.
+    """
 
     task: TaskId
     seq: int
     offers: tuple[StockedOffer, ...] = ()
     terms: SecureOffer | None = None
     problem: str = ""
+    is_unanswered: bool = False
 
 
 class Fold(Effect, frozen=True):
@@ -82,6 +86,8 @@ class Folded(Message, frozen=True):
     refused: DiscardReason | None = None
     seed_group: int | None = None
     """The version whose group already has this seed, if it is not `target`."""
+    is_unanswered: bool = False
+    """The TSA did not answer. The update was not added, but its seed may be in the group."""
 
 
 class Snapshot(Effect, frozen=True):
@@ -163,8 +169,20 @@ class Lost(Message, frozen=True):
 
 
 class Arriving(Message, frozen=True):
-    """Part of a chunk has arrived. The driver sends this a few times per heartbeat while a large
-    chunk is being received, so that its client does not count as silent. It may be left out.
+    """`count` more bytes of a chunk have arrived. The driver sends this a few times per heartbeat
+    while a large chunk is being received, so that its client does not count as silent or slow. It
+    may be left out.
+    """
+
+    task: TaskId
+    session: SessionId
+    count: int = 0
+
+
+class Growing(Message, frozen=True):
+    """More of an upload's first chunk has arrived than its starter holds: may it have a buffer?
+
+    If not, the answer is a Drop of the upload.
     """
 
     task: TaskId

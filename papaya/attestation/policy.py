@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, TypeAlias, get_args
 import msgspec
 
 from papaya.errors import ConfigError, ProtocolError
-from papaya.verifiable_log.checkpoint import LogPolicy
+from papaya.verifiable_log.checkpoint import MAX_COSIGNATURE_AGE_S, LogPolicy
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.note import VerifierKey
 
@@ -62,7 +62,7 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_url                    where the log is read, by this device and by every auditor
     log_checkpoint             the checkpoint that came with the device's package, if any
     witnesses                  public keys of witnesses; `witness_quorum` of them must have cosigned
-    max_cosignature_age_s      older cosignatures do not count; without it any age counts
+    max_cosignature_age_s      older cosignatures do not count; inf: any age counts
     oldest_record              older releases are not trusted any more
     platforms                  kinds of evidence that are accepted
     allow_insecure_software    accept evidence that proves nothing; for demonstrations and tests
@@ -82,7 +82,7 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_checkpoint: str = ""
     witnesses: tuple[str, ...] = ()
     witness_quorum: int = 0
-    max_cosignature_age_s: float | None = None
+    max_cosignature_age_s: float = MAX_COSIGNATURE_AGE_S
     oldest_record: int = 0
     platforms: tuple[PlatformName, ...] = ("sgx", "tdx")
     allow_insecure_software: bool = False
@@ -134,7 +134,8 @@ class DevicePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         except LogError as error:
             raise ConfigError(
                 f"the log of this device's policy cannot be used: {error}",
-                hint="get log_key and witnesses (name+id+base64) from the operator of the log",
+                hint="check witness_quorum and max_cosignature_age_s; the operator of the log has "
+                "log_key and witnesses (name+id+base64)",
             ) from error
 
     def accepts(self, platform: PlatformName) -> bool:

@@ -50,15 +50,6 @@ class BlobRef(Struct, frozen=True, forbid_unknown_fields=True):
             raise BundleError("wrong_bytes", f"{what}: not the bytes that the owner signed")
 
 
-class FrozenTensor(Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that the model holds but does not train."""
-
-    name: Annotated[str, Meta(min_length=1, max_length=200)]
-    dtype: Annotated[str, Meta(min_length=1, max_length=16)]
-    shape: tuple[Number, ...]
-    sha256: Hex
-
-
 class SecureTerms(Struct, frozen=True, forbid_unknown_fields=True):
     """The sums that the TSA may reveal: of how many updates, and of no fewer than `threshold`."""
 
@@ -86,11 +77,12 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     task: TaskName
     run: Number
     revision: Number
-    # What runs on the device.
+    # What runs on the device. `frozen`: the digest of all tensors that the model holds and does not
+    # train (docs/adr/0040).
     engine: Literal["torch", "executorch"]
     engine_version: EngineVersion
     program: BlobRef
-    frozen: tuple[FrozenTensor, ...]
+    frozen: Hex | None
     layout: tuple[tuple[str, tuple[Number, ...]], ...]
     # How it is trained, and on what.
     client: ClientSGD

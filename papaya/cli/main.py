@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "sweep": "train with many settings on a simulated fleet and compare them",
     "reproduce": "reproduce the paper's figures and tables in the simulator",
     "swarm": "test the protocol in simulated systems with random faults",
+    "conformance": "test a client of your own against the protocol, and write test vectors",
     "tsa": "build the TSA binary, or print its hash",
     "log": "write, show and check the public log of TSA binaries",
     "audit": "check a public log and rebuild the TSA binaries in it",

@@ -167,6 +167,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         hint = "choose another folder with --output"
+        if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+            hint = f"create the folder first: mkdir -p {path.parent}"
         if error.errno in _FULL:
             hint = "free some space there, then run the same command again"
         problem = error.strerror or str(error)

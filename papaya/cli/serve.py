@@ -5,8 +5,9 @@
     papaya serve aggregator --config ...        one role; the others run elsewhere
 
 Addresses go to stdout, everything else to stderr. SIGTERM or SIGINT stops the server cleanly,
-within `drain_s`. Killing it loses nothing that was acknowledged. If a part of the server fails, it
-stops with exit code 70, so that a supervisor can restart it.
+within `drain_s`; an aggregator that waits for others to take its tasks needs up to three heartbeats
+more. Killing it loses nothing that was acknowledged. If a part of the server fails, it stops with
+exit code 70, so that a supervisor can restart it.
 
 `papaya serve tsa` runs the TSA of secure aggregation in its own process. It prints its address and
 nothing else. On the platform `software` its evidence proves nothing, and it says so.
@@ -172,7 +173,7 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
     finally:
         await server.stop()
     if server.failed.is_set():
-        raise InvariantError(
+        raise server.failure or InvariantError(
             "a part of the server failed, so the server stopped",
             hint="restart it (nothing acknowledged is lost) and report the log above",
         )

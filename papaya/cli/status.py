@@ -1,6 +1,7 @@
 """`papaya status`: the leader, the servers it heard from, and how busy the tasks are.
 
-Exits with 1 if someone should act: nobody leads, no selector or aggregator reports, a task halted.
+Every role answers, with what it knows. Exits with 1 if someone should act: nobody leads, no
+selector or aggregator reports, a task halted, a server is refused because of its clock.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ def trouble(status: SystemStatus) -> list[str]:
     found = [f"task {view.task} halted: {view.halted}" for view in status.tasks if view.halted]
     if not status.leader:
         return ["no coordinator leads yet", *found]
+    if not status.is_led and "coordinator" not in status.roles:
+        problem = f"no leader sends orders to this server; the last leader was {status.leader}"
+        return [f"{problem}; check that it runs and can be reached from here", *found]
     if not status.is_led:
         problem = f"no leader: {status.leader} has not renewed its lease"
         return [f"{problem}; check that it runs and that its disk is not full", *found]
-    if not status.leads:
-        return found  # only the leader gets reports of other servers
+    if "coordinator" not in status.roles:
+        return found  # other servers report to coordinators only
+    found += [str(clock) for clock in status.clocks if clock.is_refused]
     if status.recovers or status.just_started:
         return found
     if not status.aggregators:
@@ -70,6 +75,7 @@ def describe(status: SystemStatus) -> str:
         f"{plural(server.held, 'check-in')} held"
         for server in status.selectors
     ]
+    lines += [f"clock        {clock}" for clock in status.clocks if not clock.is_refused]
     tasks = [view for view in status.tasks if view.state in ("running", "paused")]
     over = sum(
         view.state not in ("running", "paused") and not view.evaluates for view in status.tasks

@@ -1,14 +1,16 @@
-"""`papaya token`: make a token for one device, or list the secrets of a data folder.
+"""`papaya token`: make or revoke the token of one device, or list the secrets of a data folder.
 
 `make` writes the token to stdout and nowhere else. `show` prints tokens only with --reveal, and
-never prints the key that signs tokens.
+never prints the key that signs tokens. `revoke` and `revoked` call the admin API of a server.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
+from papaya.cli.admin_client import ConnectionOptions, add_connection, client_for
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -22,9 +24,11 @@ from papaya.cli.output import (
 )
 from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
+from papaya.server.admin.views import Revocation, Revoke
 from papaya.server.auth import SignedTokens
 
 _DEFAULT_DATA = Path("papaya-data")
+_REVOCATIONS = "/admin/revocations"
 _PURPOSES: dict[SecretName, str] = {
     "admin.token": "opens the admin API",
     "server.token": "authenticates servers to each other",
@@ -47,10 +51,17 @@ class TokenShowOptions(FormatOptions):
     data: Path = _DEFAULT_DATA
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenRevokeOptions(ConnectionOptions):
+    device: str
+    undo: bool = False
+
+
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "token",
-        description="Create a token for a device, or list the token files in a data folder.",
+        description="Create or revoke the token of a device, or list the token files in a data "
+        "folder.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     make = actions.add_parser(
@@ -74,6 +85,26 @@ def add_to(commands: Commands) -> None:
         add_format(action)
     bind(make, TokenMakeOptions, run_make)
     bind(show, TokenShowOptions, run_show)
+    _add_revocations(actions)
+
+
+def _add_revocations(actions: Commands) -> None:
+    revoke = actions.add_parser(
+        "revoke",
+        help="exclude a device before its token expires",
+        description="Exclude a device, whatever token it shows. The servers stop its check-ins "
+        "within a heartbeat, and its session at its next request. This needs tokens that identify "
+        'devices: device_tokens = "signed" or a verifier of your own.',
+    )
+    revoke.add_argument("device", metavar="DEVICE", help="name of the device, as in its token")
+    revoke.add_argument("--undo", action="store_true", help="let the device take part again")
+    revoked = actions.add_parser(
+        "revoked", help="list the revoked devices", description="List the revoked devices."
+    )
+    for action in (revoke, revoked):
+        add_connection(action)
+    bind(revoke, TokenRevokeOptions, run_revoke)
+    bind(revoked, ConnectionOptions, run_revoked)
 
 
 def run_make(options: TokenMakeOptions) -> int:
@@ -105,6 +136,28 @@ def run_show(options: TokenShowOptions) -> int:
     else:
         print_data(_listed(found))
     return 0
+
+
+def run_revoke(options: TokenRevokeOptions) -> int:
+    change = Revoke(options.device, revoked=not options.undo)
+    found = client_for(options).post(_REVOCATIONS, change, tuple[Revocation, ...])
+    _print_revoked(options, found)
+    now = "may take part again" if options.undo else "is revoked"
+    note(f"{options.device} {now}; all servers know it within a heartbeat")
+    return 0
+
+
+def run_revoked(options: ConnectionOptions) -> int:
+    _print_revoked(options, client_for(options).get(_REVOCATIONS, tuple[Revocation, ...]))
+    return 0
+
+
+def _print_revoked(options: ConnectionOptions, found: tuple[Revocation, ...]) -> None:
+    if options.is_json:
+        print_json(found)
+    else:
+        rows = [(each.device, f"{datetime.fromtimestamp(each.at, UTC):%F %T}") for each in found]
+        print_data(table(("device", "revoked (UTC)"), rows))
 
 
 def _listed(found: list[dict[str, str | bool]]) -> str:

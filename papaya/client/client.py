@@ -39,6 +39,7 @@ from papaya.machine import Effects
 from papaya.messages.base import MAX_EXCLUDED, PROTOCOL_VERSION, BlobKey, Message, NodeId, TaskId
 from papaya.messages.participation import (
     MAX_CHUNKS,
+    MAX_EXTRA_S,
     Aborted,
     Alive,
     Chunk,
@@ -128,6 +129,8 @@ class Client:
         self.stage = Stage.CHECKING_IN
         self._stage_ends = _NEVER
         self._stopping = ""
+        # By how much servers have moved the ends of stages, because they could not go on.
+        self._extra_s = 0.0
         # The assigned task, the answer to the join, and the newest ticket of the session.
         self.task: TaskId | None = None
         self.joined: Joined | None = None
@@ -148,7 +151,7 @@ class Client:
         self._pending: Message | None = None
         self._pending_attempt = 0
         self._resend_at = _NEVER
-        # The next heartbeat, and the number of the last one.
+        # The next heartbeat, from the join to the end, and the number of the last one.
         self._heartbeat_at = _NEVER
         self._heartbeat_attempt = 0
 
@@ -206,13 +209,15 @@ class Client:
         if now >= self._stage_ends:
             ending: Ending = "failed" if self.stage in _WORKING else "gave_up"
             return self._leave(ending, f"{self.stage.value} took too long")
+        effects: Effects = []
         if now >= self._resend_at and self._pending is not None:
             if self._pending_attempt:
-                return self._on_unanswered(now, self._pending_attempt)
-            return self._ask(now, self._pending)
+                effects = self._on_unanswered(now, self._pending_attempt)
+            else:
+                effects = self._ask(now, self._pending)
         if now >= self._heartbeat_at:
-            return self._send_heartbeat(now)
-        return []
+            effects += self._send_heartbeat(now)
+        return effects
 
     def next_wake(self) -> float:
         due = self._resend_at if self._resend_at < self._heartbeat_at else self._heartbeat_at
@@ -239,6 +244,13 @@ class Client:
         self._pending_attempt = 0
         self._resend_at = now + after_s + jitter
         return []
+
+    def _extend_stage(self, now: float, keep_s: float) -> None:
+        """The server cannot go on and keeps the session meanwhile. A visit has one limit for it."""
+        extra_s = min(now + keep_s - self._stage_ends, MAX_EXTRA_S - self._extra_s)
+        if extra_s > 0:
+            self._stage_ends += extra_s
+            self._extra_s += extra_s
 
     def _on_unanswered(self, now: float, attempt: int) -> Effects:
         if attempt == self._pending_attempt:
@@ -286,6 +298,7 @@ class Client:
             case Retry() if is_heartbeat:
                 return self._retry_heartbeat(now, answer.after_s)
             case Retry():
+                self._extend_stage(now, answer.keep_s)
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
                 return []
@@ -343,7 +356,6 @@ class Client:
         assert self.joined is not None
         assert self.stage is Stage.TRAINING
         self.stage = Stage.REPORTING
-        self._heartbeat_at, self._heartbeat_attempt = _NEVER, 0
         self._stage_ends += self.joined.heartbeat_s
         self._update = memoryview(trained.update)
         if not trained.update or trained.examples < 1:
@@ -358,6 +370,8 @@ class Client:
         self._chunk_bytes = granted.chunk_bytes
         self._stage_ends = now + granted.upload_timeout_s
         self._ticket = granted.ticket
+        # A running heartbeat has the old ticket: a refusal of it says nothing about the upload.
+        self._heartbeat_attempt = 0
         if not self.joined.secure:
             return self._upload(now)
         if granted.secure is None:

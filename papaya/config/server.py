@@ -24,7 +24,6 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     min_report_interval_s: float = 0.02
     held_report_interval_s: float = 0.5
     max_held: int = 10_000
-    upload_slots: int = 32
     chunk_bytes: int = 1 << 20
     pace: float = 1.5
     min_retry_s: float = 5.0
@@ -40,7 +39,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             "max_retry_s",
         ):
             require_positive_s(field, getattr(self, field))
-        for field in ("max_held", "upload_slots", "chunk_bytes"):
+        for field in ("max_held", "chunk_bytes"):
             require_count(field, getattr(self, field))
         require(
             self.chunk_bytes <= MAX_CHUNK_BYTES,
@@ -84,6 +83,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def leader_lease_s(self) -> float:
         """How long the leader row must stay unchanged before a candidate takes over."""
+        return 3 * self.heartbeat_s
+
+    @property
+    def max_clock_difference_s(self) -> float:
+        """From which difference between their clocks on a leader refuses a server's reports."""
         return 3 * self.heartbeat_s
 
     @property

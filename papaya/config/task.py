@@ -237,13 +237,18 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 return 0
 
     @property
+    def is_secure(self) -> bool:
+        """Are updates masked?"""
+        return self.secure_aggregation is not None
+
+    @property
     def model_bytes(self) -> int:
         return 4 * self.model_length
 
     @property
     def update_bytes(self) -> int:
         """The size of an upload. A masked vector also carries its weight and a constant."""
-        extra = EXTRA_WORDS if self.secure_aggregation is not None else 0
+        extra = EXTRA_WORDS if self.is_secure else 0
         return 4 * (self.model_length + extra)
 
     @property
@@ -284,6 +289,12 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 found.append(
                     f"aggregation_goal = {goal} is below 1 % of concurrency = {concurrency}: "
                     f"staleness will be about {concurrency // goal}; the paper advises 10-30 %"
+                )
+            if goal > concurrency:
+                found.append(
+                    f"aggregation_goal = {goal} is above concurrency = {concurrency}: each version "
+                    f"waits for {math.ceil(goal / concurrency)} clients per slot, one after the "
+                    "other; the paper advises 10-30 %"
                 )
             if self.max_staleness < 4 * concurrency / goal:
                 found.append(

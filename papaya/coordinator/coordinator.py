@@ -27,6 +27,7 @@ from papaya.messages.control import (
     AggregatorOrders,
     AggregatorReport,
     Assignment,
+    Drain,
     Placement,
     Route,
     SelectorOrders,
@@ -63,7 +64,9 @@ _MAX_OVER = 256
 class Coordinator:
     """A candidate for leader. Invariant, per task: reported active + leases <= C."""
 
-    def __init__(self, node: NodeId, boot: float, config: ServerConfig, rng: Random) -> None:
+    def __init__(
+        self, node: NodeId, boot: float, now: float, config: ServerConfig, rng: Random
+    ) -> None:
         self.node = node
         self.boot = boot
         self._config = config
@@ -83,8 +86,8 @@ class Coordinator:
         self._reset_view()
 
         # The time of the last event, and the next heartbeat.
-        self._now = boot
-        self._next_beat = boot
+        self._now = now
+        self._next_beat = now
         # The last token of a storage request, and the last number of orders.
         self._token = 0
         self._order = 0
@@ -92,6 +95,10 @@ class Coordinator:
         self._pending: dict[int, tuple[TaskId, FenceRow] | None] = {}
         # A read of the rows is on its way.
         self._reading = False
+        # The process is about to stop.
+        self._is_draining = False
+        # The last report of each server that came while this candidate did not lead, and when.
+        self.unanswered: dict[NodeId, tuple[float, AggregatorReport | SelectorReport]] = {}
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -108,6 +115,8 @@ class Coordinator:
                 return self._on_rows(now, message)
             case Changed():
                 return self._read()
+            case Drain():
+                return self._on_drain(now)
         raise ProtocolError(f"a coordinator does not accept {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
@@ -169,9 +178,24 @@ class Coordinator:
         if attempt is not None:
             effects.append(self._transact(attempt, None))
         if self.leadership.epoch > 0:
+            is_new = not self._loaded
             self._load(found)
+            if is_new:
+                # Tasks can be placed then: every aggregator will have reported.
+                self._next_beat = now + self._config.heartbeat_s
+                effects += self._answer_selectors(now)
             effects += self._place(now)
         return effects
+
+    def _answer_selectors(self, now: float) -> Effects:
+        """Tell the selectors at once who leads, so that devices need not wait for their reports."""
+        reports, self.unanswered = self.unanswered, {}
+        return [
+            effect
+            for _, report in reports.values()
+            if isinstance(report, SelectorReport)
+            for effect in self._on_selector_report(now, report)
+        ]
 
     def _load(self, found: Mapping[str, Row]) -> None:
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
@@ -205,14 +229,23 @@ class Coordinator:
 
     def _reset_view(self) -> None:
         """Forget everything that came from reports. A new leader only knows the rows."""
-        self.fleet = Fleet(self._config.dead_after_s)
+        config = self._config
+        self.fleet = Fleet(config.dead_after_s, config.max_clock_difference_s)
         self.leases = Leases()
+        # Active and awaited clients of each task by the last report of any of its holders, with the
+        # holder's sequence number: a successor keeps room for them.
+        self._active: dict[TaskId, tuple[int, int]] = {}
+        # The tasks that wanted clients when all selectors were last told.
+        self._announced: tuple[TaskId, ...] = ()
         self._compatible: dict[DeviceClass, tuple[TaskId, ...]] = {}
 
     # -- reports ----------------------------------------------------------------------------
 
     def _on_aggregator_report(self, now: float, report: AggregatorReport) -> Effects:
-        if not self._acts(now) or not self.fleet.heard_aggregator(now, report):
+        if not self._acts(now):
+            self.unanswered[report.node] = (now, report)
+            return []
+        if not self.fleet.heard_aggregator(now, report):
             return []
         joined = 0
         for task in report.tasks:
@@ -221,15 +254,20 @@ class Coordinator:
                 self.leases.end(session)
             if self._report_of(task.task) is task:
                 self.leases.expire(task.task, report.at)
+                self._active[task.task] = (task.seq, task.active + task.awaited)
         effects: Effects = []
-        if report.heartbeat:
+        is_urgent = report.heartbeat or report.draining
+        if is_urgent:
             effects += self._place(now)
-        if report.heartbeat or joined >= _ACKNOWLEDGE_AFTER_JOINS:
+        if is_urgent or joined >= _ACKNOWLEDGE_AFTER_JOINS:
             effects.append(self._orders_for_aggregator(report.node))
         return effects + self._assign(now)
 
     def _on_selector_report(self, now: float, report: SelectorReport) -> Effects:
-        if not self._acts(now) or not self.fleet.heard_selector(now, report):
+        if not self._acts(now):
+            self.unanswered[report.node] = (now, report)
+            return []
+        if not self.fleet.heard_selector(now, report):
             return []
         for session in report.unfilled:
             self.leases.end(session)
@@ -254,14 +292,32 @@ class Coordinator:
             return 0
         return report.demand - self.leases.count(task)
 
+    def _on_drain(self, now: float) -> Effects:
+        """Aggregators that stop at the same time need not wait for this leader."""
+        self._is_draining = True
+        if not self._acts(now):
+            return []
+        return [self._orders_for_aggregator(node) for node in self.fleet.live_aggregators(now)]
+
     # -- clients to tasks -------------------------------------------------------------------
 
     def _assign(self, now: float) -> Effects:
         if self.leadership.recovers(now):
             return []
         wanted = {task: demand for task in self.tasks if (demand := self.demand(task)) > 0}
-        if not wanted:
+        effects = self._assign_held(now, wanted) if wanted else []
+        return effects + self._announce(effects)
+
+    def _announce(self, effects: Effects) -> Effects:
+        """If a task begins to want clients, tell selectors now: until then they reject devices."""
+        wanting, before = self._wanting(), self._announced
+        self._announced = wanting
+        if all(task in before for task in wanting):
             return []
+        told = [effect.to for effect in effects if isinstance(effect, Send)]
+        return [self._orders_for_selector(n, ()) for n in self.fleet.selectors if n not in told]
+
+    def _assign_held(self, now: float, wanted: dict[TaskId, int]) -> Effects:
         chosen = assign(self.fleet.held(self._rng), wanted, self._compatible_tasks, self._rng)
         by_selector: dict[NodeId, list[Assignment]] = {}
         for (selector, device_class, task), count in chosen.items():
@@ -277,7 +333,17 @@ class Coordinator:
         sessions = tuple(f"{self._rng.getrandbits(96):024x}" for _ in range(count))
         for session in sessions:
             self.leases.grant(session, task, confirm_by)
-        return Assignment(task, self.fences[task].seq, device_class, sessions, confirm_by)
+        report = self._report_of(task)
+        assert report is not None, "without a report there is no demand"
+        return Assignment(
+            task,
+            report.seq,
+            device_class,
+            sessions,
+            confirm_by,
+            report.version,
+            self.tasks[task].pseudonym_key,
+        )
 
     def _compatible_tasks(self, device_class: DeviceClass) -> tuple[TaskId, ...]:
         found = self._compatible.get(device_class)
@@ -285,23 +351,26 @@ class Coordinator:
             found = self._compatible[device_class] = tuple(
                 task
                 for task, row in self.tasks.items()
-                if device_class.fits(task, self._requirements(row.config))
+                if device_class.fits(task, self._requirements(row.config), row.config.is_secure)
             )
         return found
 
     # -- tasks to aggregators ---------------------------------------------------------------
 
     def _place(self, now: float) -> Effects:
-        if not self._acts(now) or now < self.fleet.listens_since + self._config.heartbeat_s:
-            return []  # every aggregator reports within a heartbeat: wait for that
+        if not self._acts(now) or not self._has_listened(now):
+            return []
         effects: Effects = []
-        live = self.fleet.live_aggregators(now)
+        live = self.fleet.open_aggregators(now)
         recovers = self.leadership.recovers(now)
         placing = [pending[0] for pending in self._pending.values() if pending is not None]
         for task in self.tasks:
             fence = self.fences[task]
             boot = self.fleet.boot_of(now, fence.aggregator)
-            if task not in placing and is_orphan(fence, boot, recovers):
+            must_move = is_orphan(fence, boot, recovers) or self.fleet.may_leave(
+                fence.aggregator, task, fence.seq
+            )
+            if task not in placing and must_move:
                 to = least_loaded(self._workloads(live))
                 if to is not None:
                     effects.append(self._move(task, to))
@@ -369,8 +438,18 @@ class Coordinator:
             number=self._order,
             acked=view.number,
             tasks=self._placements(node, view),
+            is_last=self._is_last(node),
         )
         return Send(node, orders)
+
+    def _is_last(self, node: NodeId) -> bool:
+        """Nobody can take the tasks of this one. Unknown before everybody had time to report."""
+        others = [other for other in self.fleet.open_aggregators(self._now) if other != node]
+        return self._is_draining or (not others and self._has_listened(self._now))
+
+    def _has_listened(self, now: float) -> bool:
+        """Every aggregator reports within a heartbeat: has it had time to?"""
+        return now >= self.fleet.listens_since + self._config.heartbeat_s
 
     def _placements(self, node: NodeId, view: AggregatorView) -> tuple[Placement, ...]:
         """All tasks that the rows give to this boot of an aggregator.
@@ -383,8 +462,13 @@ class Coordinator:
                 report = view.tasks.get(task)
                 is_known = report is not None and report.seq == fence.seq
                 expected = () if is_known else self.leases.sessions(task)
-                given.append(Placement(task, fence.seq, expected))
+                given.append(Placement(task, fence.seq, expected, self._active_before(task, fence)))
         return tuple(given)
+
+    def _active_before(self, task: TaskId, fence: FenceRow) -> int | None:
+        """Active clients of earlier holders, by the last report of one of them."""
+        seq, active = self._active.get(task, (fence.seq, 0))
+        return active if seq < fence.seq else None
 
     def _orders_for_selector(self, node: NodeId, assignments: tuple[Assignment, ...]) -> Send:
         view = self.fleet.selectors[node]
@@ -398,18 +482,19 @@ class Coordinator:
             number=self._order,
             acked=view.number,
             advertised=self._advertised(),
-            wanting=tuple(task for task in self.tasks if self._wants(task)),
+            wanting=self._wanting(),
             routes=self._assignment_map(),
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
             over=self.over,
             assignments=assignments,
+            assigns_in_s=max(0.0, self.leadership.recovers_until - self._now),
         )
         return Send(node, orders)
 
     def _advertised(self) -> tuple[Advertised, ...]:
         """The tasks that selectors may offer to devices."""
         return tuple(
-            Advertised(task, self._requirements(row.config))
+            Advertised(task, self._requirements(row.config), row.config.is_secure)
             for task, row in self.tasks.items()
             if row.state == "running"
         )
@@ -431,6 +516,9 @@ class Coordinator:
             for task, fence in self.fences.items()
             if task in self.tasks and fence.aggregator
         )
+
+    def _wanting(self) -> tuple[TaskId, ...]:
+        return tuple(task for task in self.tasks if self._wants(task))
 
     def _wants(self, task: TaskId) -> bool:
         """Is there demand now, or will there be while a check-in is held?

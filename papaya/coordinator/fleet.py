@@ -3,16 +3,47 @@
 Paper: "the Coordinator pools together information from all Aggregators into a consolidated view of
 client demand for every task in the system." Reports tell which servers are alive. Which aggregator
 holds a task is decided by the fence rows, not here.
+
+Reports also tell the time at their sender. A server whose clock is too far from the leader's would
+refuse clients too early or too late, so its reports are refused: it counts as dead until it starts
+again with another clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from random import Random
 
 from papaya.messages.base import NodeId, TaskId
 from papaya.messages.control import AggregatorReport, SelectorReport, TaskReport
 from papaya.messages.selection import DeviceClass
+
+
+class PeerClock:
+    """How far the clock of one boot of a server is ahead of the leader's; negative if behind.
+
+    A report that took long to arrive looks like a clock that is behind. So the largest value of
+    this window and the last one counts: some report of the two was fast.
+    """
+
+    def __init__(self, boot: float, window_s: float) -> None:
+        self.boot = boot
+        self._window_s = window_s
+        self.heard_at = -math.inf
+        self._since = -math.inf
+        self._last_s = self._current_s = -math.inf
+
+    @property
+    def ahead_s(self) -> float:
+        return max(self._last_s, self._current_s)
+
+    def hear(self, now: float, at: float) -> None:
+        """A report that was sent `at`, by the clock of its sender, arrived now."""
+        self.heard_at = now
+        if now >= self._since + self._window_s:
+            self._since, self._last_s, self._current_s = now, self._current_s, -math.inf
+        self._current_s = max(self._current_s, at - now)
 
 
 class AggregatorView:
@@ -23,6 +54,8 @@ class AggregatorView:
         # The number of the last report, and when it arrived.
         self.number = -1
         self.heard_at = 0.0
+        # Its process is about to stop.
+        self.is_draining = False
         # Consecutive heartbeats with a load above 1.
         self.overloaded_beats = 0
         self.tasks: dict[TaskId, TaskReport] = {}
@@ -33,6 +66,7 @@ class AggregatorView:
     def update(self, now: float, report: AggregatorReport) -> None:
         self.number = report.number
         self.heard_at = now
+        self.is_draining = report.draining
         self.tasks = {task.task: task for task in report.tasks}
         if report.heartbeat:
             self.overloaded_beats = self.overloaded_beats + 1 if report.load > 1 else 0
@@ -81,16 +115,20 @@ class SelectorView:
 class Fleet:
     """All servers that have reported."""
 
-    def __init__(self, dead_after_s: float) -> None:
+    def __init__(self, dead_after_s: float, max_clock_difference_s: float) -> None:
         self._dead_after_s = dead_after_s
+        self.max_clock_difference_s = max_clock_difference_s
         self.listens_since = 0.0
+        self._clocks: dict[NodeId, PeerClock] = {}
         self.aggregators: dict[NodeId, AggregatorView] = {}
         self.selectors: dict[NodeId, SelectorView] = {}
 
     def heard_aggregator(self, now: float, report: AggregatorReport) -> bool:
-        """Take in a report. False if it is older than one already seen."""
+        """Take in a report. False if it is refused or older than one already seen."""
+        if self._refuses(now, report):
+            return False
         view = self.aggregators.get(report.node)
-        if view is None or report.boot > view.boot or self._replaces(now, report, view):
+        if view is None or report.boot > view.boot:
             view = self.aggregators[report.node] = AggregatorView(report.boot)
         if report.boot < view.boot or report.number <= view.number:
             return False
@@ -98,7 +136,9 @@ class Fleet:
         return True
 
     def heard_selector(self, now: float, report: SelectorReport) -> bool:
-        """Take in a report. False if it is older than one already seen."""
+        """Take in a report. False if it is refused or older than one already seen."""
+        if self._refuses(now, report):
+            return False
         view = self.selectors.get(report.node)
         if view is None or report.boot > view.boot:
             view = self.selectors[report.node] = SelectorView(report.boot)
@@ -107,9 +147,20 @@ class Fleet:
         view.update(now, report)
         return True
 
-    def _replaces(self, now: float, report: AggregatorReport, view: AggregatorView) -> bool:
-        """Accept an earlier boot if the later one is dead: the node's clock was set back."""
-        return report.boot < view.boot and self.boot_of(now, report.node) is None
+    def _refuses(self, now: float, report: AggregatorReport | SelectorReport) -> bool:
+        """Is the sender's clock too far from this one?"""
+        clock = self._clocks.get(report.node)
+        if clock is None or report.boot > clock.boot:
+            clock = self._clocks[report.node] = PeerClock(report.boot, self._dead_after_s)
+        if report.boot == clock.boot:
+            clock.hear(now, report.at)
+        return abs(clock.ahead_s) >= self.max_clock_difference_s
+
+    def clocks(self, now: float) -> dict[NodeId, float]:
+        """How far the clock of each server that reports is ahead."""
+        limit = now - self._dead_after_s
+        known = self._clocks.items()
+        return {node: clock.ahead_s for node, clock in known if clock.heard_at > limit}
 
     def held(self, rng: Random) -> Iterator[tuple[NodeId, DeviceClass, int]]:
         """Held check-ins, starting at a random selector so that no selector is always first."""
@@ -120,9 +171,22 @@ class Fleet:
                 yield name, device_class, count
 
     def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
-        """Aggregators that reported recently and may be given a task."""
+        """Aggregators that reported recently."""
         limit = now - self._dead_after_s
         return {node: view for node, view in self.aggregators.items() if view.heard_at > limit}
+
+    def open_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
+        """Aggregators that may be given a task: alive, and not about to stop."""
+        live = self.live_aggregators(now)
+        return {node: view for node, view in live.items() if not view.is_draining}
+
+    def may_leave(self, node: NodeId, task: TaskId, seq: int) -> bool:
+        """Whether this holder of a task is about to stop and has made its last record."""
+        view = self.aggregators.get(node)
+        if view is None or not view.is_draining:
+            return False
+        report = view.tasks.get(task)
+        return report is None or report.seq != seq or report.drained
 
     def boot_of(self, now: float, node: NodeId) -> float | None:
         """The boot that a node runs; None if it is dead.

@@ -19,8 +19,8 @@ def is_orphan(fence: FenceRow, live_boot: float | None, recovers: bool) -> bool:
     """Is the boot that holds the task gone? `live_boot` is the boot its node reports now."""
     if live_boot is not None and live_boot >= fence.boot:
         return live_boot > fence.boot  # restarted: the boot that held the task is gone
-    # The holder is silent, or an earlier boot reported (a late report, or a node that restarted
-    # after its clock was set back). Neither is proof before the recovery period is over.
+    # The holder is silent, or only a late report of an earlier boot has arrived. Neither is proof
+    # before the recovery period is over.
     return not recovers
 
 

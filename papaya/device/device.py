@@ -2,7 +2,7 @@
 
 For an app:
 
-    clock = device_clock()
+    clock = Clock()
     async with (
         DeviceProcess(now=clock.now) as process,
         sandboxed([Path("my_task.py")], clock.now) as trainer,
@@ -79,14 +79,18 @@ class Device:
         self.name = name
         self._process = process
         self._config = config or DeviceConfig()
-        # Without a trust policy the device could not mask: do not offer task files that need it.
-        refused = trainer.secure_modules if process.trust is None else ()
-        modules = tuple(module for module in trainer.modules if module not in refused)
+        # Without a trust policy the device could not mask: it says so before it takes a slot.
+        trusts = process.trust is not None
+        declared = tuple(sorted(labels))
         self._bundles = bundles
         self._trainer = trainer
-        owners = () if bundles is None else bundles.owners
         self._capabilities = Capabilities(
-            trainer.engine, modules, memory_mb, tuple(sorted(labels)), owners
+            trainer.engine,
+            trainer.modules,
+            memory_mb,
+            declared,
+            trust_policy=trusts,
+            owners=() if bundles is None else bundles.owners,
         )
         self._notify = notify
         self._rng = rng or Random()

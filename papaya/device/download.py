@@ -1,9 +1,10 @@
 """Downloads parameters by key, from a CDN or the selectors, once for all devices of a process.
 
 A key ends in the hash of its content, so any source will do: bytes with another hash are dropped
-and the next source is tried. A download is bounded by the length of the model. A key of an unknown
-form is refused. No token is sent: parameters are public under their hash, and a CDN must not learn
-the token.
+and the next source is tried. A download that broke is resumed with `Range`, at the same source or
+the next one; the hash is that of the whole. A download is bounded by the length of the model. A key
+of an unknown form is refused. No token is sent: parameters are public under their hash, and a CDN
+must not learn the token.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import sha256
+from http import HTTPStatus
 
 import aiohttp
 
-from papaya.device.selectors import BROKEN, read_bounded
+from papaya.device.selectors import BROKEN, read_into
 from papaya.errors import ProtocolError
 from papaya.messages.base import BlobKey, TaskId
 
@@ -25,6 +27,8 @@ _KEY = re.compile(
 )
 _HEADER_BYTES = 8 + (64 << 10)
 _STALLED_S = 30.0
+_MOST_REQUESTS = 16  # to one source for one download
+_RANGE = re.compile(r"bytes ([0-9]{1,15})-[0-9]{1,15}/([0-9]{1,15})", re.ASCII)
 
 
 def task_of(key: BlobKey) -> TaskId:
@@ -89,26 +93,65 @@ class Downloads:
         if self._blobs_url is not None:
             sources.insert(0, self._blobs_url)
         problem = "no source is configured"
+        begun = bytearray()
         for source in sources:
             try:
-                body = await self._fetch(f"{source}/{key}", limit)
+                async with asyncio.timeout(self._timeout_s):
+                    await self._finish(f"{source}/{key}", digest, limit, begun)
             except (ProtocolError, *BROKEN) as error:
                 problem = str(error) or type(error).__name__
-                continue
-            if sha256(body).hexdigest().startswith(digest):
+                if len(begun) > limit:
+                    begun.clear()
+            else:
+                body = bytes(begun)
                 self._keep(key, body)
                 return body
-            problem = "the bytes do not have the hash of their key"
         raise ProtocolError(f"cannot download the parameters: {problem}")
 
-    async def _fetch(self, url: str, limit: int) -> bytes:
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_read=_STALLED_S)
-        async with self._session.get(url, allow_redirects=False, timeout=timeout) as response:
-            if response.status != 200:
-                raise ProtocolError(f"HTTP status {response.status}")
-            return await read_bounded(response, limit)
+    async def _finish(self, url: str, digest: str, limit: int, begun: bytearray) -> None:
+        """Add to `begun`, which may come from another source, until its hash is right."""
+        for _ in range(_MOST_REQUESTS):
+            had = len(begun)
+            try:
+                await self._fetch(url, digest, limit, begun)
+            except BROKEN:
+                if len(begun) == had:
+                    raise  # no progress
+                continue
+            if sha256(begun).hexdigest().startswith(digest):
+                return
+            begun.clear()
+            if not had:
+                raise ProtocolError("the bytes do not have the hash of their key")
+            # The beginning may have been wrong: ask this source for the whole.
+        raise ProtocolError(f"the connection broke {_MOST_REQUESTS} times")
+
+    async def _fetch(self, url: str, digest: str, limit: int, begun: bytearray) -> None:
+        headers = {}
+        if begun:
+            headers = {"Range": f"bytes={len(begun)}-", "If-Range": f'"{digest}"'}
+        timeout = aiohttp.ClientTimeout(sock_read=_STALLED_S)
+        async with self._session.get(
+            url, headers=headers, allow_redirects=False, timeout=timeout
+        ) as response:
+            match response.status:
+                case HTTPStatus.PARTIAL_CONTENT if begun:
+                    _check_range(response.headers.get("Content-Range", ""), len(begun), limit)
+                case HTTPStatus.OK:
+                    begun.clear()
+                case HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE if begun:
+                    return  # what has begun is longer than the file, so it cannot be right
+                case status:
+                    raise ProtocolError(f"HTTP status {status}")
+            await read_into(begun, response, limit)
 
     def _keep(self, key: BlobKey, body: bytes) -> None:
         self._cached[key] = body
         while sum(map(len, self._cached.values())) > self._cache_bytes:
             self._cached.popitem(last=False)
+
+
+def _check_range(shown: str, start: int, limit: int) -> None:
+    found = _RANGE.fullmatch(shown)
+    if found is None or int(found[1]) != start or int(found[2]) > limit:
+        raise ProtocolError(f"Content-Range {shown[:80]!r} for a part from byte {start} on")

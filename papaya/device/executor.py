@@ -49,7 +49,7 @@ class TaskTerms(Struct, frozen=True):
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:
         return cls(
-            secure=config.secure_aggregation is not None,
+            secure=config.is_secure,
             model_length=config.model_length,
             max_examples=config.max_examples,
             max_staleness=config.max_staleness,

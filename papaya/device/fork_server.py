@@ -230,6 +230,8 @@ def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TorchEngine:
     loaded = load_task(path)
     if loaded.manifest.tensors != manifest.layout:
         raise OperatorError("the program makes another model than the manifest says", hint="")
+    if (loaded.frozen.hex() or None) != manifest.frozen:
+        raise OperatorError("the model holds other frozen tensors than the manifest says", hint="")
     task = structs.replace(loaded.task, client=manifest.client, clip=manifest.clip)
     return TorchEngine(dataclasses.replace(loaded, task=task))
 

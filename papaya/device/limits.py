@@ -50,7 +50,9 @@ class DeviceLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 return structs.replace(answer, upload_timeout_s=timeout_s)
             case Retry():
                 return structs.replace(
-                    answer, after_s=_at_most(self.max_retry_after_s, answer.after_s)
+                    answer,
+                    after_s=_at_most(self.max_retry_after_s, answer.after_s),
+                    keep_s=_at_most(self.max_upload_s, answer.keep_s),
                 )
             case Rejected():
                 return structs.replace(

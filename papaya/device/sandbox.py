@@ -161,7 +161,9 @@ class Sandbox:
             await server.load()
             if self._tasks and server.tasks != self._tasks:
                 raise OperatorError(
-                    "a task file has changed since this device started", hint="restart the device"
+                    "a task file, or a file that its model loads, has changed since this device "
+                    "started",
+                    hint="restart the device",
                 )
         except BaseException:
             await server.close()

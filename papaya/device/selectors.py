@@ -31,7 +31,7 @@ from papaya.messages.participation import Chunk
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
 from papaya.messages.selection import CheckIn
 
-# The longest answer is a grant with its offer: 256 KiB collateral, 64 KiB quote, in base64.
+# The longest answer is a grant with its offer: 256 KiB collateral, 16 KiB quote, in base64.
 MAX_ANSWER_BYTES = 512 << 10
 _SILENT = 3
 _NO_TIMEOUT = aiohttp.ClientTimeout()
@@ -72,15 +72,20 @@ def open_session(
 
 async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
     """The body, or ProtocolError as soon as it is longer than `limit`."""
-    declared = response.content_length
-    if declared is not None and declared > limit:
-        raise ProtocolError(f"a body of {declared} bytes is over the limit of {limit}")
     body = bytearray()
+    await read_into(body, response, limit)
+    return bytes(body)
+
+
+async def read_into(body: bytearray, response: aiohttp.ClientResponse, limit: int) -> None:
+    """Append what arrives, or ProtocolError as soon as all of it is longer than `limit`."""
+    declared = len(body) + (response.content_length or 0)
+    if declared > limit:
+        raise ProtocolError(f"a body of {declared} bytes is over the limit of {limit}")
     while piece := await response.content.readany():
         body += piece
         if len(body) > limit:
             raise ProtocolError(f"a body is over the limit of {limit} bytes")
-    return bytes(body)
 
 
 class Selectors:

@@ -48,6 +48,10 @@ _BELIEVED_S = 600.0
 _MOST_BELIEVED = 64
 # For all files of the log together; an upload has 120 s unless its server says otherwise.
 _LOG_S = 30.0
+_DIFFERS = (
+    "nothing was masked; compare the task (papaya task show) with this device's task file and with "
+    "the policy of --trust"
+)
 
 
 def agreed_policy(
@@ -150,7 +154,7 @@ class Trust:
             offer = Offer.decode(offered.offer)
             done = update.seal(agreed, offer, work.current, self._now(), os.urandom)
         except SecureAggregationError as error:
-            raise ProtocolError(f"{error.reason}: {error}") from error
+            raise ProtocolError(f"{error.reason}: {error}", hint=_DIFFERS) from error
         except OSError as error:
             raise OperatorError(
                 f"cannot store the checkpoint of the log: {error}",

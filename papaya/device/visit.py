@@ -39,7 +39,7 @@ from papaya.device.process import DeviceProcess
 from papaya.device.training import Trainer, TrainingRequest
 from papaya.errors import PapayaError, ProtocolError
 from papaya.machine import Effects
-from papaya.messages.base import Message
+from papaya.messages.base import Message, TaskId
 from papaya.messages.participation import Leave
 from papaya.messages.selection import CheckIn
 
@@ -183,9 +183,12 @@ class DeviceVisit:
                 f"for task {joined.task!r}, the server sent parameters of {program!r}"
             )
         if not self._equipment.trainer.knows(program):
+            # An app's own trainer need not list its tasks.
+            names: tuple[TaskId, ...] = getattr(self._equipment.trainer, "tasks", ())
+            name = names[0] if len(names) == 1 else "NAME-IN-THE-FILE"
             raise ProtocolError(
                 f"this device has no task file for {program!r}",
-                hint=f"if it was submitted under another name: --alias {program}=NAME-IN-THE-FILE",
+                hint=f"if it was submitted under another name: --alias {program}={name}",
             )
         terms = self._equipment.trainer.terms(program)
         if terms is not None and terms.secure != joined.secure:

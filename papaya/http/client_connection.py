@@ -14,7 +14,6 @@ from papaya.http.errors import HttpError, MisuseError, PeerUnavailable
 from papaya.http.exchange import Headers, has_body
 from papaya.http.head import END_OF_HEAD, ResponseHead, parse_response
 from papaya.http.limits import MAX_HEAD_BYTES, PeerLimits
-from papaya.http.splice import MAX_AHEAD_BYTES, Pipe, TargetBroken
 
 
 class Response(NamedTuple):
@@ -87,53 +86,13 @@ class ClientConnection(asyncio.Protocol):
             self._flush_head()
         return self._answer
 
-    def send(self, data: bytes | memoryview, more_follows: bool = False) -> None:
-        """Sends at once. What the socket does not take is copied, so `data` may be reused.
-
-        With `more_follows`, a short `data` waits for the next bytes together with the head.
-        """
+    def send(self, data: bytes | memoryview) -> None:
+        """Sends at once. What the socket does not take is copied, so `data` may be reused."""
         if len(data) > self._unsent:
             raise MisuseError(f"the body for {self.address} is longer than its Content-Length")
         self._unsent -= len(data)
-        waits = more_follows and self._unsent > 0 and self._held_head != b""
-        if waits and len(self._held_head) + len(data) <= MAX_AHEAD_BYTES:
-            self._held_head += data
-        elif data:
+        if data:
             self._put(data)
-
-    def pull(self, pipe: Pipe, source: int, count: int) -> int:
-        """Sends up to `count` bytes that have arrived at the socket `source`; returns how many.
-
-        If the other server has closed, bytes taken from `source` are lost, but counted.
-        """
-        if (
-            self._file < 0
-            or len(self._held_head) > MAX_AHEAD_BYTES
-            or not self._is_clean
-            or self._transport.is_closing()
-            or self._transport.get_write_buffer_size()
-        ):
-            return 0
-        if count > self._unsent:
-            raise MisuseError(f"the body for {self.address} is longer than its Content-Length")
-        ahead, self._held_head = self._held_head, b""
-        sent = 0
-        rest = b""
-        while sent < count and not rest:
-            try:
-                came, rest = pipe.move(source, self._file, count - sent, ahead)
-                ahead = b""
-            except TargetBroken as broken:
-                self._is_clean = False  # As in `_put`.
-                self._unsent -= broken.came
-                return sent + broken.came
-            if not came:
-                break
-            self._unsent -= came
-            sent += came
-        if rest:
-            self._transport.write(rest)
-        return sent
 
     def _flush_head(self) -> None:
         if self._held_head:

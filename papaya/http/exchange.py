@@ -18,6 +18,7 @@ from typing import Protocol
 
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.head import RequestHead
+from papaya.http.ranges import requested_range
 
 log = logging.getLogger("papaya.http")
 
@@ -91,9 +92,11 @@ class Exchange:
         path: Path,
         headers: Headers = (),
         content_type: str = "application/octet-stream",
-        status: int = 200,
     ) -> None:
-        """Sends a file piece by piece, as fast as the peer reads; 404 if there is no such file."""
+        """Sends a file, or the range of it that the request asks for, as fast as the peer reads.
+
+        404 if there is no such file. An `If-Range` is compared with the `ETag` in `headers`.
+        """
         if not self._may_answer():
             return
         try:
@@ -104,18 +107,31 @@ class Exchange:
             self.answer_problem(404, "no such file")
             return
         try:
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                os.close(file)
-                self.answer_problem(404, "no such file")
-                return
-            size = found.st_size
-            head = render_head(status, size, headers, content_type)
+            head, status, part = self._head_of_file(os.fstat(file), headers, content_type)
+            os.lseek(file, part.start, os.SEEK_SET)
+        except HttpError as error:
+            os.close(file)
+            self.answer_problem(error.status, str(error), error.headers)
+            return
         except BaseException:
             os.close(file)
             raise
         self._answered = True
-        self._carrier.send_file(self, status, head, file, size)
+        self._carrier.send_file(self, status, head, file, len(part))
+
+    def _head_of_file(
+        self, found: os.stat_result, headers: Headers, content_type: str
+    ) -> tuple[str, int, range]:
+        if not stat.S_ISREG(found.st_mode):
+            raise HttpError(404, "no such file")
+        size = found.st_size
+        part = requested_range(self.head, size, dict(headers).get("ETag"))
+        headers = (*headers, ("Accept-Ranges", "bytes"))
+        if part is None:
+            return render_head(200, size, headers, content_type), 200, range(size)
+        where = f"bytes {part.start}-{part.stop - 1}/{size}"
+        headers = (*headers, ("Content-Range", where))
+        return render_head(206, len(part), headers, content_type), 206, part
 
     def answer_problem(self, status: int, text: str, headers: Headers = ()) -> None:
         """Answers with an error, whose body the listener's `problem` makes from `text`."""

@@ -16,7 +16,6 @@ from papaya.http.client_connection import ClientConnection, Response
 from papaya.http.errors import PeerUnavailable
 from papaya.http.exchange import Headers
 from papaya.http.limits import PeerLimits
-from papaya.http.splice import Pipe, open_pipe
 
 
 class ConnectionPool:
@@ -26,7 +25,6 @@ class ConnectionPool:
         self._limits = limits or PeerLimits()
         self._ssl = ssl
         self._pools: dict[str, _Pool] = {}
-        self._pipe: Pipe | None = None  # opened by the first upload
         self._is_closed = False
 
     async def request(
@@ -68,18 +66,18 @@ class ConnectionPool:
         called whenever `is_full` has become false, and when the upload is over.
         """
         pool = self._pool(address)
-        if self._pipe is None and self._ssl is None:
-            self._pipe = open_pipe()
-        return StreamedRequest(pool, method, path, headers, length, timeout_s, on_room, self._pipe)
+        return StreamedRequest(pool, method, path, headers, length, timeout_s, on_room)
+
+    def waiting(self, address: str) -> int:
+        """How many requests wait for a connection to the server at `address`."""
+        pool = self._pools.get(address)
+        return 0 if pool is None else pool.waiting
 
     async def close(self) -> None:
         """Closes all connections; later requests fail."""
         self._is_closed = True
         for pool in tuple(self._pools.values()):
             await pool.close()
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
 
     def _pool(self, address: str) -> _Pool:
         if self._is_closed:
@@ -121,7 +119,6 @@ class StreamedRequest:
     """A request whose body is sent while it still arrives from someone else (cut-through).
 
         upload.write(view)          sends at once, copies what the socket does not take
-        upload.pull(socket, n)      the same without a copy, if the kernel can
         if upload.is_full: pause    until `on_room` is called
         upload.answer               may come early: a refusal before the body is sent
 
@@ -140,10 +137,8 @@ class StreamedRequest:
         length: int,
         timeout_s: float,
         on_room: Callable[[], None],
-        pipe: Pipe | None = None,
     ) -> None:
         self._pool = pool
-        self._pipe = pipe  # to splice through; None if that is not possible
         self._head = (method, path, headers, length)
         self._on_room = on_room  # called when `is_full` becomes false
         self._early = bytearray()  # written before there was a connection
@@ -166,6 +161,10 @@ class StreamedRequest:
         """Nothing should be written now. False after the answer, when writing does nothing."""
         return not self._is_over and (self._connection is None or self._connection.is_full)
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection is not None
+
     def write(self, data: bytes | memoryview) -> None:
         """Sends the next bytes of the body. `data` may be reused when this returns."""
         if self._is_over:
@@ -174,14 +173,7 @@ class StreamedRequest:
         if self._connection is None:
             self._early += data
         else:
-            self._connection.send(data, more_follows=self._pipe is not None)
-
-    def pull(self, source: int, count: int) -> int:
-        """Sends the next bytes straight from a socket, if possible; returns how many."""
-        if self._is_over or self._connection is None or self._pipe is None:
-            return 0
-        self._moved_at = self._loop.time()
-        return self._connection.pull(self._pipe, source, count)
+            self._connection.send(data)
 
     def abort(self) -> None:
         """Ends the request. A connection in the middle of a body is closed."""
@@ -276,10 +268,13 @@ class _Pool:
 
     def check_room(self) -> None:
         """Raises if the queue for a connection is full."""
-        if self._open >= self._limits.max_connections:
-            waiting = sum(not future.done() for future in self._waiting)
-            if waiting >= self._limits.max_waiting:
-                raise PeerUnavailable(f"too many requests wait for {self.address}")
+        is_exhausted = self._open >= self._limits.max_connections
+        if is_exhausted and self.waiting >= self._limits.max_waiting:
+            raise PeerUnavailable(f"too many requests wait for {self.address}")
+
+    @property
+    def waiting(self) -> int:
+        return sum(not turn.done() for turn in self._waiting)
 
     async def lend(self) -> ClientConnection:
         """A new connection if the limit allows it, else the next one that is given back."""

@@ -41,21 +41,6 @@ class Receiver(Protocol):
         ...
 
 
-class Puller:
-    """A receiver that can take its body from the socket by itself.
-
-    A base class and not a Protocol, because `isinstance` is called for every read.
-    """
-
-    def pull(self, file: int, remaining: int) -> int:
-        """Takes up to `remaining` available bytes from the socket and returns how many.
-
-        What it leaves is received as usual. It is called while the transport asks for a buffer and
-        must not pause or close the transport: uvloop would abort the process.
-        """
-        raise NotImplementedError
-
-
 def end_receiver(receiver: Receiver, is_whole: bool) -> None:
     """Makes the last call of a receiver. An error is logged: there is no peer left to answer."""
     try:

@@ -7,10 +7,6 @@ byte of a next request can land in it. Everything else goes through the listener
 
 The states and their transitions are in `connection_state.py`.
 
-A body may also pass to another socket without entering this process: if its receiver is a `Puller`,
-it splices from the socket when the loop asks for a buffer, and the buffer is for what is left,
-usually nothing (loops accept an empty read). Over TLS every body is received.
-
 Refused: more than the limits allow, and what `head.py` does not accept. If a route raises, its peer
 gets an error answer; nothing that a peer sends can stop the server.
 """
@@ -29,8 +25,7 @@ from papaya.http.connection_state import TRANSITIONS, ConnectionState, RequestPr
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange, Headers, as_refusal, has_body, log, render_head
 from papaya.http.head import END_OF_HEAD, RequestHead, check_partial, parse_request
-from papaya.http.routes import UNKNOWN_ROUTE, Buffered, Puller, Receiver, end_receiver
-from papaya.http.splice import plain_socket
+from papaya.http.routes import UNKNOWN_ROUTE, Buffered, Receiver, end_receiver
 
 if TYPE_CHECKING:
     from papaya.http.listener import ListenerState
@@ -78,7 +73,6 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._route = UNKNOWN_ROUTE  # of the present request, for the metrics
         self._began_at = 0.0  # when its head was complete, for the metrics
         self._received = 0  # bytes so far, for the timeouts
-        self._socket = -1  # descriptor to splice from; -1 if TLS is on
         self._is_reading = True  # what the transport was told last
         self._is_scheduled = False  # the loop will call `_advance`
 
@@ -87,7 +81,6 @@ class ServerConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._out = _Outgoing(self._transport)
-        self._socket = plain_socket(transport)
         self._listener.connections.add(self)
         refusal = self._admission.refusal if self._admission is not None else None
         if not self._listener.is_accepting:
@@ -99,8 +92,6 @@ class ServerConnection(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         receiver = self._receiver
         if receiver is None:
-            return self._listener.scratch
-        if self._socket >= 0 and isinstance(receiver, Puller) and not self._pull(receiver):
             return self._listener.scratch
         room = self._room(receiver)
         return self._listener.scratch if room is None else room
@@ -367,25 +358,6 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._enter(_HEAD if self._pending else _IDLE)
         return True
 
-    def _pull(self, receiver: Receiver) -> bool:
-        """Lets the receiver take bytes from the socket. True if it needs more.
-
-        The transport is asking for a buffer and must not be paused or closed now, so whatever may
-        do that is called by the loop later.
-        """
-        assert isinstance(receiver, Puller)
-        try:
-            count = receiver.pull(self._socket, self._left)
-        except Exception as error:
-            self._receiver_failed(receiver, error)
-            return False
-        self._received += count
-        self._left -= count
-        if not self._left:
-            self._end_receiver(receiver)
-            self._enter(_ANSWER)
-        return self._left > 0
-
     def _room(self, receiver: Receiver) -> memoryview | None:
         try:
             room = receiver.buffer(self._left)
@@ -584,8 +556,9 @@ class _Outgoing:
             self.write(body)
 
     def take_file(self, file: int, size: int) -> None:
-        """Takes ownership of the open file; `send_piece` sends and closes it."""
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        """Takes ownership of the open file; `send_piece` sends `size` bytes and closes it."""
+        start = os.lseek(file, 0, os.SEEK_CUR)
+        os.posix_fadvise(file, start, size, os.POSIX_FADV_WILLNEED)
         self._file, self._file_left = file, size
 
     def send_piece(self) -> bool:

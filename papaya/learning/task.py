@@ -14,8 +14,9 @@
     )
 
 A device never runs code that a server sends. The owner and every device have this file already; a
-server names it by `module_hash`, and a device with a different file is not eligible. A task is one
-file: modules beside it are not in the hash and cannot be imported.
+server names it by `module_hash`, and a device with a different file is not eligible, nor is one
+whose model holds other frozen tensors, such as another base model. A task is one file: modules
+beside it are not in the hash and cannot be imported.
 
 Refused (OperatorError with file and line): a file that does not run, no task or two tasks, a model
 that cannot be made or trained as float32, a loss that is not a scalar. Torch is imported only when
@@ -24,6 +25,7 @@ a file is loaded.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import sys
 import traceback
@@ -68,19 +70,29 @@ _MAX_FILE_BYTES: Final = 1 << 20
 _SHOWN_BYTES: Final = 60  # of an example, in a hint
 
 
-def module_hash(source: bytes) -> str:
-    """The name under which devices and servers know a task file."""
-    return "sha256:" + hashlib.sha256(source).hexdigest()[:32]
+def module_hash(source: bytes, frozen: bytes = b"") -> str:
+    """The name under which devices and servers know a task file with its frozen tensors.
+
+    128 bits of the file's hash, and 128 bits of the digest of the frozen tensors, if there are any.
+    """
+    name = "sha256:" + hashlib.sha256(source).hexdigest()[:32]
+    if not frozen:
+        return name
+    return f"{name}.{base64.b64encode(frozen[:16]).decode().rstrip('=')}"
 
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task whose file has run and whose model was made and checked."""
+    """A task whose file has run and whose model was made and checked.
+
+    `frozen` is the digest of what the model holds and does not train; `module_hash` contains it.
+    """
 
     path: Path
     task: Task
     module_hash: str
     manifest: Manifest
+    frozen: bytes = b""
 
     def config(self) -> TaskConfig:
         """The configuration that is submitted to a server."""
@@ -116,20 +128,20 @@ class LoadedTask:
 def load_task(path: Path) -> LoadedTask:
     """Run the owner's file in this process and check what it defines. Raises OperatorError."""
     source = _read(path)
-    name = module_hash(source)
     # The hash makes the module's name unique for files of the same name.
-    module = ModuleType("papaya_task_" + name.removeprefix("sha256:"))
+    module = ModuleType("papaya_task_" + module_hash(source).removeprefix("sha256:"))
     module.__file__ = str(path)
     _run(source, path, module)
     task = _the_task(path, module)
     try:
-        from papaya.learning.torch.module import checked_manifest
+        from papaya.learning.torch.module import checked_module
     except ImportError as error:
         raise OperatorError(
             f"{path} needs the torch engine: {error}", hint="pip install 'papaya-fl[torch]'"
         ) from error
     try:
-        loaded = LoadedTask(path, task, name, checked_manifest(task))
+        manifest, frozen = checked_module(task)
+        loaded = LoadedTask(path, task, module_hash(source, frozen), manifest, frozen)
         loaded.config()
     except Exception as error:
         raise _located(path, error) from error

@@ -5,8 +5,8 @@
     SELECTOR   ── SelectorReport ────▶                 held check-ins by device class
                ◀── SelectorOrders ────                 assignments, task list, assignment map
 
-All are one-way messages that may be lost, duplicated or late. Reports are numbered within a boot of
-their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored.
+These are one-way messages that may be lost, duplicated or late. Reports are numbered within a boot
+of their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ class TaskReport(Struct, frozen=True, gc=False):
     """`joined`: sessions that joined since the last acknowledged report; they confirm leases.
 
     `ended` counts the sessions that ended at this holder; its growth sets the pace of check-ins.
+    `version` is the newest committed version.
+    `drained`: every update that was folded is in a record, and no other will be folded here.
+    `awaited`: clients of earlier holders that have not come yet, for which room is kept.
     """
 
     task: TaskId
@@ -31,12 +34,16 @@ class TaskReport(Struct, frozen=True, gc=False):
     ended: int
     joined: tuple[SessionId, ...] = ()
     halted: str = ""
+    version: int = 0
+    drained: bool = False
+    awaited: int = 0
 
 
 class AggregatorReport(Message, frozen=True):
     """`at` is the sender's time: all joins with an earlier confirm-by are in this report.
 
     `load` is waiting work ÷ work that the aggregator can hold; above 1 it is overloaded.
+    `draining`: its process is about to stop, so its tasks have to move.
     """
 
     node: NodeId
@@ -47,18 +54,27 @@ class AggregatorReport(Message, frozen=True):
     load: float
     heartbeat: bool
     tasks: tuple[TaskReport, ...]
+    draining: bool = False
 
 
 class Placement(Struct, frozen=True, gc=False):
-    """`leases` are the clients that may already be on their way to a new holder."""
+    """`leases` are the clients that may already be on their way to a new holder.
+
+    `active`: the active and awaited clients that the last report of an earlier holder named, which
+    may come to the new one. None: the leader has seen no such report.
+    """
 
     task: TaskId
     seq: int
     leases: tuple[SessionId, ...] = ()
+    active: int | None = None
 
 
 class AggregatorOrders(Message, frozen=True):
-    """All tasks that the rows give to this boot. It must stop any task that is not listed."""
+    """All tasks that the rows give to this boot. It must stop any task that is not listed.
+
+    `is_last`: nobody can take these tasks: no other aggregator is there, or the leader stops too.
+    """
 
     epoch: int
     leader: NodeId
@@ -66,6 +82,18 @@ class AggregatorOrders(Message, frozen=True):
     number: int
     acked: int
     tasks: tuple[Placement, ...]
+    is_last: bool = False
+
+
+class Drain(Message, frozen=True):
+    """Sent by the driver: the process is about to stop.
+
+    `is_alone`: no other process serves this system, so devices have to wait for the restart.
+    `drops_uploads`: the time for uploads is over; those that are not complete are dropped.
+    """
+
+    is_alone: bool = False
+    drops_uploads: bool = False
 
 
 class Held(Struct, frozen=True, gc=False):
@@ -74,7 +102,10 @@ class Held(Struct, frozen=True, gc=False):
 
 
 class SelectorReport(Message, frozen=True):
-    """`unfilled` are assigned sessions for which no client was held; their leases end."""
+    """`unfilled` are assigned sessions for which no client was held; their leases end.
+
+    `at` is the sender's time.
+    """
 
     node: NodeId
     boot: float
@@ -83,11 +114,13 @@ class SelectorReport(Message, frozen=True):
     acked: int
     held: tuple[Held, ...]
     unfilled: tuple[SessionId, ...] = ()
+    at: float = 0.0
 
 
 class Advertised(Struct, frozen=True, gc=False):
     task: TaskId
     requirements: Requirements
+    is_secure: bool = False
 
 
 class Route(Struct, frozen=True, gc=False):
@@ -99,18 +132,25 @@ class Route(Struct, frozen=True, gc=False):
 
 
 class Assignment(Struct, frozen=True, gc=False):
-    """Accept one held client of the class for each session."""
+    """Accept one held client of the class for each session.
+
+    `version` is the newest one that the holder with this `seq` had reported.
+    `pseudonym_key`: of the task, for the pseudonyms in the tickets.
+    """
 
     task: TaskId
     seq: int
     device_class: DeviceClass
     sessions: tuple[SessionId, ...]
     confirm_by: float
+    version: int = 0
+    pseudonym_key: bytes = b""
 
 
 class SelectorOrders(Message, frozen=True):
     """`wanting`: tasks with demand. `over`: tasks that ended but whose clients may still ask.
-    `check_ins_per_s`: this selector's share of the pace.
+    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long the leader still
+    recovers and assigns no client.
     """
 
     epoch: int
@@ -124,6 +164,7 @@ class SelectorOrders(Message, frozen=True):
     check_ins_per_s: float
     over: tuple[TaskId, ...] = ()
     assignments: tuple[Assignment, ...] = ()
+    assigns_in_s: float = 0.0
 
 
 Control = AggregatorReport | AggregatorOrders | SelectorReport | SelectorOrders

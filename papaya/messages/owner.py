@@ -110,9 +110,12 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
         hint = f"papaya task show {task}"
         if row.is_over:
             hint = "submit a new task, from a checkpoint of this one: papaya task export --help"
-        raise OperatorError(f"task {task} is {row.state} and cannot become {state}", hint=hint)
-    ended = now if state in ("completed", "cancelled") else 0.0
-    changed = structs.replace(row, state=state, why=why, ended=ended)
+        rest = f"{row.state} and cannot become {state}"
+        problem = f"already {state}" if state == row.state else rest
+        raise OperatorError(f"task {task} is {problem}", hint=hint)
+    changed = structs.replace(row, state=state, why=why)
+    if changed.is_over:
+        changed = structs.replace(changed, ended=now, pseudonym_key=b"")
     return Transaction(
         require=((task_key(task), row),),
         put=((task_key(task), changed),),
@@ -202,7 +205,7 @@ def rollback(rows: TaskRows, to_version: int, optimizer: BlobKey, now: float) ->
         put=(
             (fence_key(task), FenceRow(seq, "", 0.0)),
             (version_key(task, head), version),
-            (optimizer_key(task), OptimizerRow(head, optimizer)),
+            (optimizer_key(task), OptimizerRow(head, optimizer, rows.optimizer.settled)),
             *consumed,
         ),
         delete=tuple(record_key(task, target) for target in rows.records),
@@ -270,12 +273,13 @@ def evaluate(
     optimizer: BlobKey,
     now: float,
     kept_until: float,
+    pseudonym_key: bytes = b"",
 ) -> Transaction:
     """Submit the evaluation that `config` describes, and keep its version until `kept_until`, when
     all tickets of the evaluation have expired.
     """
     assert config.evaluates is not None
-    submitted = submission(config, parameters, optimizer, now)
+    submitted = submission(config, parameters, optimizer, now, pseudonym_key)
     key = version_key(config.evaluates.task, version.version)
     pinned = structs.replace(
         version,

@@ -37,10 +37,28 @@ from papaya.messages.base import (
 )
 
 MAX_CHUNKS = 4096
+MAX_EXTRA_S = 900.0
+"""How far `Retry.keep_s` may move the deadlines of one session, in all."""
 
-AbortReason = Literal["stale", "round_over", "timed_out", "silent", "left", "full", "task_over"]
+AbortReason = Literal[
+    "stale",
+    "round_over",
+    "timed_out",
+    "silent",
+    "left",
+    "full",
+    "task_over",
+    "replaced",
+    "revoked",
+]
 DiscardReason = Literal[
-    "round_over", "wrong_size", "not_finite", "over_norm", "seed_refused", "trusted_party_lost"
+    "round_over",
+    "wrong_size",
+    "not_finite",
+    "over_norm",
+    "seed_refused",
+    "trusted_party_lost",
+    "already_counted",
 ]
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
@@ -96,11 +114,11 @@ class SecureOffer(Struct, frozen=True, gc=False):
     TSA binary in the public log.
     """
 
-    parameters: Annotated[bytes, Meta(max_length=2048)]
-    offer: Annotated[bytes, Meta(max_length=512)]
-    identity: Annotated[bytes, Meta(max_length=64)]
+    parameters: Annotated[bytes, Meta(max_length=1024)]
+    offer: Annotated[bytes, Meta(min_length=112, max_length=112)]
+    identity: Annotated[bytes, Meta(min_length=32, max_length=32)]
     platform: Name
-    evidence: Annotated[bytes, Meta(max_length=1 << 16)]
+    evidence: Annotated[bytes, Meta(max_length=1 << 14)]
     collateral: Annotated[bytes, Meta(max_length=1 << 18)]
     leaf: Annotated[int, Meta(ge=-1, le=2**53)]
 
@@ -183,10 +201,15 @@ class Refused(Message, frozen=True):
 
 
 class Retry(Message, frozen=True):
-    """Send the same request again after `after_s`, maybe through another selector."""
+    """Send the same request again after `after_s`, maybe through another selector.
+
+    `keep_s`: the server keeps the session for at least so long, past its deadline if need be,
+    because the client is not the reason for the delay.
+    """
 
     reason: ShortText
     after_s: Seconds
+    keep_s: Seconds = 0.0
 
 
 Request = Join | Heartbeat | Report | Chunk | Complete | Leave

@@ -30,12 +30,17 @@ from papaya.messages.base import (
 
 
 class Capabilities(Struct, frozen=True, gc=False):
-    """What a device declares. Coarse on purpose, so that many devices are equal."""
+    """What a device declares. Coarse on purpose, so that many devices are equal.
+
+    A device that says nothing about a trust policy is assumed to have one: its protocol is older
+    than the field.
+    """
 
     engine: Name = "torch"
     modules: Names = ()
     memory_mb: Count = 0
     labels: Names = ()
+    trust_policy: bool = True
     owners: Names = ()
     """The ids of owners that the device has pinned."""
 
@@ -46,7 +51,7 @@ class DeviceClass(Struct, frozen=True, gc=False):
     capabilities: Capabilities
     excluded: Excluded = ()
 
-    def fits(self, task: TaskId, requirements: Requirements) -> bool:
+    def fits(self, task: TaskId, requirements: Requirements, is_secure: bool) -> bool:
         """Is it "compatible with its requirements (e.g., can train the model of the task)"?"""
         device = self.capabilities
         if requirements.owner is None:
@@ -56,6 +61,7 @@ class DeviceClass(Struct, frozen=True, gc=False):
         return (
             task not in self.excluded
             and (not requirements.bundle or refused(task, requirements.bundle) not in self.excluded)
+            and (device.trust_policy or not is_secure)
             and requirements.engine in (None, device.engine)
             and has_program
             and requirements.min_memory_mb <= device.memory_mb
@@ -74,6 +80,13 @@ class CheckIn(Message, frozen=True):
     protocol: Count
     capabilities: Capabilities
     excluded: Excluded = ()
+
+
+class IdentifiedCheckIn(Message, frozen=True):
+    """Sent by the driver instead of a check-in whose token identifies the device."""
+
+    device: str
+    check_in: CheckIn
 
 
 class Gone(Message, frozen=True):

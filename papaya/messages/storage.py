@@ -10,6 +10,7 @@ needs this one primitive, atomic and durable. A blob is written before the row t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -32,6 +33,12 @@ class LeaderRow(Row, frozen=True):
     renewal: int
 
 
+class BootRow(Row, frozen=True):
+    """How often a node has started. Each start takes the next number, by compare-and-set."""
+
+    number: int
+
+
 class EpochRow(Row, frozen=True):
     """The leader's epoch. A renewal does not change it, so that a placement can require it."""
 
@@ -45,6 +52,8 @@ class TaskRow(Row, frozen=True):
     """`why` and `ended` are set when the task is completed or cancelled.
 
     `name`: that of the task, if its id is that of one run of an owner's task; else empty.
+    `pseudonym_key` makes the pseudonyms of devices in this task's tickets and rows. It is secret,
+    and deleted when the task ends: then nobody can link them to devices any more.
     """
 
     config: TaskConfig
@@ -53,6 +62,7 @@ class TaskRow(Row, frozen=True):
     why: str = ""
     ended: float = 0.0
     name: str = ""
+    pseudonym_key: bytes = b""
 
     @property
     def is_over(self) -> bool:
@@ -68,9 +78,12 @@ class FenceRow(Row, frozen=True):
 
 
 class Member(Struct, frozen=True, gc=False, array_like=True):
-    """One counted update. After `keep_until` no ticket of the session is valid.
+    """One counted update. `version` is what it was trained from.
 
+    `keep_until`: when the last ticket of the session expires, by the holder's clock. It decides
+    nothing; simulations check that while clocks are right, rows are not deleted before it.
     `offer`: under secure aggregation, the index of its seed at the TSA.
+    `pseudonym`: of its device, empty if unknown. No two members of a buffer have the same one.
     """
 
     session: SessionId
@@ -79,6 +92,7 @@ class Member(Struct, frozen=True, gc=False, array_like=True):
     examples: int
     keep_until: float
     offer: int = -1
+    pseudonym: bytes = b""
 
 
 class RecordRow(Row, frozen=True):
@@ -110,15 +124,21 @@ class VersionRow(Row, frozen=True):
     evaluations: int = 0
 
 
-class OptimizerRow(Row, frozen=True):
-    """The server optimizer's state at the newest version."""
+class OptimizerRow(Row, frozen=True, omit_defaults=True):
+    """The server optimizer's state at the newest version.
+
+    `settled`: the consumed rows up to this version are deleted, so tickets of versions below it are
+    refused, whatever the time (docs/adr/0034). Left out while it is 0, so that a row of an earlier
+    Papaya is equal to the bytes it was read from.
+    """
 
     version: int
     state: BlobKey
+    settled: int = 0
 
 
 class ConsumedRow(Row, frozen=True):
-    """The members of one version, kept until their tickets expire."""
+    """The members of one version, kept until `settled` reaches it."""
 
     version: int
     members: tuple[Member, ...]
@@ -141,6 +161,12 @@ class ClusterKeyRow(Row, frozen=True):
     """The private Ed25519 key with which this cluster proves to a TSA that tasks are its own."""
 
     key: bytes
+
+
+class RevokedRow(Row, frozen=True):
+    """A device that may not take part, although its token is valid. The key has its identity."""
+
+    at: float
 
 
 class PointRow(Row, frozen=True):
@@ -182,16 +208,28 @@ class Changed(Message, frozen=True):
     """Sent by the driver: rows were changed by someone else, so read them now."""
 
 
+class Revoked(Message, frozen=True):
+    """Sent by the driver when it has read the rows: all devices that may not take part."""
+
+    devices: tuple[str, ...]
+
+
 LEADER_KEY = "leader"
 EPOCH_KEY = "epoch"
 TASKS = "task/"
 FENCES = "fence/"
+BOOTS = "boot/"
 TICKET_KEYS = "ticket-key/"
 CLUSTER_KEY = "cluster-key"
+REVOKED = "revoked/"
 
 
 def task_key(task: TaskId) -> str:
     return f"task/{task}"
+
+
+def boot_key(node: NodeId) -> str:
+    return f"{BOOTS}{node}"
 
 
 def fence_key(task: TaskId) -> str:
@@ -226,6 +264,15 @@ def ticket_key_key(key_id: int) -> str:
     return f"{TICKET_KEYS}{key_id:012d}"
 
 
+def revoked_key(device: str) -> str:
+    return f"{REVOKED}{device}"
+
+
+def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
+    """The identities of the revoked devices among these rows."""
+    return tuple(key.removeprefix(REVOKED) for key, row in rows if isinstance(row, RevokedRow))
+
+
 def holder_prefixes(task: TaskId) -> tuple[str, ...]:
     """Everything that a new holder reads, in one snapshot."""
     return (
@@ -239,16 +286,27 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
 
 
 def submission(
-    config: TaskConfig, parameters: BlobKey, optimizer: BlobKey, now: float, name: str = ""
+    config: TaskConfig,
+    parameters: BlobKey,
+    optimizer: BlobKey,
+    now: float,
+    pseudonym_key: bytes = b"",
+    name: str = "",
 ) -> Transaction:
-    """A new task at version 0, not placed yet. Refused if the task exists."""
+    """A new task at version 0, not placed yet. Refused if the task exists.
+
+    `pseudonym_key` is random. Without it, devices of this task are not told apart.
+    """
     # Convert it as a read would: an int in a float field comes back from the store as a float.
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     task = config.task
     return Transaction(
         require=((task_key(task), None),),
         put=(
-            (task_key(task), TaskRow(config, submitted=now, name=name)),
+            (
+                task_key(task),
+                TaskRow(config, submitted=now, name=name, pseudonym_key=pseudonym_key),
+            ),
             (fence_key(task), FenceRow(seq=0, aggregator="", boot=0.0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),

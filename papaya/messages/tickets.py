@@ -1,12 +1,15 @@
 """Tickets carry the state of a virtual session, so any server can continue it (paper).
 
-    AssignmentTicket   from the Selector   session, task, sequence number, confirm-by
+    AssignmentTicket   from the Selector   session, task, sequence number, confirm-by, version
     SessionTicket      from join           + initial version, parameters, expiry
     UploadTicket       from report         + frozen staleness, examples, upload-by, offer
 
 A ticket is sealed with HMAC-SHA256. Keys have ids, so that they can be rotated. Opening raises
 TicketError for anything that was not sealed as this kind of ticket by one of the keys. Callers
 check the expiry, since they know the time.
+
+Tickets carry a pseudonym of the device if its token identifies it, so that one device can be
+limited (docs/adr/0035). Only whoever has the task's key can tell which device it belongs to.
 """
 
 from __future__ import annotations
@@ -24,17 +27,38 @@ from papaya.messages.base import BlobKey, SessionId, TaskId
 
 _MAC_BYTES = 32
 _HEADER_BYTES = _MAC_BYTES + 4
+_PSEUDONYM_BYTES = 16
+PSEUDONYM_KEY_BYTES = 32
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Ticket(Struct, frozen=True, gc=False, tag=True, array_like=True):
+def pseudonym_of(device: str, key: bytes) -> bytes:
+    """The device's name within one task; empty if the device or the key is unknown.
+
+    `device` is the identity that the device's token shows, `key` the task's `pseudonym_key`.
+    """
+    if not device or not key:
+        return b""
+    return hmac.digest(key, device.encode(), "sha256")[:_PSEUDONYM_BYTES]
+
+
+class _Pseudonymous(Struct, frozen=True, gc=False, tag=True, array_like=True, kw_only=True):
+    """The last element of every ticket; empty if tokens do not identify devices."""
+
+    pseudonym: bytes = b""
+
+
+class Ticket(_Pseudonymous, frozen=True):
     task: TaskId
     session: SessionId
     seq: int
 
 
 class AssignmentTicket(Ticket, frozen=True):
+    """`version`: not newer than the one the session will start from."""
+
     confirm_by: float
+    version: int = 0
 
 
 class SessionTicket(Ticket, frozen=True):

@@ -25,6 +25,7 @@ FROM_DEVICE_TYPES = get_args(FromDevice)
 _encoder = msgspec.json.Encoder()
 _rows = msgspec.json.Decoder(
     storage.LeaderRow
+    | storage.BootRow
     | storage.EpochRow
     | storage.TaskRow
     | storage.FenceRow
@@ -35,6 +36,7 @@ _rows = msgspec.json.Decoder(
     | storage.ManifestRow
     | storage.TicketKeyRow
     | storage.ClusterKeyRow
+    | storage.RevokedRow
     | storage.PointRow
 )
 

@@ -7,15 +7,20 @@
 It holds a check-in while a task that fits the device needs clients, rejects the others at once, and
 forwards every later request by its ticket. It has no durable state: after a crash, devices retry at
 another selector.
+
+A device whose token identifies it holds one check-in at a time, and at most
+`MAX_OPEN_ASSIGNMENTS` that it has not joined: nobody can take all slots by never joining.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from heapq import nlargest
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from papaya.config import ServerConfig
 from papaya.errors import InvariantError, ProtocolError, TicketError
@@ -24,28 +29,35 @@ from papaya.messages.base import PROTOCOL_VERSION, BlobKey, Message, NodeId, Ses
 from papaya.messages.control import (
     Advertised,
     Assignment,
+    Drain,
     Held,
     Route,
     SelectorOrders,
     SelectorReport,
 )
-from papaya.messages.participation import Aborted, Refused, Retry, Ticketed
+from papaya.messages.participation import Aborted, Join, Refused, Retry, Ticketed
 from papaya.messages.selection import (
     Accepted,
     Capabilities,
     CheckIn,
     DeviceClass,
     Gone,
+    IdentifiedCheckIn,
     Rejected,
     refused,
 )
-from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of
+from papaya.messages.storage import Revoked
+from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
 
+MAX_OPEN_ASSIGNMENTS = 2
+
+_REVOKED = Refused("this device was revoked", "ask the operator of the servers")
 _MAX_REPORTED_CLASSES = 256
 _MAX_CACHED_CLASSES = 64
 # A selector never paces check-ins below this rate: it costs nothing, and keeps a small fleet close
 # by for the next task.
 _MIN_PACE_PER_S = 1.0
+_STOPPING_RETRY_S = 1.0
 
 
 class Distinctions:
@@ -67,6 +79,7 @@ class Distinctions:
             if offer.requirements.bundle
         )
         self._labels = frozenset(label for need in wanted for label in need.labels)
+        self._has_secure = any(offer.is_secure for offer in advertised)
         self._memory_mb = sorted({0} | {need.min_memory_mb for need in wanted})
         self._cache: dict[tuple[Capabilities, tuple[str, ...]], DeviceClass] = {}
 
@@ -89,10 +102,28 @@ class Distinctions:
             memory_mb=self._memory_mb[enough],
             labels=tuple(sorted(label for label in device.labels if label in self._labels)),
             owners=tuple(sorted(owner for owner in device.owners if owner in self._owners)),
+            trust_policy=device.trust_policy or not self._has_secure,
         )
         known = self._tasks | self._bundles
         excluded = tuple(sorted(task for task in check_in.excluded if task in known))
         return DeviceClass(capabilities, excluded)
+
+
+def lacking_for(offer: Advertised, device: DeviceClass) -> str:
+    """What keeps a device out of a task that it fits otherwise; empty if it is something else."""
+    needs, declared = offer.requirements, device.capabilities
+
+    def would_fit(**changes: object) -> bool:
+        changed = DeviceClass(replace(declared, **changes), device.excluded)
+        return changed.fits(offer.task, needs, offer.is_secure)
+
+    if not declared.trust_policy and would_fit(trust_policy=True):
+        return f"task {offer.task} is secure, and this device has no trust policy"
+    file = (needs.module or "").partition(".")[0]
+    has_file = any(module.partition(".")[0] == file for module in declared.modules)
+    if has_file and would_fit(modules=(needs.module,)):
+        return f"task {offer.task}: the model of this device holds other frozen tensors"
+    return ""
 
 
 class Pacing:
@@ -158,15 +189,49 @@ class AssignmentMap:
         return route.aggregator
 
 
+class OpenAssignments:
+    """Assignments of identified devices that were given here and are not known to be joined.
+
+    A join through another selector is not seen here; then the assignment ends with its lease.
+    """
+
+    def __init__(self) -> None:
+        self._given: dict[SessionId, tuple[str, float]] = {}
+        self._counts: Counter[str] = Counter()
+
+    def count(self, device: str) -> int:
+        return self._counts[device]
+
+    def add(self, session: SessionId, device: str, confirm_by: float) -> None:
+        self._given[session] = (device, confirm_by)
+        self._counts[device] += 1
+
+    def end(self, session: SessionId) -> None:
+        device, _ = self._given.pop(session)
+        self._counts[device] -= 1
+        if not self._counts[device]:
+            del self._counts[device]
+
+    def expire(self, now: float) -> None:
+        for session in [s for s, (_, confirm_by) in self._given.items() if confirm_by < now]:
+            self.end(session)
+
+    def __contains__(self, session: SessionId) -> bool:
+        return session in self._given
+
+
 class HeldCheckIn:
-    """A device that waits for an assignment."""
+    """A device that waits for an assignment. `device` is empty without an identity."""
 
-    __slots__ = ("deadline", "device_class", "handle")
+    __slots__ = ("deadline", "device", "device_class", "handle")
 
-    def __init__(self, deadline: float, device_class: DeviceClass, handle: Handle) -> None:
+    def __init__(
+        self, deadline: float, device_class: DeviceClass, handle: Handle, device: str
+    ) -> None:
         self.deadline = deadline
         self.device_class = device_class
         self.handle = handle
+        self.device = device
 
 
 # Held check-ins by their handle, oldest first. Not a dict: finding the first entry of a dict takes
@@ -175,18 +240,22 @@ Queue: TypeAlias = OrderedDict[Handle, HeldCheckIn]
 
 
 class Selector:
-    """Invariants: held <= max_held; a held device is answered once, within about hold_s."""
+    """Invariants: held <= max_held, and one per identity; a held device is answered once, within
+    about hold_s.
+    """
 
     def __init__(
         self,
         node: NodeId,
         boot: float,
+        now: float,
         config: ServerConfig,
         keyring: Keyring,
         coordinators: Sequence[NodeId],
     ) -> None:
         self.node = node
         self.boot = boot
+        self._started_at = now
         self._config = config
         self._keyring = keyring
         self._coordinators = tuple(coordinators)
@@ -195,9 +264,20 @@ class Selector:
         self._in_order: Queue = OrderedDict()
         self._held: dict[DeviceClass, Queue] = {}
         self.held_count = 0
+        # Devices with an identity: the held check-in, open assignments, and who is revoked.
+        self._held_by_device: dict[str, HeldCheckIn] = {}
+        self._open = OpenAssignments()
+        self._revoked: frozenset[str] = frozenset()
+
+        # Why the process is about to stop; None while it is not.
+        self._draining: Drain | None = None
+        # By its newest orders, the leader assigns no client before this time.
+        self._assigns_at = now
 
         # The newest orders, and when each order of this epoch arrived, by number.
         self._orders: SelectorOrders | None = None
+        # When the last orders arrived; the start of the process before that.
+        self.led_at = now
         self._seen: dict[int, float] = {}
         # What follows from the newest orders: routes, device classes, the bundles of tasks, and a
         # cache of which classes fit a task that needs clients.
@@ -205,7 +285,7 @@ class Selector:
         self._distinctions = Distinctions()
         self._bundles: dict[TaskId, BlobKey] = {}
         self._welcome: dict[DeviceClass, bool] = {}
-        self._pacing = Pacing(boot, config)
+        self._pacing = Pacing(now, config)
         # Assigned sessions for which no client was held: the report that names each of them first,
         # and its confirm-by time.
         self._unfilled: dict[SessionId, tuple[int, float]] = {}
@@ -213,10 +293,10 @@ class Selector:
         # The number and the time of the last report, and when the next one is due.
         self._number = 0
         self._reported_at = -float("inf")
-        self._report_due = boot
+        self._report_due = now
         # The last sweep for expired check-ins, and the next heartbeat.
-        self._expired_at = boot
-        self._next_beat = boot + config.heartbeat_s
+        self._expired_at = now
+        self._next_beat = now + config.heartbeat_s
 
     # -- the machine contract ---------------------------------------------------------------
 
@@ -226,10 +306,16 @@ class Selector:
         match message:
             case CheckIn():
                 return self._on_check_in(now, message, reply_to)
+            case IdentifiedCheckIn():
+                return self._on_identified(now, message, reply_to)
+            case Revoked():
+                return self._on_revoked(now, message)
             case SelectorOrders():
                 return self._on_orders(now, message)
             case Gone():
                 return self._on_gone(now, reply_to)
+            case Drain():
+                return self._on_drain(now, message)
         raise ProtocolError(f"a selector does not accept {type(message).__name__}")
 
     def wake(self, now: float) -> Effects:
@@ -240,6 +326,7 @@ class Selector:
             if self._orders is not None:
                 self._pacing.adjust(now, self._orders.check_ins_per_s)
             self._forget_orders(now)
+            self._open.expire(now)
             self._report_due = now
         return effects + self._report_if_due(now)
 
@@ -258,23 +345,65 @@ class Selector:
                 f"{self.node}: {waiting} held check-ins, {by_class} by class, held_count is "
                 f"{self.held_count}, max_held is {self._config.max_held}"
             )
+        for device, waiting_check_in in self._held_by_device.items():
+            if waiting_check_in.handle not in self._in_order:
+                raise InvariantError(f"{self.node}: {device} is held and not in order")
 
     # -- selection --------------------------------------------------------------------------
 
-    def _on_check_in(self, now: float, check_in: CheckIn, reply_to: Handle) -> Effects:
+    def _on_identified(self, now: float, message: IdentifiedCheckIn, reply_to: Handle) -> Effects:
+        """A check-in ends an earlier one of the same device."""
+        device = message.device
+        earlier = self._held_by_device.get(device)
+        if earlier is not None and earlier.handle == reply_to:
+            return []  # a duplicate of a request that is already held
+        effects: Effects = []
+        if earlier is not None:
+            self._let_go(earlier)
+            replaced = Retry("replaced by a newer check-in of this device", 0.0)
+            effects.append(Reply(earlier.handle, replaced))
+        if device in self._revoked:
+            return [*effects, Reply(reply_to, _REVOKED)]
+        if self._open.count(device) >= MAX_OPEN_ASSIGNMENTS:
+            self._pacing.arrived()
+            reason = "this device has assignments that it has not joined"
+            return [*effects, self._reject(now, reply_to, reason)]
+        return effects + self._on_check_in(now, message.check_in, reply_to, device)
+
+    def _on_revoked(self, now: float, message: Revoked) -> Effects:
+        self._revoked = frozenset(message.devices)
+        effects: Effects = []
+        for device in message.devices:
+            waiting = self._held_by_device.get(device)
+            if waiting is not None:
+                self._let_go(waiting)
+                effects.append(Reply(waiting.handle, _REVOKED))
+                self._report_within(now, self._config.held_report_interval_s)
+        return effects
+
+    def _on_check_in(
+        self, now: float, check_in: CheckIn, reply_to: Handle, device: str = ""
+    ) -> Effects:
         if check_in.protocol != PROTOCOL_VERSION:
             reason = f"protocol {check_in.protocol} is not supported, only {PROTOCOL_VERSION}"
             return [Reply(reply_to, Refused(reason, "update the client"))]
         if reply_to in self._in_order:
             return []  # a duplicate of a request that is already held
         self._pacing.arrived()
+        if self._draining is not None:
+            return [self._send_away(self._draining, reply_to)]
+        if self._orders is None and now < self._started_at + self._config.heartbeat_s:
+            after_s = self._config.heartbeat_s / 4
+            return [Reply(reply_to, Retry("this selector has just started", after_s))]
         device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):
-            return [self._reject(reply_to, "no compatible task needs clients now")]
+            return [self._reject(now, reply_to, self._why_unwelcome(check_in))]
         if self.held_count >= self._config.max_held:
-            return [self._reject(reply_to, "too many devices are waiting")]
-        waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to)
+            return [self._reject(now, reply_to, "too many devices are waiting")]
+        waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to, device)
         self._in_order[reply_to] = waiting
+        if device:
+            self._held_by_device[device] = waiting
         self.held_count += 1
         queue = self._held.get(device_class)
         if queue is None:
@@ -298,7 +427,8 @@ class Selector:
         if welcome is None:
             orders = self._orders
             welcome = orders is not None and any(
-                offer.task in orders.wanting and device_class.fits(offer.task, offer.requirements)
+                offer.task in orders.wanting
+                and device_class.fits(offer.task, offer.requirements, offer.is_secure)
                 for offer in orders.advertised
             )
             if len(self._welcome) >= self._config.max_held:
@@ -306,14 +436,49 @@ class Selector:
             self._welcome[device_class] = welcome
         return welcome
 
-    def _reject(self, handle: Handle, reason: str) -> Reply:
-        return Reply(handle, Rejected(reason, *self._pacing.window()))
+    def _why_unwelcome(self, check_in: CheckIn) -> str:
+        """Name the task that the device fits but for one thing that its owner can change."""
+        device = DeviceClass(check_in.capabilities, check_in.excluded)
+        if self._orders is not None:
+            for offer in self._orders.advertised:
+                if offer.task in self._orders.wanting and (lacking := lacking_for(offer, device)):
+                    return lacking
+        return "no compatible task needs clients now"
+
+    def _reject(self, now: float, handle: Handle, reason: str) -> Reply:
+        # Without orders nobody leads yet, and a new leader recovers before it assigns clients.
+        wait_s = self._config.recovery_s if self._orders is None else self._assigns_at - now
+        return Reply(handle, Rejected(reason, *self._window(max(0.0, wait_s))))
+
+    def _window(self, wait_s: float) -> tuple[float, float]:
+        """When to come back if no client is assigned for `wait_s`: after that, and over as long a
+        time again, because everybody who came meanwhile is told the same.
+        """
+        earliest, latest = self._pacing.window()
+        return wait_s + earliest, 2 * wait_s + latest
+
+    def _on_drain(self, now: float, drain: Drain) -> Effects:
+        """Answer every held check-in, and tell the leader that none is held."""
+        self._draining = drain
+        effects: Effects = []
+        for waiting in list(self._in_order.values()):
+            self._let_go(waiting)
+            effects.append(self._send_away(drain, waiting.handle))
+        self._report_due = now
+        return effects + self._report_if_due(now)
+
+    def _send_away(self, drain: Drain, handle: Handle) -> Reply:
+        """To another selector, or to the time when this process has restarted and recovered."""
+        if drain.is_alone:
+            window = self._window(self._config.recovery_s)
+            return Reply(handle, Rejected("the server restarts", *window))
+        return Reply(handle, Retry("this selector is stopping", _STOPPING_RETRY_S))
 
     def _expire(self, now: float) -> Effects:
         effects: Effects = []
         while self._in_order and (waiting := self._oldest(self._in_order)).deadline <= now:
             self._let_go(waiting)
-            effects.append(self._reject(waiting.handle, "no task needed this device in time"))
+            effects.append(self._reject(now, waiting.handle, "no task needed this device in time"))
             self._report_within(now, self._config.held_report_interval_s)
         return effects
 
@@ -324,6 +489,8 @@ class Selector:
         del queue[waiting.handle]
         if not queue:
             del self._held[waiting.device_class]
+        if waiting.device:
+            del self._held_by_device[waiting.device]
         self.held_count -= 1
 
     @staticmethod
@@ -342,8 +509,10 @@ class Selector:
         if orders.number in self._seen:
             return []  # a duplicate
         self._seen[orders.number] = now
+        self.led_at = now
         if last is None or orders.epoch > epoch or orders.number > last.number:
             self._take_map(last, orders)
+            self._assigns_at = now + orders.assigns_in_s
         effects: Effects = []
         for assignment in orders.assignments:
             effects += self._forward_clients(now, assignment)
@@ -378,13 +547,20 @@ class Selector:
                 self._unfilled[session] = (self._number + 1, assignment.confirm_by)
                 self._report_within(now, self._config.min_report_interval_s)
                 continue
+            waiting = self._oldest(queue)
+            self._let_go(waiting)
+            if waiting.device:
+                self._open.add(session, waiting.device, assignment.confirm_by)
             ticket = AssignmentTicket(
-                assignment.task, session, assignment.seq, assignment.confirm_by
+                assignment.task,
+                session,
+                assignment.seq,
+                assignment.confirm_by,
+                assignment.version,
+                pseudonym=pseudonym_of(waiting.device, assignment.pseudonym_key),
             )
             bundle = self._bundles.get(assignment.task, "")
             accepted = Accepted(self._keyring.seal(ticket), assignment.task, session, bundle)
-            waiting = self._oldest(queue)
-            self._let_go(waiting)
             effects.append(Reply(waiting.handle, accepted))
         return effects
 
@@ -407,6 +583,7 @@ class Selector:
             acked=0 if orders is None else orders.number,
             held=self._summary(),
             unfilled=tuple(self._unfilled),
+            at=now,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 
@@ -424,6 +601,8 @@ class Selector:
             ticket = claim_of(request.ticket)
         except TicketError as error:
             return [Reply(reply_to, Refused(str(error), error.hint))]
+        if isinstance(request, Join) and ticket.session in self._open:
+            self._end_open(request)
         if self._map.is_over(ticket.task):
             return [Reply(reply_to, Aborted("task_over"))]
         aggregator = self._map.route(ticket)
@@ -431,3 +610,10 @@ class Selector:
             after_s = self._config.heartbeat_s / 2
             return [Reply(reply_to, Retry("no aggregator is known for the task", after_s))]
         return [Forward(reply_to, aggregator, request)]
+
+    def _end_open(self, request: Join) -> None:
+        """The device joins. Not if the ticket is forged: its lease would stay."""
+        try:
+            self._open.end(self._keyring.open(request.ticket, AssignmentTicket).session)
+        except TicketError:
+            return  # the aggregator refuses it

@@ -1,6 +1,7 @@
 """Bearer tokens of devices, of servers among each other, and of the admin API.
 
-    shared                 every device shows the token in device.token
+    shared                 every device shows the token in device.token; the log says that one
+                           device can then take part many times
     signed                 each device has its own, made by `papaya token make`: id, expiry, HMAC
     none                   everybody; INSECURE, and the log says so at every start
     package.module:name    the operator's own `DeviceVerifier`, called without arguments
@@ -229,12 +230,17 @@ def verifier_for(
     """The verifier that `device_tokens` names; creates the token file that it needs."""
     match deployment.device_tokens:
         case "shared":
+            logger.warning(
+                'device_tokens = "shared": devices cannot be told apart, so one device can hold '
+                'many sessions and many places in a buffer (hint: device_tokens = "signed")'
+            )
             return DeviceAuth(SharedToken(read_or_make(data, "device.token")))
         case "signed":
             return DeviceAuth(SignedTokens(read_or_make(data, "device.key"), now))
         case "none":
             logger.warning(
-                'INSECURE: device_tokens = "none": anyone who reaches %s can take part in training',
+                'INSECURE: device_tokens = "none": anyone who reaches %s can take part in '
+                "training, any number of times",
                 deployment.devices,
             )
             return DeviceAuth(OpenDoor())

@@ -1,8 +1,8 @@
 """The HTTP API for devices: passes requests to the selector and sends its answers.
 
-A device shows its token when it checks in; after that its tickets say what it may do. Each device
-identity is held once: another check-in ends the earlier request. Parameters are public under their
-hash, immutable, and can be cached. Sums and optimizer state are not served.
+A device shows its token when it checks in; after that its tickets say what it may do. The selector
+gets the identity that the token shows. Parameters are public under their hash, immutable, and can
+be cached. Sums and optimizer state are not served.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from papaya.http.exchange import Exchange, as_refusal
 from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import Message
-from papaya.messages.participation import Refused, Retry
+from papaya.messages.participation import Refused
 from papaya.messages.paths import PARAMETERS_PATH, PATHS
-from papaya.messages.selection import CheckIn, Gone
+from papaya.messages.selection import CheckIn, Gone, IdentifiedCheckIn
 from papaya.server.auth import UNDECIDED, DeviceAuth
 from papaya.server.device_openapi import device_document
 from papaya.server.host import Host
@@ -45,7 +45,6 @@ _PARAMETERS = re.compile(
     r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/(version|bundle|program)-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
 )
 _TOKEN_HINT = "send the header Authorization: Bearer <device token>"
-_STOPPING = Retry("this selector is stopping", 1.0)
 _FOREVER = "public, max-age=31536000, immutable"
 
 
@@ -102,11 +101,8 @@ class Door:
         self._auth = auth
         self._blobs = blobs
         self._metrics = metrics
-        self._held: dict[
-            object, tuple[Exchange, WaitingDevice]
-        ] = {}  # by identity, if there is one
+        self._held: dict[Exchange, WaitingDevice] = {}
         self._verifying: set[asyncio.Task[None]] = set()
-        self._is_closing = False
 
     def routes(self) -> list[HttpRoute]:
         return [
@@ -115,12 +111,6 @@ class Door:
             Buffered("GET", "/v1/openapi.json", self._on_openapi),
             *participation_routes(self._selector.deliver, self._count_answer),
         ]
-
-    def close(self) -> None:
-        """Take no more check-ins, and tell the held ones to come again."""
-        self._is_closing = True
-        for exchange, waiting in tuple(self._held.values()):
-            self._let_go(exchange, waiting, _STOPPING)
 
     def _count_answer(self, message: Message) -> None:
         self._metrics.answers.labels(type(message).__name__).inc()
@@ -156,35 +146,24 @@ class Door:
             answer(exchange, refused, UNAUTHORIZED)
             return
         message = parse(CheckIn, exchange, body)
-        if message is None:
-            return
-        if self._is_closing:
-            answer(exchange, _STOPPING)
-            return
+        if not isinstance(message, CheckIn):
+            return  # it was answered
         self._metrics.check_ins.inc()
-        self._hold(identity or exchange, exchange, message)
+        self._hold(exchange, IdentifiedCheckIn(identity, message) if identity else message)
 
-    def _hold(self, key: object, exchange: Exchange, message: Message) -> None:
-        """Hold a check-in. It ends an earlier check-in of the same device."""
-        if (earlier := self._held.get(key)) is not None:
-            self._let_go(*earlier, Retry("replaced by a newer check-in of this device", 0.0))
-        waiting = WaitingDevice(exchange, partial(self._on_answer, key))
-        self._held[key] = (exchange, waiting)
-        exchange.on_gone(partial(self._on_gone, key, waiting))
+    def _hold(self, exchange: Exchange, message: Message) -> None:
+        waiting = WaitingDevice(exchange, partial(self._on_answer, exchange))
+        self._held[exchange] = waiting
+        exchange.on_gone(partial(self._on_gone, exchange, waiting))
         self._selector.deliver(message, waiting)
 
-    def _on_answer(self, key: object, message: Message) -> None:
-        self._held.pop(key, None)
+    def _on_answer(self, exchange: Exchange, message: Message) -> None:
+        self._held.pop(exchange, None)
         self._count_answer(message)
 
-    def _on_gone(self, key: object, waiting: WaitingDevice) -> None:
-        self._held.pop(key, None)
+    def _on_gone(self, exchange: Exchange, waiting: WaitingDevice) -> None:
+        self._held.pop(exchange, None)
         self._selector.deliver(Gone(), waiting)
-
-    def _let_go(self, exchange: Exchange, waiting: WaitingDevice, why: Retry) -> None:
-        self._selector.deliver(Gone(), waiting)
-        if exchange.is_open:
-            waiting.answer(why)
 
     # -- parameters -------------------------------------------------------------------------
 

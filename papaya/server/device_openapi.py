@@ -1,4 +1,4 @@
-"""The device API as OpenAPI: what `papaya/server/device_api.py` and `uploads.py` serve.
+"""The device API as OpenAPI: what `device_api.py`, `uploads.py` and `public_log.py` serve.
 
 A client in another language needs this and the dialogue in `papaya/messages/participation.py`. A
 client needs only the message in the body; the status is for proxies and logs. Every request may be
@@ -40,6 +40,14 @@ _RETRY_AFTER = ApiParameter(
 )
 _TAG = ApiParameter("ETag", "header", {"type": "string"}, "The hash in the key.")
 _CACHING = ApiParameter("Cache-Control", "header", {"type": "string"}, "For a year, immutable.")
+_ACCEPTS = ApiParameter("Accept-Ranges", "header", {"const": "bytes"}, "Ranges are served.")
+_PART = ApiParameter("Content-Range", "header", {"type": "string"}, "Which bytes these are.")
+_RANGE = ApiParameter(
+    "Range", "header", {"type": "string"}, "One range, such as bytes=500-.", required=False
+)
+_IF_RANGE = ApiParameter(
+    "If-Range", "header", {"type": "string"}, "The ETag of the first part.", required=False
+)
 
 _MALFORMED = ApiAnswer(400, "Malformed: sending it again will not help.", (Refused,))
 _TOO_LARGE = ApiAnswer(413, "The body is too long; it was not read.", (Refused,))
@@ -47,6 +55,7 @@ _REFUSED = ApiAnswer(403, "Forged, expired or against the protocol.", (Refused,)
 _BUSY = ApiAnswer(
     503, "Not now or not here: try again, maybe elsewhere.", (Retry,), (_RETRY_AFTER,)
 )
+_BEHIND = ApiAnswer(416, "The range begins behind the end.", (Refused,), (_PART,))
 _OTHER = ApiAnswer(None, "HTTP itself went wrong; the message says what to do.", (Refused, Retry))
 
 _ENDS = (Completed, Aborted)
@@ -131,9 +140,11 @@ _PARAMETERS = ApiRoute(
     "parameters",
     "Download parameters under the key that `Joined` names. Any CDN may stand in front.",
     (
-        ApiAnswer(200, "The parameters.", Raw("A safetensors file."), (_TAG, _CACHING)),
+        ApiAnswer(200, "The parameters.", Raw("A safetensors file."), (_TAG, _CACHING, _ACCEPTS)),
+        ApiAnswer(206, "A part.", Raw("Bytes of the file."), (_TAG, _CACHING, _ACCEPTS, _PART)),
         ApiAnswer(304, "The copy with this ETag is good.", headers=(_TAG, _CACHING)),
         ApiAnswer(404, "There are no parameters under this key, or no longer.", (Refused,)),
+        _BEHIND,
         _BUSY,
         _OTHER,
     ),
@@ -146,6 +157,53 @@ _PARAMETERS = ApiRoute(
         ApiParameter(
             "If-None-Match", "header", {"type": "string"}, "The ETag of a copy.", required=False
         ),
+        _RANGE,
+        _IF_RANGE,
+    ),
+)
+
+_LEVEL = ApiParameter(
+    "level", "path", _text("(?:entries|[0-9]{1,2})"), "Level of the tree, or the entries."
+)
+_TILE = ApiParameter(
+    "tile",
+    "path",
+    _text("[0-9]{3}"),
+    "Index of the tile. From 1,000 on, segments x001 and so on come before it.",
+)
+_WIDTH = ApiParameter(
+    "width", "path", _text("[1-9][0-9]{0,2}"), "Hashes or entries in a tile that is not full."
+)
+
+
+def _log_route(path: str, operation: str, summary: str, *placed: ApiParameter) -> ApiRoute:
+    return ApiRoute(
+        "GET",
+        f"/v1/log/{path}",
+        operation,
+        summary,
+        (
+            ApiAnswer(200, "The file.", Raw("As C2SP defines it."), (_CACHING, _ACCEPTS)),
+            ApiAnswer(206, "A part.", Raw("Bytes of the file."), (_CACHING, _ACCEPTS, _PART)),
+            ApiAnswer(404, "There is no such file.", (Refused,)),
+            _BEHIND,
+            _BUSY,
+            _OTHER,
+        ),
+        parameters=(*placed, _RANGE),
+    )
+
+
+_LOG = (
+    _log_route("checkpoint", "checkpoint", "The newest checkpoint of the log (tlog-checkpoint)."),
+    _log_route("tile/{level}/{tile}", "tile", "A full tile (tlog-tiles).", _LEVEL, _TILE),
+    _log_route(
+        "tile/{level}/{tile}.p/{width}",
+        "partialTile",
+        "A tile that is not full.",
+        _LEVEL,
+        _TILE,
+        _WIDTH,
     ),
 )
 
@@ -153,6 +211,7 @@ DEVICE_ROUTES: tuple[ApiRoute, ...] = (
     *(_message_route(request, path) for request, path in PATHS.items()),
     _CHUNK,
     _PARAMETERS,
+    *_LOG,
 )
 
 _API = Api(

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.upload import Owner
 from papaya.aggregator.work import (
     DeleteBlobs,
     Drop,
@@ -204,6 +205,10 @@ class AggregatorHost(Host):
             return False
         self.perform(effects)
         return not any(isinstance(effect, Reply) and effect.to is reply_to for effect in effects)
+
+    def has_grown(self, owner: Owner) -> bool:
+        """May the next chunk of the upload be received into a whole buffer?"""
+        return self.machine.has_grown(*owner)
 
     def take(self, chunk: Chunk, buffer: memoryview, reply_to: Handle) -> None:
         """Deliver a complete chunk. Its buffer stays with the upload, or returns to the pool."""

@@ -4,6 +4,7 @@
     papaya_selector_…      held check-ins, answers
     papaya_coordinator_…   leadership, live servers, leases
     papaya_http_… papaya_upload_… papaya_worker_… papaya_peer_… papaya_store_…   the driver
+    papaya_tsa_…           whether the TSA answers
 
 Collectors read the machines at scrape time, on the loop's thread, where the machines live. The
 counters of a task start at 0 again when it moves to another holder, like those of a process that
@@ -39,6 +40,7 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.participation import AbortReason, DiscardReason
 from papaya.messages.storage import Outcome
 from papaya.selector.selector import Selector
+from papaya.server.tsa import Breaker
 from papaya.server.workers import Workers
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -165,6 +167,17 @@ class WorkersCollector(Collector):
         for name, help_ in _WORK.items():
             value = getattr(self._workers.counters, name)
             yield CounterMetricFamily(f"papaya_worker_{name}", help_, value)
+
+
+class TsaCollector(Collector):
+    def __init__(self, breaker: Breaker) -> None:
+        self._breaker = breaker
+
+    def collect(self) -> Iterator[Metric]:
+        help_ = "How long the TSA has not answered; 0 while it answers."
+        yield GaugeMetricFamily("papaya_tsa_unreachable_seconds", help_, self._breaker.open_s)
+        help_ = "How often the TSA became unreachable."
+        yield CounterMetricFamily("papaya_tsa_outages", help_, self._breaker.outages)
 
 
 class SelectorCollector(Collector):

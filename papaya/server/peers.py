@@ -72,6 +72,8 @@ class Peers:
         self._queues: dict[NodeId, deque[Message]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._complained: set[tuple[NodeId, int]] = set()
+        # Devices whose requests were passed on and are not answered yet.
+        self._relayed: set[WaitingDevice] = set()
         self.lost = 0
 
     def send(self, to: NodeId, message: Message) -> None:
@@ -94,6 +96,14 @@ class Peers:
             host.deliver(message, request)
         else:
             self._spawn(self._relay(request, to, message))
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for messages and requests on their way. Then answer the devices that still wait."""
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks), timeout=timeout_s)
+        for request in tuple(self._relayed):
+            self._relayed.discard(request)
+            request.answer(Retry("this selector is stopping", self._retry_s))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -129,6 +139,7 @@ class Peers:
             logger.warning("%s refuses messages with status %d (hint: %s)", to, status, hint)
 
     async def _relay(self, request: WaitingDevice, to: NodeId, message: Message) -> None:
+        self._relayed.add(request)
         try:
             response = await self._connections.request(
                 address_of(to),
@@ -140,9 +151,13 @@ class Peers:
             )
         except (ProtocolError, HttpError, MisuseError, OSError, TimeoutError) as error:
             logger.info("%s cannot be reached: %s", to, error)
-            request.answer(Retry("the aggregator cannot be reached", self._retry_s))
+            if request in self._relayed:
+                request.answer(Retry("the aggregator cannot be reached", self._retry_s))
         else:
-            request.pass_on(response)
+            if request in self._relayed:
+                request.pass_on(response)
+        finally:
+            self._relayed.discard(request)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

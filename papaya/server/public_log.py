@@ -29,12 +29,17 @@ _PUBLIC = re.compile(
 _NAME = "INSECURE.papaya.invalid/one-machine"
 
 
+def is_public(path: str) -> bool:
+    """Is it a path of a checkpoint or a tile?"""
+    return _PUBLIC.fullmatch(path) is not None
+
+
 def route(folder: Path) -> HttpRoute:
     """The files of the log. Tiles never change; a checkpoint does."""
 
     def on_file(exchange: Exchange, body: bytes) -> None:
         path = exchange.captured["path"]
-        if _PUBLIC.fullmatch(path) is None:
+        if not is_public(path):
             answer(exchange, Refused("this is not a file of the log"), NOT_FOUND)
             return
         is_partial = path == "checkpoint" or ".p/" in path

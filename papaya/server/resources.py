@@ -36,7 +36,6 @@ from papaya.store.state import SqliteState
 class Resources:
     """Open until `close`. Use `Resources.open`."""
 
-    clock: Clock
     state: StateThread
     blobs: FolderBlobs
     keys: TicketKeys
@@ -45,20 +44,25 @@ class Resources:
     admin_token: Secret
     server_token: Secret
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Deployment, clock: Clock) -> None:
         self.deployment = deployment
+        self.clock = clock
         self.data = Path(deployment.data)
         self._exits = AsyncExitStack()
 
     @classmethod
     async def open(
-        cls, deployment: Deployment, name: str, observe: Callable[[float, Outcome], None]
+        cls,
+        deployment: Deployment,
+        name: str,
+        clock: Clock,
+        observe: Callable[[float, Outcome], None],
     ) -> Resources:
         """`name` is unique among the processes of one data folder.
 
         `observe` is called with the duration and the outcome of each transaction.
         """
-        resources = cls(deployment)
+        resources = cls(deployment, clock)
         try:
             await resources._open(name, observe)
         except BaseException:
@@ -69,7 +73,6 @@ class Resources:
     async def _open(self, name: str, observe: Callable[[float, Outcome], None]) -> None:
         make_folder(self.data)
         self._exits.enter_context(_locked(self.data / f"{name}.lock"))
-        self.clock = Clock()
         self.admin_token = read_or_make(self.data, "admin.token")
         self.server_token = read_or_make(self.data, "server.token")
         self.blobs = FolderBlobs(self.data / "blobs")

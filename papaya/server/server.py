@@ -3,11 +3,11 @@
     devices   ──▶ selector       check-in, participation, chunks, parameters
     servers   ──▶ all roles      messages among servers, requests that selectors pass on; only if
                                  the roles run in several processes
-    admin     ──▶ coordinator    the admin API; /metrics and /health for every role
+    admin     ──▶ coordinator    the admin API; status, /metrics and /health for every role
 
 A restart is a recovery. All decisions are in the state store, so a server that was killed starts
 at the last committed version, with optimizer state and open buffer, and adopts the clients that are
-still training. `stop` lets running uploads finish first.
+still training. `stop` lets running uploads finish and hands the tasks to other aggregators first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.sessions import ticket_life_s
+from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.coordinator.coordinator import Coordinator
@@ -34,21 +35,23 @@ from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
 from papaya.http.routes import HttpRoute
 from papaya.messages.base import Message, NodeId
-from papaya.messages.storage import TASKS, Changed, TaskRow
+from papaya.messages.control import Drain
+from papaya.messages.storage import REVOKED, TASKS, Changed, Revoked, TaskRow, revoked_devices
 from papaya.selector.selector import Selector
 from papaya.server import public_log
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
-from papaya.server.admin.live import CoordinatorLive
+from papaya.server.admin.live import CoordinatorLive, Live, RoleLive
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
 from papaya.server.auth import guarded, verifier_for
+from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.metrics import DriverMetrics
+from papaya.server.metrics import DriverMetrics, TsaCollector
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
@@ -73,12 +76,18 @@ class Server:
         deployment: Deployment,
         roles: tuple[Role, ...] = ROLES,
         open_files: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`open_files`: the limit on open files; None does not check it."""
+        """`open_files`: the limit on open files; None does not check it.
+
+        `clock`: None means the clock of the machine.
+        """
         self.deployment = deployment
         self.roles = roles
         self.addresses: dict[str, str] = {}
         self.failed = asyncio.Event()  # set if the process should be restarted
+        self.failure: PapayaError | None = None  # why, if it is not a bug
+        self._clock = Clock() if clock is None else clock
         self._is_alone = roles == ROLES and not deployment.coordinators
         most = deployment.max_connections
         if open_files is not None:
@@ -91,7 +100,7 @@ class Server:
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
         self._operations: Health
-        self._door: Door | None = None
+        self._revoked: tuple[str, ...] = ()
         self._tsa_connection: TsaConnection | None = None
 
     # -- start and stop -----------------------------------------------------------------------
@@ -99,35 +108,38 @@ class Server:
     async def start(self) -> None:
         metrics = DriverMetrics()
         self._resources = await Resources.open(
-            self.deployment, self._name(), metrics.observe_commit
+            self.deployment, self._name(), self._clock, metrics.observe_commit
         )
         try:
             self._tls = server_context(self.deployment)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
+            boots = Boots(self._resources.state)
             for role in self.roles:
-                self._hosts[role] = self._make_host(role)
+                boot = await boots.take(self._node(role))
+                self._hosts[role] = self._make_host(role, boot)
             for host in self._hosts.values():
                 self._resources.peers.hosts[host.machine.node] = host
                 host.start()
             self._operations.watch(self._hosts.values())
             self._operations.watch_peers(self._resources.peers)
+            await self._tell_revoked()
             await self._open_doors()
-            self._look_after(self._refresh_keys())
+            self._look_after(self._refresh())
+            self._look_after(self._watch_boots(boots))
             self._tell_if_capped()
         except BaseException:
             await self.stop()
             raise
 
     async def stop(self) -> None:
-        """Take no new devices, answer running uploads, then close everything."""
-        if self._door is not None:
-            self._door.close()
-        await self._uploads_are_over()
+        """Take no new devices, hand the tasks over, answer everybody, then close everything."""
+        await self._drain()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self._resources.peers.finish(_CUT_OFF_S)
         await asyncio.gather(*(listener.drain(_CUT_OFF_S) for listener in self._listeners))
         for host in self._hosts.values():
             host.stop()
@@ -147,13 +159,28 @@ class Server:
                 given,
             )
 
-    async def _uploads_are_over(self) -> None:
-        host = self._hosts.get("aggregator")
-        if isinstance(host, AggregatorHost):
-            loop = asyncio.get_running_loop()
-            ends_at = loop.time() + self.deployment.drain_s
-            while host.machine.uploads and loop.time() < ends_at:
-                await asyncio.sleep(_QUIET_POLL_S)
+    async def _drain(self) -> None:
+        """Uploads may finish within `drain_s`; handing the tasks over takes at most 3 heartbeats
+        more. A process that is alone has nobody to hand them to.
+        """
+        hosts, drain = self._hosts, Drain(is_alone=self._is_alone)
+        if "selector" in hosts:
+            hosts["selector"].deliver(drain)
+        aggregator = hosts.get("aggregator")
+        if isinstance(aggregator, AggregatorHost):
+            aggregator.deliver(drain)
+            await self._until_may_stop(aggregator.machine, self.deployment.drain_s)
+            if not self._is_alone:
+                aggregator.deliver(Drain(drops_uploads=True))
+                await self._until_may_stop(aggregator.machine, self.deployment.server.dead_after_s)
+        if "coordinator" in hosts:
+            hosts["coordinator"].deliver(drain)
+
+    async def _until_may_stop(self, aggregator: Aggregator, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + timeout_s
+        while not aggregator.may_stop and loop.time() < ends_at:
+            await asyncio.sleep(_QUIET_POLL_S)
 
     def _look_after(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -162,21 +189,57 @@ class Server:
 
     def _on_background_end(self, task: asyncio.Task[None]) -> None:
         """Background work should never end: without it the server would only look alive."""
-        if not task.cancelled():
+        if task.cancelled():
+            return
+        if self.failure is None:
             logger.critical("background work of the server has failed", exc_info=task.exception())
-            self.failed.set()
+        self.failed.set()
 
-    async def _refresh_keys(self) -> None:
-        """Read the keys every heartbeat, so that all servers know a key before it seals."""
+    async def _watch_boots(self, boots: Boots) -> None:
+        """Stop if another process has started as one of the nodes of this one."""
+        while True:
+            await asyncio.sleep(self.deployment.server.heartbeat_s)
+            try:
+                await boots.check()
+            except OperatorError as error:
+                self.failure = error
+                return
+
+    async def _watch_clocks(self, live: CoordinatorLive) -> None:
+        """Log each clock that differs from the leader's, once."""
+        told: dict[NodeId, bool] = {}
+        while True:
+            await asyncio.sleep(self.deployment.server.heartbeat_s)
+            found = {clock.node: clock for clock in live.clocks()}
+            for node, clock in found.items():
+                if told.get(node) is not clock.is_refused:
+                    level = logging.ERROR if clock.is_refused else logging.WARNING
+                    logger.log(level, "%s", clock)
+            told = {node: clock.is_refused for node, clock in found.items()}
+
+    async def _refresh(self) -> None:
+        """Every heartbeat: read revocations, and the keys, so that all servers know a key before
+        it seals.
+        """
         shared = self._resources
         while True:
             await asyncio.sleep(self.deployment.server.heartbeat_s)
             try:
-                await self._refresh_once(shared.clock.now())
+                await self._tell_revoked()
+                await self._refresh_keys(shared.clock.now())
             except PapayaError:
-                logger.exception("cannot read the ticket keys; the old ones stay in use")
+                logger.exception("cannot read ticket keys or revocations; the old ones stay in use")
 
-    async def _refresh_once(self, now: float) -> None:
+    async def _tell_revoked(self) -> None:
+        """Tell selectors and aggregators which devices are revoked, if that has changed."""
+        devices = revoked_devices((await self._resources.state.read((REVOKED,))).items())
+        if devices != self._revoked:
+            self._revoked = devices
+            for role, host in self._hosts.items():
+                if role != "coordinator":
+                    host.deliver(Revoked(devices))
+
+    async def _refresh_keys(self, now: float) -> None:
         keys = self._resources.keys
         await keys.refresh(now)
         if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:
@@ -211,19 +274,20 @@ class Server:
             'of each coordinator: coordinators = ["host:8752"]',
         )
 
-    def _make_host(self, role: Role) -> Host:
+    def _make_host(self, role: Role, boot: float) -> Host:
         shared, server = self._resources, self.deployment.server
-        node, boot, keyring = self._node(role), shared.clock.now(), shared.keys.keyring
+        start = (self._node(role), boot, shared.clock.now(), server)
+        keyring = shared.keys.keyring
         around = (shared.clock, shared.state, shared.peers)
         match role:
             case "coordinator":
-                return Host(Coordinator(node, boot, server, SystemRandom()), *around)
+                return Host(Coordinator(*start, SystemRandom()), *around)
             case "selector":
-                return Host(Selector(node, boot, server, keyring, self._coordinators()), *around)
+                return Host(Selector(*start, keyring, self._coordinators()), *around)
             case "aggregator":
                 pool = self._upload_pool()
-                among = (keyring, self._coordinators(), pool.count)
-                return self._make_aggregator_host(Aggregator(node, boot, server, *among), pool)
+                among = (keyring, self._coordinators(), pool.total_bytes)
+                return self._make_aggregator_host(Aggregator(*start, *among), pool)
 
     def _upload_pool(self) -> BufferPool:
         chunk_bytes = self.deployment.server.chunk_bytes
@@ -247,6 +311,7 @@ class Server:
         self._tsa_connection = TsaConnection(
             self.deployment, self._resources.clock.now, self._resources.cluster_key
         )
+        self._operations.driver.registry.register(TsaCollector(self._tsa_connection.breaker))
         return self._tsa_connection.adapter
 
     def _on_work_done(self, result: Message) -> None:
@@ -295,10 +360,10 @@ class Server:
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
         driver = self._operations.driver
-        self._door = Door(selector, auth, shared.blobs, driver)
+        door = Door(selector, auth, shared.blobs, driver)
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
         log = Path(self.deployment.log or shared.data / "log")
-        return [*self._door.routes(), uploads.route(), public_log.route(log)]
+        return [*door.routes(), uploads.route(), public_log.route(log)]
 
     def _to_aggregator(self, message: Message, waiting: WaitingDevice) -> None:
         self._hosts["aggregator"].deliver(message, waiting)
@@ -311,26 +376,39 @@ class Server:
         }
 
     def _admin_routes(self) -> list[HttpRoute]:
-        routes = self._operations.routes()
-        if "coordinator" in self.roles:
-            refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
-            token = self._resources.admin_token
-            routes += guarded(self._administration().routes(), token, refusal)
-        return routes
+        refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
+        token = self._resources.admin_token
+        return self._operations.routes() + guarded(self._administration(), token, refusal)
 
-    def _administration(self) -> AdminRoutes:
-        """The admin API; starts the supervisor beside it."""
-        shared, host = self._resources, self._hosts["coordinator"]
-        assert isinstance(host.machine, Coordinator)
+    def _administration(self) -> list[HttpRoute]:
+        """The admin API, with the supervisor beside it; without a coordinator only its status."""
+        shared, server = self._resources, self.deployment.server
         state, blobs, now = shared.state, ThreadedBlobs(shared.blobs), shared.clock.now
-        history, server = TaskHistory(state), self.deployment.server
-        live = CoordinatorLive(host.machine, now, self.roles)
+        history = TaskHistory(state)
+        coordinator = self._hosts.get("coordinator")
 
         def changed() -> None:
-            host.deliver(Changed())
+            if coordinator is not None:
+                coordinator.deliver(Changed())
 
+        service = AdminService(state, blobs, history, self._live(), now, changed, server)
+        routes = AdminRoutes(service)
+        if coordinator is None:
+            return [routes.status_route()]
         self._look_after(Supervisor(state, blobs, history, server, now, changed).run())
-        return AdminRoutes(AdminService(state, blobs, history, live, now, changed, server))
+        return routes.routes()
+
+    def _live(self) -> Live:
+        now, server = self._resources.clock.now, self.deployment.server
+        machines = {role: host.machine for role, host in self._hosts.items()}
+        coordinator = machines.get("coordinator")
+        if isinstance(coordinator, Coordinator):
+            live = CoordinatorLive(coordinator, now, self.roles, server.dead_after_s)
+            self._look_after(self._watch_clocks(live))
+            return live
+        [machine] = machines.values()
+        assert isinstance(machine, Selector | Aggregator)
+        return RoleLive(machine, now, self.roles, server)
 
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources

@@ -1,10 +1,13 @@
 """The TSA beside a server: its connection, its child process, its evidence.
 
 After a connection breaks, the call is repeated on a new one if it is still the same TSA. A TSA that
-restarted has another identity and does not know the old offers; `papaya/aggregator/tsa.py` reports
-them as lost. The child process is started when a task first needs it. It outlives a server that is
-killed, so that the next server finds its open groups; a server that stops cleanly ends it, and its
-contents are lost and counted. Calls block, so make them on threads.
+restarted has another identity and does not know the old offers: they are lost. A TSA that does not
+answer is unreachable, and nothing is lost: the breaker opens, calls fail at once, and now and then
+one of them is let through, until the TSA answers again.
+
+The child process is started when a task first needs it. It outlives a server that is killed, so
+that the next server finds its open groups; a server that stops cleanly ends it, and its contents
+are lost and counted. Calls block, so make them on threads.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from typing import TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from papaya.aggregator.masked_sum import LOST, TsaError
 from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
+from papaya.aggregator.work import FAILED
 from papaya.attestation.software import SoftwarePlatform
 from papaya.config import Deployment
 from papaya.errors import OperatorError
@@ -35,8 +40,8 @@ from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import Entropy
 from papaya.server.public_log import own_record
 from papaya.server.state_thread import AsyncState
-from papaya.tsa.client import TsaClient
-from papaya.tsa.errors import Unavailable
+from papaya.tsa.client import ANSWER_S, CONNECT_S, TsaClient
+from papaya.tsa.errors import TsaRefused, Unavailable
 from papaya.tsa.measurement import measure
 
 logger = logging.getLogger("papaya.server")
@@ -47,6 +52,8 @@ _LONGEST_SOCKET_PATH = 100  # the kernel's limit is 107
 T = TypeVar("T")
 _KEY_BYTES = 32
 _ATTEMPTS = 5
+_PROBE_S = 1.0  # between attempts to reach a TSA that does not answer
+_END_S = 5.0  # for the child to end by itself
 
 
 async def load_cluster_key(state: AsyncState, entropy: Entropy) -> Ed25519PrivateKey:
@@ -64,19 +71,77 @@ async def load_cluster_key(state: AsyncState, entropy: Entropy) -> Ed25519Privat
     )
 
 
+class Breaker:
+    """Open while the TSA does not answer. Then a call is let through every `_PROBE_S`.
+
+    It logs when it opens and when it closes. Not thread-safe: the connection locks it.
+    """
+
+    def __init__(self, address: str, now: Callable[[], float]) -> None:
+        self.outages = 0
+        self._address = address
+        self._now = now
+        self._opened_at: float | None = None
+        self._probe_at = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened_at is not None
+
+    @property
+    def open_s(self) -> float:
+        """For how long it has been open; 0 while it is closed."""
+        return 0.0 if self._opened_at is None else self._now() - self._opened_at
+
+    def check(self) -> None:
+        """Raise Unavailable if a call would probably not be answered."""
+        if self.is_open and self._now() < self._probe_at:
+            raise Unavailable(
+                f"the TSA at {self._address} has not answered for {self.open_s:.0f} s; "
+                "updates wait for it"
+            )
+
+    def open(self, error: Unavailable) -> None:
+        self._probe_at = self._now() + _PROBE_S
+        if not self.is_open:
+            self._opened_at = self._now()
+            self.outages += 1
+            logger.warning(
+                "the TSA at %s is unreachable: %s; secure tasks wait and nothing is lost "
+                "(hint: check that it runs and is not stopped; do not restart it if it may "
+                "recover: its open buffers would be lost)",
+                self._address,
+                error,
+            )
+
+    def close(self) -> None:
+        if self.is_open:
+            logger.warning("the TSA at %s answers again after %.0f s", self._address, self.open_s)
+            self._opened_at = None
+
+
 class TsaConnection:
     """Implements `Tsa` over a connection that is opened when needed. Thread-safe."""
 
     def __init__(
-        self, deployment: Deployment, now: Callable[[], float], cluster_key: Ed25519PrivateKey
+        self,
+        deployment: Deployment,
+        now: Callable[[], float],
+        cluster_key: Ed25519PrivateKey,
+        connect_s: float = CONNECT_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._deployment = deployment
         self._cluster_key = cluster_key
+        self._deadlines_s = (connect_s, answer_s)
         self._data = Path(deployment.data)
         self._now = now
+        # Guards the connection, the child and the breaker.
         self._guard = Lock()
         self._client: TsaClient | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self.breaker = Breaker(deployment.tsa or "the socket of this server", now)
+        # Software evidence: the collateral, and when it was made.
         self._collateral = (b"", float("-inf"))
         self.adapter = TsaAdapter(self, self._prove)
 
@@ -112,39 +177,79 @@ class TsaConnection:
     # -- the connection -----------------------------------------------------------------------
 
     def _call(self, ask: Callable[[TsaClient], T]) -> T:
-        """Call, and repeat once on a new connection. Safe: the TSA does nothing twice."""
+        """Call, and repeat once on a new connection. Safe: the TSA does nothing twice.
+
+        A call that was not answered in time is not repeated: the breaker opens.
+        """
         client = self._connected()
         try:
-            return ask(client)
+            return self._ask(client, ask)
+        except Unavailable as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self._give_up(error)
+                raise
+        again = self._connected()
+        if again.identity_public_key != client.identity_public_key:
+            raise TsaError(LOST, "the TSA was restarted")
+        try:
+            return self._ask(again, ask)
+        except Unavailable as error:
+            self._give_up(error)
+            raise
+
+    def _ask(self, client: TsaClient, ask: Callable[[TsaClient], T]) -> T:
+        """Call on this connection, and close it if it is broken. Any answer closes the breaker."""
+        try:
+            answer = ask(client)
         except Unavailable:
             with self._guard:
                 if self._client is client:
                     self._disconnect()
-            again = self._connected()
-            if again.identity_public_key != client.identity_public_key:
-                raise
-            return ask(again)
+            raise
+        except TsaRefused:
+            self._on_answer()
+            raise
+        self._on_answer()
+        return answer
+
+    def _on_answer(self) -> None:
+        if self.breaker.is_open:
+            with self._guard:
+                self.breaker.close()
+
+    def _give_up(self, error: Unavailable) -> None:
+        with self._guard:
+            self.breaker.open(error)
 
     def _connected(self) -> TsaClient:
         with self._guard:
             if self._client is None:
-                self._client = self._connect()
+                self.breaker.check()
+                try:
+                    self._client = self._connect()
+                except Unavailable as error:
+                    self.breaker.open(error)
+                    raise
             return self._client
 
     def _connect(self) -> TsaClient:
         """Connect to the running TSA; on one machine, start it if none runs."""
         address = self._deployment.tsa or self._own_address
         if self._deployment.tsa:
-            return TsaClient(address, self._cluster_key)
+            return TsaClient(address, self._cluster_key, *self._deadlines_s)
+        try:
+            # A killed server may have left it.
+            client = TsaClient(address, self._cluster_key, *self._deadlines_s)
+        except Unavailable as error:
+            if not isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
+                raise  # it runs but does not answer: its groups are not lost
+            self._start_child()
+            client = TsaClient(address, self._cluster_key, *self._deadlines_s)
         logger.warning(
             "INSECURE: the TSA runs as a child process with software evidence, which proves "
             "nothing; devices accept it only with allow_insecure_software = true"
         )
-        try:
-            return TsaClient(address, self._cluster_key)  # a killed server may have left it
-        except Unavailable:
-            self._start_child()
-        return TsaClient(address, self._cluster_key)
+        return client
 
     def _disconnect(self) -> None:
         if self._client is not None:
@@ -192,7 +297,11 @@ class TsaConnection:
         if self._own_address.encode() in command.split(b"\0"):
             os.kill(pid, signal.SIGTERM)
         if self._child is not None:
-            self._child.wait()
+            try:
+                self._child.wait(_END_S)
+            except subprocess.TimeoutExpired:  # a stopped process does not handle SIGTERM
+                self._child.kill()
+                self._child.wait()
         (self._data / _PID_FILE).unlink(missing_ok=True)
 
     # -- evidence ---------------------------------------------------------------------------
@@ -220,7 +329,8 @@ class TsaConnection:
             data = path.read_bytes()
             json.loads(data)
         except (OSError, ValueError) as error:
-            raise Unavailable(f"cannot use the collateral in {path}: {error}") from error
+            # The TSA answers: seeds of earlier offers are accepted all the same.
+            raise TsaError(FAILED, f"cannot use the collateral in {path}: {error}") from error
         return data
 
 

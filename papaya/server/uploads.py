@@ -15,8 +15,8 @@ import binascii
 import re
 from collections.abc import Callable
 
-from papaya.aggregator.upload import Owner
-from papaya.aggregator.work import Arriving
+from papaya.aggregator.upload import STARTER_BYTES, Owner
+from papaya.aggregator.work import Arriving, Growing
 from papaya.clock import Clock
 from papaya.config.server import MAX_CHUNK_BYTES
 from papaya.errors import ProtocolError
@@ -43,7 +43,11 @@ _ANSWER_TIMEOUT_S = 30.0
 
 
 class ArrivingChunk:
-    """A chunk whose body is being received into a pooled buffer."""
+    """A chunk whose body is being received into pooled buffers.
+
+    While nothing of its upload has arrived, the first bytes go to a short buffer, because a device
+    that announces a chunk may send it slowly, or not at all.
+    """
 
     def __init__(
         self,
@@ -56,12 +60,16 @@ class ArrivingChunk:
     ) -> None:
         self._host = host
         self._owner = owner
+        # Where the next bytes go. Shorter than the chunk until it has grown.
         self._buffer = buffer
         self._offer = offer
         self._crc32 = crc32
         self._waiting = waiting
+        # Bytes received so far, those that the machine knows of, and when it was told.
         self._count = 0
+        self._told = 0
         self._told_at = host.now()
+        self._is_broken_off = False
         host.arrivals.add(owner, self)
 
     def buffer(self, remaining: int) -> memoryview:
@@ -71,8 +79,28 @@ class ArrivingChunk:
         self._count += count
         now = self._host.now()
         if now - self._told_at >= self._host.tell_arriving_s:
-            self._told_at = now
-            self._host.deliver(Arriving(*self._owner))
+            self._tell(now)
+        if self._count == len(self._buffer) < self._offer.length and not self._is_broken_off:
+            self._grow(now)
+
+    def _tell(self, now: float) -> None:
+        untold, self._told = self._count - self._told, self._count
+        self._told_at = now
+        self._host.deliver(Arriving(*self._owner, untold))
+
+    def _grow(self, now: float) -> None:
+        """Go on in a whole buffer, if the machine has memory for this upload."""
+        self._tell(now)
+        self._host.deliver(Growing(*self._owner))
+        if self._is_broken_off:
+            return
+        whole = self._host.pool.take(self._offer.length)
+        if whole is None:
+            self.break_off()
+            return
+        whole[: self._count] = self._buffer
+        starter, self._buffer = self._buffer, whole
+        self._host.pool.give_back(starter)
 
     def finished(self) -> None:
         self._host.arrivals.remove(self._owner, self)
@@ -88,7 +116,8 @@ class ArrivingChunk:
 
     def break_off(self) -> None:
         """Answer the device. The endpoint calls `broken` afterwards."""
-        self._waiting.answer(Retry("the upload has lost its slot", 0.0))
+        self._is_broken_off = True
+        self._waiting.answer(Retry("the memory of this upload went to others", _BUSY_RETRY_S))
 
 
 class Uploads:
@@ -150,7 +179,8 @@ class Uploads:
         if not host.arrivals.has_room(owner):
             waiting.answer(Retry("chunks of this upload are already being received", _BUSY_RETRY_S))
             return None
-        buffer = host.pool.take()
+        is_short = not host.has_grown(owner)
+        buffer = host.pool.take(min(offer.length, STARTER_BYTES) if is_short else offer.length)
         if buffer is None:
             waiting.answer(Retry("all upload buffers are in use", _BUSY_RETRY_S))
             return None

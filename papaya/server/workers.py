@@ -14,6 +14,9 @@ eight of one buffer in one call. Everything else runs alone in its lane, after a
     Restore, Drop        wait for earlier folds; later folds wait until they are done
     Step, DeleteBlobs    do not hold up folds
 
+Folds and steps of secure tasks call the TSA, which may not answer for a while. They have threads of
+their own, so that tasks in the clear never wait for the TSA.
+
 Writing a blob is retried until it succeeds, without blocking a thread; the result is delivered
 after that. A missing blob or an unexpected error is delivered as Lost. The task's earlier work is
 then skipped until Restore, because the machine loads the task again and asks for those updates
@@ -29,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from threading import Condition, Lock, Thread
+from threading import Condition, Lock, RLock, Thread
 from time import perf_counter
 from typing import Final, NamedTuple, Protocol
 
@@ -141,10 +144,12 @@ class _Lane:
     def is_idle(self) -> bool:
         return not self.waiting and not self.folding and self.lone is None
 
-    def next(self, task: TaskId) -> FoldJob | LoneJob | None:
+    def next(self, task: TaskId, calls_tsa: bool) -> FoldJob | LoneJob | None:
         if not self.waiting:
             return None
         first = self.waiting[0]
+        if _calls_tsa(first) != calls_tsa:
+            return None
         if not isinstance(first, LoneJob):
             if not self.is_open:
                 return None
@@ -164,6 +169,12 @@ class _Lane:
                 return
             self.waiting.popleft()
             yield head
+
+
+def _calls_tsa(given: tuple[Fold, UploadChunks] | LoneJob) -> bool:
+    """Folds and steps of secure tasks do."""
+    work = given.work if isinstance(given, LoneJob) else given[0]
+    return isinstance(work, Fold | Step) and work.config.secure_aggregation is not None
 
 
 def _buffer_of(fold: Fold) -> tuple[int, int]:
@@ -188,10 +199,10 @@ class WorkOrder:
     def put(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
         self._lanes.setdefault(task, _Lane()).waiting.append(given)
 
-    def next(self) -> FoldJob | LoneJob | None:
+    def next(self, calls_tsa: bool) -> FoldJob | LoneJob | None:
         """A job that may run now, or None. Call `done` with it afterwards."""
         for task, lane in self._lanes.items():
-            job = lane.next(task)
+            job = lane.next(task, calls_tsa)
             if job is not None:
                 self._lanes[task] = self._lanes.pop(task)  # the other tasks are next
                 return job
@@ -232,9 +243,11 @@ class Workers:
         self._deliver = deliver
         self._first_retry_s = first_retry_s
         self._loop = asyncio.get_running_loop()
-        self._changed = Condition()  # its lock guards the fields below and the counters
+        self._lock = RLock()  # guards the fields below and the counters
+        # There may be work: for the threads that do not call the TSA, and for those that do.
+        self._changed = (Condition(self._lock), Condition(self._lock))
         self._lanes = WorkOrder()
-        self._again: list[LoneJob] = []
+        self._again: tuple[list[LoneJob], list[LoneJob]] = ([], [])
         self._lost: dict[TaskId, int] = {}
         self._is_closing = False
         self._is_stopped = False
@@ -243,8 +256,11 @@ class Workers:
         # A thread of its own: only clients wait for offers, and other work must not wait.
         self._offers = ThreadPoolExecutor(1, "papaya-offers")
         self._threads = [
-            Thread(target=self._run, args=(i,), name=f"papaya-worker-{i}", daemon=True)
+            Thread(
+                target=self._run, args=(i, kind == "tsa"), name=f"papaya-{kind}-{i}", daemon=True
+            )
             for i in range(threads)
+            for kind in ("worker", "tsa")
         ]
         for thread in self._threads:
             thread.start()
@@ -252,7 +268,7 @@ class Workers:
     @property
     def queue_length(self) -> int:
         """Complete uploads that wait to be folded."""
-        with self._changed:
+        with self._lock:
             return self._lanes.waiting_folds
 
     # -- on the loop ------------------------------------------------------------------------
@@ -296,21 +312,21 @@ class Workers:
             logger.exception("cannot tell the TSA to forget task %s", work.config.task)
 
     def _give(self, task: TaskId, given: tuple[Fold, UploadChunks] | LoneJob) -> None:
-        with self._changed:
+        with self._lock:
             self._idle.clear()
             self._lanes.put(task, given)
-            self._changed.notify()
+            self._changed[_calls_tsa(given)].notify()
 
     async def close(self) -> None:
         """Finish all given work, then stop. Work whose blobs cannot be written has no result."""
-        with self._changed:
+        with self._lock:
             self._is_closing = True
         for job in list(self._retries):
             self._try_again(job)
         await self.drain()
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
-            self._changed.notify_all()
+            self._notify_all()
         self._offers.shutdown(wait=True, cancel_futures=True)
         for thread in self._threads:
             thread.join()  # returns at once: `_is_stopped` ends the thread
@@ -338,9 +354,9 @@ class Workers:
 
     def _try_again(self, job: LoneJob) -> None:
         self._retries.pop(job).cancel()
-        with self._changed:
-            self._again.append(job)
-            self._changed.notify()
+        with self._lock:
+            self._again[_calls_tsa(job)].append(job)
+            self._changed[_calls_tsa(job)].notify()
 
     def _become_idle(self) -> None:
         if self._lanes.is_idle:
@@ -348,28 +364,33 @@ class Workers:
 
     # -- on the threads ---------------------------------------------------------------------
 
-    def _run(self, index: int) -> None:
+    def _run(self, index: int, calls_tsa: bool) -> None:
         shard = index % self._shards.count
-        while (job := self._next()) is not None:
+        while (job := self._next(calls_tsa)) is not None:
             if isinstance(job, FoldJob):
                 self._fold(job, shard)
                 self._done(job)
             elif self._work_alone(job):
                 self._done(job)
 
-    def _next(self) -> FoldJob | LoneJob | None:
-        with self._changed:
+    def _next(self, calls_tsa: bool) -> FoldJob | LoneJob | None:
+        again = self._again[calls_tsa]
+        with self._lock:
             while not self._is_stopped:
-                job = self._again.pop() if self._again else self._lanes.next()
+                job = again.pop() if again else self._lanes.next(calls_tsa)
                 if job is not None:
                     return job
-                self._changed.wait()
+                self._changed[calls_tsa].wait()
         return None
 
+    def _notify_all(self) -> None:
+        for changed in self._changed:
+            changed.notify_all()
+
     def _done(self, job: FoldJob | LoneJob) -> None:
-        with self._changed:
+        with self._lock:
             self._lanes.done(job)
-            self._changed.notify_all()
+            self._notify_all()
             is_idle = self._lanes.is_idle
         if is_idle:
             self._call(self._become_idle)
@@ -391,7 +412,7 @@ class Workers:
             self._lose(job.task, seq, error)
             return
         refused = sum(folded.refused is not None for folded in results)
-        with self._changed:
+        with self._lock:
             self.counters.updates += len(results)
             self.counters.refused += refused
             config = job.given[0][0].config
@@ -404,7 +425,7 @@ class Workers:
         if job.seq is not None and self._is_lost(job.task, job.seq):
             if isinstance(job.work, Snapshot | Step):
                 return True
-            with self._changed:
+            with self._lock:
                 del self._lost[job.task]
         try:
             if not job.is_computed:
@@ -431,9 +452,9 @@ class Workers:
         match work:
             case Snapshot():
                 cut = shards.cut(work)
-                with self._changed:
+                with self._lock:
                     self._lanes.open(job)
-                    self._changed.notify_all()
+                    self._notify_all()
                 job.result, job.unwritten = shards.encode(cut)
             case Step():
                 job.result, job.unwritten = shards.step(work, self._blobs.get)
@@ -460,14 +481,14 @@ class Workers:
         self._blobs.put(key, data)
         job.unwritten = job.unwritten[1:]
         pieces = [data] if isinstance(data, bytes) else data
-        with self._changed:
+        with self._lock:
             self.counters.written_bytes += sum(memoryview(piece).nbytes for piece in pieces)
 
     def _count(self, job: LoneJob) -> None:
         took_s = perf_counter() - job.began_at
         if isinstance(job.work, Snapshot | Step | Restore):
             self._observe(took_s, type(job.work).__name__.lower())
-        with self._changed:
+        with self._lock:
             if isinstance(job.work, Step):
                 self.counters.steps += 1
                 self.counters.step_seconds += took_s
@@ -477,7 +498,7 @@ class Workers:
     def _will_try_again(self, job: LoneJob, error: OSError | OperatorError) -> bool:
         """Schedule a retry, unless the workers are closing; the job then has no result."""
         job.attempts += 1
-        with self._changed:
+        with self._lock:
             is_over = self._is_closing
         self._complain(job, error, "giving up, the server is stopping" if is_over else "will retry")
         if not is_over:
@@ -485,7 +506,7 @@ class Workers:
         return not is_over
 
     def _complain(self, job: LoneJob, error: OSError | OperatorError, then: str) -> None:
-        with self._changed:
+        with self._lock:
             self.counters.storage_errors += 1
         kind = type(job.work).__name__
         hint = error.hint if isinstance(error, PapayaError) else "check the disk"
@@ -494,7 +515,7 @@ class Workers:
     # -- lost work --------------------------------------------------------------------------
 
     def _is_lost(self, task: TaskId, seq: int) -> bool:
-        with self._changed:
+        with self._lock:
             return self._lost.get(task) == seq
 
     def _lose(self, task: TaskId, seq: int | None, error: Exception) -> None:
@@ -504,7 +525,7 @@ class Workers:
             logger.error("work of %s failed unexpectedly", task, exc_info=error)
         if seq is None:
             return  # undeleted blobs do no harm
-        with self._changed:
+        with self._lock:
             self.counters.lost += 1
             is_known = self._lost.get(task) == seq
             self._lost[task] = seq

@@ -17,19 +17,19 @@ from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
-from papaya.aggregator.pipeline import Pipeline
+from papaya.aggregator.pipeline import Buffer, Pipeline
 from papaya.aggregator.sessions import Session
 from papaya.aggregator.shards import NewBlobs, Shards
 from papaya.aggregator.tsa import TsaAdapter
-from papaya.aggregator.work import FAILED, Fold, Stepped, StockedOffer
+from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOffer
 from papaya.client.client import Client
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError
 from papaya.learning.weighting import BytesLike
 from papaya.machine import Effects, Transact
-from papaya.messages.base import Message, NodeId, TaskId
+from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import Complete, SecureOffer
-from papaya.messages.storage import Member, Row, Transaction, record_key
+from papaya.messages.storage import Member, RecordRow, Row, Transaction, record_key
 from papaya.messages.tickets import AnyTicket, Keyring, claim_of
 from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
@@ -53,9 +53,12 @@ def _move_in_memory(self: Coordinator, task: TaskId, to: NodeId) -> Transact:
     return replace(effect, transaction=replace(effect.transaction, put=()))
 
 
-def _forget_consumed(self: Ledger) -> Iterator[Member]:
-    for record in self.records.values():
-        yield from record.members
+def _forget_consumed(self: Ledger, session: SessionId) -> bool:
+    return False
+
+
+def _ignore_settled(self: Ledger) -> int:
+    return self.restarted_at
 
 
 _advance = Ledger.advance
@@ -146,6 +149,17 @@ def _take_away_for_lost(
         raise TsaError(masked.LOST, str(error)) from error
 
 
+_accept_seed = TsaAdapter.accept
+
+
+def _take_silence_for_lost(self: TsaAdapter, index: int, group: int, sealed: bytes) -> None:
+    try:
+        _accept_seed(self, index, group, sealed)
+    except TsaError as error:
+        reason = masked.LOST if error.reason == UNREACHABLE else error.reason
+        raise TsaError(reason, str(error), error.group) from error
+
+
 def _take_failure_for_refusal(
     self: TsaAdapter,
     parameters: PublicParameters,
@@ -214,6 +228,21 @@ def _give_up_after_a_crash(self: Shards, work: Any, total: Any) -> Any:
     return total.mean()
 
 
+_as_member = Session.as_member
+
+
+def _as_stranger(self: Session, keep_until: float) -> Member:
+    return replace(_as_member(self, keep_until), pseudonym=b"")
+
+
+_of_record = Buffer.of_record
+
+
+def _of_strangers(record: RecordRow, goal: int) -> Buffer:
+    strangers = tuple(replace(member, pseudonym=b"") for member in record.members)
+    return _of_record(replace(record, members=strangers), goal)
+
+
 _Patch = tuple[type, str, Callable[..., Any] | property]
 
 
@@ -233,7 +262,11 @@ BUGS: dict[str, Bug] = {
     ),
     "consumed-ids-forgotten": Bug(
         "sessions of earlier versions are forgotten, so an update can count twice",
-        ((Ledger, "members", _forget_consumed),),
+        ((Ledger, "has_consumed", _forget_consumed),),
+    ),
+    "settled-ignored": Bug(
+        "tickets are believed although the rows that tell whether they were used are deleted",
+        ((Ledger, "void_below", property(_ignore_settled)),),
     ),
     "record-kept-with-its-version": Bug(
         "the record of a buffer is not deleted when its version is committed",
@@ -264,6 +297,14 @@ BUGS: dict[str, Bug] = {
     "row-before-blob": Bug(
         "a result is reported before its blobs are written",
         ((SimulatedAggregatorHost, "_written", _tell_before_writing),),
+    ),
+    "device-twice-in-a-buffer": Bug(
+        "an update takes a place in a buffer without the pseudonym of its device",
+        ((Session, "as_member", _as_stranger),),
+    ),
+    "devices-forgotten-by-a-successor": Bug(
+        "a new holder of a task does not know which devices are in the open buffers",
+        ((Buffer, "of_record", staticmethod(_of_strangers)),),
     ),
     "seed-accepted-twice": Bug(
         "the TSA accepts the seed of an offer a second time", ((TSA, "accept", _accept_again),)
@@ -301,6 +342,10 @@ BUGS: dict[str, Bug] = {
     "unreachable-taken-for-lost": Bug(
         "a TSA that cannot be reached is treated as having lost its seeds",
         ((TsaAdapter, "release", _take_away_for_lost),),
+    ),
+    "unanswered-seed-taken-for-lost": Bug(
+        "an update is discarded because the TSA did not answer when it was given the seed",
+        ((TsaAdapter, "accept", _take_silence_for_lost),),
     ),
     "failure-taken-for-a-refusal": Bug(
         "an internal failure of the TSA is treated as a refusal",

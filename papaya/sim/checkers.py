@@ -98,7 +98,8 @@ class TaskBooks:
         self.config = config
         self.version = 0
         self.counted: dict[SessionId, int] = {}
-        self.assigned: dict[SessionId, None] = {}
+        # Every assigned session, and the identity of the device that got it.
+        self.assigned: dict[SessionId, str] = {}
         self.trained_from: dict[SessionId, int] = {}
         self.tickets: dict[bytes, None] = {}
         self.granted_at: dict[SessionId, list[int]] = {}
@@ -149,8 +150,15 @@ class Auditor(Observer):
         ending = "dropped" if finish is None else finish.ending
         self.endings[ending] = self.endings.get(ending, 0) + 1
 
-    def on_missing_download(self, parameters: BlobKey) -> None:
-        raise InvariantError(f"a live ticket names parameters {parameters} that were deleted")
+    def on_missing_download(self, device: SimulatedDevice, parameters: BlobKey) -> None:
+        """A wrong clock may cost a client its training, but only if its upload is refused too."""
+        joined = device.machine.joined
+        assert joined is not None
+        is_void = joined.version < self._settled(joined.task)
+        demand(
+            is_void and not self.cluster.clocks_were_right,
+            f"a live ticket names parameters {parameters} that were deleted",
+        )
 
     def on_request(self, device: SimulatedDevice, message: Message) -> None:
         joined = device.machine.joined
@@ -171,11 +179,14 @@ class Auditor(Observer):
     def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
             case Accepted(task=task, session=session):
-                self.books[task].assigned[session] = None
+                self.books[task].assigned[session] = reply.to.identity
             case UploadGranted():
                 self._on_granted(host, reply.message)
             case Completed(discarded=None):
                 self._on_acknowledged(reply)
+            case Completed(discarded="trusted_party_lost"):
+                ticket = claim_of(reply.to.request.ticket)
+                self._secure.check_discarded_as_lost(ticket.session)
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
@@ -218,6 +229,10 @@ class Auditor(Observer):
                 self._check_version(writer, _task_in(key), row, before)
             case ConsumedRow():
                 self._check_consumed(_task_in(key), row)
+            case OptimizerRow():
+                old = before.get(key)
+                if isinstance(old, OptimizerRow):
+                    demand(row.settled >= old.settled, f"{key}: {old.settled=} {row.settled=}")
 
     def _check_fence(self, key: str, row: FenceRow, old: Row | None) -> None:
         if isinstance(old, FenceRow):
@@ -249,10 +264,18 @@ class Auditor(Observer):
                     demand(member.session not in sessions, f"{member.session} is in two records")
         for member in row.members:
             self._check_member(task, member, row.target)
+        self._check_devices(task, row)
         if self._secure.audits(task):
             self._secure.check_record(task, row, self.blobs.get(row.sum))
         else:
             self._check_sum(books.config, row)
+
+    def _check_devices(self, task: TaskId, row: RecordRow) -> None:
+        """One update per device and buffer, by the device that each session was assigned to."""
+        assigned = self.books[task].assigned
+        known = [device for m in row.members if (device := assigned[m.session])]
+        twice = [device for device in dict.fromkeys(known) if known.count(device) > 1]
+        demand(not twice, f"{twice[:1]} is twice in record {row.target} of {task}")
 
     def _check_member(self, task: TaskId, member: Member, target: int) -> None:
         books, session = self.books[task], member.session
@@ -368,8 +391,21 @@ class Auditor(Observer):
                 made = [r.version for _, r in change.put if isinstance(r, VersionRow)]
                 demand(made == [row.target], f"{key} was deleted without becoming a version")
             case ConsumedRow():
+                settled = self._settled(_task_in(key))
+                demand(row.version <= settled, f"{key} was forgotten, but {settled=}")
                 still = [m.session for m in row.members if m.keep_until > self.engine.now]
-                demand(not still, f"{key} was forgotten while tickets of {still[:1]} are valid")
+                demand(
+                    not still or not self.cluster.clocks_were_right,
+                    f"{key} was forgotten while tickets of {still[:1]} are valid",
+                )
+            case VersionRow():
+                settled = self._settled(_task_in(key))
+                demand(row.version < settled, f"{key} was deleted, but {settled=}")
+
+    def _settled(self, task: TaskId) -> int:
+        row = self.state.rows[optimizer_key(task)]
+        assert isinstance(row, OptimizerRow)
+        return row.settled
 
     # -- answers ----------------------------------------------------------------------------
 

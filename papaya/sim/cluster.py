@@ -29,7 +29,7 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.base import Message, NodeId
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import submission
-from papaya.messages.tickets import Keyring
+from papaya.messages.tickets import PSEUDONYM_KEY_BYTES, Keyring
 from papaya.selector.selector import Selector
 from papaya.sim.behaviour import Behaviour
 from papaya.sim.devices import SimulatedDevice
@@ -56,7 +56,10 @@ class DeviceKind(Struct, frozen=True):
 
 class ClusterConfig(Struct, frozen=True, kw_only=True):
     """`supply`: check-ins per expected completion when the run starts, as if pace steering had
-    settled before.
+    settled before. `upload_bytes`: memory for uploads of each aggregator.
+
+    `is_identified`: the token of a device identifies it. `clones`: if not 0, every device whose
+    number is a multiple of it has a copy of the same token.
     """
 
     tasks: tuple[TaskConfig, ...]
@@ -68,8 +71,11 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     coordinators: int = 1
     selectors: int = 1
     aggregators: int = 1
+    upload_bytes: int = 1 << 30
     network: NetworkConfig = NetworkConfig()
     storage: StorageConfig = StorageConfig()
+    is_identified: bool = False
+    clones: int = 0
 
     def __post_init__(self) -> None:
         self._check_tasks()
@@ -130,6 +136,8 @@ class Cluster:
         self.blobs = BlobTwin(self._rng("blobs"))
         self.tsa = TsaTwin(self.engine, self._rng("trusted"))
         self.hosts: dict[NodeId, SimulatedHost] = {}
+        # No server has ever had a wrong clock.
+        self.clocks_were_right = True
         self.devices: dict[int, SimulatedDevice] = {}
         self.keyring = Keyring({1: self._rng("keys").randbytes(32)})
         self._histories: dict[int, History] = {}
@@ -170,7 +178,8 @@ class Cluster:
         blobs = initial_blobs(task, self.behaviour.initial(task, self.seed))
         for key, data in blobs:
             self.blobs.put(key, data)
-        transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now)
+        pseudonym_key = self._rng(f"pseudonyms/{task.task}").randbytes(PSEUDONYM_KEY_BYTES)
+        transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now, pseudonym_key)
         self.state.apply(("owner", 0.0), transaction)
 
     # -- servers ----------------------------------------------------------------------------
@@ -183,14 +192,15 @@ class Cluster:
         coordinators = [f"coordinator-{i}" for i in range(config.coordinators)]
         self.selectors = [f"selector-{i}" for i in range(config.selectors)]
 
-        def coordinator(node: NodeId, now: float) -> Coordinator:
-            return Coordinator(node, now, server, self._rng(f"{node}@{now}"))
+        def coordinator(node: NodeId, boot: float, now: float) -> Coordinator:
+            return Coordinator(node, boot, now, server, self._rng(f"{node}@{boot}"))
 
-        def selector(node: NodeId, now: float) -> Selector:
-            return Selector(node, now, server, self.keyring, coordinators)
+        def selector(node: NodeId, boot: float, now: float) -> Selector:
+            return Selector(node, boot, now, server, self.keyring, coordinators)
 
-        def aggregator(node: NodeId, now: float) -> Aggregator:
-            return Aggregator(node, now, server, self.keyring, coordinators)
+        def aggregator(node: NodeId, boot: float, now: float) -> Aggregator:
+            own = (self.keyring, coordinators, config.upload_bytes)
+            return Aggregator(node, boot, now, server, *own)
 
         self.hosts = {
             node: SimulatedHost(self, node, partial(coordinator, node)) for node in coordinators
@@ -270,6 +280,13 @@ class Cluster:
             observe(device, finish)
 
     # -- for hosts and devices --------------------------------------------------------------
+
+    def identity_of(self, device: int) -> str:
+        """What the token of a device says of it; empty if all devices share one token."""
+        if not self.config.is_identified:
+            return ""
+        clones = self.config.clones
+        return "clone" if clones and device % clones == 0 else f"device-{device}"
 
     def seal(self, device: SimulatedDevice, work: Seal) -> Sealed:
         """What a device makes of its update for an offer."""

@@ -25,6 +25,7 @@ from papaya.client.work import (
 from papaya.machine import Effects
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Join
+from papaya.messages.selection import CheckIn, IdentifiedCheckIn
 from papaya.secagg.errors import SecureAggregationError
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.population import Visit
@@ -59,6 +60,10 @@ class Path:
     @property
     def device_name(self) -> NodeId:
         return "nobody" if self._device is None else self._device.name
+
+    @property
+    def identity(self) -> str:
+        return "" if self._device is None else self._device.identity
 
     def answer(self, host: SimulatedHost, message: Message) -> None:
         hops = 1 if host is self._selector else 2
@@ -97,6 +102,10 @@ class SimulatedDevice:
     @property
     def name(self) -> NodeId:
         return f"device-{self.visit.device}"
+
+    @property
+    def identity(self) -> str:
+        return self.cluster.identity_of(self.visit.device)
 
     def start(self) -> None:
         self.perform(self.machine.start(self._engine.now))
@@ -142,6 +151,8 @@ class SimulatedDevice:
         for observe in cluster.hooks.request:
             observe(self, message)
         path = Path(self, effect.attempt, selector, message)
+        if isinstance(message, CheckIn) and self.identity:
+            message = IdentifiedCheckIn(self.identity, message)
         cluster.network.carry("device", effect.selector, 1, selector.deliver, message, path)
         if type(effect.message) is Join and effect.attempt == 2:
             self._schedule_dropout()
@@ -162,7 +173,7 @@ class SimulatedDevice:
             self.deliver(Downloaded())
         else:
             for observe in self.cluster.hooks.missing_download:
-                observe(parameters)
+                observe(self, parameters)
             self.deliver(WorkFailed("the parameters are gone"))
 
     def _train(self, effect: Train) -> None:

@@ -1,8 +1,8 @@
 """Faults, drawn from a seed and carried out on a cluster, and peers that mean harm.
 
-Everything a data centre and a fleet do to a protocol: processes crash, freeze and come back, links
-break and heal, messages are lost, doubled and late, the store answers nothing, the power fails; and
-devices replay what was accepted and forge what was never given.
+Everything a data centre and a fleet do to a protocol: processes crash, freeze and come back, clocks
+jump and stand still, links break and heal, messages are lost, doubled and late, the store answers
+nothing, the power fails; and devices replay what was accepted and forge what was never given.
 """
 
 from __future__ import annotations
@@ -13,18 +13,48 @@ from zlib import crc32
 
 from msgspec.structs import replace
 
+from papaya.aggregator.aggregator import Aggregator
 from papaya.messages.base import Message, NodeId
+from papaya.messages.control import Drain
 from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
+from papaya.messages.storage import FenceRow, Row, Transaction
 from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
 from papaya.sim.cluster import Cluster
 from papaya.sim.devices import Path, SimulatedDevice
-from papaya.sim.hosts import SimulatedAggregatorHost
+from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost
 from papaya.sim.network import NetworkConfig
 from papaya.sim.observer import Observer
 from papaya.sim.protocol_updates import protocol_update
-from papaya.sim.storage import StorageConfig
+from papaya.sim.storage import StorageConfig, Writer
 
 _RECORDED_MESSAGES = 64
+_REPLAYS_PER_MOVE = 8
+# Longer than any ticket of a swarm's tasks is valid.
+_HOUR_S = 3600.0
+_POLL_S = 0.05
+
+
+def when_drained(
+    cluster: Cluster, node: NodeId, limit_s: float, end: Callable[[NodeId], None]
+) -> None:
+    """Wait until a process that was told to drain has handed its tasks over, as `Server` does.
+
+    Calls `end` then, or when the time is over; never if the process dies before.
+    """
+    host, until = cluster.hosts[node], cluster.engine.now + limit_s
+    boot = host.boots
+
+    def poll() -> None:
+        if not host.is_alive or host.boots != boot:
+            return
+        machine = host.machine
+        is_over = not isinstance(machine, Aggregator) or machine.may_stop
+        if is_over or cluster.engine.now >= until:
+            end(node)
+        else:
+            cluster.engine.after(_POLL_S, poll)
+
+    cluster.engine.after(_POLL_S, poll)
 
 
 class Faults:
@@ -37,10 +67,14 @@ class Faults:
         self._mean_gap_s = mean_gap_s
         self._heartbeat_s = cluster.config.server.heartbeat_s
         self.played: dict[str, int] = {}
+        # Processes that were told to drain, by the boot that was told.
+        self._stopping: dict[NodeId, int] = {}
         kinds: list[Callable[[], None]] = [
             self._crash,
             self._crash,
             self._crash_soon_after,
+            self._stop,
+            self._stop,
             self._pause,
             self._freeze_holder,
             self._freeze_holder,
@@ -49,10 +83,15 @@ class Faults:
             self._bad_network,
             self._bad_storage,
             self._power_loss,
+            self._wrong_clock,
+            self._all_clocks_wrong,
+            self._jumping_clock,
+            self._jumping_clock,
+            self._standing_clock,
         ]
         if any(task.secure_aggregation is not None for task in cluster.config.tasks):
             kinds += [self._crash_tsa, self._crash_tsa, self._cut_off_tsa]
-            kinds += [self._fail_tsa]
+            kinds += [self._freeze_tsa, self._fail_tsa]
         # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
         self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
         cluster.engine.after(0.0, self._next)
@@ -97,6 +136,19 @@ class Faults:
         """A crash within milliseconds of something: between a write and the news of it."""
         delay_s = self._rng.random() * 0.1
         self._cluster.engine.after(delay_s, self._crash_node, self._aggregator())
+
+    def _stop(self) -> None:
+        node = self._node()
+        host = self._cluster.hosts[node]
+        if host.is_alive:
+            host.deliver(Drain())
+            self._stopping[node] = host.boots
+            limit_s = self._heartbeat_s * self._rng.choice((0.2, 3.0))
+            when_drained(self._cluster, node, limit_s, self._end_stop)
+
+    def _end_stop(self, node: NodeId) -> None:
+        self._stopping.pop(node, None)
+        self._crash_node(node)
 
     def _pause(self) -> None:
         host = self._cluster.hosts[self._node()]
@@ -149,6 +201,45 @@ class Faults:
         for node in self._cluster.hosts:
             self._cluster.engine.after(self._a_while(), self._restart, node)
 
+    def _clock_ahead_s(self) -> float:
+        """Within what servers accept of each other, or far beyond it."""
+        return self._rng.choice(
+            (-_HOUR_S, -2.0 * self._heartbeat_s, 2.0 * self._heartbeat_s, _HOUR_S)
+        )
+
+    def _wrong_clock(self) -> None:
+        """A process starts with a wrong clock, and starts again when the clock was corrected."""
+        self._start_with_clock(self._node(), self._clock_ahead_s())
+
+    def _start_with_clock(self, node: NodeId, ahead_s: float) -> None:
+        host = self._cluster.hosts[node]
+        host.crash()
+        host.start(ahead_s)
+        wrong_for_s = self._heartbeat_s * self._rng.choice((4.0, 8.0, 12.0))
+        self._cluster.engine.after(wrong_for_s, self._correct_clock, host)
+
+    def _correct_clock(self, host: SimulatedHost) -> None:
+        if host.is_alive and host.clock_ahead_s:
+            host.crash()
+            host.start()
+
+    def _all_clocks_wrong(self) -> None:
+        """All processes of one machine: they agree, and are wrong."""
+        ahead_s = self._clock_ahead_s()
+        for node in self._cluster.hosts:
+            self._start_with_clock(node, ahead_s)
+
+    def _jumping_clock(self) -> None:
+        host = self._cluster.hosts[self._aggregator()]
+        host.jump_ahead(self._rng.choice((2.0 * self._heartbeat_s, _HOUR_S)))
+        self._cluster.engine.after(self._a_while(), self._correct_clock, host)
+
+    def _standing_clock(self) -> None:
+        host = self._cluster.hosts[self._node()]
+        slept_s = self._a_while()
+        host.suspend(slept_s)
+        self._cluster.engine.after(slept_s + self._a_while(), self._correct_clock, host)
+
     def _crash_tsa(self) -> None:
         """Seeds, groups and offers are lost; it is back at once, or after a while."""
         self._cluster.tsa.crash(self._rng.choice((0.0, self._a_while())))
@@ -156,6 +247,10 @@ class Faults:
     def _cut_off_tsa(self) -> None:
         """Nothing is lost, so nothing may be given up."""
         self._cluster.tsa.cut_off(self._a_while())
+
+    def _freeze_tsa(self) -> None:
+        """Seeds reach it, but its answers do not come: it takes them when it goes on."""
+        self._cluster.tsa.freeze(self._a_while())
 
     def _fail_tsa(self) -> None:
         """It answers, and cannot do what it should: nothing may be given up for that either."""
@@ -170,6 +265,9 @@ class Faults:
             if isinstance(host, SimulatedAggregatorHost):
                 host.freezes_at_work_s = 0.0
             host.resume()
+            self._correct_clock(host)
+            if self._stopping.get(node) == host.boots:
+                host.crash()  # it has to end before it can serve again
             self._restart(node)
 
 
@@ -195,6 +293,13 @@ class Hostile(Observer):
             self._recorded.append(message)
             if len(self._recorded) > _RECORDED_MESSAGES:
                 del self._recorded[0]
+
+    def on_transaction(self, writer: Writer, change: Transaction, before: dict[str, Row]) -> None:
+        """A new holder adopts the clients that come first: be among them."""
+        if any(isinstance(row, FenceRow) for _, row in change.put):
+            for _ in range(_REPLAYS_PER_MOVE if self._recorded else 0):
+                delay_s = self.cluster.config.server.heartbeat_s * self._rng.random()
+                self.cluster.engine.after(delay_s, self._replay)
 
     def _next(self) -> None:
         if self.cluster.engine.now < self._until:

@@ -1,7 +1,8 @@
 """Hosts: processes that run a machine, carry out its effects, crash, pause and come back.
 
 A crash loses the machine and everything in memory; the stores keep what was committed. A paused
-process does nothing, and handles everything that arrived when it resumes.
+process does nothing, and handles everything that arrived when it resumes. Each process has a clock
+of its own, which never goes back while it runs.
 """
 
 from __future__ import annotations
@@ -32,17 +33,24 @@ from papaya.messages.storage import Outcome, Row, Rows, Transacted
 if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
 
-MakeMachine = Callable[[float], Machine]
+# The arguments are the number of the boot and the time.
+MakeMachine = Callable[[float, float], Machine]
+
+# A timer of a wrong clock fires this late, so that rounding cannot make it early.
+_ROUNDING_S = 1e-9
 
 
 class SimulatedHost:
-    """One server process. `boot` changes with every restart."""
+    """One server process. Every start has the next boot number."""
 
     def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
         self.cluster = cluster
         self.node = node
         self.is_alive = False
         self.boots = 0
+        # How far this process's clock is ahead of the right time.
+        self.clock_ahead_s = 0.0
+        self._suspended_at: float | None = None
         self.machine: Machine
         self._make = make
         self._engine = cluster.engine
@@ -58,13 +66,36 @@ class SimulatedHost:
 
     # -- life -------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, clock_ahead_s: float = 0.0) -> None:
         self.boots += 1
         self.is_alive = True
-        self._paused = None
+        self._paused = self._suspended_at = None
         self._armed_for = float("inf")
-        self.machine = self._make(self._engine.now)
+        self._set_clock(clock_ahead_s)
+        self.machine = self._make(float(self.boots), self.now)
         self._arm()
+
+    @property
+    def now(self) -> float:
+        return self._engine.now + self.clock_ahead_s
+
+    def jump_ahead(self, seconds: float) -> None:
+        """The clock of this process jumps."""
+        if self.is_alive and self._paused is None:
+            self._set_clock(self.clock_ahead_s + seconds)
+            self._armed_for = float("inf")
+            self._arm()
+
+    def suspend(self, seconds: float) -> None:
+        """Pause with a clock that stands still meanwhile."""
+        if self.is_alive and self._paused is None:
+            self.pause()
+            self._suspended_at = self._engine.now
+            self._engine.after(seconds, self.resume)
+
+    def _set_clock(self, ahead_s: float) -> None:
+        self.clock_ahead_s = ahead_s
+        self.cluster.clocks_were_right &= ahead_s == 0.0
 
     def crash(self) -> None:
         self.is_alive = False
@@ -76,6 +107,10 @@ class SimulatedHost:
 
     def resume(self) -> None:
         if self._paused is not None:
+            if self._suspended_at is not None:
+                slept_s = self._engine.now - self._suspended_at
+                self._set_clock(self.clock_ahead_s - slept_s)
+                self._suspended_at = None
             waiting, self._paused = self._paused, None
             for handler, arguments in waiting:
                 handler(*arguments)
@@ -91,7 +126,7 @@ class SimulatedHost:
             self._paused.append((self.deliver, (message, reply_to)))
             return
         try:
-            effects = self.machine.receive(self._engine.now, message, reply_to)
+            effects = self.machine.receive(self.now, message, reply_to)
         except ProtocolError:
             return
         self.perform(effects)
@@ -109,7 +144,8 @@ class SimulatedHost:
         due = self.machine.next_wake()
         if due < self._armed_for:
             self._armed_for = due
-            self._engine.at(max(due, self._engine.now), self._on_timer, self.boots, due)
+            at = due - self.clock_ahead_s + _ROUNDING_S if self.clock_ahead_s else due
+            self._engine.at(max(at, self._engine.now), self._on_timer, self.boots, due)
 
     def _on_timer(self, boot: int, due: float) -> None:
         if boot != self.boots or not self.is_alive or due != self._armed_for:
@@ -117,7 +153,7 @@ class SimulatedHost:
         if self._paused is not None:
             return
         self._armed_for = float("inf")
-        now = self._engine.now
+        now = self.now
         if self.machine.next_wake() <= now:
             self.perform(self.machine.wake(now))
             if self.machine.next_wake() <= now:
@@ -197,9 +233,9 @@ class SimulatedAggregatorHost(SimulatedHost):
             DeleteBlobs: self._delete_blobs,
         }
 
-    def start(self) -> None:
+    def start(self, clock_ahead_s: float = 0.0) -> None:
         self._shards = Shards(tsa=self.cluster.tsa.adapter)
-        super().start()
+        super().start(clock_ahead_s)
 
     def write_blobs(self, blobs: NewBlobs) -> None:
         """Write and sync, before any row may name them."""
@@ -224,7 +260,7 @@ class SimulatedAggregatorHost(SimulatedHost):
         if self.cluster.config.storage.fold_s > 0:
             self.local(self.cluster.config.storage.fold_s, self.deliver, folded)
         else:
-            self.perform(self.machine.receive(self._engine.now, folded))
+            self.perform(self.machine.receive(self.now, folded))
 
     def _snapshot(self, work: Snapshot) -> None:
         snapshotted, blobs = self._shards.snapshot(work)

@@ -59,7 +59,7 @@ class Observer:
     def on_assigned(self, device: SimulatedDevice) -> None:
         """A device has joined a task and begins to download: its participation starts."""
 
-    def on_missing_download(self, parameters: BlobKey) -> None:
+    def on_missing_download(self, device: SimulatedDevice, parameters: BlobKey) -> None:
         """A device finds that the parameters named by its ticket are gone."""
 
     def on_trained(self, device: SimulatedDevice, work: Train) -> None:

@@ -8,7 +8,8 @@ masked sum and every step, in whole numbers, and requires:
 - a seed is taken into one group, and a record names only members whose seeds are in its group;
 - masks are released for exactly the members of a full and durable record;
 - a version is one step with its members' fixed-point sum, or its predecessor again: only if a seed
-  is lost with an earlier TSA, or a member lied about its seed.
+  is lost with an earlier TSA, or a member lied about its seed;
+- no update is discarded as lost with the TSA while the TSA that it was sealed for lives.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class SecureAuditor:
         self._granted: dict[Seed, Granted] = {}
         self._sealed: dict[SessionId, SealedOnce] = {}
         self._group_of: dict[Seed, int] = {}
+        # Records as last written: an owner may give up one that a holder is about to release.
+        self._recorded: dict[str, RecordRow] = {}
         self._released: dict[tuple[bytes, TaskId, int], tuple[int, ...]] = {}
         tsa.on_accepted = self._on_accepted
         tsa.on_released = self._on_released
@@ -142,6 +145,14 @@ class SecureAuditor:
             same = message.data == sealed.update[start : start + chunk_bytes]
             demand(same, f"{session} sends another masked update")
 
+    def check_discarded_as_lost(self, session: SessionId) -> None:
+        """A TSA that does not answer has everything that it had."""
+        sealed = self._sealed.get(session)
+        demand(
+            sealed is None or sealed.seed[0] != self._tsa.identity_public_key,
+            f"{session} was discarded as lost, but the TSA that it sealed for lives",
+        )
+
     # -- the TSA ------------------------------------------------------------------
 
     def _on_accepted(self, index: int, group: int) -> None:
@@ -156,7 +167,8 @@ class SecureAuditor:
         task = self._task_of[digest]
         key = self._tsa.identity_public_key, task, group
         if key not in self._released:
-            record = self._rows.get(record_key(task, group))
+            name = record_key(task, group)
+            record = self._rows.get(name, self._recorded.get(name))
             goal = self._parameters[task].aggregation_goal
             is_closed = isinstance(record, RecordRow) and len(record.members) == goal
             demand(is_closed, f"masks of group {group} of {task} were released before it closed")
@@ -171,6 +183,7 @@ class SecureAuditor:
 
     def check_record(self, task: TaskId, row: RecordRow, blob: bytes) -> None:
         """The masked sum is that of its members, whose seeds are in the record's group."""
+        self._recorded[record_key(task, row.target)] = row
         expected = np.zeros(self._parameters[task].vector_words, WORD)
         for member in row.members:
             expected += self._masked_by(member, row.target)
@@ -206,9 +219,11 @@ class SecureAuditor:
 
         `before` is the optimizer row that the version replaced.
         """
+        after = self._rows[optimizer_key(task)]
         assert isinstance(before, OptimizerRow)
+        assert isinstance(after, OptimizerRow)
         demand(
-            self._rows[optimizer_key(task)] == OptimizerRow(record.target, before.state),
+            (after.version, after.state) == (record.target, before.state),
             f"version {record.target} of {task} dropped its buffer and changed the optimizer",
         )
         now = self._tsa.identity_public_key

@@ -16,6 +16,7 @@ from random import Random
 
 from msgspec import Struct
 
+from papaya.aggregator.upload import needed_bytes
 from papaya.client.work import Seal, Sealed, Train
 from papaya.config import (
     AsyncFL,
@@ -168,13 +169,16 @@ def liveness_bound_s(config: ClusterConfig) -> float:
 
 def random_cluster(rng: Random) -> ClusterConfig:
     heartbeat_s = rng.choice((1.0, 2.0))
+    tasks = tuple(_random_task(rng, f"task-{i}") for i in range(rng.randint(1, 3)))
+    hold_s = rng.choice((2.0, 5.0))
+    uploads, chunk_bytes = rng.choice((3, 16)), rng.choice((8, 1 << 20))
     return ClusterConfig(
-        tasks=tuple(_random_task(rng, f"task-{i}") for i in range(rng.randint(1, 3))),
+        tasks=tasks,
+        upload_bytes=uploads * max(needed_bytes(task, chunk_bytes) for task in tasks),
         server=ServerConfig(
             heartbeat_s=heartbeat_s,
-            hold_s=rng.choice((2.0, 5.0)),
-            upload_slots=rng.choice((3, 16)),
-            chunk_bytes=rng.choice((8, 1 << 20)),
+            hold_s=hold_s,
+            chunk_bytes=chunk_bytes,
             min_retry_s=1.0,
             max_retry_s=30.0,
         ),
@@ -211,6 +215,8 @@ def random_cluster(rng: Random) -> ClusterConfig:
             fold_s=rng.choice((0.0, 0.01, 0.3)),
             unknown=rng.choice((0.0, 0.01)),
         ),
+        is_identified=rng.random() < 0.5,
+        clones=rng.choice((0, 4)),
     )
 
 

@@ -1,13 +1,16 @@
 """Twin of the TSA: the TSA of papaya/tsa under virtual time, which may crash.
 
 Like the real one it keeps nothing across a crash: it comes back with a new identity, no groups and
-no offers. Until then it is unreachable. Its evidence is empty and simulated devices accept that;
-attestation is tested elsewhere.
+no offers. Until then it is unreachable. It may also be cut off, or be frozen, and lose nothing. A
+frozen process finds the requests in its socket when it goes on, although nobody waits for its
+answers. Its evidence is empty and simulated devices accept that; attestation is tested elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Protocol
 
@@ -41,6 +44,8 @@ class TsaTwin:
         self._rng = rng
         self._limits = limits
         self._failures = 0
+        self._unread: list[Callable[[], None]] = []
+        self._is_frozen = False
         self.crash()
         self.adapter = TsaAdapter(self, lambda digest: TsaEvidence("software", b"", b"", -1))
 
@@ -49,6 +54,13 @@ class TsaTwin:
         self._tsa = TSA(self._rng.randbytes, self._limits)
         self.identity_public_key = self._tsa.identity_public_key
         self._back_at = self._clock.now + away_s
+        self._unread = []
+        self._is_frozen = False
+
+    def freeze(self, away_s: float) -> None:
+        """Keep everything, but answer nothing for `away_s`; take the seeds of that time later."""
+        self.cut_off(away_s)
+        self._is_frozen = True
 
     def cut_off(self, away_s: float) -> None:
         """Keep everything, but be unreachable for `away_s`."""
@@ -69,7 +81,13 @@ class TsaTwin:
         return self._reached().offers(parameters_hash, count, self._clock.now)
 
     def accept(self, index: int, group: int, sealed: bytes) -> None:
-        self._reached().accept(index, group, sealed, self._clock.now)
+        if self._is_frozen and self._clock.now < self._back_at:
+            self._unread.append(partial(self._accept, index, group, sealed))
+        self._reached()
+        self._accept(index, group, sealed)
+
+    def _accept(self, index: int, group: int, sealed: bytes) -> None:
+        self._tsa.accept(index, group, sealed, self._clock.now)
         self.on_accepted(index, group)
 
     def release(
@@ -89,6 +107,11 @@ class TsaTwin:
     def _reached(self) -> TSA:
         if self._clock.now < self._back_at:
             raise Unavailable("the TSA is away")
+        self._is_frozen = False
+        unread, self._unread = self._unread, []
+        for request in unread:
+            with suppress(TsaRefused):
+                request()
         return self._tsa
 
 

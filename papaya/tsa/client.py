@@ -4,6 +4,10 @@ One connection, one call at a time (by a lock). A broken connection is not reope
 connecting again, compare `identity_public_key`: a restarted TSA has another one, and has lost its
 open groups and outstanding offers. Raises `TsaRefused` for a refusal by the TSA and `Unavailable`
 for everything else, including an answer of unexpected length.
+
+Deadlines are on progress: each wait for the next bytes has one, a whole call does not, because a
+release grows with the aggregation goal and the model. The TSA has one thread. Before it answers it
+may have to add masks, so the wait for the first bytes grows with the masks that this can be.
 """
 
 from __future__ import annotations
@@ -24,11 +28,14 @@ from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import BLOCK, WORD, WORD_BYTES, blocks
 from papaya.tsa import endpoint, wire
 from papaya.tsa.errors import TsaRefused, Unavailable
+from papaya.tsa.group import BATCH
 from papaya.tsa.tsa import TsaStatus
 from papaya.tsa.wire import Operation
 
 MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
-DEFAULT_TIMEOUT_S: Final = 60.0
+CONNECT_S: Final = 3.0  # to connect, and for each answer until the connection is authenticated
+ANSWER_S: Final = 5.0  # for the next bytes, if the TSA has nothing to add up
+ADDED_BYTES_PER_S: Final = 200e6  # masks that a slow TSA makes and adds
 
 
 class TsaClient:
@@ -38,11 +45,14 @@ class TsaClient:
         self,
         address: str,
         cluster_key: Ed25519PrivateKey,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        connect_s: float = CONNECT_S,
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._lock = threading.Lock()
+        self._answer_s = connect_s
+        self._largest_bytes = 0  # of the vectors of tasks that were registered here
         try:
-            self._stream = endpoint.connect(address, timeout_s)
+            self._stream = endpoint.connect(address, connect_s)
         except OSError as error:
             raise Unavailable(f"no TSA at {address}: {error}") from error
         try:
@@ -51,6 +61,7 @@ class TsaClient:
         except BaseException:
             self.close()
             raise
+        self._answer_s = answer_s
 
     def __enter__(self) -> TsaClient:
         return self
@@ -63,6 +74,7 @@ class TsaClient:
 
     def register(self, parameters: PublicParameters) -> bytes:
         """Returns the hash by which the TSA knows these parameters."""
+        self._largest_bytes = max(self._largest_bytes, parameters.vector_words * WORD_BYTES)
         return self._call(wire.register_request(parameters.encode()), HASH_BYTES)
 
     def offers(self, parameters_hash: bytes, count: int) -> list[Offer]:
@@ -86,7 +98,7 @@ class TsaClient:
         words = parameters.vector_words
         scratch = np.empty(min(words, BLOCK), WORD)
         with self._lock, _Broken(self._stream):
-            self._ask(request, words * WORD_BYTES)
+            self._ask(request, words * WORD_BYTES, len(members) * words * WORD_BYTES)
             for block in blocks(words):
                 masks = scratch[: block.stop - block.start]
                 self._read_into(masks.nbytes, masks.data.cast("B"))
@@ -131,11 +143,17 @@ class TsaClient:
             self._read_into(len(body), memoryview(body))
             return bytes(body)
 
-    def _ask(self, request: bytes, expected: int | None) -> int:
-        """Send a request and return the size of the answer's body. Raises a refusal."""
+    def _ask(self, request: bytes, expected: int | None, to_add_bytes: int = 0) -> int:
+        """Send a request and return the size of the answer's body. Raises a refusal.
+
+        `to_add_bytes`: of masks that the TSA may have to add for this request.
+        """
+        to_add_bytes += BATCH * self._largest_bytes  # for the seeds that are waiting
+        self._stream.settimeout(self._answer_s + to_add_bytes / ADDED_BYTES_PER_S)
         self._stream.sendall(request)
         head = bytearray(wire.LENGTH.size + 1)
         self._read_into(len(head), memoryview(head))
+        self._stream.settimeout(self._answer_s)
         (size,) = wire.LENGTH.unpack_from(head)
         code, rest = head[-1], int(size) - 1
         if code == wire.DONE:

@@ -28,6 +28,9 @@ from papaya.verifiable_log.note import (
     signed_note,
 )
 
+# A log that shows the same checkpoint for longer may be hiding newer ones.
+MAX_COSIGNATURE_AGE_S = 7 * 24 * 3600.0
+
 # How far a witness's clock may be ahead of ours.
 _CLOCK_SKEW_S = 300
 
@@ -72,7 +75,7 @@ class LogPolicy:
     key: VerifierKey
     witnesses: tuple[VerifierKey, ...] = ()
     quorum: int = 0
-    max_cosignature_age_s: float | None = None
+    max_cosignature_age_s: float = MAX_COSIGNATURE_AGE_S
 
     def __post_init__(self) -> None:
         if self.key.kind != LOG_SIGNATURE:
@@ -89,6 +92,11 @@ class LogPolicy:
             )
         if self.witnesses and not self.quorum:
             raise LogError("there are witnesses, but the quorum is 0: set it to at least 1")
+        if not self.max_cosignature_age_s > 0:
+            raise LogError(
+                f"the maximum age of a cosignature is {self.max_cosignature_age_s} s: it must be "
+                "above zero"
+            )
 
 
 def sign_checkpoint(checkpoint: Checkpoint, key: SignerKey) -> bytes:
@@ -105,8 +113,9 @@ def open_checkpoint(raw: bytes, policy: LogPolicy, now: float) -> Checkpoint:
     counted = [time for time in times if time is not None and _in_time(time, policy, now)]
     if len(counted) < policy.quorum:
         raise SignatureError(
-            f"{len(counted)} witnesses signed the checkpoint of size {checkpoint.size} in time,"
-            f" {policy.quorum} of {len(policy.witnesses)} are required"
+            f"{len(counted)} witnesses signed the checkpoint of size {checkpoint.size} within "
+            f"{policy.max_cosignature_age_s:g} s, {policy.quorum} of {len(policy.witnesses)} are "
+            f"required; {len(times) - len(counted)} signatures are older, or from the future"
         )
     return checkpoint
 
@@ -131,4 +140,4 @@ def _signed_by_log(note: Note, policy: LogPolicy) -> Checkpoint:
 def _in_time(time: int, policy: LogPolicy, now: float) -> bool:
     if time > now + _CLOCK_SKEW_S:
         return False
-    return policy.max_cosignature_age_s is None or now - time <= policy.max_cosignature_age_s
+    return now - time <= policy.max_cosignature_age_s

@@ -9,6 +9,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from zlib import crc32
@@ -16,8 +17,11 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from papaya.clock import Clock
 from papaya.config import AsyncFL, Deployment, ServerConfig, TaskConfig
+from papaya.credentials.token_files import read_or_make
 from papaya.learning import parameters
+from papaya.server.auth import SignedTokens
 from papaya.server.server import Server
 
 CHUNK_BYTES = 64
@@ -43,7 +47,7 @@ class Answer(NamedTuple):
 class RunningServer:
     """`with RunningServer(folder) as server:`; port 0, so that many run at once."""
 
-    def __init__(self, folder: Path, **deployment: Any) -> None:
+    def __init__(self, folder: Path, clock: Clock | None = None, **deployment: Any) -> None:
         self.data = folder / "data"
         config = ServerConfig(
             heartbeat_s=0.25, hold_s=0.5, chunk_bytes=CHUNK_BYTES, min_retry_s=0.01
@@ -54,7 +58,8 @@ class RunningServer:
                 devices="127.0.0.1:0",
                 admin="127.0.0.1:0",
                 **{"server": config, **deployment},
-            )
+            ),
+            clock=clock,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -103,10 +108,16 @@ class RunningServer:
     def post(self, path: str, message: dict[str, Any]) -> Answer:
         return self.ask("POST", f"/v1/{path}", json.dumps(message).encode())
 
-    def check_in(self, **changes: Any) -> Answer:
+    def device_token(self, device: str) -> str:
+        """What `papaya token make` prints, for `device_tokens = "signed"`."""
+        return SignedTokens(read_or_make(self.data, "device.key")).make(device, 1.0).reveal()
+
+    def check_in(self, *, device: str = "", **changes: Any) -> Answer:
         message = {"type": "CheckIn", "protocol": 1, "capabilities": {}, **changes}
         headers = {}
-        if self._server.deployment.device_tokens == "shared":
+        if device:
+            headers = {"Authorization": f"Bearer {self.device_token(device)}"}
+        elif self._server.deployment.device_tokens == "shared":
             headers = {"Authorization": f"Bearer {self.token('device')}"}
         return self.ask("POST", "/v1/check-in", json.dumps(message).encode(), headers)
 
@@ -132,7 +143,7 @@ class RunningServer:
             "task": name,
             "concurrency": 8,
             "model_length": MODEL_LENGTH,
-            "regime": AsyncFL(aggregation_goal=2),
+            "regime": AsyncFL(changes.pop("aggregation_goal", 2)),
             "participation_gap_s": 0.0,
             "commit_interval_s": 0.01,
         }
@@ -146,14 +157,18 @@ class RunningServer:
         answer = self.admin("POST", "/admin/tasks", msgspec.json.encode(document))
         assert answer.status == 200, answer
 
-    def join(self) -> dict[str, Any]:
+    def join(self, device: str = "") -> dict[str, Any]:
         """A client that joined; its Joined message."""
-        accepted = self.until(self.check_in, lambda answer: answer.kind == "Accepted")
+        check_in = partial(self.check_in, device=device)
+        accepted = self.until(check_in, lambda answer: answer.kind == "Accepted")
         return self.post("join", {"type": "Join", "ticket": accepted.message["ticket"]}).message
 
-    def report(self) -> dict[str, Any]:
+    def heartbeat(self, ticket: str) -> dict[str, Any]:
+        return self.post("heartbeat", {"type": "Heartbeat", "ticket": ticket}).message
+
+    def report(self, device: str = "") -> dict[str, Any]:
         """A client that reported; its UploadGranted message."""
-        ticket = self.join()["ticket"]
+        ticket = self.join(device)["ticket"]
         return self.post("report", {"type": "Report", "ticket": ticket, "examples": 1}).message
 
     def send_all(self, ticket: str, update: bytes, upload: str = "u1") -> Answer:

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.aggregator.work import Fold
-from papaya.config import ServerConfig
 from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import Message
 from papaya.messages.participation import (
@@ -39,6 +38,7 @@ from papaya.messages.tickets import AssignmentTicket, Keyring, SessionTicket, Up
 from tests.unit.aggregator.builders import (
     KEYRING,
     MODEL_LENGTH,
+    ONE_UPLOAD,
     SERVER,
     TASK,
     Node,
@@ -71,7 +71,7 @@ def state_of(node: Node) -> object:
             for s in held.sessions.active.values()
         },
         dict(held.sessions.ended),
-        node.machine._slots.used,
+        node.memory_used,
         sorted(node.shards._uploads),
         dict(node.world.store.rows),
     )
@@ -212,30 +212,27 @@ def test_a_thousand_completions_are_one_update() -> None:
 # -- stalling ---------------------------------------------------------------------------------
 
 
-def one_slot() -> tuple[World, Node, Phone, Phone]:
-    server = ServerConfig(heartbeat_s=H, upload_slots=1, chunk_bytes=8)
-    world, node = a_world(an_async_task(1), server)
+def room_for_one() -> tuple[World, Node, Phone, Phone]:
+    world, node = a_world(an_async_task(1), upload_bytes=ONE_UPLOAD)
     greedy, honest = world.joined(node, 2)
     greedy.report()
     honest.report()
     return world, node, greedy, honest
 
 
-def test_heartbeats_do_not_keep_a_slot() -> None:
-    world, _, greedy, honest = one_slot()
+def test_heartbeats_do_not_keep_memory() -> None:
+    world, _, greedy, honest = room_for_one()
     greedy.chunk(0, A_CHUNK)
-    for _ in range(4):
+    for _ in range(6):
         world.pass_s(H / 2)
         greedy.heartbeat()
         honest.heartbeat()
     assert honest.chunk(0, A_CHUNK) == ChunkReceived("u1", 0)
 
 
-def test_a_chunk_sent_again_and_again_does_not_keep_a_slot() -> None:
-    """Uploads: "An upload that makes no progress for a heartbeat gives its slot back". A chunk that
-    is already there is no progress.
-    """
-    world, _, greedy, honest = one_slot()
+def test_a_chunk_sent_again_and_again_does_not_keep_memory() -> None:
+    """A chunk that is already there is no progress."""
+    world, _, greedy, honest = room_for_one()
     got_in = []
     for _ in range(6):
         greedy.chunk(0, A_CHUNK)
@@ -244,8 +241,8 @@ def test_a_chunk_sent_again_and_again_does_not_keep_a_slot() -> None:
     assert any(got_in)
 
 
-def test_damaged_chunks_take_no_slot() -> None:
-    _, _, greedy, honest = one_slot()
+def test_damaged_chunks_take_no_memory() -> None:
+    _, _, greedy, honest = room_for_one()
     for _ in range(5):
         assert isinstance(greedy.chunk(0, A_CHUNK, crc32=7), Retry)
         assert isinstance(greedy.chunk(1, b"short"), Refused)
@@ -253,17 +250,17 @@ def test_damaged_chunks_take_no_slot() -> None:
 
 
 def test_new_upload_ids_take_no_more_memory() -> None:
-    world, node, greedy, honest = one_slot()
+    world, node, greedy, honest = room_for_one()
     for turn in range(50):
         greedy.chunk(turn % 2, A_CHUNK, upload=f"u{turn}")
     assert len(node.shards._uploads) == 1
-    world.pass_s(SERVER.heartbeat_s * 2)
+    world.pass_s(2.5 * H)
     honest.heartbeat()
     assert honest.chunk(0, A_CHUNK) == ChunkReceived("u1", 0)
 
 
 def test_an_upload_cannot_be_stretched_past_its_deadline() -> None:
-    world, node, greedy, _ = one_slot()
+    world, node, greedy, _ = room_for_one()
     while greedy.session in node.held().sessions.active:
         assert world.now < 1000, "it goes on for ever"
         greedy.chunk(0, A_CHUNK, upload=f"u{world.now}")
@@ -328,7 +325,7 @@ STEPS = st.tuples(
 def test_whatever_they_send_honest_clients_are_served_and_counted_once(
     steps: list[tuple[int, str, str, int, int, str, bytes]],
 ) -> None:
-    world, node = a_world(an_async_task(4, concurrency=5))
+    world, node = a_world(an_async_task(4, concurrency=5), upload_bytes=4 * ONE_UPLOAD)
     honest = world.joined(node, 2)
     hostile = [world.phone(node) for _ in range(3)]
     seen = [phone.assignment for phone in hostile]
@@ -346,8 +343,8 @@ def test_whatever_they_send_honest_clients_are_served_and_counted_once(
         if isinstance(answer, Joined | UploadGranted):
             seen.append(answer.ticket)
             phone.ticket = answer.ticket
-        assert node.machine._slots.used <= 1
-        assert len(node.shards._uploads) <= SERVER.upload_slots
+        assert node.memory_used <= 1
+        assert len(node.shards._uploads) <= 4
     world.pass_s(1.0)
     for phone, value in zip(honest, (3, 4), strict=True):
         assert phone.heartbeat() == Alive()

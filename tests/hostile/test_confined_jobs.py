@@ -295,6 +295,18 @@ def test_a_program_with_another_model_than_the_signed_one_is_refused(tmp_path: P
         trained(sandbox, run, b"train")
 
 
+def test_a_program_with_other_frozen_tensors_than_the_signed_ones_is_refused(
+    tmp_path: Path,
+) -> None:
+    held = "self.value = torch.nn.Parameter(torch.zeros(2))"
+    changed = SOURCE.replace(held, f"{held}; self.register_buffer('base', torch.ones(3))")
+    run, file = bundle_at(tmp_path / "run", changed)
+    sandbox = Sandbox([])
+    sandbox.add_bundle(run, file)
+    with pytest.raises(JobFailed, match="other frozen tensors than the manifest says"):
+        trained(sandbox, run, b"train")
+
+
 def test_code_of_a_bundle_never_runs_unconfined(tmp_path: Path) -> None:
     run, file = bundle_at(tmp_path / "run", SOURCE)
     sandbox = Sandbox([], confined=False)

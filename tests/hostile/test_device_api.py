@@ -277,23 +277,24 @@ def test_an_update_that_must_not_enter_the_sum_is_discarded(
     is_served(server)
 
 
-def test_every_free_slot_taken_is_answered_before_the_body_is_read(tmp_path: Path) -> None:
-    config = ServerConfig(heartbeat_s=0.25, chunk_bytes=CHUNK_BYTES, upload_slots=1)
-    with RunningServer(tmp_path, server=config) as server:
-        server.submit()
+def test_without_memory_a_chunk_is_answered_before_its_body_is_read(tmp_path: Path) -> None:
+    chunk = bytes(256 << 10)
+    config = ServerConfig(heartbeat_s=1.0, hold_s=0.5, chunk_bytes=len(chunk), min_retry_s=0.01)
+    with RunningServer(tmp_path, server=config, upload_memory_mb=1) as server:
+        server.submit(model_length=2 * len(chunk) // 4)  # an upload needs all of the memory
         first, second = server.report()["ticket"], server.report()["ticket"]
-        assert server.chunk(first, 0, FIRST).kind == "ChunkReceived"
+        assert server.chunk(first, 0, chunk).kind == "ChunkReceived"
         with socket.create_connection(server.address("devices"), DEADLINE_S) as peer:
             head = (
                 f"PUT /v1/uploads/u2/chunks/0 HTTP/1.1\r\nHost: x\r\nPapaya-Ticket: {second}\r\n"
-                f"Papaya-Crc32: 00000000\r\nContent-Length: {len(FIRST)}\r\n\r\n"
+                f"Papaya-Crc32: 00000000\r\nContent-Length: {len(chunk)}\r\n\r\n"
             )
             peer.sendall(head.encode())  # not a byte of the body
             answer = peer.recv(4096)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: " in answer
-        assert server.send_all(first, UPDATE).kind == "Completed"
-        assert server.send_all(second, UPDATE).kind == "Completed"
+        assert server.chunk(first, 1, chunk).kind == "ChunkReceived"
+        assert server.complete(first).kind == "Completed"
 
 
 # -- garbage --------------------------------------------------------------------------------
@@ -344,6 +345,21 @@ def test_parameters_are_immutable_and_cacheable(server: RunningServer) -> None:
     assert server.ask("GET", path, headers={"If-None-Match": tag}).status == 304
     head = server.ask("HEAD", path)
     assert (head.status, head.body) == (200, b"")
+
+
+def test_a_download_of_parameters_can_be_resumed(server: RunningServer) -> None:
+    path = f"/v1/parameters/{server.join()['parameters']}"
+    whole = server.ask("GET", path)
+    assert whole.headers["accept-ranges"] == "bytes"
+    tag, size = whole.headers["etag"], len(whole.body)
+    rest = {"Range": "bytes=10-", "If-Range": tag}
+    part = server.ask("GET", path, headers=rest)
+    assert (part.status, part.body) == (206, whole.body[10:])
+    assert part.headers["content-range"] == f"bytes 10-{size - 1}/{size}"
+    assert "immutable" in part.headers["cache-control"]
+    behind = server.ask("GET", path, headers={"Range": f"bytes={size}-"})
+    assert (behind.status, behind.message["type"]) == (416, "Refused")
+    assert server.ask("GET", path, headers={**rest, "If-None-Match": tag}).status == 304
 
 
 def test_after_all_that_the_server_still_serves(server: RunningServer) -> None:

@@ -209,6 +209,7 @@ def test_the_task_goes_on_at_its_new_aggregator_with_its_running_clients() -> No
     world, failed = system.world, holder(system)
     counted, training = world.joined(failed, 2)
     assert counted.upload_for_good(2) == Completed()
+    system.beat()
     world.crash(failed)
     system.beat(3)
     training.node = holder(system)

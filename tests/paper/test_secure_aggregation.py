@@ -238,7 +238,7 @@ def test_clients_that_drop_out_with_an_offer_hinder_nobody() -> None:
     for phone in world.secure_phones(node, 6):
         phone.granted_and_sealed(1.0)
         phone.send_masked()  # and never a completing message
-    world.pass_s(2 * H)  # their upload slots are given to others
+    world.pass_s(2 * H)
     make_secure_version(world, node, 2.0)
     assert (world.version, node.dropped()) == (1, {})
     assert world.parameters(1)[0] == pytest.approx(2.0, abs=1e-5)

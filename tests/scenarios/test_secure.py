@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from papaya.aggregator.aggregator import Aggregator
 from papaya.config import AsyncFL, SecureAggregation, ServerConfig, SyncFL, TaskConfig
 from papaya.sim.behaviour import EncodedMessages
 from papaya.sim.checkers import Auditor
@@ -15,7 +16,9 @@ ASYNC = AsyncFL(5)
 SYNC = SyncFL(0.3)
 
 
-def a_cluster(regime: AsyncFL | SyncFL, aggregators: int = 1, seed: int = 1) -> Auditor:
+def a_cluster(
+    regime: AsyncFL | SyncFL, aggregators: int = 1, seed: int = 1, dropout: float = 0.1
+) -> Auditor:
     """Its every step is audited, in whole numbers."""
     task = TaskConfig(
         task="words",
@@ -35,6 +38,7 @@ def a_cluster(regime: AsyncFL | SyncFL, aggregators: int = 1, seed: int = 1) -> 
             examples_median=5,
             execution_per_example_s=0.2,
             latency_mean_s=0.5,
+            dropout=dropout,
             availability=1.0,
         ),
         supply=4.0,
@@ -83,6 +87,30 @@ def test_a_crash_of_the_tsa_costs_the_open_buffers_at_most(
         auditor.cluster.tsa.crash(away_s)
         grow(auditor, 3)
         assert books.dropped <= 2 * crash
+    auditor.check_acknowledged()
+
+
+@pytest.mark.parametrize("regime", [ASYNC, SYNC])
+@pytest.mark.parametrize("fault", ["freeze", "cut_off"])
+def test_a_tsa_that_does_not_answer_costs_no_update(regime: AsyncFL | SyncFL, fault: str) -> None:
+    """Every client that has trained in time is counted, however often its TSA is away. In SyncFL a
+    full round ends without the others.
+    """
+    auditor = a_cluster(regime, dropout=0.0)
+    books, cluster = auditor.books["words"], auditor.cluster
+    for away_s in (0.5 * H, 2 * H, 30 * H) * 3:
+        grow(auditor, 2)
+        getattr(cluster.tsa, fault)(away_s)
+        cluster.run(cluster.engine.now + away_s)
+    grow(auditor, 2)
+    assert books.dropped == 0
+    machine = cluster.hosts[holder(auditor)].machine
+    assert isinstance(machine, Aggregator)
+    counters = machine.tasks["words"].counters
+    wasted = {name for name in counters if name.startswith(("aborted", "discarded"))}
+    round_over = {"aborted_round_over", "discarded_round_over"} if regime is SYNC else set()
+    assert wasted <= {"aborted_left", *round_over}
+    assert "gave_up" not in auditor.endings  # so those that left had trained for too long
     auditor.check_acknowledged()
 
 

@@ -26,7 +26,7 @@ from papaya.device.process import DeviceProcess
 from papaya.device.selectors import Selectors
 from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.trust import Trust
-from papaya.messages.base import Message, SessionId
+from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.participation import (
     Aborted,
     Chunk,
@@ -215,13 +215,14 @@ class WatchedProcess(DeviceProcess):
 
 Work = Callable[[TrainingRequest], Awaitable[None]]
 Evaluation = Callable[[TrainingRequest], bytes]
+TermsOf = Callable[[TaskId], TaskTerms | None]
 
 
 class NoTraining(ProtocolTrainer):
     """Waits for `work`, then uploads integers that name the session."""
 
     def __init__(
-        self, work: Work, evaluation: Evaluation | None, terms: TaskTerms | None = None
+        self, work: Work, evaluation: Evaluation | None, terms: TermsOf = lambda task: None
     ) -> None:
         super().__init__(protocol_update, seconds=lambda: 0.0)
         self._work = work
@@ -229,7 +230,7 @@ class NoTraining(ProtocolTrainer):
         self._terms = terms
 
     def terms(self, program: str) -> TaskTerms | None:
-        return self._terms
+        return self._terms(program)
 
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         await self._work(assignment)
@@ -289,7 +290,7 @@ async def fleet(
     certificates: Path | None = None,
     evaluation: Evaluation | None = None,
     trust: Trust | None = None,
-    terms: TaskTerms | None = None,
+    terms: TermsOf = lambda task: None,
     seed: int = 1,
 ) -> AsyncIterator[Fleet]:
     """`work(book, i)` says what the i-th device does instead of training."""

@@ -18,7 +18,7 @@ from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
 from tests.system.admin import Admin
 from tests.system.fleet import Book, briefly, fleet, some_across_failures
 from tests.system.oracle import Books
-from tests.system.processes import Installation, ServerProcess, Toml
+from tests.system.processes import Installation, ServerProcess, Toml, run_to_the_end
 from tests.system.tls import make_certificates
 
 _STEP_S = 60.0
@@ -54,8 +54,10 @@ class Apart:
         aggregators: int,
         tls: Mapping[str, str] | None = None,
         coordinators: int = 1,
+        server: Mapping[str, Toml] | None = None,
     ) -> None:
         self.installation = installation
+        self._server = server or _SERVER
         candidates = [installation.reserve() for _ in range(coordinators)]
         self._shared: dict[str, Toml] = {"coordinators": candidates, **(tls or {})}
         self.coordinators = [
@@ -68,7 +70,7 @@ class Apart:
     def _add(self, role: str, number: int = 0, **own: str) -> ServerProcess:
         deployment = {**self._shared, **own}
         name = f"{role}-{number}"
-        return self.installation.add(name, role, deployment=deployment, server=_SERVER)
+        return self.installation.add(name, role, deployment=deployment, server=self._server)
 
     def start(self) -> None:
         """All at once, on a folder that is empty: nobody comes first."""
@@ -259,6 +261,67 @@ async def _count_some(apart: Apart, authority: Path) -> Book:
         await _more(flying.book, 3 * _GOAL)
         await flying.go_home(_STEP_S)
     return flying.book
+
+
+def test_a_clean_stop_of_an_aggregator_or_a_selector_costs_no_client_its_work(
+    tmp_path: Path,
+) -> None:
+    with Installation(tmp_path) as installation:
+        # Nobody may count as silent because the machine is busy.
+        apart = Apart(installation, selectors=2, aggregators=2, server={"heartbeat_s": 3.0})
+        apart.start()
+        apart.admin().submit(CONFIG)
+        book = asyncio.run(_restart_cleanly(apart))
+        assert set(apart.stop().values()) == {0}
+        assert set(book.endings()) == {"counted"}
+        assert len(book.across_failures) >= 2
+        books = Books(installation.data, CONFIG.task)
+        books.check(book.acknowledged)
+
+
+async def _restart_cleanly(apart: Apart) -> Book:
+    folder, token = apart.installation.folder / "devices", apart.installation.secret("device.token")
+    async with fleet(folder, apart.urls(), token, 14, some_across_failures) as flying:
+        book = flying.book
+        await _more(book, _GOAL)
+        for _ in range(2):
+            holder = await asyncio.to_thread(apart.holder)
+            await _until_mid_upload(book)
+            assert await asyncio.to_thread(holder.stop) == 0
+            assert await asyncio.to_thread(apart.holder) is not holder, "handed over before it ends"
+            book.next_era()
+            await asyncio.to_thread(holder.start)
+            await _more(book, 2 * _GOAL)
+        for selector in apart.selectors:
+            assert await asyncio.to_thread(selector.stop) == 0
+            await _more(book, 1)
+            await asyncio.to_thread(selector.start)
+        await flying.go_home(_STEP_S)
+    return book
+
+
+def test_every_role_answers_status(tmp_path: Path) -> None:
+    with Installation(tmp_path) as installation:
+        apart = Apart(installation, selectors=1, aggregators=1, coordinators=2)
+        apart.start()
+        apart.leader()
+        for server in installation.servers:
+            _until_status(server, 0, server.name.partition("-")[0])
+        for coordinator in apart.coordinators:
+            coordinator.kill()
+        for server in (*apart.selectors, *apart.aggregators):
+            _until_status(server, 1, "no leader sends orders to this server")
+
+
+def _until_status(server: ServerProcess, code: int, text: str) -> None:
+    """`papaya status` exits with this code and says this, soon."""
+    token, ends_at = str(server.data / "admin.token"), time.monotonic() + _STEP_S
+    address = f"http://{server.addresses['admin']}"
+    while True:
+        done = run_to_the_end("status", "--admin", address, "--token-file", token)
+        if done.returncode == code and text in done.stdout + done.stderr:
+            return
+        assert time.monotonic() < ends_at, f"{server.name}: {done}"
 
 
 @pytest.mark.soak

@@ -159,7 +159,7 @@ async def over_a_failure(
     believed = await asyncio.to_thread(trust, installation, selector)
     folder, token = installation.folder / "devices", installation.secret("device.token")
     async with fleet(
-        folder, [url(selector)], token, _DEVICES, turnstile.work, trust=believed, terms=TERMS
+        folder, [url(selector)], token, _DEVICES, turnstile.work, trust=believed, terms=terms_of
     ) as flying:
         await counted(flying.book, half)
         await _version(admin, 1)
@@ -204,7 +204,7 @@ async def _until_evaluated(installation: Installation, server: ServerProcess, ad
         briefly,
         evaluation=lambda _: evaluation_vector(0, 3.5, 1).tobytes(),
         trust=believed,
-        terms=TERMS,
+        terms=terms_of,
     ) as flying:
         line = await asyncio.to_thread(
             admin.until_task,
@@ -283,6 +283,11 @@ def check_one_buffer_was_dropped(
     books.check(book.acknowledged)  # which also says that no version is missing
     assert books.dropped == [2]
     assert books.newest >= 4
+
+
+def terms_of(task: str) -> TaskTerms | None:
+    """What devices know of the task and of its evaluations."""
+    return TERMS if task == CONFIG.task else None
 
 
 def children(server: ServerProcess) -> list[int]:

@@ -38,7 +38,6 @@ def test_a_device_refuses_what_its_owner_does_not_believe(tmp_path: Path) -> Non
         crowded = structs.replace(TERMS, threshold=GOAL + 1)
         for number, (believed, label, terms, reason) in enumerate(
             (
-                (None, "masked", TERMS, "no trust policy"),
                 (unbelieving, "masked", TERMS, "software"),
                 (careful, "masked", TERMS, f"at least {GOAL + 1}"),
                 (known, "masked", strict, "task file says 2"),
@@ -69,7 +68,7 @@ async def _one_visit(
     installation: Installation,
     server: ServerProcess,
     place: Path,
-    believed: Trust | None,
+    believed: Trust,
     label: str,
     terms: TaskTerms,
 ) -> tuple[str, Book]:
@@ -81,7 +80,7 @@ async def _one_visit(
             process,
             selectors=[url(server)],
             store=place / "device.db",
-            trainer=NoTraining(briefly(book, 0), None, terms),
+            trainer=NoTraining(briefly(book, 0), None, lambda task: terms),
             token=installation.secret("device.token"),
             labels=(label,),
             notify=told.append,
@@ -93,3 +92,38 @@ async def _one_visit(
     assert finish.ending == "failed"
     [*_, ended] = [event for event in told if isinstance(event, VisitEnded)]
     return ended.detail, book
+
+
+def test_a_device_without_a_trust_policy_takes_no_slot_of_a_secure_task(tmp_path: Path) -> None:
+    """Although the task requires no task file, so that nothing else keeps the device out."""
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=SERVER).start()
+        admin = admin_of(installation, server)
+        admin.submit(CONFIG)
+        reasons, book = asyncio.run(_rejected_for_trust(installation, server))
+        assert reasons[-1] == "task masked is secure, and this device has no trust policy"
+        assert not book.joined
+        _, metrics = admin.ask("GET", "/metrics")
+        assert reading(metrics.decode(), "papaya_task_joined_total", CONFIG.task) == 0
+        assert server.stop() == 0
+
+
+async def _rejected_for_trust(
+    installation: Installation, server: ServerProcess
+) -> tuple[list[str], Book]:
+    """Visits until the task wants clients, and what the device is told at each."""
+    book, reasons = Book(), [""]
+    async with WatchedProcess(book, None, None) as process:
+        with Device(
+            process,
+            selectors=[url(server)],
+            store=installation.folder / "device.db",
+            trainer=NoTraining(briefly(book, 0), None, lambda program: TERMS),
+            token=installation.secret("device.token"),
+        ) as device:
+            async with asyncio.timeout(STEP_S):
+                while "trust" not in reasons[-1] and not book.joined:
+                    finish = await device.visit()
+                    reasons.append(finish.reason)
+                    await asyncio.sleep(0.05)
+    return reasons, book

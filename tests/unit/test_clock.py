@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from papaya.clock import Clock, device_clock
+from papaya.clock import Clock
+from papaya.config import ServerConfig
+from papaya.coordinator.recovery import Leadership
 from papaya.device.example_store import ExampleStore
 from papaya.device.use_policy import UsePolicy
 
@@ -46,17 +48,38 @@ def test_by_default_it_is_the_time_of_this_machine() -> None:
     assert first <= second
 
 
+class Suspended:
+    """Suspended, CLOCK_MONOTONIC stands still and CLOCK_BOOTTIME goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.since_boot = 1000.0
+        monkeypatch.setattr(time, "clock_gettime", self._clock_gettime)
+        monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+
+    def _clock_gettime(self, clock: int) -> float:
+        return self.since_boot if clock == time.CLOCK_BOOTTIME else 1000.0
+
+
+def test_a_leader_that_was_suspended_knows_that_its_lease_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = Suspended(monkeypatch)
+    clock, config = Clock(), ServerConfig(heartbeat_s=10.0)
+    leadership = Leadership("c-1", 1.0, config)
+    leadership.observe(clock.now(), None)
+    assert leadership.next_attempt(clock.now()) is not None
+    assert leadership.confirm(clock.now())
+    assert leadership.leads(clock.now())
+    times.since_boot += config.leader_lease_s
+    assert not leadership.leads(clock.now())
+
+
 def test_a_device_grows_older_in_its_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suspended, CLOCK_MONOTONIC stands still and CLOCK_BOOTTIME goes on; examples must expire."""
-    since_boot = 1000.0
-
-    def clock_gettime(clock: int) -> float:
-        return since_boot if clock == time.CLOCK_BOOTTIME else 1000.0
-
-    monkeypatch.setattr(time, "clock_gettime", clock_gettime)
-    clock = device_clock()
+    """Its examples must expire."""
+    times = Suspended(monkeypatch)
+    clock = Clock()
     policy = UsePolicy(tasks=("words",), max_age_s=86400.0, validation=0.0, test=0.0)
     with ExampleStore(":memory:", {"typed": policy}) as store:
         store.add("typed", [b"secret"], clock.now())
-        since_boot += 3 * 86400.0
+        times.since_boot += 3 * 86400.0
         assert store.query("typed", "words", "train", 10, True, clock.now()) == []

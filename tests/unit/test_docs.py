@@ -31,7 +31,7 @@ from papaya.messages.participation import MAX_CHUNKS, AbortReason, Chunk, Discar
 from papaya.messages.selection import Capabilities
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, RollBack
+from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, Revoke, RollBack
 from papaya.server.device_api import MAX_REQUEST_BYTES
 from papaya.server.device_openapi import device_document
 from tools import configuration_reference
@@ -376,7 +376,7 @@ def test_every_body_in_the_admin_page_is_accepted() -> None:
         "cancel": ChangeReason,
         "rollback": RollBack,
     }
-    kinds |= {"mark": Mark, "evaluate": Evaluate, "tasks": NewTask}
+    kinds |= {"mark": Mark, "evaluate": Evaluate, "tasks": NewTask, "revocations": Revoke}
     scripts = "".join(block.text for block in blocks("sh") if block.page == ADMIN_API)
     found = re.findall(r"/(\w+) -d '(.*?)'$", scripts, re.MULTILINE | re.DOTALL)
     assert {name for name, _ in found} == set(kinds)

@@ -30,7 +30,7 @@ from papaya.cli.output import (
     printable,
     whole,
 )
-from papaya.clock import device_clock
+from papaya.clock import Clock
 from papaya.config import DeviceConfig
 from papaya.device.eligibility import CONDITIONS
 from papaya.device.events import (
@@ -44,6 +44,14 @@ from papaya.device.events import (
 from papaya.errors import OperatorError
 
 SERVER = "http://127.0.0.1:8750"
+_REFUSED_HINT = (
+    "hint: if the token is refused, pass the server's DATA/device.token, or a token that "
+    "`papaya token` made, with --token-file; otherwise update this client"
+)
+_NOT_ELIGIBLE_HINT = (
+    "hint: the device tries again; to take part anyway, name the conditions to skip: "
+    f"--assume {','.join(CONDITIONS)}"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +279,7 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
     from papaya.device.limits import CheckInPacing, DeviceLimits
     from papaya.device.process import DeviceProcess, memory_mb
 
-    clock = device_clock()
+    clock = Clock()
     stores = device_stores(options.store, options.devices)
     tokens = device_tokens(options.token_file, options.devices)
     policies = policies_in(options.policies)
@@ -338,8 +346,11 @@ class Printer:
                 self._endings[event.ending] += 1
                 if not self._is_json:
                     print_data(printable(_line(event)))
+                if event.ending == "refused":
+                    self._note_once(_REFUSED_HINT)
             case NotEligible():
                 self._note_once(f"not eligible: {'; '.join(event.reasons)}")
+                self._note_once(_NOT_ELIGIBLE_HINT)
             case Troubled():
                 self._note_once(f"{event.device}: {event.problem}")
             case SelectorUnreachable():

@@ -22,6 +22,7 @@ from papaya.cli.log.source import (
     folder_of,
     keeping,
     now,
+    own_log,
     policy_of,
     private_key,
     public_key,
@@ -46,6 +47,7 @@ from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import COSIGNATURE, LOG_SIGNATURE, SignerKey
 from papaya.verifiable_log.reader import LogReader
 from papaya.verifiable_log.record import REGISTERS, Record
+from papaya.verifiable_log.tiles import CHECKPOINT
 
 _RECORD_HINT = "--revision takes what `git rev-parse HEAD` prints; add --sgx, --tdx or --software"
 
@@ -297,7 +299,10 @@ def run_key(options: LogKeyOptions) -> int:
 
 def run_create(options: LogWriteOptions) -> int:
     key = private_key(options.key)
-    with writing(options.log), refusals():
+    if (options.log / CHECKPOINT).exists():
+        hint = f"to add a record to it: papaya log append --log {options.log} --key FILE"
+        raise OperatorError(f"{options.log} already contains a log", hint=hint)
+    with writing(options.log), own_log(options.log):
         LogFolder(options.log).create(key)
     print_data(str(key.verifier))
     return 0
@@ -317,7 +322,7 @@ def run_append(options: LogAppendOptions) -> int:
         )
     except LogError as error:
         raise OperatorError(str(error), hint=_RECORD_HINT) from error
-    with refusals(), writing(options.log):
+    with own_log(options.log), writing(options.log):
         checkpoint = folder_of(options.log).append([record.encode()], key)
     if options.is_json:
         index = checkpoint.size - 1
@@ -351,7 +356,7 @@ def run_cosign(options: LogCosignOptions) -> int:
 
 def run_add_cosignature(options: LogAddCosignatureOptions) -> int:
     witness = public_key(options.witness)
-    with refusals(), writing(options.log):
+    with own_log(options.log), writing(options.log):
         folder = folder_of(options.log)
         folder.add_cosignature(f"{options.line}\n", witness, private_key(options.key))
     note(f"the checkpoint now has the signature of {witness.name}")

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from papaya.cli.output import FormatOptions, positive, whole
+from papaya.credentials.tls import client_context
 from papaya.errors import OperatorError, ProtocolError
-from papaya.verifiable_log.checkpoint import LogPolicy
+from papaya.verifiable_log.checkpoint import MAX_COSIGNATURE_AGE_S, LogPolicy
 from papaya.verifiable_log.errors import LogError, LogSourceUnreachable, MissingFile
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey, VerifierKey
@@ -45,8 +46,9 @@ class LogReadOptions:
     log_key: str
     witness: Sequence[str] = ()
     quorum: int | None = None
-    max_age: float | None = None
+    max_age: float = MAX_COSIGNATURE_AGE_S
     remember: Path | None = None
+    ca: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +81,21 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
         "--max-age",
         type=positive,
         metavar="S",
-        help="maximum age of a witness's signature, in seconds (default: unlimited)",
+        help="maximum age of a witness's signature, in seconds",
     )
     parser.add_argument(
         "--remember",
         type=Path,
         metavar="FILE",
         help="file with the last checkpoint seen; fail if the log does not extend it",
+    )
+
+    parser.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="PEM file of the certificate authority to trust for https "
+        "(default: the system's authorities)",
     )
 
 
@@ -100,7 +110,7 @@ def policy_of(options: LogReadOptions) -> LogPolicy:
 
 def reader_of(options: LogReadOptions, policy: LogPolicy) -> LogReader:
     """With `--remember`, a new checkpoint is saved to the file before it is used."""
-    fetch = fetch_of(options.log)
+    fetch = fetch_of(options.log, options.ca)
     if options.remember is None:
         return LogReader(fetch, policy)
     try:
@@ -110,9 +120,9 @@ def reader_of(options: LogReadOptions, policy: LogPolicy) -> LogReader:
         raise OperatorError(f"--remember {options.remember}: {error}", hint=hint) from error
 
 
-def fetch_of(log: str) -> Fetch:
+def fetch_of(log: str, authority: Path | None = None) -> Fetch:
     if log.startswith(("http://", "https://")):
-        return over_http(log)
+        return over_http(log, tls=client_context(None if authority is None else str(authority)))
     return folder_of(Path(log)).fetch
 
 
@@ -159,6 +169,21 @@ def refusals() -> Iterator[None]:
         raise LogRefused(str(error), hint=hint) from error
     except LogError as error:
         raise LogRefused(str(error)) from error
+
+
+@contextmanager
+def own_log(path: Path) -> Iterator[None]:
+    """As `refusals`, for whoever writes the log: a mistake or a damaged disk, no attack."""
+    try:
+        yield
+    except MissingFile as error:
+        hint = f"papaya log create --log {path} --key FILE"
+        raise OperatorError(f"there is no log in {path}: {error}", hint=hint) from error
+    except LogError as error:
+        hint = (
+            "nothing was published; check --log and --key, and restore a damaged log from a backup"
+        )
+        raise OperatorError(str(error), hint=hint) from error
 
 
 @contextmanager

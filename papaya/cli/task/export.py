@@ -94,6 +94,9 @@ def run_export(options: TaskExportOptions) -> int:
         raise OperatorError(
             f"{output} is neither .safetensors nor .pt", hint="--output model.safetensors"
         )
+    if not output.parent.is_dir():  # before a long download
+        hint = f"create it first: mkdir -p {output.parent}"
+        raise OperatorError(f"there is no folder {output.parent}", hint=hint)
     client = client_for(options)
     detail = client.get(task_path(options.task), TaskDetail)
     if detail.config.evaluates is not None:
@@ -103,7 +106,6 @@ def run_export(options: TaskExportOptions) -> int:
     vector, version = _download(client, detail, options.version)
     manifest = Manifest(detail.manifest or (("parameters", (vector.size,)),))
     with writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
         if output.suffix == ".pt":
             _save_state_dict(output, manifest, vector)
         else:

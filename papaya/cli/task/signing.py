@@ -122,7 +122,7 @@ def first_manifest(
         engine="torch",
         engine_version=_ENGINE_VERSION,
         program=BlobRef(archive.digest(program), len(program)),
-        frozen=(),
+        frozen=loaded.frozen.hex() or None,
         layout=loaded.manifest.tensors,
         client=structs.replace(loaded.task.client, max_examples=config.max_examples),
         examples=loaded.task.examples,

@@ -7,13 +7,15 @@ server stores the bundle and runs nothing of it. Without a key only the file's h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
 
 from papaya.bundle import archive
 from papaya.bundle.head import PROGRAM_FILE
@@ -116,8 +118,12 @@ def run(options: TaskSubmitOptions) -> int:
     found = _signer(options)
     loaded = load_task(options.file / PROGRAM_FILE if options.file.is_dir() else options.file)
     config = changed(loaded.config(), options.name, options.set)
-    unsettled = refusals(loaded.config(), config) if found is None else []
-    for warning in [*config.warnings(), *unsettled]:
+    warnings = config.warnings()
+    if found is None:
+        warnings += refusals(loaded.config(), config)
+        if config.task != loaded.task.name:
+            warnings.append(_renamed(loaded.task.name, config.task))
+    for warning in warnings:
         note(f"warning: {warning}")
     bundle = b""
     if found is not None:
@@ -160,6 +166,13 @@ def _bundled(
     return structs.replace(config, task=run), found.head(manifest, stored.parameters)
 
 
+def _renamed(file: str, submitted: str) -> str:
+    return (
+        f"the file names its task {file}. Start its devices with --alias {submitted}={file}; "
+        f"otherwise they are assigned to {submitted} too and leave it, which slows {file} down"
+    )
+
+
 def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:
     """Warnings about settings that devices with the unchanged file will refuse."""
     if file.secure_aggregation is None and submitted.secure_aggregation is None:
@@ -192,8 +205,55 @@ def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> Ta
     try:
         return msgspec.convert(document, TaskConfig)
     except msgspec.ValidationError as error:
-        hint = "docs/configuration.md lists every field of TaskConfig"
-        raise ConfigError(f"--set: {error}", hint=hint) from error
+        raise _explained(str(error), settings) from error
+
+
+_HINT = "docs/configuration.md lists every field of TaskConfig"
+_NOT_OF_TYPE = re.compile(r"Expected `(?P<expected>.+?)`, got `(?P<found>.+?)`")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>\w+)`")
+_PLACE = re.compile(r" - at `\$\.(?P<field>[\w.]+)`")
+
+
+def _explained(problem: str, settings: Sequence[str]) -> ConfigError:
+    """The setting that cannot be decoded, in plain words."""
+    place = _PLACE.search(problem)
+    field = place["field"] if place is not None else ""
+    given = {setting.partition("=")[0]: setting for setting in settings}
+    wrong = given.get(field) or given.get(field.rpartition(".")[0], field)
+    found = _NOT_OF_TYPE.search(problem)
+    if found is not None:
+        expected = found["expected"].replace(" | ", " or ")
+        return ConfigError(f"--set {wrong}: expected {expected}, got {found['found']}", hint=_HINT)
+    if unknown := _UNKNOWN.search(problem):
+        wrong = given.get(f"{field}.{unknown['name']}", wrong)
+        problem = f"this {field} has no setting {unknown['name']}"
+    return ConfigError(f"--set {wrong}: {_PLACE.sub('', problem)}", hint=_HINT)
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The fields of a struct, or of all structs in a union, by name."""
+    kinds = [kind, *get_args(kind)]
+    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, Struct)]
+    return {name: found for each in structs for name, found in get_type_hints(each).items()}
+
+
+def _known() -> list[str]:
+    """Every name that --set takes: concurrency, regime, regime.over_selection, ..."""
+    found = []
+    for name, kind in _fields(TaskConfig).items():
+        found += [name, *(f"{name}.{inner}" for inner in _fields(kind))]
+    return [name for name in found if name not in _NOT_TO_SET and not name.startswith("evaluates.")]
+
+
+def _check_known(field: str, setting: str) -> None:
+    known = _known()
+    if field in known:
+        return
+    # People leave the group out: versions is stop.versions.
+    close = [name for name in known if name.endswith(f".{field}")]
+    close += get_close_matches(field, known, n=1)
+    hint = f"did you mean {close[0]}? {_HINT}" if close else _HINT
+    raise ConfigError(f"--set {setting}: there is no setting {field}", hint=hint)
 
 
 def _set(document: dict[str, Any], setting: str) -> None:
@@ -202,6 +262,7 @@ def _set(document: dict[str, Any], setting: str) -> None:
         raise OperatorError(f"--set {setting!r} has no value", hint="--set concurrency=50")
     if field in _NOT_TO_SET:
         raise OperatorError(f"--set cannot change {field}", hint=_NOT_TO_SET[field])
+    _check_known(field, setting)
     try:
         value = msgspec.json.decode(text)
     except msgspec.DecodeError:

@@ -8,8 +8,9 @@ Deterministic: the same parameters, examples and seed give the same bytes on the
 one thread. At most `max_examples` are used, the first ones: which those are is the example
 query's business. The update is clipped here, on the device, to the task's clip.
 
-Refused (OperatorError): no examples, parameters of another model, a loss or a model that is not
-finite, and whatever the owner's `batch` and `loss` raise.
+Refused (OperatorError): no examples, parameters of another model, frozen tensors other than those
+that are part of the task's identity, a loss or a model that is not finite, and whatever the owner's
+`batch` and `loss` raise.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from papaya.errors import Diverged, OperatorError
 from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.parameters import FLOAT32, Vector, is_finite
 from papaya.learning.task import LoadedTask
+from papaya.learning.torch.frozen import frozen_digest
 from papaya.learning.torch.module import checked_loss, make_module, trainable
 from papaya.learning.weighting import clipped, model_update
 
@@ -36,6 +38,11 @@ class TorchEngine:
         self.manifest = loaded.manifest
         self.task = loaded.task
         self._module = make_module(loaded.task)
+        if frozen_digest(self._module) != loaded.frozen:
+            raise OperatorError(
+                f"{loaded.path}: the frozen tensors of the model changed since the file was loaded",
+                hint="restart, and do not replace the files that the model loads meanwhile",
+            )
         self._parameters = trainable(self._module)
 
     def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:

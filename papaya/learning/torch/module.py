@@ -2,8 +2,10 @@
 
 What is shared is the vector of trainable parameters, in the order of `named_parameters()`. All
 else in a module has to be the same on every device without being sent: a device makes the module
-from its own file. So a buffer or a frozen parameter that depends on the random seed is refused,
-and so are statistics that training changes and nobody uploads, as BatchNorm keeps them.
+from its own file, and the digest of the rest is part of the task's identity
+(`papaya/learning/torch/frozen.py`). So a buffer or a frozen parameter that differs from one
+construction to the next is refused, and so are statistics that training changes and nobody uploads,
+as BatchNorm keeps them.
 
 Refused: a model that is no module, without trainable parameters, with parameters that are not
 float32 on the CPU; on examples that are tried, a batch that is no tuple or a loss that is no scalar
@@ -20,6 +22,7 @@ import torch
 from papaya.errors import OperatorError
 from papaya.learning.definition import Task
 from papaya.learning.parameters import Manifest, Vector
+from papaya.learning.torch.frozen import first_difference, frozen_digest, frozen_tensors
 
 Batch: TypeAlias = tuple[Any, ...]
 """The result of the owner's `batch`; passed to `loss` after the module."""
@@ -62,8 +65,8 @@ def state_dict(manifest: Manifest, vector: Vector) -> dict[str, torch.Tensor]:
     }
 
 
-def checked_manifest(task: Task) -> Manifest:
-    """The manifest of a module that can be trained on devices."""
+def checked_module(task: Task) -> tuple[Manifest, bytes]:
+    """The manifest and the frozen digest of a module that can be trained on devices."""
     module = make_module(task, seed=0)
     _check_fixed_parts(module, make_module(task, seed=1))
     parameters = trainable(module)
@@ -80,12 +83,7 @@ def checked_manifest(task: Task) -> Manifest:
             )
     manifest = Manifest(tuple((name, tuple(value.shape)) for name, value in parameters.items()))
     manifest.flatten(tensors_of(module))  # type: ignore[arg-type]  # finite, too
-    return manifest
-
-
-def _fixed(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-    return {**frozen, **dict(module.named_buffers())}
+    return manifest, frozen_digest(module)
 
 
 def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -96,14 +94,13 @@ def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
                 "do not upload",
                 hint=_OTHER_NORMALISATION,
             )
-    ours, theirs = _fixed(module), _fixed(other)
-    for name, value in ours.items():
-        if name not in theirs or not torch.equal(value, theirs[name]):
-            raise OperatorError(
-                f"{name!r} is initialized at random and not trained, so it would differ "
-                "between devices",
-                hint=f"train {name!r}, or set it to values that are the same each time",
-            )
+    odd = first_difference(frozen_tensors(module), frozen_tensors(other))
+    if odd is not None:
+        raise OperatorError(
+            f"{odd!r} is initialized at random and not trained, so it would differ between devices",
+            hint=f"train {odd!r}, draw it from a generator with a seed of its own, or load it from "
+            "a file that every device has",
+        )
 
 
 def tried_batch(task: Task, examples: Sequence[bytes]) -> Batch:
@@ -115,7 +112,7 @@ def tried_batch(task: Task, examples: Sequence[bytes]) -> Batch:
 def try_loss(task: Task, batch: Batch) -> None:
     """The owner's `loss` of a fresh module. Refused if no client could learn from it."""
     module = make_module(task).train()
-    before = {name: value.clone() for name, value in _fixed(module).items()}
+    before = {name: value.clone() for name, value in frozen_tensors(module).items()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         loss = _loss(task, module, batch)
     if not torch.isfinite(loss):
@@ -123,12 +120,12 @@ def try_loss(task: Task, batch: Batch) -> None:
             f"the loss of a fresh module is {loss.item()}",
             hint="look for log(0), a division by zero or NaN in the example",
         )
-    for name, value in _fixed(module).items():
-        if not torch.equal(value, before[name]):
-            raise OperatorError(
-                f"the loss changes the buffer {name!r}, which clients do not upload",
-                hint=_OTHER_NORMALISATION,
-            )
+    after = {name: value for name, value in frozen_tensors(module).items() if name in before}
+    changed = first_difference(before, after)
+    if changed is not None:
+        raise OperatorError(
+            f"the loss changes {changed!r}, which clients do not upload", hint=_OTHER_NORMALISATION
+        )
 
 
 def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes]) -> torch.Tensor:

@@ -8,6 +8,7 @@ clients of (Σ loss, Σ examples, 1) per bucket of data volume, so K times the m
 from __future__ import annotations
 
 from collections.abc import Iterable
+from secrets import token_bytes
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from papaya.learning.parameters import FLOAT32, FLOAT64
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow, task_key
+from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.state_thread import AsyncState
 
@@ -72,7 +74,10 @@ async def start(
         await blobs.put(key, data)
     # After its timeout, the last client to join may still have a valid ticket.
     kept_until = now + plan.timeout_s + ticket_life_s(evaluation, server) + server.dead_after_s
-    change = owner.evaluate(evaluation, version, initial[0][0], initial[1][0], now, kept_until)
+    blob_keys = (initial[0][0], initial[1][0])
+    change = owner.evaluate(
+        evaluation, version, *blob_keys, now, kept_until, token_bytes(PSEUDONYM_KEY_BYTES)
+    )
     return evaluation, await state.transact(change)
 
 

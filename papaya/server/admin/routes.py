@@ -8,6 +8,7 @@
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
     POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
     GET  /admin/status
+    GET  /admin/revocations                                 POST: revoke a device, or take it back
 
 Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. `guarded` in
 papaya/server/auth.py checks the token. Bodies are bounded: JSON to 1 MiB, parameters by
@@ -40,6 +41,7 @@ from papaya.server.admin.views import (
     NewTask,
     ProblemBody,
     Revision,
+    Revoke,
     RollBack,
 )
 
@@ -59,10 +61,13 @@ class AdminRoutes:
         self._service = service
         self._running: set[asyncio.Task[None]] = set()
 
+    def status_route(self) -> HttpRoute:
+        return self._get("/admin/status", lambda exchange: self._service.status())
+
     def routes(self) -> list[HttpRoute]:
         service = self._service
         return [
-            self._get("/admin/status", lambda exchange: service.status()),
+            self.status_route(),
             self._get("/admin/tasks", lambda exchange: service.tasks()),
             self._get(_TASK, lambda exchange: service.task(_task(exchange))),
             self._get(f"{_TASK}/points", self._points),
@@ -80,6 +85,8 @@ class AdminRoutes:
                 lambda task, revision: bundles.revise(service, task, revision),
             ),
             Streamed("PUT", f"{_TASK}/program", self._receive_program, MAX_ARCHIVE_BYTES),
+            self._get("/admin/revocations", lambda exchange: service.revocations()),
+            self._post("/admin/revocations", Revoke, lambda _, asked: service.revoke(asked)),
             Streamed(
                 "PUT",
                 f"{_TASK}/parameters",

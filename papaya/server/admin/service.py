@@ -3,6 +3,7 @@
     submit    parameters first, as a blob; then the task that names them
     look      tasks, one task, points, versions, parameters, status
     change    pause, resume, cancel, roll back, mark, evaluate: each a compare-and-set
+    revoke    devices that may not take part, although their tokens are valid
 
 The caller has been checked for the admin token. Refused: a missing task or version (404), a row
 that has changed or a change that the current state does not allow (409), an invalid request (400).
@@ -22,11 +23,13 @@ from papaya.messages.base import TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     LEADER_KEY,
+    REVOKED,
     TASKS,
     LeaderRow,
     ManifestRow,
     OptimizerRow,
     PointRow,
+    RevokedRow,
     Row,
     TaskRow,
     TaskState,
@@ -34,6 +37,7 @@ from papaya.messages.storage import (
     VersionRow,
     manifest_key,
     optimizer_key,
+    revoked_key,
     task_key,
 )
 from papaya.server.admin import evaluations
@@ -44,6 +48,8 @@ from papaya.server.admin.problems import Conflict, NotFound, Uncertain
 from papaya.server.admin.views import (
     Evaluate,
     Mark,
+    Revocation,
+    Revoke,
     RollBack,
     Started,
     SystemStatus,
@@ -138,6 +144,7 @@ class AdminService:
             aggregators=self.live.aggregators(),
             selectors=self.live.selectors(),
             tasks=await self.tasks(),
+            clocks=self.live.clocks(),
         )
 
     # -- change -----------------------------------------------------------------------------
@@ -213,6 +220,25 @@ class AdminService:
         )
         self._settle(outcome)
         return Started(evaluation.task, row.version)
+
+    async def revocations(self) -> tuple[Revocation, ...]:
+        """All revoked devices, in the order of their ids."""
+        rows = await self.state.read((REVOKED,))
+        return tuple(
+            Revocation(key.removeprefix(REVOKED), row.at)
+            for key, row in rows.items()
+            if isinstance(row, RevokedRow)
+        )
+
+    async def revoke(self, request: Revoke) -> tuple[Revocation, ...]:
+        """Repeating it changes nothing. Every server reads the rows once per heartbeat."""
+        key = revoked_key(request.device)
+        is_revoked = key in await self.state.read((key,))
+        if request.revoked and not is_revoked:
+            await self.write(Transaction(put=((key, RevokedRow(self.now())),)))
+        if is_revoked and not request.revoked:
+            await self.write(Transaction(delete=(key,)))
+        return await self.revocations()
 
     async def write(self, change: Transaction) -> None:
         """Commit, or raise the reason."""

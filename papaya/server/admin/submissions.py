@@ -10,6 +10,7 @@ length or with NaN.
 from __future__ import annotations
 
 import asyncio
+from secrets import token_bytes
 
 from msgspec import structs
 
@@ -29,6 +30,7 @@ from papaya.messages.storage import (
     submission,
     task_key,
 )
+from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin import bundles, evaluations
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
@@ -71,7 +73,8 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
     optimizer = server_optimizer(config.optimizer)
     state = optimizer.encode_state(optimizer.initial_state(config.model_length))
     key = blob_key(config.task, 0, "optimizer-0", state)
-    change = submission(config, new.parameters, key, service.now(), name)
+    pseudonym_key = token_bytes(PSEUDONYM_KEY_BYTES)
+    change = submission(config, new.parameters, key, service.now(), pseudonym_key, name)
     change = structs.replace(
         change, require=change.require + earlier.require, put=change.put + earlier.put
     )

@@ -80,6 +80,18 @@ class Evaluate(Struct, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
 
 
+class Revoke(Struct, frozen=True):
+    """`device` is the identity that its token shows. `revoked` = false takes a revocation back."""
+
+    device: Annotated[str, Meta(min_length=1, max_length=256)]
+    revoked: bool = True
+
+
+class Revocation(Struct, frozen=True):
+    device: str
+    at: float
+
+
 class TaskView(Struct, frozen=True, kw_only=True):
     """A task in one line. Fields that only the leading coordinator knows are else None."""
 
@@ -146,6 +158,22 @@ class SelectorStatus(Struct, frozen=True):
     held: int
 
 
+class ClockStatus(Struct, frozen=True):
+    """A server whose clock differs from the leader's by a heartbeat or more."""
+
+    node: NodeId
+    ahead_s: float
+    is_refused: bool
+
+    def __str__(self) -> str:
+        ahead = "ahead of" if self.ahead_s > 0 else "behind"
+        verdict = "refused" if self.is_refused else "still accepted"
+        return (
+            f"the clock of {self.node} is {abs(self.ahead_s):.0f} s {ahead} the leader's: its "
+            f"reports are {verdict}; correct the clock and restart the server that had it wrong"
+        )
+
+
 class SystemStatus(Struct, frozen=True, kw_only=True):
     """`leads`: whether the coordinator of this process is the leader. If not, ask `leader`.
 
@@ -163,3 +191,4 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
     aggregators: tuple[AggregatorStatus, ...]
     selectors: tuple[SelectorStatus, ...]
     tasks: tuple[TaskView, ...]
+    clocks: tuple[ClockStatus, ...] = ()

@@ -41,6 +41,7 @@ from papaya.study.experiments import (
 )
 from papaya.study.experiments.result import Check, Finding, Result, number
 from papaya.study.experiments.runs import CLIENT, LSTM_CLIENT, SUPPLY, Scale, workload_of
+from papaya.study.identity import EXPERIMENTS as EXPERIMENT_CODE
 from papaya.study.identity import digest
 from papaya.study.lab import Lab, LabStep
 from papaya.study.run import RecordingPlan
@@ -110,7 +111,7 @@ def reproduce(
     each result.
     """
     chosen = [one for key, one in EXPERIMENTS.items() if key in keys]
-    made_of = digest(_Inputs(scale, tuple(seeds)))
+    made_of = digest(_Inputs(scale, tuple(seeds)), EXPERIMENT_CODE)
     results = []
     with mapping(jobs) as mapped:
         lab = Lab(folder, mapped, workload_of, tell)

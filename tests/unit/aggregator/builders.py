@@ -53,8 +53,10 @@ from tests.unit.aggregator.store import Store
 TASK = "words"
 KEYRING = Keyring({1: b"k" * 32})
 # Two chunks for a model of four parameters.
-SERVER = ServerConfig(heartbeat_s=10.0, upload_slots=4, chunk_bytes=8)
+SERVER = ServerConfig(heartbeat_s=10.0, chunk_bytes=8)
 MODEL_LENGTH = 4
+# The memory that one upload of it may need: its chunks, and two of them in transit.
+ONE_UPLOAD = 32
 
 E = TypeVar("E", bound=Effect)
 
@@ -82,14 +84,19 @@ def a_sync_task(concurrency: int, over_selection: float, **changes: Any) -> Task
 class World:
     """Time, one store, its blobs, and the aggregators that share them."""
 
-    upload_buffers = float("inf")
-
-    def __init__(self, *tasks: TaskConfig, server: ServerConfig = SERVER) -> None:
+    def __init__(
+        self,
+        *tasks: TaskConfig,
+        server: ServerConfig = SERVER,
+        upload_bytes: int = 1 << 20,
+    ) -> None:
+        self.upload_bytes = upload_bytes
         self.now = 0.0
         self.server = server
         self.store = Store()
         self.blobs: dict[BlobKey, bytes] = {}
         self.nodes: list[Node] = []
+        self.boots = 0.0
         self.answers: dict[int, Message] = {}
         self._handles = 0
         self._sessions = 0
@@ -110,7 +117,11 @@ class World:
         self.nodes.remove(node)
 
     def place(
-        self, node: Node, task: TaskId = TASK, leases: tuple[SessionId, ...] = ()
+        self,
+        node: Node,
+        task: TaskId = TASK,
+        leases: tuple[SessionId, ...] = (),
+        active: int | None = None,
     ) -> HeldTask:
         """What a Coordinator does: the fence row first, then orders to the new holder."""
         key = fence_key(task)
@@ -122,7 +133,7 @@ class World:
             for held in node.machine.tasks.values()
             if held.task != task
         ]
-        node.order([*placements, Placement(task, old.seq + 1, leases)])
+        node.order([*placements, Placement(task, old.seq + 1, leases, active)])
         return node.machine.tasks[task]
 
     def pass_s(self, seconds: float) -> None:
@@ -186,8 +197,9 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
-        around = (KEYRING, ("coordinator-1",), world.upload_buffers)
-        self.machine = Aggregator(name, world.now, world.server, *around)
+        around = (KEYRING, ("coordinator-1",), world.upload_bytes)
+        world.boots += 1
+        self.machine = Aggregator(name, world.boots, world.now, world.server, *around)
         self.shards = Shards()
         self.log: list[Effect] = []
         self.held_back: deque[Effect] = deque()
@@ -195,6 +207,11 @@ class Node:
         self._queue: deque[Effect] = deque()
         self._is_running = False
         self._orders = 0
+
+    @property
+    def memory_used(self) -> float:
+        """The share of the memory for uploads."""
+        return self.machine._memory.used(self.world.now)
 
     # -- running the machine ----------------------------------------------------------------
 
@@ -319,9 +336,11 @@ class Phone:
         self.world = world
         self.node = node
         self.session = session
-        seq = node.machine.tasks[task].fence.seq
+        held = node.machine.tasks[task]
+        version = held.ledger.version if held.has_served else 0
         confirm_by = world.now + world.server.confirm_by_s
-        self.assignment = KEYRING.seal(AssignmentTicket(task, session, seq, confirm_by))
+        ticket = AssignmentTicket(task, session, held.fence.seq, confirm_by, version)
+        self.assignment = KEYRING.seal(ticket)
         self.ticket = b""
         self.version = -1
         self.granted: UploadGranted | None = None
@@ -382,9 +401,13 @@ def chunks_of(values: Sequence[float], chunk_bytes: int) -> list[bytes]:
     return [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
 
 
-def a_world(config: TaskConfig | None = None, server: ServerConfig = SERVER) -> tuple[World, Node]:
+def a_world(
+    config: TaskConfig | None = None,
+    server: ServerConfig = SERVER,
+    upload_bytes: int = 1 << 20,
+) -> tuple[World, Node]:
     """One task at one aggregator, past its adoption window."""
-    world = World(config or a_task(), server=server)
+    world = World(config or a_task(), server=server, upload_bytes=upload_bytes)
     node = world.start()
     world.place(node)
     world.pass_s(server.heartbeat_s)

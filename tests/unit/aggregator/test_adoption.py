@@ -1,4 +1,4 @@
-"""A successor adopts running clients by their tickets: in its window, later while there is room."""
+"""A successor adopts running clients by their tickets and keeps room for those that may come."""
 
 from __future__ import annotations
 
@@ -42,11 +42,16 @@ H = SERVER.heartbeat_s
 A_MOMENT_S = 2.0**-10
 
 
-def take_over(world: World, phones: list[Phone], leases: tuple[str, ...] = ()) -> Node:
-    """The holder dies; another aggregator takes its task; the phones are routed there."""
+def take_over(
+    world: World, phones: list[Phone], leases: tuple[str, ...] = (), active: int | None = None
+) -> Node:
+    """The holder dies; another aggregator takes its task; the phones are routed there.
+
+    `active`: how many clients the holder had by its last report.
+    """
     world.crash(world.nodes[-1])
     successor = world.start(f"agg-{world.now}")
-    world.place(successor, leases=leases)
+    world.place(successor, leases=leases, active=active)
     for phone in phones:
         phone.node = successor
     return successor
@@ -66,17 +71,70 @@ def members(world: World) -> dict[str, int]:
 # -- the window -------------------------------------------------------------------------------
 
 
-def test_for_one_heartbeat_a_successor_reports_no_demand_and_then_what_is_left() -> None:
+def test_a_successor_offers_at_once_what_the_clients_of_its_predecessor_leave_free() -> None:
+    world, phones = training(3)
+    successor = take_over(world, phones, active=3)
+    world.pass_s(1.0)
+    assert successor.last_report().demand == 4 - 3
+    assert [phone.heartbeat() for phone in phones] == 3 * [Alive()]
+    assert successor.last_report().demand == 4 - 3
+
+
+def test_for_three_heartbeats_room_is_kept_for_every_client_that_may_come() -> None:
+    world, [early, late, gone] = training(3)
+    successor = take_over(world, [early, late, gone], active=3)
+    world.pass_s(1.0)
+    world.joined(successor, 1)
+    world.pass_s(3 * H - 1.0 - A_MOMENT_S)
+    assert early.heartbeat() == late.heartbeat() == Alive()
+    offered = [report.tasks[0].demand for report in successor.reports if report.tasks]
+    assert max(offered) == 1
+    world.pass_s(A_MOMENT_S)
+    assert successor.last_report().demand == 1, "the place of the client that did not come"
+    assert gone.heartbeat() == Aborted("full")
+
+
+def test_a_report_names_the_clients_that_are_still_awaited() -> None:
+    """So that the next holder keeps room for them too, if this one fails."""
+    world, phones = training(3)
+    successor = take_over(world, phones, active=3)
+    phones[0].heartbeat()
+    world.pass_s(H)
+    assert (successor.last_report().active, successor.last_report().awaited) == (1, 2)
+    world.pass_s(2 * H)
+    assert successor.last_report().awaited == 0
+
+
+def test_without_a_report_of_the_predecessor_all_room_is_kept() -> None:
     world, phones = training(3)
     successor = take_over(world, phones)
-    assert [phone.heartbeat() for phone in phones[:2]] == [Alive(), Alive()]
-    world.pass_s(H - A_MOMENT_S)
+    assert [phone.heartbeat() for phone in phones] == 3 * [Alive()]
+    world.pass_s(2 * H)
+    assert [phone.heartbeat() for phone in phones] == 3 * [Alive()]
     window = [report.tasks[0].demand for report in successor.reports if report.tasks]
-    assert set(window) <= {0}
-    assert phones[2].heartbeat() == Alive()
-    world.pass_s(A_MOMENT_S)
+    assert set(window) == {0}
+    world.pass_s(H)
     assert successor.last_report().demand == 4 - 3, "and it is reported at once"
     assert successor.last_report().active == 3
+
+
+def test_a_place_that_an_adopted_client_leaves_is_offered_again() -> None:
+    world, phones = training(4)
+    successor = take_over(world, phones)
+    assert [phone.heartbeat() for phone in phones[:2]] == 2 * [Alive()]
+    phones[0].leave()
+    world.pass_s(H)
+    assert successor.last_report().demand == 1
+    assert [phone.heartbeat() for phone in phones[2:]] == 2 * [Alive()]
+
+
+def test_a_client_whose_join_was_not_reported_is_adopted_with_its_lease() -> None:
+    """The Coordinator lists it among the leases, not among the active clients."""
+    world, phones = training(4)
+    successor = take_over(world, phones, leases=(phones[3].session,), active=3)
+    world.pass_s(1.0)
+    assert [report.tasks[0].demand for report in successor.reports if report.tasks] == [0]
+    assert [phone.heartbeat() for phone in phones] == 4 * [Alive()]
 
 
 def test_the_training_of_adopted_clients_is_not_lost() -> None:
@@ -175,13 +233,14 @@ def test_a_client_too_stale_is_not_adopted() -> None:
 # -- room -------------------------------------------------------------------------------------
 
 
-def test_places_on_their_way_to_assigned_clients_are_not_given_to_adopted_ones() -> None:
-    world, phones = training(4)
+def test_there_is_room_for_clients_that_were_assigned_under_the_predecessor() -> None:
+    world, phones = training(3)
     assigned = world.phone(phones[0].node)
-    successor = take_over(world, [*phones, assigned], leases=(assigned.session,))
-    assert [phone.heartbeat() for phone in phones] == [Alive(), Alive(), Alive(), Aborted("full")]
+    successor = take_over(world, [*phones, assigned], leases=(assigned.session,), active=3)
+    assert [phone.heartbeat() for phone in phones] == 3 * [Alive()]
     assert isinstance(assigned.join(), Joined)
     assert len(successor.held().sessions.active) == 4
+    assert successor.held().promises.count == 0
 
 
 def test_no_more_than_c_are_adopted() -> None:
@@ -196,8 +255,9 @@ def test_no_more_than_c_are_adopted() -> None:
 def test_after_the_window_a_client_is_adopted_only_while_there_is_room() -> None:
     world, [early, late] = training(2)
     successor = take_over(world, [early, late])
+    world.pass_s(3 * H - A_MOMENT_S)
     early.heartbeat()
-    world.pass_s(H)
+    world.pass_s(A_MOMENT_S)
     assert successor.last_report().demand == 3
     assert late.heartbeat() == Aborted("full"), "all three free places are promised"
     world.joined(successor, 2)

@@ -22,6 +22,7 @@ from papaya.messages.storage import (
 )
 from tests.unit.aggregator.builders import (
     MODEL_LENGTH,
+    ONE_UPLOAD,
     TASK,
     Node,
     World,
@@ -68,7 +69,7 @@ def test_a_record_is_fenced_and_requires_the_row_that_it_replaces() -> None:
     world.pass_s(1.0)
     transaction = node.settle("committed")
     required = dict(transaction.require)
-    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 0.0)
+    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 1.0)
     assert required[record_key(TASK, 1)] == before
     [after] = world.store.all(RecordRow)
     assert transaction.put == ((record_key(TASK, 1), after),)
@@ -140,7 +141,7 @@ def test_a_snapshot_may_tell_of_a_fold_first() -> None:
     assert world.recorded() == [early.session, late.session]
     assert the_sum(world, 1).vector.tolist() == [3, 0, 0, 0]
     assert node.held().counters["counted"] == 2
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
 
 
 def test_the_sum_that_a_record_replaces_is_deleted_after_the_row() -> None:
@@ -201,14 +202,14 @@ def test_the_goal_may_be_above_the_concurrency() -> None:
 
 
 def test_the_next_buffer_fills_while_a_version_is_written() -> None:
-    world, node = a_world(an_async_task(2, concurrency=8))
+    world, node = a_world(an_async_task(2, concurrency=8), upload_bytes=4 * ONE_UPLOAD)
     phones = world.joined(node, 5)
     node.hold(Step)
     handles = [phone.upload(1) for phone in phones]
     world.pass_s(1.0)
     assert len(node.held_back) == 1
     assert [handle in world.answers for handle in handles] == [True, True, False, False, False]
-    assert node.machine._slots.used == 1 / 4, "two are folded already, the last one waits"
+    assert node.memory_used == 1 / 4, "two are folded already, the last one waits"
     node.release()
     world.pass_s(1.0)
     assert all(world.answers[handle] == Completed() for handle in handles)

@@ -11,7 +11,7 @@ from papaya.aggregator.pipeline import Pipeline
 from papaya.aggregator.work import GetOffers, Offered, StockedOffer
 from papaya.machine import Effects
 from papaya.messages.base import NodeId
-from papaya.messages.participation import SecureOffer
+from papaya.messages.participation import MAX_EXTRA_S, SecureOffer
 from tests.unit.aggregator.builders import TASK
 from tests.unit.aggregator.secure_builders import a_secure_task
 
@@ -99,10 +99,18 @@ def test_a_small_task_keeps_a_few_and_a_large_one_not_too_many() -> None:
 
 
 def test_an_offer_that_ends_before_the_upload_has_to_is_not_given() -> None:
+    """And neither is one that would end while the client waits for a TSA that is away."""
+    offers = stocked(expires=2000.0)
+    last = 2000.0 - CONFIG.upload_timeout_s - MAX_EXTRA_S
+    assert offers.take(last - 1) is not None
+    assert offers.take(last) is None
+    assert asked(offers, last) == [GetOffers(CONFIG, 1, WANTED)]
+
+
+def test_offers_with_a_short_life_are_given_for_half_of_what_it_leaves() -> None:
     offers = stocked(expires=200.0)
-    assert offers.take(99.0) is not None
-    assert offers.take(100.0) is None
-    assert asked(offers, 100.0) == [GetOffers(CONFIG, 1, WANTED)]
+    assert offers.take(49.0) is not None
+    assert offers.take(50.0) is None
 
 
 def test_new_offers_that_are_over_already_are_a_problem_and_are_not_burnt_in_heaps() -> None:

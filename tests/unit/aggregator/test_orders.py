@@ -89,7 +89,7 @@ def test_what_orders_do_not_list_must_stop() -> None:
     assert isinstance(world.answers[handle], Retry)
     assert isinstance(phone.heartbeat(), Retry)
     assert Drop(TASK, 1) in node.log
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     node.release()
     assert node.machine.tasks == {}, "the answer of a commit that nobody waits for"
 
@@ -168,7 +168,7 @@ def test_without_a_coordinator_an_aggregator_goes_on() -> None:
 
 
 def test_a_report_goes_out_every_heartbeat_to_every_candidate() -> None:
-    machine = Aggregator("agg", 0.0, SERVER, KEYRING, ["c-1", "c-2"])
+    machine = Aggregator("agg", 1.0, 0.0, SERVER, KEYRING, ["c-1", "c-2"])
     seen = []
     for beat in range(3):
         assert machine.next_wake() == beat * H
@@ -177,7 +177,7 @@ def test_a_report_goes_out_every_heartbeat_to_every_candidate() -> None:
         [report, same] = [e.message for e in effects if isinstance(e, Send)]
         assert report == same
         assert isinstance(report, AggregatorReport)
-        assert (report.node, report.boot, report.heartbeat) == ("agg", 0.0, True)
+        assert (report.node, report.boot, report.heartbeat) == ("agg", 1.0, True)
         seen.append(report.number)
     assert seen == [1, 2, 3]
 

@@ -39,7 +39,7 @@ def test_a_late_record_cannot_take_back_a_session_that_moved_to_the_next_buffer(
     assert world.recorded().count(moved.session) == 1
 
 
-def test_a_halted_task_leaves_the_upload_slots_to_the_others() -> None:
+def test_a_halted_task_leaves_the_upload_memory_to_the_others() -> None:
     words, other = an_async_task(1, concurrency=8, max_staleness=50), an_async_task(1)
     world = World(words, replace(other, task="other"))
     node = world.start()
@@ -53,7 +53,7 @@ def test_a_halted_task_leaves_the_upload_slots_to_the_others() -> None:
     node.held_back.clear()
     node.receive(StepFailed("words", 1, "diverged"))
     assert node.held().phase is TaskPhase.HALTED
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     node.hold()
     [phone] = world.joined(node, 1, "other")
     phone.report()

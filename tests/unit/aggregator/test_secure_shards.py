@@ -281,7 +281,9 @@ def test_while_it_is_away_there_are_no_offers_and_no_folds() -> None:
     offered = aggregation.shards.get_offers(GetOffers(aggregation.config, SEQ, 8))
     assert (offered.offers, offered.terms) == ((), None)
     assert "away" in offered.problem
-    assert aggregation.fold("a", done).refused == "trusted_party_lost"
+    assert offered.is_unanswered
+    folded = aggregation.fold("a", done)
+    assert (folded.is_unanswered, folded.refused) == (True, None)
 
 
 def test_an_aggregator_without_a_tsa_says_so() -> None:

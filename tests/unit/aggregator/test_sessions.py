@@ -136,7 +136,7 @@ def test_a_leave_during_the_upload_frees_slot_and_bytes() -> None:
     phone.report()
     phone.chunk(0, b"12345678")
     assert phone.leave() == Left()
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     assert node.shards._uploads == {}
 
 

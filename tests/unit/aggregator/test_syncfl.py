@@ -125,7 +125,7 @@ def test_a_client_in_the_middle_of_its_upload_is_aborted_too() -> None:
         phone.upload(1)
     assert late.chunk(1, A_CHUNK) == Aborted("round_over")
     assert world.answers[late.complete()] == Aborted("round_over")
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     assert node.shards._uploads == {}
 
 
@@ -143,7 +143,7 @@ def test_a_whole_update_that_finds_no_place_is_discarded() -> None:
     ]
     assert phones[2].heartbeat() == Completed("round_over"), "and it stays discarded"
     assert node.held().counters["trips"] == 3
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     assert node.shards._uploads == {}
 
 
@@ -269,6 +269,8 @@ def test_a_successor_goes_on_with_the_round() -> None:
     world.place(successor)
     for phone in phones:
         phone.node = successor
+    assert phones[1].heartbeat() == Alive()
+    world.pass_s(2 * H)
     assert phones[1].heartbeat() == Alive()
     world.pass_s(H)
     assert successor.last_report().demand == 3 - 1 - 1

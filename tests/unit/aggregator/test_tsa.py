@@ -71,9 +71,9 @@ def reasons_of(error: Exception) -> list[str]:
     return found
 
 
-def test_a_tsa_that_cannot_be_reached_is_lost() -> None:
-    """But for masks it is asked again: it may be alive, and have the seeds."""
-    assert reasons_of(Unavailable("no answer")) == [LOST, LOST, UNREACHABLE]
+def test_a_tsa_that_cannot_be_reached_is_not_lost() -> None:
+    """It is asked again: it may be alive, and have the seeds."""
+    assert reasons_of(Unavailable("no answer")) == [UNREACHABLE] * 3
 
 
 def test_a_failure_of_its_own_is_no_refusal_of_masks() -> None:

@@ -99,7 +99,7 @@ def test_the_memory_of_an_upload_that_must_be_sent_again_is_given_back() -> None
     other.report()
     other.chunk(0, b"\0" * 8)
     node.settle("lost")
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     assert node.shards._uploads == {}
     assert Drop(TASK, 1, other.session) in node.log
 
@@ -284,7 +284,7 @@ def test_a_deposed_holder_stops_when_it_reads_the_row(fate: str) -> None:
     assert isinstance(world.answers[handle], Retry), "the client is sent to find the new holder"
     assert world.recorded() == []
     assert node.shards._uploads == {}
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     answer = phone.heartbeat()
     assert isinstance(answer, Retry)
 

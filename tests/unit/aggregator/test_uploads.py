@@ -44,10 +44,6 @@ def an_uploader(goal: int = 1) -> tuple[World, Node, Phone]:
     return world, node, phone
 
 
-def one_slot() -> ServerConfig:
-    return ServerConfig(heartbeat_s=H, upload_slots=1, chunk_bytes=8)
-
-
 def finished(world: World, phone: Phone, upload: str = "u1") -> Message | None:
     return world.answers.get(phone.complete(upload))
 
@@ -178,7 +174,7 @@ def test_a_late_chunk_of_a_complete_update_changes_nothing() -> None:
 
 
 def test_the_last_chunk_may_be_shorter() -> None:
-    server = ServerConfig(heartbeat_s=H, upload_slots=1, chunk_bytes=12)
+    server = ServerConfig(heartbeat_s=H, chunk_bytes=12)
     world, node = a_world(an_async_task(1), server)
     [phone] = world.joined(node, 1)
     phone.report()
@@ -224,7 +220,7 @@ def test_a_bad_update_is_refused_and_counted(values: tuple[float, ...], reason: 
     assert node.held().counters[f"discarded_{reason}"] == 1
     assert node.held().counters["trips"] == 1
     assert bad.session not in node.held().sessions.active
-    assert node.machine._slots.used == 0
+    assert node.memory_used == 0
     good.upload(3, 4)
     better.upload(1)
     assert world.parameters(1) == [2, 2, 0, 0], "the mean of the two good ones"

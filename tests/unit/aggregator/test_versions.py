@@ -83,7 +83,7 @@ def test_a_version_is_one_fenced_transaction() -> None:
         phone.upload(1)
     transaction = the_version_transaction(node)
     required, put = dict(transaction.require), dict(transaction.put)
-    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 0.0)
+    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 1.0)
     record = required[record_key(TASK, 1)]
     assert isinstance(record, RecordRow)
     assert [member.session for member in record.members] == [phone.session for phone in phones]
@@ -168,18 +168,23 @@ def test_a_step_that_is_not_finite_publishes_nothing_and_loses_nothing() -> None
 # -- consumed ids -----------------------------------------------------------------------------
 
 
-def test_consumed_ids_are_kept_until_their_tickets_expire_whatever_happens_to_the_version() -> None:
+def test_consumed_ids_are_kept_for_a_ticket_life_after_the_next_version() -> None:
     world, node = a_world(a_short_task(keep_versions=2))
-    [phone] = world.joined(node, 1)
-    joined_at = world.now
-    phone.upload_for_good(1)
-    world.pass_s(joined_at + TICKET_LIFE_S - world.now - 2.0)
     make_version(world, node)
-    assert consumed_versions(world) == [1, 2], "a ticket of its member is still alive"
     world.pass_s(2 * TICKET_LIFE_S)
     make_version(world, node)
-    assert consumed_versions(world) == [3], "and not for ever"
-    assert list(node.held().ledger.consumed) == [3]
+    assert consumed_versions(world) == [1, 2], "clients may have joined just before version 2"
+    [second] = [row for row in world.store.all(VersionRow) if row.version == 2]
+    world.pass_s(second.created + TICKET_LIFE_S - world.now)
+    make_version(world, node)
+    assert consumed_versions(world) == [1, 2, 3], "by a clock that is a heartbeat behind"
+    world.pass_s(second.created + TICKET_LIFE_S + H - world.now)
+    make_version(world, node)
+    assert consumed_versions(world) == [2, 3, 4]
+    assert list(node.held().ledger.consumed) == [2, 3, 4]
+    world.pass_s(2 * TICKET_LIFE_S)
+    make_version(world, node)
+    assert consumed_versions(world) == [4, 5], "and not for ever"
 
 
 def test_a_client_counted_long_ago_is_never_counted_again() -> None:

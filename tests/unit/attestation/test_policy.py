@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -68,6 +69,13 @@ def test_a_file_with_anything_else_is_refused(fields: dict[str, Any]) -> None:
         msgspec.convert({"log_key": LOG_KEY} | fields, DevicePolicy)
 
 
+def test_old_cosignatures_count_only_if_the_owner_says_so() -> None:
+    assert DevicePolicy(log_key=LOG_KEY).log_policy().max_cosignature_age_s == 7 * 24 * 3600
+    document = f"log_key = '{LOG_KEY}'\nmax_cosignature_age_s = inf"
+    policy = msgspec.toml.decode(document, type=DevicePolicy)
+    assert policy.log_policy().max_cosignature_age_s == math.inf
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -79,6 +87,7 @@ def test_a_file_with_anything_else_is_refused(fields: dict[str, Any]) -> None:
         {"minimum_threshold": 0},
         {"maximum_staleness": -1},
         {"oldest_record": -1},
+        {"max_cosignature_age_s": 0.0},
     ],
 )
 def test_contradictions_are_told_with_a_remedy(fields: dict[str, Any]) -> None:

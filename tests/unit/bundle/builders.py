@@ -36,7 +36,7 @@ def a_manifest(**changes: Any) -> TaskManifest:
         "engine": "torch",
         "engine_version": "2.6",
         "program": BlobRef(archive.digest(ARCHIVE), len(ARCHIVE)),
-        "frozen": (),
+        "frozen": None,
         "layout": (("weight", (2, 3)), ("bias", (3,))),
         "client": ClientSGD(rate=0.1),
         "examples": Examples("digits"),

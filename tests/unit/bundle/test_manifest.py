@@ -61,7 +61,7 @@ def test_the_encoding_and_the_digest_are_fixed() -> None:
     """Other implementations read these bytes: a change here is a change of the format."""
     manifest = a_manifest()
     assert list(json.loads(manifest.encode())) == sorted(structs.asdict(manifest))
-    assert manifest.digest == ("353ef618ee9bf89973f58804c6427742afb35d5124918eccc19df8628be844fc")
+    assert manifest.digest == ("055a90b6827fbe0214e1ce90cb13bb10d5cd22ca2fe69f17262affb6409f6ca1")
 
 
 def test_every_value_is_part_of_the_digest() -> None:
@@ -72,6 +72,7 @@ def test_every_value_is_part_of_the_digest() -> None:
         {"engine": "executorch"},
         {"engine_version": "2.7"},
         {"program": BlobRef("0" * 64, 1)},
+        {"frozen": "0" * 64},
         {"layout": (("weight", (3, 2)), ("bias", (3,)))},
         {"client": ClientSGD(rate=0.2)},
         {"training_timeout_s": 241.0},

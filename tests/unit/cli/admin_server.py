@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from papaya.cli import status
+from papaya.cli import status, token
 from papaya.cli.main import CommandParser
 from papaya.cli.task import task
 from papaya.credentials.token_files import Secret
@@ -83,7 +83,7 @@ def papaya(*arguments: str) -> int:
     """`papaya …`, with errors as exceptions."""
     parser = CommandParser(prog="papaya")
     commands = parser.add_subparsers(required=True)
-    for command in (task, status):
+    for command in (task, status, token):
         command.add_to(commands)
     options: argparse.Namespace = parser.parse_args(arguments)
     return int(options.run(options))

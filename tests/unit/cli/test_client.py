@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from papaya.cli.client import client
+from papaya.cli.client import client, setup
 from papaya.cli.client.client import Printer
 from papaya.cli.client.setup import examples_of, files_in, import_examples
 from papaya.client.work import Ending
 from papaya.device.device import Device
-from papaya.device.events import VisitEnded
+from papaya.device.events import NotEligible, VisitEnded
 from papaya.device.example_store import ExampleStore
 from papaya.device.training import ProtocolTrainer
 from papaya.device.use_policy import UsePolicy
@@ -31,6 +31,7 @@ from papaya.errors import OperatorError, PapayaError
 from papaya.learning import parameters
 from papaya.messages.participation import Completed, Report
 from papaya.messages.selection import CheckIn
+from tests.unit.attestation.builders import a_policy
 from tests.unit.device.fake_selector import FakeSelector, answer, joined, raw, serving
 
 ASSUMED = ["--assume", "idle,charging,unmetered", "--participation-floor", "0", "--pause", "0"]
@@ -278,6 +279,18 @@ def test_lines_are_examples_and_folders_are_read_in_order(tmp_path: Path) -> Non
         files_in(tmp_path / "empty")
 
 
+def test_a_refused_or_ineligible_device_is_told_once_what_to_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    printer = Printer("text")
+    for _ in range(2):
+        printer.on_event(VisitEnded("phone", 0.0, "refused", "the token is not valid", None, ""))
+        printer.on_event(NotEligible("phone", 0.0, ("not idle",)))
+    err = capsys.readouterr().err
+    assert err.count("--token-file") == 1
+    assert err.count("--assume idle,charging,unmetered") == 1
+
+
 def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     printer = Printer("text")
     for ending, reason, task, detail in (
@@ -309,3 +322,32 @@ def test_policies_are_declared_anew(tmp_path: Path) -> None:
             assert run("--server", fake.url, *WAITING, *arguments) == 0
         with ExampleStore(store) as found:
             assert found.collections["text"].tasks == tuple(tasks)
+
+
+def test_the_authority_of_the_command_line_is_also_that_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log is often on the same host as the selectors, behind the same private authority."""
+    given: list[Path | None] = []
+
+    def trust_in(
+        path: Path | None, store: Path, now: object, certificates: Path | None = None
+    ) -> None:
+        given.append(certificates)
+        raise OperatorError("far enough", hint="it was only asked for its arguments")
+
+    monkeypatch.setattr(setup, "trust_in", trust_in)
+    authority = tmp_path / "ca.pem"
+    with pytest.raises(OperatorError, match="far enough"):
+        run("--store", str(tmp_path / "d.db"), "--ca", str(authority), *WAITING)
+    assert given == [authority]
+
+
+def test_a_policy_is_used_with_the_authority_that_was_given(tmp_path: Path) -> None:
+    policy = tmp_path / "trust.toml"
+    policy.write_text(f"log_key = '{a_policy().log_key}'\nlog_url = 'https://127.0.0.1:1'\n")
+    store = tmp_path / "d.db"
+    assert setup.trust_in(policy, store, lambda: 0.0) is not None
+    (tmp_path / "ca.pem").write_text("not PEM")
+    with pytest.raises(OperatorError, match=r"ca\.pem"):
+        setup.trust_in(policy, store, lambda: 0.0, tmp_path / "ca.pem")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from papaya.errors import OperatorError, ProtocolError
 from papaya.tsa.measurement import measure
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import SignerKey
+from tests.system.tls import make_certificates
 from tests.unit.cli.enclave_sources import commit, make_sources, make_wheels
+from tests.unit.verifiable_log.hosts import serving
 
 REPOSITORY = "https://example.org/papaya"
 
@@ -162,6 +165,36 @@ def test_a_log_that_is_not_there_is_told(world: World) -> None:
         world.out("log", "show", world.folder / "typo", "--log-key", world.log_key)
     with pytest.raises(OperatorError, match="neither a public key"):
         world.out("log", "show", world.log, "--log-key", "typo")
+
+
+def test_mistakes_of_the_log_s_own_operator_are_no_reason_to_distrust_it(world: World) -> None:
+    empty = world.folder / "empty"
+    empty.mkdir()
+    other = world.folder / "other.key"
+    world.out("log", "key", "--name", "example.org/other", "--output", other)
+    record = ["--repository", REPOSITORY, "--revision", world.revision, "--software"]
+    source = ["--source", world.clone]
+    for command, problem, hint in (
+        (("create", "--log", world.log, "--key", world.key), "already contains a log", "append"),
+        (("append", "--log", empty, "--key", world.key, *record, *source), "no log", "log create"),
+        (("append", "--log", world.log, "--key", other, *record, *source), "known key", "--key"),
+    ):
+        with pytest.raises(OperatorError, match=problem) as caught:
+            world.out("log", *command)
+        assert hint in caught.value.hint
+        assert "trust" not in caught.value.hint
+
+
+def test_a_log_behind_a_private_authority_is_read(world: World) -> None:
+    made = make_certificates(world.folder / "tls")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    world.append()
+    with serving(world.log, context) as address:
+        read = ["verify", address, "--log-key", world.log_key]
+        with pytest.raises(OperatorError, match="certificate"):
+            world.out("log", *read)
+        assert "1 record" in world.out("log", *read, "--ca", made.authority)
 
 
 # --- papaya audit

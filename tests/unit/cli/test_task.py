@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from papaya.messages.storage import (
     point_key,
 )
 from papaya.server.admin.live import LiveTask
-from papaya.server.admin.views import SystemStatus, TaskDetail, TaskView
+from papaya.server.admin.views import ClockStatus, SystemStatus, TaskDetail, TaskView
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
 from tests.unit.server.admin.builders import TASK
 
@@ -81,6 +82,13 @@ def test_status_exits_with_1_when_a_person_should_look(
     assert "selector     selector, heard 0 s ago, 7 check-ins held" in out
     assert " ".join(out.splitlines()[-1].split()) == "next-word running 0 18 20 2 5 aggregator"
     assert err == ""
+    server.system.live.wrong_clocks = (ClockStatus("aggregator", -12.0, False),)
+    assert run(server, "status") == 0
+    assert "clock of aggregator is 12 s behind the leader's" in capsys.readouterr().out
+    server.system.live.wrong_clocks = (ClockStatus("aggregator", 3600.0, True),)
+    assert run(server, "status") == 1
+    assert "3600 s ahead of the leader's: its reports are refused" in capsys.readouterr().err
+    server.system.live.wrong_clocks = ()
     server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "it diverged")
     assert run(server, "status") == 1
     assert "task next-word halted: it diverged" in capsys.readouterr().err
@@ -135,9 +143,11 @@ def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[st
     ("arguments", "problem", "hint"),
     [
         (("task", "show", "nothing"), "there is no task 'nothing'", "papaya task list"),
-        (("task", "resume", "next-word"), "is running and cannot become running", "show"),
+        (("task", "resume", "next-word"), "is already running", "show"),
         (("task", "rollback", "next-word", "7"), "task next-word has no version 7", "mark"),
         (("task", "export", "next-word", "--output", "model.onnx"), "model.onnx", "safetensors"),
+        (("task", "export", "next-word", "--output", "no/m.pt"), "no folder no", "mkdir -p no"),
+        (("task", "metrics", "next-word", "--output", "no/m.csv"), "write no/m.csv", "mkdir -p no"),
         (
             ("task", "export", "next-word", "--output", "m.pt", "--version", "x"),
             "invalid version",
@@ -226,20 +236,26 @@ def test_settings_are_changed_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "problem"),
+    ("setting", "problem", "hint"),
     [
-        ("concurrency", "has no value"),
-        ("concurrency=0", "concurrency = 0"),
-        ("concurrency=many", "Expected `int`"),
-        ("concurency=3", "concurency"),
-        ("task=x", "cannot change task"),
-        ("model_length=3", "cannot change model_length"),
-        ("regime=both", "both"),
+        ("concurrency", "has no value", "--set concurrency=50"),
+        ("concurrency=0", "concurrency = 0", ""),
+        ("concurrency=many", "--set concurrency=many: expected int, got str", "configuration.md"),
+        ("stop.versions=1.5", "versions=1.5: expected int or null, got float", "configuration.md"),
+        ("concurency=3", "no setting concurency", "did you mean concurrency?"),
+        ("stop.version=3", "no setting stop.version", "did you mean stop.versions?"),
+        ("versions=3", "no setting versions", "did you mean stop.versions?"),
+        ("xyz=3", "no setting xyz", "configuration.md"),
+        ("task=x", "cannot change task", "--name"),
+        ("model_length=3", "cannot change model_length", "model"),
+        ("regime=both", "--set regime=both: Invalid value 'both'", "configuration.md"),
+        ("regime.over_selection=1", "this regime has no setting over_selection", ""),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(setting: str, problem: str) -> None:
-    with pytest.raises(OperatorError, match=problem):
+def test_a_setting_that_cannot_be_is_refused(setting: str, problem: str, hint: str) -> None:
+    with pytest.raises(OperatorError, match=re.escape(problem)) as refused:
         changed(TASK, None, [setting])
+    assert hint in refused.value.hint
 
 
 # -- watching -----------------------------------------------------------------------------------

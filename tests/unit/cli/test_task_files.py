@@ -67,12 +67,14 @@ def test_a_file_becomes_a_task_and_its_model_comes_back_by_name(
     out, err = capsys.readouterr()
     assert out == "mine is running: 9 clients at a time\n"
     assert "warning: participation_gap_s = 0" in err
+    assert "warning: the file names its task tiny" in err
+    assert "--alias mine=tiny" in err
     assert "papaya task watch mine" in err
     config = server.call(server.system.service.task("mine")).config
     assert (config.concurrency, config.model_length) == (9, 3)
     assert (config.requirements.module or "").startswith("sha256:")
 
-    exported = tmp_path / "models" / "model.safetensors"
+    exported = tmp_path / "model.safetensors"
     assert run(server, "task", "export", "mine", "--output", exported) == 0
     assert "version 0 of mine, 3 parameters" in capsys.readouterr().out
     tensors = load_file(exported)

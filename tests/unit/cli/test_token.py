@@ -12,6 +12,7 @@ from papaya.cli import token
 from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
 from papaya.server.auth import SignedTokens
+from tests.unit.cli.admin_server import admin_server, papaya
 
 SECRETS: tuple[SecretName, ...] = ("admin.token", "server.token", "device.token", "device.key")
 
@@ -72,3 +73,27 @@ def test_show_reveals_tokens_when_told_but_never_the_key(
         assert found[name]["token"] == secrets[name]
     assert "token" not in found["device.key"]
     assert secrets["device.key"] not in out
+
+
+def test_a_device_is_revoked_listed_and_forgiven(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with admin_server(tmp_path) as server:
+        connection = ("--admin", server.url, "--token-file", str(tmp_path / "admin.token"))
+
+        def revocations(*action: str) -> list[str]:
+            assert papaya("token", *action, *connection, "--format", "json") == 0
+            return [each["device"] for each in msgspec.json.decode(capsys.readouterr().out)]
+
+        assert revocations("revoked") == []
+        assert revocations("revoke", "phone-7") == ["phone-7"]
+        assert revocations("revoke", "phone-7") == ["phone-7"], "repeating it changes nothing"
+        assert revocations("revoke", "a/b c") == ["a/b c", "phone-7"]
+        assert papaya("token", "revoke", "phone-7", "--undo", *connection) == 0
+        out, err = capsys.readouterr()
+        assert "a/b c" in out
+        assert "phone-7" not in out
+        assert "phone-7 may take part again" in err
+        assert revocations("revoke", "never-revoked", "--undo") == ["a/b c"]
+        with pytest.raises(OperatorError, match="invalid Revoke"):
+            papaya("token", "revoke", "", *connection)

@@ -6,13 +6,21 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 from papaya.client.client import Client, Stage
 from papaya.client.history import History
 from papaya.client.work import Answered, Downloaded, Finish, SendRequest, Trained, Unanswered
 from papaya.config import DeviceConfig
 from papaya.machine import Effect, Effects
 from papaya.messages.base import Message
-from papaya.messages.participation import ChunkReceived, Heartbeat, Joined, UploadGranted
+from papaya.messages.participation import (
+    ChunkReceived,
+    Heartbeat,
+    Joined,
+    SecureOffer,
+    UploadGranted,
+)
 from papaya.messages.selection import Accepted, Capabilities
 
 SELECTORS = ("selector-1", "selector-2", "selector-3")
@@ -25,6 +33,8 @@ TRAINED = Trained(UPDATE, examples=20)
 
 ASSIGNED = Accepted(b"assignment", "next-word", "s1")
 GRANTED = UploadGranted(b"upload", 7, CHUNK_BYTES, UPLOAD_TIMEOUT_S)
+OFFER = SecureOffer(b"parameters", b"offer", b"identity", "sgx", b"evidence", b"collateral", 3)
+SECURE_GRANT = structs.replace(GRANTED, secure=OFFER)
 
 
 def joined(**changes: Any) -> Joined:

@@ -6,7 +6,14 @@ import pytest
 
 from papaya.client.client import Stage
 from papaya.client.work import Answered, Unanswered
-from papaya.messages.participation import Aborted, Alive, Incomplete, Refused, Retry
+from papaya.messages.participation import (
+    MAX_EXTRA_S,
+    Aborted,
+    Alive,
+    Incomplete,
+    Refused,
+    Retry,
+)
 from papaya.messages.selection import Accepted
 from tests.unit.client.builders import (
     ASSIGNED,
@@ -126,6 +133,29 @@ def test_a_wait_beyond_the_end_of_the_stage_is_no_reason_to_hang() -> None:
     phone.answer(Retry("come back next year", 3e7))
     phone.wait(60.0)
     assert [finish.ending for finish in phone.endings] == ["gave_up"]
+
+
+@pytest.mark.parametrize("stage", [Stage.REPORTING, Stage.UPLOADING, Stage.COMPLETING])
+def test_a_client_stays_as_long_as_the_server_keeps_its_session(stage: Stage) -> None:
+    """But one limit holds for the whole visit, whatever servers say."""
+    phone = Phone().until(stage)
+    ends_at = phone.client._stage_ends
+    while phone.now < ends_at + MAX_EXTRA_S - 60.0:
+        phone.answer(Retry("waiting for the TSA", 30.0, 120.0))
+        phone.wait(40.0)
+        assert phone.stage is stage
+    for _ in range(3):
+        if not phone.endings:
+            phone.answer(Retry("waiting for the TSA", 30.0, 120.0))
+            phone.wait(40.0)
+    assert [finish.ending for finish in phone.endings] == ["gave_up"]
+
+
+def test_a_short_keep_does_not_bring_the_end_forward() -> None:
+    phone = Phone().until(Stage.REPORTING)
+    ends_at = phone.client._stage_ends
+    phone.answer(Retry("waiting for the TSA", 0.5, 1.0))
+    assert phone.client._stage_ends == ends_at
 
 
 # --- Only the newest answer counts

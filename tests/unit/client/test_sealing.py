@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec import structs
 
 from papaya.client.client import Stage
 from papaya.client.work import Finish, Remember, Seal, Sealed, WorkFailed
@@ -15,12 +14,9 @@ from papaya.messages.participation import (
     Leave,
     Report,
     Retry,
-    SecureOffer,
 )
-from tests.unit.client.builders import GRANTED, TRAINED, UPDATE, Phone, joined
+from tests.unit.client.builders import GRANTED, OFFER, SECURE_GRANT, TRAINED, UPDATE, Phone, joined
 
-OFFER = SecureOffer(b"parameters", b"offer", b"identity", "sgx", b"evidence", b"collateral", 3)
-SECURE_GRANT = structs.replace(GRANTED, secure=OFFER)
 MASKED, SEAL = b"masked-bytes", b"sealed-seed"
 
 

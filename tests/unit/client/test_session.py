@@ -44,6 +44,7 @@ from tests.unit.client.builders import (
     CAPABILITIES,
     GRANTED,
     HEARTBEAT_S,
+    SECURE_GRANT,
     START,
     TRAINED,
     TRAINING_TIMEOUT_S,
@@ -56,7 +57,6 @@ from tests.unit.client.builders import (
 
 LIVE = [stage for stage in Stage if stage not in (Stage.SEALING, Stage.OVER)]
 WORKING = [Stage.DOWNLOADING, Stage.TRAINING]
-ASKING = [stage for stage in LIVE if stage not in WORKING]
 every_live_stage = pytest.mark.parametrize("stage", LIVE)
 
 
@@ -268,21 +268,79 @@ def test_heartbeats_go_on_when_nobody_answers_them() -> None:
     assert len(phone.heartbeats) == 5
 
 
-@pytest.mark.parametrize("stage", ASKING)
-def test_a_client_that_is_asking_sends_no_heartbeats(stage: Stage) -> None:
-    """Its requests are sign enough."""
+@pytest.mark.parametrize("stage", [Stage.CHECKING_IN, Stage.JOINING])
+def test_before_it_has_joined_a_client_sends_no_heartbeats(stage: Stage) -> None:
     phone = Phone().until(stage)
-    seen = len(phone.heartbeats)
     phone.wait(55.0)
-    assert len(phone.heartbeats) == seen == 0
+    assert phone.heartbeats == []
 
 
-def test_no_heartbeat_follows_a_report() -> None:
+@pytest.mark.parametrize(
+    ("stage", "ticket"),
+    [
+        (Stage.DOWNLOADING, b"session"),
+        (Stage.TRAINING, b"session"),
+        (Stage.REPORTING, b"session"),
+        (Stage.SEALING, b"upload"),
+        (Stage.UPLOADING, b"upload"),
+        (Stage.COMPLETING, b"upload"),
+    ],
+)
+def test_heartbeats_go_on_in_every_stage_with_the_newest_ticket(
+    stage: Stage, ticket: bytes
+) -> None:
+    """The protocol page: "every `heartbeat_s` from `Joined` until `Completed` has arrived, always
+    with the newest ticket". Three heartbeats of silence end a session.
+    """
+    phone = in_stage(stage)
+    phone.wait(5.5 * HEARTBEAT_S)
+    assert phone.stage is stage
+    assert [beat.message for beat in phone.heartbeats] == [Heartbeat(ticket)] * 5
+
+
+def in_stage(stage: Stage) -> Phone:
+    if stage is not Stage.SEALING:
+        return Phone().until(stage)
+    phone = Phone().until(Stage.JOINING)
+    phone.answer(joined(secure=True))
+    phone.until(Stage.REPORTING)
+    phone.answer(SECURE_GRANT)
+    return phone
+
+
+@pytest.mark.parametrize(
+    ("stage", "answer", "ending"),
+    [
+        (Stage.REPORTING, Aborted("stale"), Finish("aborted", "stale")),
+        (Stage.SEALING, Aborted("timed_out"), Finish("aborted", "timed_out")),
+        (Stage.UPLOADING, Refused("expired"), Finish("refused", "expired")),
+        (Stage.UPLOADING, Completed(), Finish("counted", "")),
+        (Stage.COMPLETING, Completed("round_over"), Finish("discarded", "round_over")),
+    ],
+)
+def test_the_answer_to_a_heartbeat_can_end_every_stage(
+    stage: Stage, answer: Message, ending: Finish
+) -> None:
+    phone = in_stage(stage)
+    phone.wait(HEARTBEAT_S)
+    assert phone.answer_heartbeat(answer) == [ending]
+    assert over(phone)
+
+
+def test_an_answer_to_a_heartbeat_with_the_old_ticket_does_not_end_an_upload() -> None:
+    """A successor that adopted the upload may refuse the session's ticket: it has expired."""
     phone = Phone().until(Stage.TRAINING)
-    phone.wait(25.0)
-    assert len(phone.heartbeats) == 2
-    phone.receive(TRAINED)
-    phone.wait(100.0)
+    phone.wait(HEARTBEAT_S)
+    phone.until(Stage.UPLOADING)
+    assert phone.answer_heartbeat(Refused("the session has expired")) == []
+    assert phone.stage is Stage.UPLOADING
+
+
+def test_a_failed_heartbeat_of_an_upload_is_sent_again_within_seconds() -> None:
+    phone = Phone(max_backoff_s=5.0).until(Stage.COMPLETING)
+    phone.wait(HEARTBEAT_S)
+    phone.receive(Unanswered(phone.heartbeats[-1].attempt))
+    phone.wait(5.0)
     assert len(phone.heartbeats) == 2
 
 

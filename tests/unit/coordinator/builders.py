@@ -58,9 +58,10 @@ def on(
     active: int = 0,
     ended: int = 0,
     joined: tuple[SessionId, ...] = (),
+    version: int = 0,
 ) -> TaskReport:
     """What an aggregator reports on one task."""
-    return TaskReport(task, seq, active, demand, ended, joined)
+    return TaskReport(task, seq, active, demand, ended, joined, version=version)
 
 
 class Office:
@@ -78,7 +79,7 @@ class Office:
         self.store = Store() if store is None else store
         for config in tasks:
             self.store.apply(submission(config, f"{config.task}-p", f"{config.task}-o", boot))
-        self.machine = Coordinator(node, boot, SERVER, Random(seed))
+        self.machine = Coordinator(node, boot, boot, SERVER, Random(seed))
         self.sent: list[Send] = []
         self.log: list[Effect] = []
         self.held_back: deque[Effect] = deque()
@@ -183,6 +184,7 @@ class Office:
         load: float = 0.0,
         number: int | None = None,
         at: float | None = None,
+        draining: bool = False,
     ) -> list[Send]:
         report = AggregatorReport(
             node=node,
@@ -193,6 +195,7 @@ class Office:
             load=load,
             heartbeat=heartbeat,
             tasks=tasks,
+            draining=draining,
         )
         return self.receive(report)
 
@@ -204,6 +207,7 @@ class Office:
         acked: int = 0,
         boot: float = 0.0,
         number: int | None = None,
+        at: float | None = None,
     ) -> list[Send]:
         counts = {PHONE: held} if isinstance(held, int) else held
         report = SelectorReport(
@@ -214,6 +218,7 @@ class Office:
             acked=acked,
             held=tuple(Held(kind, count) for kind, count in counts.items()),
             unfilled=unfilled,
+            at=self.now if at is None else at,
         )
         return self.receive(report)
 

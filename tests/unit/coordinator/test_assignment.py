@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from papaya.config import SecureAggregation
 from papaya.coordinator.assignment import Leases, assign
 from papaya.errors import InvariantError
 from papaya.messages.base import TaskId
@@ -54,6 +55,13 @@ def test_an_assignment_says_everything_a_selector_needs() -> None:
     assert (assignment.task, assignment.seq, assignment.device_class) == ("words", 1, PHONE)
     assert assignment.confirm_by == office.now + SERVER.confirm_by_s
     assert len(set(assignment.sessions)) == 2
+
+
+def test_an_assignment_names_the_newest_version_that_the_holder_reported() -> None:
+    office = a_served_office(a_task())
+    office.aggregator("agg-1", on("words", 1, demand=1, version=7))
+    [assignment] = assigned(office.selector("sel-1", 1))
+    assert (assignment.seq, assignment.version) == (1, 7)
 
 
 def test_sessions_are_never_named_twice() -> None:
@@ -257,6 +265,17 @@ def test_a_task_is_eligible_if_the_device_fits(
     [assignment] = assigned(office.selector("sel-1", {fits_not: 5, fits: 5}))
     assert assignment.device_class == fits
     assert len(assignment.sessions) == 2
+
+
+def test_a_secure_task_gets_no_device_without_a_trust_policy() -> None:
+    secure = a_task(secure_aggregation=SecureAggregation(), clip=1.0)
+    office = a_served_office(secure, demand=2)
+    bare, trusting = a_device(trust_policy=False), a_device(trust_policy=True)
+    assert sessions_in(office.selector("sel-1", {bare: 5})) == []
+    [assignment] = assigned(office.selector("sel-1", {bare: 5, trusting: 5}))
+    assert assignment.device_class == trusting
+    [orders] = orders_in(office.selector("sel-1", {bare: 5}), SelectorOrders)
+    assert [offer.is_secure for offer in orders.advertised] == [True]
 
 
 def test_a_device_goes_to_the_one_task_that_it_fits() -> None:

@@ -272,7 +272,7 @@ def test_who_was_deposed_says_nothing_more() -> None:
     first.pass_s(H)
     assert not acting(first)
     first.selector("sel-1", 3)
-    first.pass_s(5 * H)
+    first.pass_s(2 * H)
     assert first.sent[told:] == []
     assert second.leads
 

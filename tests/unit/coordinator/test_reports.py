@@ -6,6 +6,7 @@ import pytest
 
 from papaya.config import Requirements
 from papaya.errors import ProtocolError
+from papaya.machine import Read
 from papaya.messages.control import Advertised, AggregatorOrders, Route, SelectorOrders
 from papaya.messages.selection import Capabilities, CheckIn
 from papaya.messages.storage import TaskRow, task_key
@@ -13,6 +14,7 @@ from tests.unit.coordinator.builders import (
     PHONE,
     SERVER,
     H,
+    Office,
     a_served_office,
     a_task,
     an_office,
@@ -187,3 +189,44 @@ def test_a_coordinator_never_speaks_to_a_device() -> None:
     with pytest.raises(ProtocolError, match="CheckIn"):
         office.receive(CheckIn(1, PHONE.capabilities))
     assert PHONE.capabilities == Capabilities()
+
+
+def test_a_new_leader_answers_selectors_that_reported_before_it_led() -> None:
+    """Otherwise devices are sent away until their next report, a heartbeat later."""
+    office = Office(a_task())
+    office.selector("sel-1", 5)
+    assert office.sent == []
+    office.wake()
+    [orders] = orders_in(office.sent, SelectorOrders, "sel-1")
+    assert orders.assigns_in_s == 0.0
+    second = Office(node="c-1", store=office.store, boot=1.0)
+    second.selector("sel-1", 5)
+    second.wake()
+    [orders] = orders_in(second.sent, SelectorOrders, "sel-1")
+    assert orders.assigns_in_s == 3 * H, "it recovers"
+
+
+def test_selectors_learn_at_once_that_a_task_begins_to_want_clients() -> None:
+    office = a_served_office(a_task(), demand=0)
+    office.selector("sel-1")
+    office.selector("sel-2", 2)
+    before = len(office.sent)
+    sends = office.aggregator("agg-1", on("words", 1, demand=4), heartbeat=False)
+    assert [orders.wanting for orders in orders_in(sends, SelectorOrders, "sel-1")] == [("words",)]
+    assert len(sessions_in(office.sent[before:])) == 2
+    assert len(orders_in(sends, SelectorOrders, "sel-2")) == 1, "with the assignments, not again"
+    sends = office.aggregator("agg-1", on("words", 1, demand=3), heartbeat=False)
+    assert orders_in(sends, SelectorOrders) == [], "they know"
+
+
+def test_a_new_leader_places_tasks_one_heartbeat_after_it_was_elected() -> None:
+    """Not two: the heartbeat that comes first is a moment too early."""
+    office = Office(a_task())
+    office.hold(Read)
+    office.wake()
+    office.pass_s(0.1)
+    office.release()
+    assert office.leads
+    office.aggregator("agg-1")
+    office.pass_s(H)
+    assert office.fence().aggregator == "agg-1"

@@ -67,6 +67,119 @@ def test_bad_bytes_are_thrown_away_and_the_next_source_is_asked(bad: Handler) ->
     asyncio.run(scenario())
 
 
+def breaking(content: bytes, *, after: int, with_ranges: bool = True) -> Handler:
+    """Sends at most `after` bytes of an answer, then breaks the connection."""
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        part = request.http_range if with_ranges else slice(0, None)
+        start = part.start or 0
+        response = web.StreamResponse(status=206 if start else 200)
+        response.content_length = len(content) - start
+        if start:
+            where = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            response.headers["Content-Range"] = where
+        await response.prepare(request)
+        await response.write(content[start : start + after])
+        if start + after < len(content):
+            assert request.transport is not None
+            request.transport.close()
+        return response
+
+    return reply
+
+
+def test_a_broken_download_is_resumed_where_it_broke() -> None:
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["parameters"] = breaking(PARAMETERS, after=60)
+            assert await fetched(fake) == PARAMETERS
+            ranges = [headers.get("Range") for headers in fake.headers]
+            assert ranges == [None, "bytes=60-", "bytes=120-", "bytes=180-"]
+            tags = {headers.get("If-Range") for headers in fake.headers[1:]}
+            assert tags == {f'"{KEY[-32:]}"'}
+
+    asyncio.run(scenario())
+
+
+def test_another_source_goes_on_where_one_broke() -> None:
+    async def scenario() -> None:
+        async with serving() as first, serving() as second:
+            served: list[int] = []
+
+            async def breaks_once(request: web.Request) -> web.StreamResponse:
+                served.append(1)
+                after = 60 if len(served) == 1 else 0
+                return await breaking(PARAMETERS, after=after)(request)
+
+            first.replace["parameters"] = breaks_once
+            second.replace["parameters"] = breaking(PARAMETERS, after=1000)
+            assert await fetched(first, second) == PARAMETERS
+            assert [headers.get("Range") for headers in second.headers] == ["bytes=60-"]
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_beginning_does_not_spoil_an_honest_source() -> None:
+    """A source cannot make a device combine its bytes with those of the next one."""
+
+    async def scenario() -> None:
+        for length in (100, 5000):  # shorter and longer than the parameters
+            async with serving() as hostile, serving() as honest:
+                hostile.replace["parameters"] = breaking(bytes(2 * length), after=length)
+                honest.replace["parameters"] = ranged
+                assert await fetched(hostile, honest) == PARAMETERS
+                assert honest.headers[-1].get("Range") is None
+
+    asyncio.run(scenario())
+
+
+async def ranged(request: web.Request) -> web.StreamResponse:
+    start = request.http_range.start or 0
+    if start >= len(PARAMETERS):
+        return web.Response(status=416)
+    return await breaking(PARAMETERS, after=1000)(request)
+
+
+def test_a_source_without_ranges_is_asked_for_the_whole() -> None:
+    async def scenario() -> None:
+        async with serving() as broken, serving() as honest:
+            broken.replace["parameters"] = breaking(PARAMETERS, after=60, with_ranges=False)
+            assert await fetched(broken, honest) == PARAMETERS
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["bytes 0-139/200", "bytes 61-199/200", "bytes 60-199/999999", "bytes */200", "nonsense", None],
+)
+def test_a_part_that_was_not_asked_for_is_not_used(where: str | None) -> None:
+    async def scenario() -> None:
+        async with serving() as hostile:
+
+            async def other_part(request: web.Request) -> web.StreamResponse:
+                if "Range" not in request.headers:
+                    return await breaking(PARAMETERS, after=60)(request)
+                headers = {} if where is None else {"Content-Range": where}
+                return web.Response(body=PARAMETERS[60:], status=206, headers=headers)
+
+            hostile.replace["parameters"] = other_part
+            with pytest.raises(ProtocolError, match="Content-Range"):
+                await fetched(hostile)
+
+    asyncio.run(scenario())
+
+
+def test_a_source_that_breaks_again_and_again_is_given_up() -> None:
+    async def scenario() -> None:
+        async with serving() as hostile, serving() as honest:
+            hostile.replace["parameters"] = breaking(PARAMETERS, after=1)
+            assert await fetched(hostile, honest) == PARAMETERS
+            assert 2 <= len(hostile.seen) <= 20
+
+    asyncio.run(scenario())
+
+
 def test_a_cdn_is_asked_first_and_selectors_stand_in() -> None:
     async def scenario() -> None:
         async with serving() as cdn, serving() as honest:

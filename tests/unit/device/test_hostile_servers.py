@@ -131,7 +131,7 @@ def test_a_flood_and_a_silence_end_within_the_devices_time(where: str, flood: Ha
 def test_the_longest_evidence_of_the_protocol_is_an_answer() -> None:
     """Collateral and quote at their limits, in a grant, as base64."""
     longest = SecureOffer(
-        b"p" * 2048, b"o" * 512, b"i" * 64, "s" * 64, b"q" * (64 << 10), b"c" * (256 << 10), 2**53
+        b"p" * 1024, b"o" * 112, b"i" * 32, "s" * 64, b"q" * (16 << 10), b"c" * (256 << 10), 2**53
     )
     assert len(longest.collateral) >= MAX_COLLATERAL_BYTES
     assert len(longest.evidence) >= MAX_QUOTE_BYTES

@@ -25,9 +25,10 @@ def test_no_time_is_beyond_the_limits(one: float, other: float) -> None:
     granted = LIMITS.bounded(UploadGranted(b"", 1, 1, one))
     assert isinstance(granted, UploadGranted)
     assert 0 <= granted.upload_timeout_s <= LIMITS.max_upload_s
-    retry = LIMITS.bounded(Retry("", one))
+    retry = LIMITS.bounded(Retry("", one, other))
     assert isinstance(retry, Retry)
     assert 0 <= retry.after_s <= LIMITS.max_retry_after_s
+    assert 0 <= retry.keep_s <= LIMITS.max_upload_s
     rejected = LIMITS.bounded(Rejected("", one, other))
     assert isinstance(rejected, Rejected)
     assert 0 <= rejected.retry_from_s <= LIMITS.max_rejected_s

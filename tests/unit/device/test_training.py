@@ -8,7 +8,6 @@ from random import Random
 
 import numpy as np
 import pytest
-from msgspec import structs
 
 from papaya.client.work import Finish, Trained
 from papaya.device.events import Event, VisitEnded
@@ -16,11 +15,13 @@ from papaya.device.example_store import ExampleStore, UseRefused, split_of
 from papaya.device.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
 from papaya.device.process import memory_mb
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer, TrainingRequest
+from papaya.device.trust import Trust
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.definition import Examples
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.parameters import FLOAT32
+from tests.unit.attestation.builders import a_policy
 from tests.unit.device.fake_selector import PARAMETERS, UPDATE, device, process, serving
 
 POLICY = UsePolicy(tasks=("next-word",), max_age_s=100.0)
@@ -146,31 +147,30 @@ def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -
             with device(host, fake.url, trainer=trainer, notify=events.append) as phone:
                 assert await phone.visit() == Finish("failed", "no parameters")
             [ended] = [event for event in events if isinstance(event, VisitEnded)]
-            assert "--alias next-word=" in ended.detail
+            assert "--alias next-word=another" in ended.detail
             assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
             assert fake.seen == ["check-in", "join", "leave"]
 
     asyncio.run(scenario())
 
 
-def test_a_device_without_a_trust_policy_does_not_declare_secure_task_files() -> None:
-    """The coordinator would assign it a task that it has to leave."""
+@pytest.mark.parametrize("trusts", [False, True])
+def test_a_check_in_says_whether_the_device_has_a_trust_policy(
+    trusts: bool, tmp_path: Path
+) -> None:
+    """Otherwise the coordinator would assign it a task that it has to leave."""
 
     async def scenario() -> None:
-        async with serving() as fake, process() as host:
-            clear = task_file("clear")
-            secure = structs.replace(
-                task_file("masked"),
-                module_hash="sha256:cd",
-                terms=structs.replace(clear.terms, secure=True),
-            )
-            executor = FakeExecutor(clear)
-            executor.tasks = (clear, secure)
-            trainer = ExecutorTrainer(executor, host.now, Random(1))
-            assert trainer.modules == ("sha256:ab", "sha256:cd")
-            with device(host, fake.url, trainer=trainer) as phone:
+        trust = (
+            Trust(a_policy(log_url="http://127.0.0.1:1"), tmp_path / "checkpoint", lambda: 0.0)
+            if trusts
+            else None
+        )
+        async with serving() as fake, process(trust=trust) as host:
+            with device(host, fake.url) as phone:
                 await phone.visit()
-            assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]
+            declared = fake.messages[0].capabilities  # type: ignore[attr-defined]
+            assert declared.trust_policy is trusts
 
     asyncio.run(scenario())
 

@@ -41,11 +41,13 @@ def pass_on(exchange: Exchange, response: Response) -> None:
 
 @asynccontextmanager
 async def a_chain(
-    receive: Callable[[Exchange], Receiver | None], limits: PeerLimits | None = None
+    receive: Callable[[Exchange], Receiver | None],
+    limits: PeerLimits | None = None,
+    starter_bytes: int = 1,
 ) -> AsyncIterator[tuple[Listener, Listener]]:
     """A middle server, and the one behind it, whose route is given."""
     connections = ConnectionPool(limits=limits)
-    relays = Relays(connections, piece_bytes=32 << 10)
+    relays = Relays(connections, piece_bytes=32 << 10, starter_bytes=starter_bytes, window_s=0.05)
     async with a_server([Streamed("PUT", "/u/{n}", receive, 1 << 30)]) as far:
 
         def forward(exchange: Exchange) -> Relay:
@@ -174,7 +176,7 @@ def test_after_a_far_side_that_breaks_the_next_request_is_none_of_the_body(loop:
 
     async def main() -> None:
         connections, turns = ConnectionPool(), asyncio.get_running_loop()
-        relays = Relays(connections)
+        relays = Relays(connections, starter_bytes=1)
         listener = socket.create_server(("127.0.0.1", 0))
         listener.setblocking(False)
 
@@ -223,7 +225,7 @@ def test_nothing_piles_up_in_the_middle_while_the_far_side_rests() -> None:
 
     async def main() -> None:
         connections = ConnectionPool(limits=PeerLimits(max_response_bytes=32 << 20))
-        relays = Relays(connections)
+        relays = Relays(connections, starter_bytes=1)
         async with a_server([Streamed("PUT", "/u/{n}", rest, 1 << 30)]) as far:
 
             def forward(exchange: Exchange) -> Relay:
@@ -244,5 +246,49 @@ def test_nothing_piles_up_in_the_middle_while_the_far_side_rests() -> None:
                 (response,) = responses_of(sender.sent)
                 assert response.body == UPDATE
                 await connections.close()
+
+    run(main())
+
+
+def test_a_body_gets_a_connection_when_its_first_bytes_have_arrived() -> None:
+    """Else silent devices could hold all connections to another server."""
+
+    async def main() -> None:
+        limits = PeerLimits(max_connections=1, max_waiting=0)
+        async with (
+            a_chain(Collector, limits, starter_bytes=10) as (middle, far),
+            a_client(middle.port) as silent,
+            a_client(middle.port) as quick,
+        ):
+            silent.send(a_put(b"123456789012")[:-3])
+            for body in (b"short", b"0123456789 and more"):
+                quick.send(a_put(body))
+                assert (await quick.response()).body == body
+            assert far.connections == 1
+            silent.send(b"012")
+            assert (await silent.response()).body == b"123456789012"
+
+    run(main())
+
+
+def test_slow_bodies_give_way_to_those_that_wait() -> None:
+    async def main() -> None:
+        limits = PeerLimits(max_connections=2)
+        async with (
+            a_chain(Collector, limits) as (middle, _),
+            a_client(middle.port) as slow,
+            a_client(middle.port) as slow_too,
+        ):
+            for client in (slow, slow_too):
+                client.send(a_put(UPDATE[:100])[:-1])
+            async with a_client(middle.port) as quick:
+                quick.send(a_put(b"quick"))
+                assert (await quick.response()).body == b"quick"
+            answers = [asyncio.create_task(client.response()) for client in (slow, slow_too)]
+            done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+            assert [task.result().status for task in done] == [503]
+            assert len(waiting) == 1, "no more than have to"
+            for task in waiting:
+                task.cancel()
 
     run(main())

@@ -93,6 +93,8 @@ def _scalar(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.text(max_size=min(_SHORT, longest or _SHORT))
         case inspect.StrType(pattern=str(pattern)):
             return st.from_regex(pattern, fullmatch=True).filter(lambda text: len(text) <= _SHORT)
-        case inspect.BytesType(max_length=longest):
-            return st.binary(max_size=min(4 * _SHORT, longest or 4 * _SHORT))
+        case inspect.BytesType(min_length=shortest, max_length=longest):
+            least = shortest or 0
+            most = max(least, min(4 * _SHORT, longest or 4 * _SHORT))
+            return st.binary(min_size=least, max_size=most)
     raise NotImplementedError(kind)

@@ -55,7 +55,7 @@ def running_rows(state: TaskState = "running") -> dict[str, Row]:
     return {
         task_key("next-word"): TaskRow(TASK, state, submitted=1.0),
         fence_key("next-word"): FenceRow(4, "a-1", 7.0),
-        optimizer_key("next-word"): OptimizerRow(3, "next-word/4/optimizer-3-x"),
+        optimizer_key("next-word"): OptimizerRow(3, "next-word/4/optimizer-3-x", settled=1),
         **{
             version_key("next-word", v): VersionRow(v, f"next-word/4/version-{v}-x", 4, 10.0 * v)
             for v in (1, 2, 3)
@@ -88,7 +88,8 @@ def test_a_state_can_change_as_drawn_and_not_otherwise() -> None:
                 assert (changed.state, changed.why) == (new, "because")
                 assert changed.ended == (50.0 if changed.is_over else 0.0)
             else:
-                with pytest.raises(OperatorError, match=f"is {old} and cannot become {new}"):
+                told = f"already {new}" if old == new else f"{old} and cannot become {new}"
+                with pytest.raises(OperatorError, match=f"is {told}"):
                     owner.change_state(row, new, 50.0)
 
 
@@ -109,7 +110,7 @@ def test_a_rollback_restarts_from_the_old_model_and_keeps_members_consumed() -> 
         4, "next-word/4/version-1-x", 5, 99.0, marked=True, restarts=True
     )
     assert after.fence == FenceRow(5, "", 0.0)
-    assert after.optimizer == OptimizerRow(4, "next-word/4/optimizer-4-new")
+    assert after.optimizer == OptimizerRow(4, "next-word/4/optimizer-4-new", settled=1)
     assert after.records == {}
     consumed = rows[consumed_key("next-word", 4)]
     assert isinstance(consumed, ConsumedRow)
@@ -248,3 +249,16 @@ def test_forgetting_an_evaluation_touches_no_other_task() -> None:
     assert apply(rows, owner.forget(row, rows))
     assert rows == kept
     assert AsyncFL(20, max_staleness=1) == row.config.regime
+
+
+def test_the_key_of_pseudonyms_is_deleted_when_the_task_ends() -> None:
+    """Then nobody can link pseudonyms in its rows to devices."""
+    row = TaskRow(TASK, pseudonym_key=b"secret")
+
+    def after(state: TaskState) -> TaskRow:
+        [(_, changed)] = owner.change_state(row, state, now=5.0).put
+        assert isinstance(changed, TaskRow)
+        return changed
+
+    assert after("paused").pseudonym_key == b"secret"
+    assert after("completed").pseudonym_key == after("cancelled").pseudonym_key == b""

@@ -18,6 +18,7 @@ from papaya.messages.tickets import (
     SessionTicket,
     UploadTicket,
     claim_of,
+    pseudonym_of,
 )
 
 KEY = bytes(range(32))
@@ -25,7 +26,41 @@ KEYRING = Keyring({7: KEY})
 
 # Key 7 is the bytes 0 to 31. A seal is HMAC-SHA256 over the key's id (4 bytes, big-endian) and the
 # MessagePack of the ticket; then the id, then the ticket. Checked by hand with hmac and struct.
+PHONE = bytes(range(16))
 VECTORS: list[tuple[AnyTicket, str]] = [
+    (
+        AssignmentTicket("next-word", "s-1", 3, 1030.0, version=12, pseudonym=PHONE),
+        (
+            "b20446216495c50818f03ee64094cb4cb4eb3a8bfe50c612f6b753263ef9d10a"
+            "00000007"
+            "97b041737369676e6d656e745469636b6574a96e6578742d776f7264a3732d3103cb409018000000"
+            "00000cc410000102030405060708090a0b0c0d0e0f"
+        ),
+    ),
+    (
+        SessionTicket("next-word", "s-1", 3, 12, "sha256-ab", expires=1250.5, pseudonym=PHONE),
+        (
+            "fffa1df0d195ed8755ede918fd6a6fab48af2b8f098cb63b32bf440dfb1fa1e2"
+            "00000007"
+            "98ad53657373696f6e5469636b6574a96e6578742d776f7264a3732d31030ca97368613235362d61"
+            "62cb40938a0000000000c410000102030405060708090a0b0c0d0e0f"
+        ),
+    ),
+    (
+        UploadTicket(
+            "next-word", "s-1", 3, 12, "sha256-ab", 1250.5, 2, 20, 1370.5, pseudonym=PHONE
+        ),
+        (
+            "1d63d090dae83ff117ac7f0af58a75e757bf5ee00f2bf8d7e67f7682d48bdf2f"
+            "00000007"
+            "9cac55706c6f61645469636b6574a96e6578742d776f7264a3732d31030ca97368613235362d6162"
+            "cb40938a00000000000214cb40956a0000000000ffc410000102030405060708090a0b0c0d0e0f"
+        ),
+    ),
+]
+
+# Sealed by servers of version 0.3.0, which knew neither pseudonyms nor versions of assignments.
+OLDER_VECTORS: list[tuple[AnyTicket, str]] = [
     (
         AssignmentTicket("next-word", "s-1", 3, confirm_by=1030.0),
         (
@@ -61,6 +96,23 @@ def test_a_published_vector_seals_and_opens(ticket: AnyTicket, sealed: str) -> N
     assert KEYRING.seal(ticket).hex() == sealed
     kind: Any = type(ticket)
     assert KEYRING.open(bytes.fromhex(sealed), kind) == ticket
+
+
+@pytest.mark.parametrize(("ticket", "sealed"), OLDER_VECTORS)
+def test_a_ticket_without_a_pseudonym_still_opens(ticket: AnyTicket, sealed: str) -> None:
+    kind: Any = type(ticket)
+    assert KEYRING.open(bytes.fromhex(sealed), kind) == ticket
+
+
+def test_a_pseudonym_is_half_a_mac_of_the_device_under_the_key_of_the_task() -> None:
+    """HMAC-SHA256, test case 2 of RFC 4231."""
+    found = pseudonym_of("what do ya want for nothing?", b"Jefe")
+    assert found.hex() == "5bdcc146bf60754e6a042426089575c7"
+
+
+@pytest.mark.parametrize(("device", "key"), [("", KEY), ("phone-7", b""), ("", b"")])
+def test_who_is_not_identified_has_no_pseudonym(device: str, key: bytes) -> None:
+    assert pseudonym_of(device, key) == b""
 
 
 def test_there_are_vectors_for_every_kind_of_ticket() -> None:
@@ -129,7 +181,16 @@ def test_claims_are_read_without_any_key() -> None:
 
 def test_the_largest_ticket_that_we_make_fits_the_wire() -> None:
     largest = UploadTicket(
-        64 * "t", 64 * "s", 2**53, 2**53, 80 * "b", 1e12, 2**31, 2**31, upload_by=1e12
+        64 * "t",
+        64 * "s",
+        2**53,
+        2**53,
+        80 * "b",
+        1e12,
+        2**31,
+        2**31,
+        upload_by=1e12,
+        pseudonym=PHONE,
     )
     message = Heartbeat(KEYRING.seal(largest))
     assert wire.from_device.parse(wire.encode(message)) == message

@@ -35,6 +35,11 @@ def test_the_published_file_is_what_its_generator_makes() -> None:
     assert made() == VECTORS
 
 
+def test_the_published_update_is_within_its_clip() -> None:
+    """A device never masks a longer one: it would scale it down first."""
+    assert np.linalg.norm(VECTORS["update"]) <= PARAMETERS.clip
+
+
 def test_parameters_hash() -> None:
     assert PARAMETERS.digest().hex() == VECTORS["parameters_sha256"]
 

@@ -15,14 +15,14 @@ from papaya.selector.selector import Selector
 NODE, BOOT, EPOCH = "selector-1", 100.0, 5
 COORDINATORS = ("coordinator-1", "coordinator-2")
 KEYRING = Keyring({1: b"a key of thirty-two bytes or so."})
-TASK, SEQ = "next-word", 3
+TASK, SEQ, VERSION = "next-word", 3, 12
 PHONE = DeviceClass(Capabilities(memory_mb=512))
 TABLET = DeviceClass(Capabilities(memory_mb=4096))
 CONFIRM_BY = BOOT + 1000.0
 
 
 def a_selector(**config: Any) -> Selector:
-    return Selector(NODE, BOOT, ServerConfig(**config), KEYRING, COORDINATORS)
+    return Selector(NODE, BOOT, BOOT, ServerConfig(**config), KEYRING, COORDINATORS)
 
 
 def an_open_selector(**config: Any) -> Selector:
@@ -61,7 +61,7 @@ def orders(number: int = 1, **changes: Any) -> SelectorOrders:
 
 
 def assign(*sessions: str, to: DeviceClass = PHONE, task: str = TASK) -> Assignment:
-    return Assignment(task, SEQ, to, sessions, CONFIRM_BY)
+    return Assignment(task, SEQ, to, sessions, CONFIRM_BY, VERSION)
 
 
 def check_in(device: DeviceClass = PHONE) -> CheckIn:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from papaya.config import Requirements
 from papaya.errors import InvariantError, ProtocolError
-from papaya.machine import Reply
+from papaya.machine import Effects
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.control import Advertised, Held
-from papaya.messages.participation import Alive, Refused
+from papaya.messages.control import Advertised, Drain, Held
+from papaya.messages.participation import Alive, Refused, Retry
 from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Rejected
 from papaya.selector.selector import Distinctions
 from tests.unit.selector.builders import (
@@ -38,7 +38,7 @@ from tests.unit.selector.builders import (
 LABELS = st.lists(st.sampled_from("abc"), max_size=3, unique=True).map(tuple)
 DEVICES = st.builds(
     DeviceClass,
-    st.builds(Capabilities, memory_mb=st.integers(0, 9), labels=LABELS),
+    st.builds(Capabilities, memory_mb=st.integers(0, 9), labels=LABELS, trust_policy=st.booleans()),
     st.sampled_from([(), ("t",), ("u",)]),
 )
 
@@ -48,6 +48,8 @@ DEVICES = st.builds(
 def test_nobody_waits_at_a_selector_that_knows_no_task() -> None:
     selector = a_selector()
     effects = selector.receive(BOOT, check_in(), "d")
+    assert answers(effects) == {"d": Retry("this selector has just started", 2.5)}
+    effects = selector.receive(BOOT + 10, check_in(), "d")
     assert rejected(effects) == ["d"]
     assert selector.held_count == 0
 
@@ -178,12 +180,54 @@ def test_an_accepted_device_is_not_answered_again_when_its_time_is_up() -> None:
     selector.check()
 
 
+def window(effects: Effects) -> tuple[float, float]:
+    [answer] = answers(effects).values()
+    assert isinstance(answer, Rejected)
+    return answer.retry_from_s, answer.retry_until_s
+
+
 def test_a_rejected_device_is_told_when_to_come_back() -> None:
     selector = a_selector(min_retry_s=6.0)
-    [effect] = selector.receive(BOOT - 1, check_in(), "d")
-    assert isinstance(effect, Reply)
-    assert isinstance(effect.message, Rejected)
-    assert (effect.message.retry_from_s, effect.message.retry_until_s) == (3.0, 9.0)
+    selector.receive(BOOT, orders(1, wanting=()))
+    assert window(selector.receive(BOOT + 1, check_in(), "d")) == (3.0, 9.0)
+
+
+def test_during_recovery_devices_are_sent_to_its_end_and_spread_over_as_long_again() -> None:
+    selector = a_selector(min_retry_s=6.0)
+    selector.receive(BOOT, orders(1, wanting=(), assigns_in_s=30.0))
+    assert window(selector.receive(BOOT, check_in(), "early")) == (30 + 3, 60 + 9)
+    assert window(selector.receive(BOOT + 20, check_in(), "late")) == (10 + 3, 20 + 9)
+    assert window(selector.receive(BOOT + 30, check_in(), "after")) == (3.0, 9.0)
+
+
+def test_while_nobody_leads_devices_are_sent_behind_the_recovery_of_the_next_leader() -> None:
+    selector = a_selector(min_retry_s=6.0)
+    assert window(selector.receive(BOOT + 50, check_in(), "d")) == (30 + 3, 60 + 9)
+
+
+# --- The process stops
+
+
+def test_a_selector_that_stops_sends_everyone_to_another_one() -> None:
+    selector = an_open_selector()
+    selector.receive(BOOT + 1, check_in(), "held")
+    effects = selector.receive(BOOT + 2, Drain())
+    assert answers(effects) == {"held": Retry("this selector is stopping", 1.0)}
+    told = report(effects)
+    assert told is not None, "the leader must assign nobody to it"
+    assert told.held == ()
+    late = selector.receive(BOOT + 3, check_in(), "late")
+    assert answers(late) == {"late": Retry("this selector is stopping", 1.0)}
+    unfilled = report(selector.receive(BOOT + 4, orders(1, assignments=(assign("s1"),))))
+    assert unfilled is not None
+    assert unfilled.unfilled == ("s1",)
+    selector.check()
+
+
+def test_a_selector_that_stops_alone_names_the_time_after_its_restart() -> None:
+    selector = an_open_selector(min_retry_s=6.0)
+    selector.receive(BOOT + 1, check_in(), "held")
+    assert window(selector.receive(BOOT + 2, Drain(is_alone=True))) == (30 + 3, 60 + 9)
 
 
 # --- How many
@@ -333,13 +377,16 @@ def test_a_message_for_somebody_else_is_refused_and_changes_nothing() -> None:
         (Capabilities(labels=("eu",)), Capabilities(labels=("us",)), True),
         (Capabilities(modules=("m1",)), Capabilities(modules=("m2",)), True),
         (Capabilities(modules=("m2",)), Capabilities(modules=("m3",)), False),
+        (Capabilities(trust_policy=True), Capabilities(trust_policy=False), True),
     ],
 )
 def test_devices_are_told_apart_by_what_some_task_asks_for_and_by_nothing_else(
     one: Capabilities, other: Capabilities, are_told_apart: bool
 ) -> None:
     selector = an_open_selector(heartbeat_s=10.0)
+    secure = Advertised("d", Requirements(), is_secure=True)
     tasks = (*orders(1).advertised, advertised("b", labels=("eu",)), advertised("c", module="m1"))
+    tasks = (*tasks, secure)
     selector.receive(BOOT, orders(1, advertised=tasks))
     for number, capabilities in enumerate((one, other)):
         selector.receive(BOOT + 1, check_in(DeviceClass(capabilities, ("unknown",))), number)
@@ -348,14 +395,63 @@ def test_devices_are_told_apart_by_what_some_task_asks_for_and_by_nothing_else(
     assert len(found.held) == (2 if are_told_apart else 1)
 
 
-@given(st.builds(Requirements, min_memory_mb=st.integers(0, 9), labels=LABELS), DEVICES, DEVICES)
+@given(
+    st.builds(Requirements, min_memory_mb=st.integers(0, 9), labels=LABELS),
+    st.booleans(),
+    DEVICES,
+    DEVICES,
+)
 def test_devices_of_one_class_fit_the_same_tasks(
-    requirements: Requirements, one: DeviceClass, other: DeviceClass
+    requirements: Requirements, is_secure: bool, one: DeviceClass, other: DeviceClass
 ) -> None:
     """What a class leaves out, no task can have asked for."""
-    distinctions = Distinctions((Advertised("t", requirements),))
+    needs = ("t", requirements, is_secure)
+    distinctions = Distinctions((Advertised(*needs),))
     for device in (one, other):
         kept = distinctions.class_of(check_in(device))
-        assert kept.fits("t", requirements) == device.fits("t", requirements)
+        assert kept.fits(*needs) == device.fits(*needs)
     if distinctions.class_of(check_in(one)) == distinctions.class_of(check_in(other)):
-        assert one.fits("t", requirements) == other.fits("t", requirements)
+        assert one.fits(*needs) == other.fits(*needs)
+
+
+FILE, OTHER_FILE = "sha256:" + 32 * "a", "sha256:" + 32 * "b"
+NO_TASK = "no compatible task needs clients now"
+FROZEN = "task {}: the model of this device holds other frozen tensors"
+UNTRUSTING = "task {} is secure, and this device has no trust policy"
+
+
+@pytest.mark.parametrize(
+    ("required", "is_secure", "device", "reason"),
+    [
+        (f"{FILE}.base1", False, Capabilities(modules=(f"{FILE}.base2",)), FROZEN),
+        (f"{FILE}.base1", False, Capabilities(modules=(FILE,)), FROZEN),
+        (FILE, False, Capabilities(modules=(f"{FILE}.base1",)), FROZEN),
+        (f"{FILE}.base1", False, Capabilities(modules=(f"{OTHER_FILE}.base1",)), NO_TASK),
+        (f"{FILE}.base1", False, Capabilities(engine="x", modules=(f"{FILE}.base2",)), NO_TASK),
+        (None, True, Capabilities(trust_policy=False), UNTRUSTING),
+        (FILE, True, Capabilities(modules=(FILE,), trust_policy=False), UNTRUSTING),
+        (FILE, True, Capabilities(modules=(OTHER_FILE,), trust_policy=False), NO_TASK),
+        (FILE, False, Capabilities(), NO_TASK),
+    ],
+)
+def test_a_device_that_lacks_one_thing_only_is_told_which(
+    required: str | None, is_secure: bool, device: Capabilities, reason: str
+) -> None:
+    task = "t" * 64
+    needs = Advertised(task, Requirements(engine="torch", module=required), is_secure)
+    selector = an_open_selector()
+    selector.receive(BOOT, orders(1, advertised=(needs,), wanting=(task,)))
+    [answer] = answers(selector.receive(BOOT + 1, check_in(DeviceClass(device)), "d")).values()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == reason.format(task)
+    assert len(answer.reason) <= 128
+
+
+def test_a_task_that_wants_nobody_is_no_reason() -> None:
+    needs = Advertised("quiet", Requirements(), is_secure=True)
+    selector = an_open_selector()
+    selector.receive(BOOT, orders(1, advertised=(needs,), wanting=()))
+    bare = DeviceClass(Capabilities(trust_policy=False))
+    [answer] = answers(selector.receive(BOOT + 1, check_in(bare), "d")).values()
+    assert isinstance(answer, Rejected)
+    assert answer.reason == NO_TASK

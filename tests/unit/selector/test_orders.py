@@ -20,6 +20,7 @@ from tests.unit.selector.builders import (
     SEQ,
     TABLET,
     TASK,
+    VERSION,
     accepted,
     an_open_selector,
     answers,
@@ -71,7 +72,7 @@ def test_each_accepted_device_gets_a_valid_ticket_of_its_own() -> None:
         assert isinstance(answer, Accepted)
         assert (answer.task, answer.session) == (TASK, session)
         ticket = KEYRING.open(answer.ticket, AssignmentTicket)
-        assert ticket == AssignmentTicket(TASK, session, SEQ, CONFIRM_BY)
+        assert ticket == AssignmentTicket(TASK, session, SEQ, CONFIRM_BY, VERSION)
 
 
 def test_only_devices_of_the_named_class_are_forwarded() -> None:

@@ -1,11 +1,11 @@
-"""Bodies on their way: bounded for each upload, broken off with its slot, heard of while slow."""
+"""Bodies on their way: bounded for each upload, broken off with its memory, heard of while slow."""
 
 from __future__ import annotations
 
 from typing import cast
 
 from papaya.aggregator.upload import ARRIVING
-from papaya.aggregator.work import Arriving
+from papaya.aggregator.work import Arriving, Growing
 from papaya.messages.base import Message
 from papaya.messages.participation import Chunk, ChunkOffer, Retry
 from papaya.server.buffers import ArrivingBodies, BufferPool
@@ -57,7 +57,7 @@ class Device:
 
 
 def a_chunk(host: Host, device: Device) -> ArrivingChunk:
-    buffer = host.pool.take()
+    buffer = host.pool.take(8)
     assert buffer is not None
     waiting = cast(WaitingDevice, device)
     return ArrivingChunk(cast(AggregatorHost, host), OWNER, buffer, OFFER, 0, waiting)
@@ -101,7 +101,7 @@ def test_a_slow_body_is_told_of_a_few_times_per_heartbeat_and_a_fast_one_never()
     for second in range(1, 8):
         host.time = 100.0 + second
         receive(slow, b"%d" % second)
-    assert host.heard == [Arriving(*OWNER)] * 2
+    assert host.heard == [Arriving(*OWNER, 3), Arriving(*OWNER, 3)]
     receive(slow, b"8")
     slow.finished()
     assert host.taken == [b"12345678", b"12345678"]
@@ -117,5 +117,37 @@ def test_a_body_that_is_broken_off_is_answered_and_its_buffer_comes_back_at_its_
     [answer] = device.answers
     assert isinstance(answer, Retry)
     assert host.pool.free == 3, "the kernel may still write into it"
+    chunk.broken()
+    assert host.pool.free == 4
+
+
+def a_starter(host: Host, device: Device) -> ArrivingChunk:
+    buffer = host.pool.take(3)
+    assert buffer is not None
+    waiting = cast(WaitingDevice, device)
+    return ArrivingChunk(cast(AggregatorHost, host), OWNER, buffer, OFFER, 0, waiting)
+
+
+def test_a_chunk_that_has_filled_its_starter_goes_on_in_a_whole_buffer() -> None:
+    host, device = Host(), Device()
+    chunk = a_starter(host, device)
+    receive(chunk, b"123")
+    assert host.heard == [Arriving(*OWNER, 3), Growing(*OWNER)]
+    receive(chunk, b"45678")
+    chunk.finished()
+    assert host.taken == [b"12345678"]
+    assert host.pool.free == 4
+
+
+def test_a_chunk_that_may_not_grow_is_answered() -> None:
+    class Strict(Host):
+        def deliver(self, message: Message) -> None:
+            if isinstance(message, Growing):
+                self.arrivals.break_off(*OWNER)
+
+    host, device = Strict(), Device()
+    chunk = a_starter(host, device)
+    receive(chunk, b"123")
+    assert isinstance(device.answers[0], Retry)
     chunk.broken()
     assert host.pool.free == 4

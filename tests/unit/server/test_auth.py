@@ -292,6 +292,22 @@ def test_no_tokens_are_insecure_and_the_log_says_so(
     assert record.getMessage().startswith("INSECURE")
 
 
+def test_a_shared_token_cannot_tell_devices_apart_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    verifier_for(Deployment(device_tokens="shared"), tmp_path)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "devices cannot be told apart" in record.getMessage()
+
+
+def test_tokens_that_identify_devices_need_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    verifier_for(Deployment(device_tokens="signed"), tmp_path)
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize(
     ("path", "problem"),
     [

@@ -13,7 +13,7 @@ from papaya.http.listener import Listener, serve
 from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.participation import Retry
-from papaya.messages.selection import Capabilities, CheckIn, Gone, Rejected
+from papaya.messages.selection import Capabilities, CheckIn, Gone, IdentifiedCheckIn, Rejected
 from papaya.server.auth import DeviceAuth, OpenDoor
 from papaya.server.device_api import Door
 from papaya.server.host import Host
@@ -125,60 +125,23 @@ def test_a_device_is_answered_whatever_fails_after_its_verification(tmp_path: Pa
     run(test)
 
 
-def test_a_door_that_closes_lets_everyone_go_and_nobody_in(tmp_path: Path) -> None:
-    """Known or not: the selector assigns none of them, and each device is told to come again."""
-
-    async def test(auth: DeviceAuth) -> None:
-        async with (
-            a_door(tmp_path, auth) as building,
-            a_client(building.port) as one,
-            a_client(building.port) as other,
-            a_client(building.port) as late,
-        ):
-            check_in(one, "one" * 10)
-            check_in(other, "two" * 10)
-            await building.until_heard(2)
-            held = [waiting for _, waiting in building.selector.heard]
-            building.door.close()
-            assert building.selector.gone() == held
-            assert isinstance(await answer_to(one), Retry)
-            assert isinstance(await answer_to(other), Retry)
-            check_in(late)
-            assert isinstance(await answer_to(late), Retry)
-            assert len(building.selector.heard) == 4
+def test_the_selector_learns_the_identity_that_a_token_shows(tmp_path: Path) -> None:
+    async def test(auth: DeviceAuth, expected: Message) -> None:
+        async with a_door(tmp_path, auth) as building, a_client(building.port) as client:
+            check_in(client)
+            await building.until_heard(1)
+            assert building.selector.heard[0][0] == expected
 
     async def known() -> None:
         slow = Slow()
         slow.may_answer.set()
-        await test(DeviceAuth(slow))
+        await test(DeviceAuth(slow), IdentifiedCheckIn("a" * 32, CHECK_IN))
 
     async def unknown() -> None:
-        await test(DeviceAuth(OpenDoor()))
+        await test(DeviceAuth(OpenDoor()), CHECK_IN)
 
     run(known)
     run(unknown)
-
-
-def test_a_device_that_checks_in_again_has_given_up_its_earlier_request(tmp_path: Path) -> None:
-    async def test() -> None:
-        slow = Slow()
-        slow.may_answer.set()
-        async with (
-            a_door(tmp_path, DeviceAuth(slow)) as building,
-            a_client(building.port) as one,
-            a_client(building.port) as other,
-        ):
-            check_in(one)
-            await building.until_heard(1)
-            check_in(other)
-            await building.until_heard(3)
-            [(_, first), (gone, who), (message, second)] = building.selector.heard
-            assert (gone, who, message) == (Gone(), first, CHECK_IN)
-            assert await answer_to(one) == Retry("replaced by a newer check-in of this device", 0.0)
-            second.answer(Rejected("no", 1.0, 2.0))
-            assert isinstance(await answer_to(other), Rejected)
-
-    run(test)
 
 
 def test_who_was_answered_or_hung_up_is_forgotten(tmp_path: Path) -> None:

@@ -148,7 +148,9 @@ def kinds(text: str) -> set[str]:
 
 
 def test_names_labels_types_and_values_are_those_of_version_0_3_0() -> None:
-    """`metrics_before.txt` was written by the registry that prometheus_client replaced."""
+    """`metrics_before.txt` was written by the registry that prometheus_client replaced; reasons
+    that are newer were added to it.
+    """
     before = Path(__file__).with_name("metrics_before.txt").read_text(encoding="ascii")
     after = a_whole_process()
     assert parse(after) == parse(before)

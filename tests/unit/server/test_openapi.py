@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,13 +16,17 @@ from hypothesis import strategies as st
 from msgspec import Struct
 from schemathesis.core.result import Ok
 
+from papaya.attestation.verify import MAX_COLLATERAL_BYTES, MAX_QUOTE_BYTES
 from papaya.http.routes import Buffered, Routes
 from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.participation import Incomplete, Joined, Refused, Retry
 from papaya.messages.paths import PARAMETERS_PATH, PATHS
+from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES
+from papaya.secagg.parameters import MAX_ENCODED_BYTES
 from papaya.server.device_openapi import DEVICE_ROUTES, device_document
 from papaya.server.openapi import Api, ApiAnswer, ApiRoute, Json, Raw, document
+from papaya.server.public_log import is_public
 from tests.unit.messages.strategies import TO_DEVICE, a_message
 
 DOCUMENT = device_document()
@@ -176,6 +181,39 @@ def test_every_answer_of_the_protocol_appears_and_errors_do_everywhere() -> None
         for body in by_status.values():
             answered |= set() if isinstance(body, Raw) else set(body)
     assert answered == set(TO_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("path", "template"),
+    [
+        ("checkpoint", "/v1/log/checkpoint"),
+        ("tile/entries/000", "/v1/log/tile/{level}/{tile}"),
+        ("tile/0/007.p/255", "/v1/log/tile/{level}/{tile}.p/{width}"),
+    ],
+)
+def test_the_files_of_the_log_are_described_as_they_are_served(path: str, template: str) -> None:
+    assert is_public(path)
+    described = {p["name"]: p["schema"] for p in DOCUMENT["paths"][template]["get"]["parameters"]}
+    pattern = re.escape(template.removeprefix("/v1/log/"))
+    for name, schema in described.items():
+        if "pattern" in schema:
+            pattern = pattern.replace(rf"\{{{name}\}}", schema["pattern"].strip("^$"))
+    assert re.fullmatch(pattern, path)
+
+
+def test_the_fields_of_an_offer_have_the_bounds_of_the_checks() -> None:
+    """Lengths in characters of base64, which is what JSON Schema counts."""
+    fields = SCHEMAS["SecureOffer"]["properties"]
+    for name, most_bytes in (
+        ("parameters", MAX_ENCODED_BYTES),
+        ("offer", OFFER_BYTES),
+        ("identity", KEY_BYTES),
+        ("evidence", MAX_QUOTE_BYTES),
+        ("collateral", MAX_COLLATERAL_BYTES),
+    ):
+        assert fields[name]["maxLength"] == len(b64encode(bytes(most_bytes))), name
+    assert fields["offer"]["minLength"] == fields["offer"]["maxLength"]
+    assert fields["identity"]["minLength"] == fields["identity"]["maxLength"]
 
 
 # -- for other documents --------------------------------------------------------------------

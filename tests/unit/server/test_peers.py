@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 
@@ -12,8 +13,11 @@ from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
-from papaya.messages.participation import Alive
+from papaya.messages.base import Message
+from papaya.messages.participation import Alive, Heartbeat, Retry
+from papaya.messages.paths import PATHS
 from papaya.server.peers import MESSAGES_PATH, Peers
+from papaya.server.replies import WaitingDevice
 
 
 class Server:
@@ -90,5 +94,37 @@ def test_bodies_have_connections_of_their_own() -> None:
             assert (peers.lost, server.heard) == (0, 1)
             for body in bodies:
                 body.abort()
+
+    asyncio.run(run())
+
+
+class Waiting:
+    """A device that waits for one answer."""
+
+    def __init__(self) -> None:
+        self.answers: list[Message] = []
+
+    def answer(self, message: Message) -> None:
+        self.answers.append(message)
+
+
+def test_a_device_whose_request_was_passed_on_is_answered_when_the_process_stops() -> None:
+    async def run() -> None:
+        asked = asyncio.Event()
+
+        def never_answer(exchange: Exchange, body: bytes) -> None:
+            asked.set()
+
+        route = Buffered("POST", PATHS[Heartbeat], never_answer, 1000)
+        listening = await serve([route], "127.0.0.1", 0)
+        peers = Peers(ConnectionPool(), ConnectionPool(), "token", 0.5)
+        waiting, node = Waiting(), f"aggregator@127.0.0.1:{listening.port}"
+        peers.forward(cast(WaitingDevice, waiting), node, Heartbeat(b"ticket"))
+        async with asyncio.timeout(20.0):
+            await asked.wait()
+        await peers.finish(0.0)
+        await peers.close()
+        await listening.drain(0)
+        assert waiting.answers == [Retry("this selector is stopping", 0.5)], "and only once"
 
     asyncio.run(run())

@@ -5,18 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from papaya.config import Deployment
+from papaya.clock import Clock
+from papaya.config import Deployment, ServerConfig
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
 from papaya.messages import wire
 from papaya.messages.participation import Retry
+from papaya.messages.storage import BootRow, Transaction, boot_key
 from papaya.server.peers import address_of
 from papaya.server.server import Server
+from papaya.store.state import SqliteState
 from tests.unit.http.loopback import a_client, a_request
+
+FAST = ServerConfig(heartbeat_s=0.2)
+DEADLINE_S = 60.0
 
 
 def deployment(folder: Path, **changes: object) -> Deployment:
@@ -250,3 +258,42 @@ def test_proxies_and_the_limit_per_address_are_for_devices(tmp_path: Path) -> No
 def test_limits_that_make_no_sense_are_refused(tmp_path: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         deployment(tmp_path, **wrong)
+
+
+def test_a_server_stops_when_another_process_has_started_under_its_name(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = Server(deployment(tmp_path, server=FAST))
+        await server.start()
+        try:
+            with closing(SqliteState(tmp_path / "data" / "state.db")) as state:
+                assert state.read((boot_key("aggregator"),)) == {boot_key("aggregator"): BootRow(1)}
+                change = Transaction(put=((boot_key("aggregator"), BootRow(2)),))
+                assert state.transact(change) == "committed"
+            await asyncio.wait_for(server.failed.wait(), DEADLINE_S)
+            assert "another process has started as aggregator" in str(server.failure)
+        finally:
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_an_aggregator_whose_clock_is_an_hour_ahead_is_refused_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        leader = Server(deployment(tmp_path, server=FAST), ("coordinator",))
+        await leader.start()
+        places = deployment(tmp_path, server=FAST, coordinators=(leader.addresses["servers"],))
+        clock = Clock(wall=lambda: time.time() + 3600.0)
+        late = Server(places, ("aggregator",), clock=clock)
+        try:
+            await late.start()
+            async with asyncio.timeout(DEADLINE_S):
+                while "its reports are refused" not in caplog.text:
+                    await asyncio.sleep(FAST.heartbeat_s)
+        finally:
+            await late.stop()
+            await leader.stop()
+
+    asyncio.run(run())
+    assert "s ahead of the leader's" in caplog.text

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from threading import Event
+from typing import cast
 
 import numpy as np
+from msgspec import structs
 
+from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.shards import Shards
 from papaya.aggregator.work import (
     DeleteBlobs,
@@ -18,6 +22,7 @@ from papaya.aggregator.work import (
     Snapshotted,
     Stepped,
 )
+from papaya.config import SecureAggregation
 from papaya.learning import parameters
 from papaya.learning.kernels import fastest
 from papaya.learning.parameters import FLOAT32
@@ -253,7 +258,7 @@ def test_deleting_comes_before_the_same_blob_is_written_again() -> None:
 def test_shards_for_threads_use_the_fastest_kernel_and_return_buffers() -> None:
     pool = BufferPool(1, 16)
     shards: Shards = threaded_shards(3, pool)
-    view = pool.take()
+    view = pool.take(16)
     assert view is not None
     view[:] = np.ones(LENGTH, FLOAT32).tobytes()
     fold = Fold(WORDS, 1, 1, "a", 1, 0)
@@ -261,3 +266,40 @@ def test_shards_for_threads_use_the_fastest_kernel_and_return_buffers() -> None:
     assert pool.free == 1
     assert shards.count == 3
     assert shards._kernel is fastest()
+
+
+class SilentTsa:
+    """Takes a seed, and does not answer until it may."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.may_answer = Event(), Event()
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None:
+        self.is_asked.set()
+        assert self.may_answer.wait(PATIENCE_S)
+
+
+def test_tasks_in_the_clear_never_wait_for_the_tsa() -> None:
+    """Not even if more secure updates wait for it than there are threads."""
+    secure = structs.replace(
+        WORDS, task="secure", secure_aggregation=SecureAggregation(), clip=1.0, max_examples=1
+    )
+    blobs, tsa = MemoryBlobs(WORDS), SilentTsa()
+
+    async def test(driver: Driver) -> None:
+        try:
+            for session in ("a", "b", "c"):
+                driver.fold(secure, session, [0] * (secure.update_bytes // 4))
+            assert await asyncio.to_thread(tsa.is_asked.wait, PATIENCE_S)
+            driver.fold(WORDS, "d", [1, 2, 3, 4])
+            driver.workers.perform(SNAPSHOT)
+            await driver.until(Snapshotted)
+            [snapshotted] = driver.of(Snapshotted)
+            driver.workers.perform(step_of(blobs, snapshotted))
+            await driver.until(Stepped)
+            assert [folded.session for folded in driver.of(Folded)] == ["d"]
+        finally:
+            tsa.may_answer.set()
+        await driver.until(Folded, 4)
+
+    run(test, blobs, threads=1, tsa=cast(Tsa, tsa))

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.shards import Pieces, Shards, initial_blobs
 from papaya.aggregator.work import Fold, Keep, Snapshot, Snapshotted, Step
 from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
@@ -108,7 +109,12 @@ class Driver:
     """Workers with pooled buffers; `told` is what they delivered, on the loop."""
 
     def __init__(
-        self, blobs: MemoryBlobs, threads: int, kernel: Kernel = NUMPY, buffers: int = 1000
+        self,
+        blobs: MemoryBlobs,
+        threads: int,
+        kernel: Kernel = NUMPY,
+        buffers: int = 1000,
+        tsa: Tsa | None = None,
     ) -> None:
         self.told: list[Message] = []
         self.blobs = blobs
@@ -116,7 +122,7 @@ class Driver:
         self.times: list[str] = []
         self._loop_thread = get_ident()
         self._news = asyncio.Event()
-        shards = Shards(threads, kernel=kernel, lock=Lock, release=self.pool.give_back)
+        shards = Shards(threads, kernel=kernel, lock=Lock, release=self.pool.give_back, tsa=tsa)
         self.workers = Workers(
             shards,
             blobs,
@@ -142,7 +148,7 @@ class Driver:
     def upload(self, task: TaskId, session: str, values: list[float]) -> None:
         data = np.array(values, FLOAT32).tobytes()
         for offset in range(0, len(data), CHUNK_BYTES):
-            view = self.pool.take()
+            view = self.pool.take(CHUNK_BYTES)
             assert view is not None
             view[:] = data[offset : offset + CHUNK_BYTES]
             self.workers.perform(Keep(task, session, offset, view, len(data)))  # type: ignore[arg-type]
@@ -157,11 +163,12 @@ def run(
     blobs: MemoryBlobs,
     threads: int = 1,
     kernel: Kernel = NUMPY,
+    tsa: Tsa | None = None,
 ) -> Driver:
     """Runs the test and closes the workers, whatever happens."""
 
     async def whole() -> Driver:
-        driver = Driver(blobs, threads, kernel)
+        driver = Driver(blobs, threads, kernel, tsa=tsa)
         try:
             await asyncio.wait_for(test(driver), PATIENCE_S)
         finally:

@@ -14,7 +14,7 @@ from papaya.config import SyncFL
 from papaya.errors import OperatorError
 from papaya.sim.jobs import in_turn
 from papaya.study import identity, lab
-from papaya.study.identity import closure, code_digest, digest
+from papaya.study.identity import EXPERIMENTS, ROOTS, closure, code_digest, digest
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
 from papaya.study.trace import Recorder
@@ -45,10 +45,10 @@ def package(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def digest_of(package: Path) -> str:
+def digest_of(package: Path, roots: tuple[str, ...] = ROOTS) -> str:
     """As another process finds it: in one process the code stays what was imported."""
     code_digest.cache_clear()
-    return code_digest(package)
+    return code_digest(package, roots)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,38 @@ def test_other_code_is_another_name(package: Path, change: Callable[[Path], obje
     assert digest_of(package) == before
     change(package)
     assert digest_of(package) != before
+
+
+@pytest.mark.parametrize(
+    ("importer", "statement"),
+    [
+        ("study/lab.py", "from .near import x"),
+        ("study/lab.py", "from . import near"),
+        ("study/lab.py", "from ..study import near"),
+        ("study/lab.py", "from ..study.near import x"),
+        ("sim/__init__.py", "from ..study.near import x"),
+        ("sim/engine.py", "def f():\n    from ..study.near import x"),
+    ],
+)
+def test_relative_imports_are_followed(package: Path, importer: str, statement: str) -> None:
+    path = package / importer
+    path.write_text(f"{path.read_text()}\n{statement}\n")
+    (package / "study/near.py").write_text("x = 1\n")
+    assert package / "study/near.py" in closure(package)
+    before = digest_of(package)
+    (package / "study/near.py").write_text("x = 2\n")
+    assert digest_of(package) != before
+
+
+def test_the_result_of_an_experiment_is_known_by_the_experiments_code(package: Path) -> None:
+    """A stored run is kept when a conclusion changes; the conclusion is drawn again."""
+    runs, results = digest_of(package), digest_of(package, EXPERIMENTS)
+    (package / "study/experiments").mkdir()
+    (package / "study/experiments/speedup.py").write_text("from papaya.study import plots\n")
+    changed = digest_of(package, EXPERIMENTS)
+    (package / "study/plots.py").write_text("NAME = 1\n")
+    assert len({results, changed, digest_of(package, EXPERIMENTS)}) == 3
+    assert digest_of(package) == runs
 
 
 def test_what_no_run_executes_keeps_the_name(package: Path) -> None:
@@ -99,7 +131,7 @@ def test_recordings_are_known_by_their_code(monkeypatch: pytest.MonkeyPatch) -> 
     assert PLAN.digest == digest(PLAN)
     assert structs.replace(PLAN, drain_s=1.0).digest != PLAN.digest
     before = PLAN.digest
-    monkeypatch.setattr(identity, "code_digest", lambda: "other")
+    monkeypatch.setattr(identity, "code_digest", lambda roots: "other")
     assert PLAN.digest != before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 
 import pytest
 from hypothesis import given
@@ -111,6 +112,22 @@ def test_old_cosignatures_do_not_count() -> None:
     assert open_checkpoint(note, fresh, NOW + 3600) == CHECKPOINT
     with pytest.raises(SignatureError, match="0 witnesses"):
         open_checkpoint(note, fresh, NOW + 3601)
+
+
+def test_a_cosignature_counts_for_a_week_unless_the_policy_says_otherwise() -> None:
+    """Otherwise a log could show somebody the same old checkpoint for ever."""
+    note, week_s = witnessed(*WITNESSES), 7 * 24 * 3600
+    assert open_checkpoint(note, TWO_OF_THREE, NOW + week_s) == CHECKPOINT
+    with pytest.raises(SignatureError, match=r"0 witnesses .* 3 signatures are older"):
+        open_checkpoint(note, TWO_OF_THREE, NOW + week_s + 1)
+    any_age = LogPolicy(KEY.verifier, KEYS, 2, max_cosignature_age_s=math.inf)
+    assert open_checkpoint(note, any_age, NOW + 1000 * week_s) == CHECKPOINT
+
+
+@pytest.mark.parametrize("age_s", [0.0, -1.0, math.nan])
+def test_a_maximum_age_that_no_cosignature_can_have_is_refused(age_s: float) -> None:
+    with pytest.raises(LogError, match="maximum age"):
+        LogPolicy(KEY.verifier, KEYS, 2, max_cosignature_age_s=age_s)
 
 
 def test_cosignatures_from_the_future_do_not_count() -> None:

@@ -18,7 +18,7 @@ from papaya.learning.evaluation import EVALUATION_LENGTH, summarize
 from papaya.learning.parameters import Vector
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.engine import TorchEngine
-from papaya.learning.torch.module import checked_manifest, make_module, state_dict
+from papaya.learning.torch.module import checked_module, make_module, state_dict
 from papaya.learning.weighting import norm
 
 
@@ -55,7 +55,7 @@ TASK = Task(
     client=ClientSGD(rate=0.05, momentum=0.9, epochs=3, batch_size=4),
     concurrency=10,
 )
-MANIFEST = checked_manifest(TASK)
+MANIFEST, FROZEN = checked_module(TASK)
 EXAMPLES = [
     " ".join(f"{number:.3f}" for number in row).encode()
     for row in np.random.default_rng(5).standard_normal((10, 4))
@@ -64,7 +64,7 @@ EXAMPLES = [
 
 def an_engine(**changes: object) -> TorchEngine:
     task = msgspec.structs.replace(TASK, **changes)
-    return TorchEngine(LoadedTask(Path("here.py"), task, "sha256:0", MANIFEST))
+    return TorchEngine(LoadedTask(Path("here.py"), task, "sha256:0", MANIFEST, FROZEN))
 
 
 def a_model(seed: int = 3) -> Vector:

@@ -19,7 +19,13 @@ from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
-from papaya.server.admin.views import AggregatorStatus, NewTask, SelectorStatus, TaskView
+from papaya.server.admin.views import (
+    AggregatorStatus,
+    ClockStatus,
+    NewTask,
+    SelectorStatus,
+    TaskView,
+)
 from papaya.store.blobs import FolderBlobs
 from papaya.store.state import SqliteState
 
@@ -41,6 +47,7 @@ class FakeLive:
         self.is_leader = True
         self.has_leader = True
         self.found: dict[TaskId, LiveTask] = {}
+        self.wrong_clocks: tuple[ClockStatus, ...] = ()
 
     def leads(self) -> bool:
         return self.is_leader
@@ -56,6 +63,9 @@ class FakeLive:
 
     def aggregators(self) -> tuple[AggregatorStatus, ...]:
         return (AggregatorStatus("aggregator", 0.4, len(self.found), False),)
+
+    def clocks(self) -> tuple[ClockStatus, ...]:
+        return self.wrong_clocks
 
     def selectors(self) -> tuple[SelectorStatus, ...]:
         return (SelectorStatus("selector", 0.2, 7),)

@@ -1,15 +1,18 @@
-"""What the admin side reads off a coordinator that runs, and off one that does not lead."""
+"""What the admin side reads off each role."""
 
 from __future__ import annotations
 
 from random import Random
 
+from papaya.aggregator.aggregator import Aggregator
 from papaya.config import AsyncFL, ServerConfig, TaskConfig
 from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.storage import TaskRow, task_key
-from papaya.server.admin.live import CoordinatorLive
+from papaya.selector.selector import Selector
+from papaya.server.admin.live import CoordinatorLive, RoleLive
 from papaya.sim.cluster import Cluster, ClusterConfig
 
+DEAD_S = ServerConfig().dead_after_s
 TASK = TaskConfig(task="next-word", concurrency=20, model_length=4, regime=AsyncFL(5))
 
 
@@ -18,7 +21,7 @@ def test_a_leader_knows_who_is_active_and_who_was_heard() -> None:
     cluster.run(120)
     machine = cluster.hosts["coordinator-0"].machine
     assert isinstance(machine, Coordinator)
-    live = CoordinatorLive(machine, lambda: cluster.engine.now, ("coordinator",))
+    live = CoordinatorLive(machine, lambda: cluster.engine.now, ("coordinator",), DEAD_S)
     row = cluster.state.rows[task_key("next-word")]
     assert isinstance(row, TaskRow)
     found = live.task(row)
@@ -41,18 +44,81 @@ def test_a_lease_that_is_not_renewed_means_that_nobody_leads() -> None:
     for node in ("coordinator-0", "coordinator-1"):
         machine = cluster.hosts[node].machine
         assert isinstance(machine, Coordinator)
-        assert CoordinatorLive(machine, lambda: now, ("coordinator",)).is_led()
-        live = CoordinatorLive(machine, lambda: late, ("coordinator",))
+        assert CoordinatorLive(machine, lambda: now, ("coordinator",), DEAD_S).is_led()
+        live = CoordinatorLive(machine, lambda: late, ("coordinator",), DEAD_S)
         assert not live.leads()
         assert not live.is_led()
 
 
-def test_a_candidate_knows_nothing() -> None:
-    live = CoordinatorLive(
-        Coordinator("coordinator-1", 0.0, ServerConfig(), Random(1)), lambda: 5.0, ("coordinator",)
-    )
+def test_a_candidate_that_heard_nobody_knows_nothing() -> None:
+    machine = Coordinator("coordinator-1", 1.0, 0.0, ServerConfig(), Random(1))
+    live = CoordinatorLive(machine, lambda: 5.0, ("coordinator",), DEAD_S)
     assert not live.leads()
     assert not live.is_led()
     assert live.task(TaskRow(TASK)) is None
     assert live.selectors() == ()
     assert live.aggregators() == ()
+    assert live.clocks() == ()
+
+
+def test_clocks_that_differ_by_a_heartbeat_are_shown_and_by_three_refused() -> None:
+    cluster = Cluster(ClusterConfig(tasks=(TASK,), aggregators=3), 1)
+    cluster.run(60)
+    heartbeat_s = ServerConfig().heartbeat_s
+    for node, ahead_s in (("aggregator-1", -1.5 * heartbeat_s), ("aggregator-2", 3600.0)):
+        cluster.hosts[node].crash()
+        cluster.hosts[node].start(ahead_s)
+    cluster.run(120)
+    machine = cluster.hosts["coordinator-0"].machine
+    assert isinstance(machine, Coordinator)
+    live = CoordinatorLive(machine, lambda: cluster.engine.now, ("coordinator",), DEAD_S)
+    behind, ahead = live.clocks()
+    assert (behind.node, behind.is_refused) == ("aggregator-1", False)
+    assert str(behind).startswith("the clock of aggregator-1 is 15 s behind the leader's")
+    assert (ahead.node, ahead.is_refused) == ("aggregator-2", True)
+    assert str(ahead).startswith("the clock of aggregator-2 is 3600 s ahead of the leader's")
+    assert [server.node for server in live.aggregators()] == ["aggregator-0", "aggregator-1"]
+
+
+def test_a_standby_knows_who_reports_and_who_has_stopped_to() -> None:
+    cluster = Cluster(ClusterConfig(tasks=(TASK,), coordinators=2), 1)
+    cluster.run(120)
+    machines = [cluster.hosts[node].machine for node in ("coordinator-0", "coordinator-1")]
+    lives = [
+        CoordinatorLive(machine, lambda: cluster.engine.now, ("coordinator",), DEAD_S)
+        for machine in machines
+        if isinstance(machine, Coordinator)
+    ]
+    [standby] = [live for live in lives if not live.leads()]
+    assert standby.is_led()
+    assert [server.node for server in standby.selectors()] == ["selector-0"]
+    assert [(server.node, server.tasks) for server in standby.aggregators()] == [
+        ("aggregator-0", 1)
+    ]
+    cluster.hosts["aggregator-0"].crash()
+    cluster.run(120 + 2 * DEAD_S)
+    assert [server.node for server in standby.selectors()] == ["selector-0"]
+    assert standby.aggregators() == ()
+
+
+def test_a_selector_and_an_aggregator_know_themselves_and_whether_they_are_led() -> None:
+    cluster = Cluster(ClusterConfig(tasks=(TASK,)), 1)
+    cluster.run(120)
+    lives = {}
+    for role in ("selector", "aggregator"):
+        machine = cluster.hosts[f"{role}-0"].machine
+        assert isinstance(machine, Selector | Aggregator)
+        lives[role] = RoleLive(machine, lambda: cluster.engine.now, (role,), ServerConfig())
+    assert [live.is_led() for live in lives.values()] == [True, True]
+    assert [server.node for server in lives["selector"].selectors()] == ["selector-0"]
+    assert lives["selector"].aggregators() == ()
+    assert [server.tasks for server in lives["aggregator"].aggregators()] == [1]
+    row = cluster.state.rows[task_key("next-word")]
+    assert isinstance(row, TaskRow)
+    found = lives["aggregator"].task(row)
+    assert found is not None
+    assert (found.holder, 15 <= found.active <= 20) == ("aggregator-0", True)
+    assert lives["selector"].task(row) is None
+    cluster.hosts["coordinator-0"].crash()
+    cluster.run(120 + 2 * ServerConfig().leader_lease_s)
+    assert [live.is_led() for live in lives.values()] == [False, False]

@@ -73,7 +73,7 @@ def test_a_task_comes_in_over_http_in_two_steps(server: AdminServer) -> None:
         ("POST", "/admin/tasks/next-word/rollback", b"{}", 400, "invalid RollBack"),
         ("POST", "/admin/tasks/next-word/rollback", b'{"version":-1}', 400, "invalid RollBack"),
         ("POST", "/admin/tasks/next-word/rollback", b'{"version":1e400}', 400, "invalid RollBack"),
-        ("POST", "/admin/tasks/next-word/resume", b"", 409, "and cannot become running"),
+        ("POST", "/admin/tasks/next-word/resume", b"", 409, "is already running"),
         ("PUT", "/admin/tasks/x/parameters", b"abc", 400, "model_length = 0"),
         ("PUT", "/admin/tasks/x/parameters?model_length=-3", b"abc", 400, "model_length = 0"),
         ("PUT", "/admin/tasks/x/parameters?model_length=1", b"a" * 70_000, 413, "70000 bytes"),

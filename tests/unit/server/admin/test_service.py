@@ -14,15 +14,18 @@ from papaya.config.checks import MAX_COUNT
 from papaya.errors import OperatorError
 from papaya.learning import parameters
 from papaya.messages.storage import (
+    TASKS,
     ConsumedRow,
     Member,
     OptimizerRow,
+    TaskRow,
     Transaction,
     VersionRow,
     consumed_key,
     optimizer_key,
     version_key,
 )
+from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin import submissions
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
@@ -72,6 +75,19 @@ def test_a_submitted_task_can_be_seen_and_its_parameters_fetched(tmp_path: Path)
         assert row.version == 0
         assert path.read_bytes() == encoded()
         assert list(parameters.decode(path.read_bytes(), 6)) == [0, 1, 2, 3, 4, 5]
+
+    run(tmp_path, test)
+
+
+def test_every_task_and_evaluation_has_a_key_of_its_own_for_pseudonyms(tmp_path: Path) -> None:
+    """So that nothing links a device in one to the same device in another."""
+
+    async def test(system: System) -> None:
+        await system.submit()
+        await system.service.evaluate("next-word", Evaluate())
+        rows = (await system.service.state.read((TASKS,))).values()
+        keys = {row.pseudonym_key for row in rows if isinstance(row, TaskRow)}
+        assert [len(key) for key in keys] == [PSEUDONYM_KEY_BYTES] * 2
 
     run(tmp_path, test)
 
@@ -163,7 +179,7 @@ def test_a_task_is_paused_resumed_and_cancelled(tmp_path: Path) -> None:
         await system.submit()
         service = system.service
         assert (await service.set_state("next-word", "paused")).state == "paused"
-        with pytest.raises(Conflict, match="is paused and cannot become paused"):
+        with pytest.raises(Conflict, match="is already paused"):
             await service.set_state("next-word", "paused")
         assert (await service.set_state("next-word", "running")).state == "running"
         view = await service.set_state("next-word", "cancelled", "enough")

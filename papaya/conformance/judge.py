@@ -1,0 +1,322 @@
+"""Reads what a client did in one scenario and says which rules it kept and broke.
+
+A rule is judged only where the scenario gave it an occasion: a client that was never answered Retry
+has neither kept nor broken the rule about Retry. Each check below looks at the whole transcript, in
+every scenario, so a client that breaks a rule anywhere is caught there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from msgspec import Struct
+
+from papaya.conformance.gateway import Seen, has_right_checksum
+from papaya.conformance.rules import BY_ID
+from papaya.messages.participation import (
+    Aborted,
+    Chunk,
+    Complete,
+    Completed,
+    Heartbeat,
+    Incomplete,
+    Join,
+    Joined,
+    Leave,
+    Left,
+    Refused,
+    Report,
+    Retry,
+    UploadGranted,
+)
+from papaya.messages.selection import Accepted, CheckIn, Rejected
+
+_EXTRA_WORDS = 2  # of a masked update
+_SEALED_BYTES = 64
+_UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SILENT_HEARTBEATS = 3
+_CLOCK_S = 0.05  # clocks of two processes differ
+_REPEATED = (Join, Report, Chunk, Complete)
+_OF_SESSION = (Join, Heartbeat, Report, Chunk, Complete, Leave)
+_ENDS = (Completed, Aborted, Refused, Left)
+
+
+class RuleFinding(Struct, frozen=True):
+    """`detail` says what the client did, if it broke the rule."""
+
+    rule: str
+    kept: bool
+    detail: str = ""
+
+
+class Transcript(Struct):
+    """The exchanges of one scenario, in the order in which they arrived."""
+
+    seen: list[Seen]
+    heartbeat_s: float
+    ended_at: float
+
+    def of(self, kind: type) -> list[Seen]:
+        return [seen for seen in self.seen if isinstance(seen.message, kind)]
+
+    def answered(self, kind: type) -> list[Seen]:
+        return [seen for seen in self.seen if isinstance(seen.answer, kind)]
+
+    def after(self, moment: float, kinds: Any = _OF_SESSION) -> list[Seen]:
+        return [s for s in self.seen if s.at > moment and isinstance(s.message, kinds)]
+
+    @property
+    def grace_s(self) -> float:
+        """A request that was on its way when an answer came is not a reaction to it."""
+        return min(1.0, self.heartbeat_s / 2)
+
+
+def judge(transcript: Transcript) -> list[RuleFinding]:
+    """One finding for each rule that was exercised: broken if it was broken once."""
+    found: dict[str, RuleFinding] = {}
+    for check in _CHECKS:
+        for finding in check(transcript):
+            assert finding.rule in BY_ID, finding.rule
+            if finding.rule not in found or found[finding.rule].kept:
+                found[finding.rule] = finding
+    return list(found.values())
+
+
+def _verdict(rule: str, problems: list[str]) -> RuleFinding:
+    return RuleFinding(rule, not problems, problems[0] if problems else "")
+
+
+# -- requests -------------------------------------------------------------------------------
+
+
+def _messages(t: Transcript) -> Iterator[RuleFinding]:
+    if t.seen:
+        wrong = [f"{s.method} {s.path}: {s.problem}" for s in t.seen if s.problem]
+        yield _verdict("message", wrong)
+    if bodies := [s for s in t.seen if s.body]:
+        chunked = [f"{s.method} {s.path}" for s in bodies if "transfer-encoding" in s.headers]
+        yield _verdict("framing", [f"{what} has a Transfer-Encoding" for what in chunked])
+    if check_ins := t.of(CheckIn):
+        bare = [s for s in check_ins if not s.headers.get("authorization", "").startswith("Bearer")]
+        yield _verdict("token", ["a check-in had no Authorization: Bearer"] * len(bare))
+
+
+def _tickets(t: Transcript) -> Iterator[RuleFinding]:
+    """Which ticket a request needs depends on its type; that of a heartbeat is the newest."""
+    given: list[tuple[float, str, bytes]] = []
+    for seen in t.seen:
+        if isinstance(seen.answer, Accepted | Joined | UploadGranted):
+            kind = type(seen.answer).__name__
+            given.append((seen.answered_at, kind, seen.answer.ticket))
+    source: dict[type, str] = {
+        Join: "Accepted",
+        Report: "Joined",
+        Chunk: "UploadGranted",
+        Complete: "UploadGranted",
+    }
+    asked = [s for s in t.seen if isinstance(s.message, _OF_SESSION)]
+    problems = []
+    for seen in asked:
+        message: Any = seen.message
+        before = [entry for entry in given if entry[0] <= seen.at + _CLOCK_S]
+        fits = source.get(type(message))
+        right = [ticket for _, kind, ticket in before if fits in (None, kind)]
+        if fits is None:  # any ticket that was the newest when the request may have been made
+            settled = [ticket for at, _, ticket in before if at <= seen.at - t.grace_s]
+            late = [ticket for at, _, ticket in before if at > seen.at - t.grace_s]
+            right = [*settled[-1:], *late]
+        if message.ticket not in right:
+            problems.append(f"{seen.kind} had another ticket than the newest that it may use")
+    if asked:
+        yield _verdict("ticket", problems)
+
+
+def _repeats(t: Transcript) -> Iterator[RuleFinding]:
+    """A stage's request that got no message back has to come again, and be the same."""
+    lost = [s for s in t.of(object) if isinstance(s.message, _REPEATED) and s.answer is None]
+    if lost:
+        problems = [
+            f"{s.kind} had no answer and was not sent again unchanged"
+            for s in lost
+            if not any(a.message == s.message for a in t.after(s.at)) and not _over(t, s.at)
+        ]
+        yield _verdict("repeat", problems)
+
+
+def _over(t: Transcript, moment: float) -> bool:
+    """Another answer told meanwhile that the visit is over."""
+    return any(s.answered_at > moment for kind in _ENDS[:3] for s in t.answered(kind))
+
+
+def _retries(t: Transcript) -> Iterator[RuleFinding]:
+    told = [s for s in t.answered(Retry) if isinstance(s.message, _REPEATED)]
+    problems = []
+    for seen in told:
+        assert isinstance(seen.answer, Retry)
+        again = [s for s in t.after(seen.answered_at) if s.kind == seen.kind]
+        if not any(s.message == seen.message for s in again):
+            if not _over(t, seen.at):
+                problems.append(f"{seen.kind} was answered Retry and not sent again unchanged")
+            continue
+        waited_s = again[0].at - seen.answered_at
+        if again[0].message == seen.message and waited_s < seen.answer.after_s - _CLOCK_S:
+            problems.append(
+                f"{seen.kind} came again after {waited_s:.2f} s, not {seen.answer.after_s:g} s"
+            )
+    if told:
+        yield _verdict("retry", problems)
+
+
+# -- endings --------------------------------------------------------------------------------
+
+
+def _endings(t: Transcript) -> Iterator[RuleFinding]:
+    for rule, kind in (("aborted", Aborted), ("refused", Refused), ("completed", Completed)):
+        problems = []
+        for seen in t.answered(kind):
+            fresh = [s.at for s in t.of(CheckIn) if s.at > seen.answered_at]
+            until = min(fresh, default=float("inf"))
+            late = t.after(seen.answered_at + t.grace_s)
+            problems += [f"{s.kind} was sent after {kind.__name__}" for s in late if s.at < until]
+        if t.answered(kind):
+            yield _verdict(rule, problems)
+
+
+def _leaves(t: Transcript) -> Iterator[RuleFinding]:
+    if joins := t.answered(Joined):
+        since = joins[-1].answered_at
+        is_over = any(s.answered_at > since for kind in _ENDS for s in t.answered(kind))
+        has_left = bool(t.after(since, Leave))
+        problem = "the client joined, and then neither completed the visit nor sent Leave"
+        yield _verdict("leave", [] if is_over or has_left else [problem])
+
+
+def _rejections(t: Transcript) -> Iterator[RuleFinding]:
+    for seen in t.answered(Rejected):
+        assert isinstance(seen.answer, Rejected)
+        if later := t.after(seen.answered_at, CheckIn):
+            waited_s, least_s = later[0].at - seen.answered_at, seen.answer.retry_from_s
+            early = f"the client came back after {waited_s:.2f} s, not {least_s:g} s"
+            yield _verdict("rejected", [early] if waited_s < least_s - _CLOCK_S else [])
+
+
+def _heartbeats(t: Transcript) -> Iterator[RuleFinding]:
+    """No pause of three heartbeats between two requests, from Joined until the end."""
+    for joined in t.answered(Joined):
+        ends = [s.answered_at for kind in _ENDS for s in t.answered(kind)]
+        ends = [at for at in ends if at > joined.answered_at]
+        leaves = [s.at for s in t.after(joined.answered_at, Leave)]
+        end = min([*ends, *leaves, t.ended_at])
+        signs = [s.at for s in t.after(joined.answered_at) if s.at < end]
+        times = [joined.answered_at, *signs, end]
+        pause_s = max(b - a for a, b in pairwise(times))
+        if end - joined.answered_at > t.heartbeat_s:
+            most_s = _SILENT_HEARTBEATS * t.heartbeat_s
+            silence = f"no request for {pause_s:.1f} s; a heartbeat is {t.heartbeat_s:g} s"
+            yield _verdict("heartbeat", [silence] if pause_s > most_s else [])
+
+
+# -- the upload -----------------------------------------------------------------------------
+
+
+def _chunks(t: Transcript) -> Iterator[RuleFinding]:
+    chunks = t.of(Chunk)
+    grants = t.answered(UploadGranted)
+    joins = t.answered(Joined)
+    if not chunks or not grants or not joins:
+        return
+    joined, granted = joins[-1].answer, grants[-1].answer
+    assert isinstance(joined, Joined)
+    assert isinstance(granted, UploadGranted)
+    words = joined.update_length + (_EXTRA_WORDS if joined.secure else 0)
+    problems: list[str] = []
+    contents: dict[tuple[str, int], bytes] = {}
+    is_changed = False
+    for seen in chunks:
+        chunk = seen.message
+        assert isinstance(chunk, Chunk)
+        expected = min(granted.chunk_bytes, 4 * words - chunk.index * granted.chunk_bytes)
+        if len(chunk.data) != expected:
+            problems.append(f"chunk {chunk.index} has {len(chunk.data)} bytes, not {expected}")
+        if not has_right_checksum(chunk):
+            problems.append(f"chunk {chunk.index} has a wrong checksum")
+        if not re.fullmatch("[0-9a-f]{8}", seen.headers["papaya-crc32"]):
+            problems.append("Papaya-Crc32 is not 8 lower-case hexadecimal digits")
+        if not _UPLOAD_ID.fullmatch(chunk.upload):
+            problems.append(f"{chunk.upload!r} is not an upload id")
+        kept = contents.setdefault((chunk.upload, chunk.index), chunk.data)
+        is_changed |= kept != chunk.data
+    yield _verdict("chunks", problems)
+    if len(contents) < len(chunks):
+        changed = "an upload id was used for other bytes than before"
+        yield _verdict("same-bytes", [changed] if is_changed else [])
+
+
+def _incomplete(t: Transcript) -> Iterator[RuleFinding]:
+    told = [s for s in t.answered(Incomplete) if isinstance(s.message, Complete)]
+    problems = []
+    for seen in told:
+        assert isinstance(seen.answer, Incomplete)
+        assert isinstance(seen.message, Complete)
+        again = [s for s in t.of(Complete) if s.at > seen.answered_at]
+        if not again:
+            problems.append("Complete was answered Incomplete and not sent again")
+            continue
+        until = again[0].at
+        sent = [s.message for s in t.after(seen.answered_at, Chunk) if s.at < until]
+        chunks = [message for message in sent if isinstance(message, Chunk)]
+        wanted = set(seen.answer.missing)
+        if {chunk.index for chunk in chunks} != wanted:
+            found = sorted({chunk.index for chunk in chunks})
+            problems.append(f"chunks {found} were sent, missing were {sorted(wanted)}")
+        if any(chunk.upload != seen.message.upload for chunk in chunks):
+            problems.append("the missing chunks were sent under another upload id")
+    if told:
+        yield _verdict("incomplete", problems)
+
+
+def _outcome(t: Transcript) -> Iterator[RuleFinding]:
+    for seen in t.answered(Completed):
+        assert isinstance(seen.answer, Completed)
+        why = seen.answer.discarded
+        yield _verdict("counted", [] if why is None else [f"the update was discarded: {why}"])
+
+
+# -- secure tasks ---------------------------------------------------------------------------
+
+
+def _secure(t: Transcript) -> Iterator[RuleFinding]:
+    if not any(isinstance(s.answer, Joined) and s.answer.secure for s in t.seen):
+        return
+    reports = [s.message for s in t.of(Report)]
+    told = [m.examples for m in reports if isinstance(m, Report)]
+    if told:
+        wrong = [f"Report.examples is {n}" for n in told if n != 1]
+        yield _verdict("examples", wrong)
+    completions = [s.message for s in t.of(Complete)]
+    seeds = {m.sealed for m in completions if isinstance(m, Complete)}
+    if seeds:
+        problems = [f"the sealed seed has {len(s)} bytes" for s in seeds if len(s) != _SEALED_BYTES]
+        uploads = {c.message.upload for c in t.of(Chunk) if isinstance(c.message, Chunk)}
+        if len(seeds) > 1 or len(uploads) > 1:
+            problems.append("an update was sealed more than once")
+        yield _verdict("sealed", problems)
+
+
+_CHECKS: tuple[Callable[[Transcript], Iterator[RuleFinding]], ...] = (
+    _messages,
+    _tickets,
+    _repeats,
+    _retries,
+    _endings,
+    _leaves,
+    _rejections,
+    _heartbeats,
+    _chunks,
+    _incomplete,
+    _outcome,
+    _secure,
+)

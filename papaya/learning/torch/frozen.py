@@ -1,0 +1,105 @@
+"""The frozen tensors of a module: all that it holds and does not train, and their digest.
+
+Clients upload the trainable parameters only, so the rest must be the same on every device: an
+update of LoRA weights is useless on another base model. The digest is part of a task's identity
+(docs/adr/0040). It is SHA-256 of
+
+    papaya-frozen-tensors-1\\n
+    ["name","dtype",[shape],null]\\n  and the bytes: little-endian, row by row
+    ["name","dtype",[shape],"first name"]\\n  for another name of a tensor, without bytes
+
+in the order of names, by code point. Lines are JSON in ASCII, without spaces. A module that holds
+no such tensor has an empty digest.
+
+Found: parameters without gradient, buffers (persistent or not), other attributes that are tensors,
+and all of these in lists, tuples, dicts and modules that are attributes. Not found: global
+variables of the task file, closures, and objects of other types.
+
+Refused (OperatorError): a tensor without plain bytes in memory (sparse, or on another device).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+
+from papaya.errors import OperatorError
+
+_DOMAIN: Final = b"papaya-frozen-tensors-1\n"
+# Where a module keeps its parts; their names follow without these.
+_REGISTERED: Final = ("_parameters", "_buffers", "_modules")
+
+
+def frozen_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the module holds and does not train, by name."""
+    trained = {id(value) for value in module.parameters() if value.requires_grad}
+    found = _tensors(module, "", ())
+    return {name: value for name, value in found if id(value) not in trained}
+
+
+def frozen_digest(module: torch.nn.Module) -> bytes:
+    """32 bytes, or none if all that the module holds is trained."""
+    tensors = sorted(frozen_tensors(module).items())
+    if not tensors:
+        return b""
+    hasher = hashlib.sha256(_DOMAIN)
+    first: dict[int, str] = {}
+    for name, value in tensors:
+        seen = first.setdefault(id(value), name)
+        other = None if seen == name else seen
+        dtype = str(value.dtype).removeprefix("torch.")
+        line = json.dumps([name, dtype, list(value.shape), other], separators=(",", ":"))
+        hasher.update(f"{line}\n".encode())
+        if other is None:
+            hasher.update(_bytes(name, value).numpy().data)
+    return hasher.digest()
+
+
+def first_difference(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> str | None:
+    """The name of a tensor that is not the same, byte by byte, in both."""
+    for name in sorted(some.keys() | others.keys()):
+        one, other = some.get(name), others.get(name)
+        if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+            return name
+        if not torch.equal(_bytes(name, one), _bytes(name, other)):  # NaN equals itself
+            return name
+    return None
+
+
+def _bytes(name: str, value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, without a copy if they lie row by row."""
+    try:
+        if value.device.type != "cpu":
+            raise TypeError(value.device)
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        return plain.reshape(-1).view(torch.uint8)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise OperatorError(
+            f"the frozen tensor {name!r} cannot be compared between devices: it is "
+            f"{value.dtype}, {value.layout}, on {value.device}",
+            hint="make it a dense tensor on the CPU",
+        ) from error
+
+
+def _tensors(value: Any, name: str, inside: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that is reached from `value`. `inside`: ids of what is around it."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif id(value) not in inside:
+        for inner, part in _parts(value, name):
+            yield from _tensors(part, inner, (*inside, id(value)))
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, torch.nn.Module):
+        for attribute, part in vars(value).items():
+            named = part if attribute in _REGISTERED else {attribute: part}
+            yield from ((f"{name}.{key}".lstrip("."), each) for key, each in named.items())
+    elif isinstance(value, dict):
+        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{name}[{index}]", part) for index, part in enumerate(value))

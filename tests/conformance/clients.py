@@ -1,0 +1,92 @@
+"""Clients under test: the reference device in this process, whole or with one rule broken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from papaya.client.work import Finish, Seal, Sealed
+from papaya.config import DeviceConfig
+from papaya.conformance.kit import ClientSetup
+from papaya.device.device import Device
+from papaya.device.eligibility import CONDITIONS, Eligibility
+from papaya.device.executor import TaskTerms
+from papaya.device.limits import CheckInPacing
+from papaya.device.process import DeviceProcess
+from papaya.device.training import ProtocolTrainer
+from papaya.device.trust import Trust
+
+CONFIG = DeviceConfig(
+    request_timeout_s=10.0,
+    check_in_timeout_s=20.0,
+    backoff_s=0.05,
+    max_backoff_s=0.5,
+    give_up_s=60.0,
+    participation_floor_s=0.0,
+)
+PACING = CheckInPacing(pause_s=0.0, backoff_s=0.05, max_backoff_s=0.2, leave_s=5.0)
+_VISITS = 500  # a new task rejects devices until it wants clients
+
+
+class KitTrainer(ProtocolTrainer):
+    """Trains nothing; has the task that the kit gives to the device."""
+
+    def __init__(self, setup: ClientSetup) -> None:
+        super().__init__(
+            lambda _, length: np.full(length, 1e-3, np.float32).tobytes(),
+            lambda: 0.1,
+            examples=lambda: 7,
+        )
+        task = setup.task
+        self._terms = TaskTerms(
+            secure=task["secure"],
+            model_length=task["length"],
+            max_examples=task["max_examples"],
+            max_staleness=task["max_staleness"],
+            clip=task["clip"],
+            threshold=task["threshold"],
+        )
+        self._task = task["task"]
+
+    def terms(self, program: str) -> TaskTerms | None:
+        return self._terms if program == self._task else None
+
+
+class Credulous(Trust):
+    """Masks for whoever asks."""
+
+    def _believe(self, work: Seal, parameters: object) -> None:
+        return
+
+
+class InTheClear(Trust):
+    """Sends the update as it is."""
+
+    def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
+        return Sealed(work.update + bytes(8), bytes(64))
+
+
+async def reference_visit(
+    setup: ClientSetup, trust: Callable[..., Trust] = Trust, config: DeviceConfig = CONFIG
+) -> None:
+    """One visit of the reference device, as long as it takes to be accepted."""
+    trusted = trust(setup.policy, Path(setup.state) / "checkpoint", time.time)
+    async with DeviceProcess(
+        now=time.time, pacing=PACING, trust=trusted, eligibility=Eligibility(assume=CONDITIONS)
+    ) as process:
+        with Device(
+            process,
+            selectors=[setup.server],
+            store=Path(setup.state) / "device.db",
+            trainer=KitTrainer(setup),
+            token=setup.token,
+            config=config,
+        ) as device:
+            for _ in range(_VISITS):
+                finish: Finish = await device.visit()
+                if finish.ending != "rejected":
+                    return
+                await device._wait(device._pause_after(finish))

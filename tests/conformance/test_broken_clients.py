@@ -1,0 +1,102 @@
+"""Each client that breaks one rule is caught, with the id of that rule."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from papaya.conformance.kit import ClientSetup, ScenarioResult, chosen, opened_kit
+from papaya.conformance.rules import RULES
+from papaya.device import selectors
+from papaya.messages.base import Message
+from papaya.messages.participation import Complete, Report
+from tests.conformance.broken import BREAKS, minimal_visit
+from tests.conformance.clients import Credulous, InTheClear, reference_visit
+
+Broken = Callable[[ClientSetup], Awaitable[None]]
+
+
+async def _altering(
+    kind: type[Message], alter: Callable[[Any], Message], setup: ClientSetup
+) -> None:
+    """The reference device, with one type of request changed on its way out."""
+    honest = selectors._http
+
+    def other(message: Message) -> Any:
+        return honest(alter(message) if isinstance(message, kind) else message)
+
+    selectors._http = other
+    try:
+        await reference_visit(setup)
+    finally:
+        selectors._http = honest
+
+
+def _resealing() -> Callable[[Any], Message]:
+    drawn = iter(range(100))
+    return lambda message: structs.replace(message, sealed=bytes([next(drawn)]) * 64)
+
+
+async def _in_the_clear(setup: ClientSetup) -> None:
+    """Its owner's copy says secure, and it does what the server says."""
+    await reference_visit(structs.replace(setup, task={**setup.task, "secure": False}))
+
+
+SECURE: dict[str, tuple[str, Broken]] = {
+    "evidence": ("forged-quote", partial(reference_visit, trust=Credulous)),
+    "sealed": ("secure-faults", partial(_altering, Complete, _resealing())),
+    "examples": (
+        "secure",
+        partial(_altering, Report, lambda message: structs.replace(message, examples=7)),
+    ),
+    "decides": ("clear-instead", _in_the_clear),
+}
+CLIENTS: dict[str, tuple[str, Broken]] = {
+    **{
+        rule: (name, partial(minimal_visit, change=change))
+        for rule, (name, change) in BREAKS.items()
+    },
+    **SECURE,
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ScenarioResult]:
+    """One kit for all of them: a server takes longer to start than most of them to fail."""
+
+    async def play() -> dict[str, ScenarioResult]:
+        async with opened_kit(tmp_path_factory.mktemp("kit"), heartbeat_s=1.0) as (kit, _):
+            found = {}
+            for rule, (name, visit) in CLIENTS.items():
+                [scenario] = chosen([name])
+                found[rule] = await kit.play(scenario, visit)
+            return found
+
+    return asyncio.run(play())
+
+
+def test_there_is_a_broken_client_for_every_rule() -> None:
+    assert sorted(CLIENTS) == sorted(rule.id for rule in RULES)
+
+
+@pytest.mark.parametrize("rule", CLIENTS)
+def test_a_client_that_breaks_a_rule_is_caught(
+    rule: str, results: dict[str, ScenarioResult]
+) -> None:
+    assert rule in [finding.rule for finding in results[rule].broken]
+
+
+def test_an_update_in_the_clear_is_not_counted_as_masked(tmp_path: Path) -> None:
+    async def play() -> ScenarioResult:
+        async with opened_kit(tmp_path, heartbeat_s=1.0) as (kit, _):
+            [scenario] = chosen(["secure"])
+            return await kit.play(scenario, partial(reference_visit, trust=InTheClear))
+
+    result = asyncio.run(play())
+    assert "counted" in [finding.rule for finding in result.broken], result

@@ -1,0 +1,69 @@
+"""The published vectors: our own code gives the stated verdict and outputs for every case."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from papaya.conformance.vectors import FORMATS, REFUSALS, Case, all_vectors, check
+from tests.unit.secagg import reference
+
+VECTORS = all_vectors()
+CASES = [(name, case) for name, cases in VECTORS.items() for case in cases]
+
+
+def refused(name: str, case: Case) -> str | None:
+    try:
+        check(name, case)
+    except REFUSALS as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_case_has_the_verdict_that_it_states(name: str) -> None:
+    wrong = [
+        (case["name"], problem)
+        for case in VECTORS[name]
+        if ((problem := refused(name, case)) is None) is not (case["verdict"] == "valid")
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_valid_cases_have_the_outputs_that_they_state(name: str) -> None:
+    for case in VECTORS[name]:
+        if case["verdict"] == "valid":
+            found: Any = check(name, case)
+            stated = {key: case[key] for key in found} if isinstance(found, dict) else found
+            assert stated == found, case["name"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_most_cases_are_invalid_and_none_is_repeated(name: str) -> None:
+    cases = VECTORS[name]
+    invalid = [case for case in cases if case["verdict"] == "invalid"]
+    assert len(invalid) > len(cases) / 2
+    inputs = [json.dumps({**case, "name": ""}, sort_keys=True) for case in cases]
+    assert len(set(inputs)) == len(inputs)
+
+
+def test_masks_and_words_are_those_of_the_slow_reference() -> None:
+    for case in VECTORS["masks"]:
+        if case["verdict"] == "valid":
+            assert case["words"] == reference.mask(bytes.fromhex(case["seed"]), 9)
+    for case in VECTORS["masked_updates"]:
+        if case["verdict"] == "valid":
+            levels = (2**31 - 1) // 4 - 1
+            weight = min(case["examples"], 100) / 100
+            staleness = case["version"] - case["initial_version"]
+            factor = weight * (1 / (1 + staleness) ** 0.5) * levels
+            values = [float(value) for value in case["update"]]
+            words = [reference.encoded(value, factor, levels) for value in values]
+            words += [round(weight * levels), 1]
+            assert case["words"] == words
+            mask = reference.mask(bytes.fromhex(case["seed"]), 7)
+            masked = [(a + b) % 2**32 for a, b in zip(words, mask, strict=True)]
+            assert case["masked"] == masked

@@ -1,0 +1,122 @@
+"""An aggregator that is about to stop records what it has, begins nothing, and waits for heirs."""
+
+from __future__ import annotations
+
+import pytest
+
+from papaya.messages.control import AggregatorOrders, Drain, Placement
+from papaya.messages.participation import (
+    Alive,
+    ChunkReceived,
+    Completed,
+    Incomplete,
+    Joined,
+    Retry,
+    UploadGranted,
+)
+from tests.unit.aggregator.builders import Node, Phone, World, a_task, a_world, an_async_task
+
+MOVING = Retry("the task is about to move", 0.5)
+
+
+def draining(joined: int = 2) -> tuple[World, Node, list[Phone]]:
+    world, node = a_world(an_async_task(4))
+    phones = world.joined(node, joined)
+    node.receive(Drain())
+    return world, node, phones
+
+
+def is_last(node: Node) -> None:
+    """The leader says that nobody can take the tasks."""
+    tasks = tuple(Placement(held.task, held.fence.seq) for held in node.machine.tasks.values())
+    boot = node.machine.boot
+    node.receive(AggregatorOrders(1, "coordinator-1", boot, 1000, 0, tasks, is_last=True))
+
+
+def test_it_tells_the_leader_at_once_and_wants_nobody() -> None:
+    _, node, _ = draining()
+    assert node.reports[-1].draining
+    assert node.last_report().active == 2
+    assert node.last_report().demand == 0
+    assert node.last_report().drained
+
+
+def test_nothing_new_begins_and_clients_that_train_go_on() -> None:
+    world, node, [phone, _] = draining()
+    assert phone.heartbeat() == Alive()
+    assert phone.report() == MOVING
+    assert world.phone(node).join() == MOVING
+
+
+def test_an_upload_that_has_begun_may_finish() -> None:
+    world, node = a_world(an_async_task(4))
+    [phone] = world.joined(node, 1)
+    assert isinstance(phone.report(), UploadGranted)
+    assert phone.chunk(0, b"\0" * 8) == ChunkReceived("u1", 0)
+    node.receive(Drain())
+    assert not node.last_report().drained
+    assert phone.chunk(1, b"\0" * 8) == ChunkReceived("u1", 1)
+    assert world.answers[phone.complete()] == Completed()
+    assert node.last_report().drained, "and it is recorded without waiting for others"
+    assert world.recorded() == [phone.session]
+
+
+def test_an_upload_that_takes_too_long_is_sent_again_to_the_successor() -> None:
+    world, node = a_world(an_async_task(4))
+    [phone] = world.joined(node, 1)
+    phone.report()
+    phone.chunk(0, b"\0" * 8)
+    node.receive(Drain())
+    node.receive(Drain(drops_uploads=True))
+    assert node.last_report().drained
+    assert phone.chunk(1, b"\0" * 8) == MOVING
+    node.order([])
+    heir = world.start("agg-2")
+    world.place(heir, active=1)
+    phone.node = heir
+    assert world.answers[phone.complete()] == Incomplete((0, 1))
+    phone.send(1)
+    assert world.answers[phone.complete()] == Completed()
+
+
+@pytest.mark.parametrize("durability", ["commit", "step"])
+def test_what_was_folded_is_recorded_before_the_task_may_move(durability: str) -> None:
+    """Also what `durability: step` acknowledged without a record."""
+    world, node = a_world(an_async_task(4, durability=durability, commit_interval_s=1000.0))
+    first, second = world.joined(node, 2)
+    first.upload_for_good(1)
+    second.upload_for_good(1)
+    node.receive(Drain())
+    assert node.last_report().drained
+    assert world.recorded() == [first.session, second.session]
+
+
+def test_it_may_stop_when_its_tasks_have_moved() -> None:
+    _, node, _ = draining()
+    assert not node.machine.may_stop, "the leader has not moved the task yet"
+    node.order([])
+    assert node.machine.may_stop
+
+
+def test_it_may_stop_with_its_tasks_if_nobody_can_take_them() -> None:
+    _, node, _ = draining()
+    is_last(node)
+    assert node.machine.may_stop
+
+
+def test_it_takes_no_task_any_more() -> None:
+    world, node, _ = draining()
+    world.submit(a_task(task="late"))
+    node.order([Placement("words", 1), Placement("late", 1)])
+    assert list(node.machine.tasks) == ["words"]
+
+
+def test_a_join_under_a_lease_is_served_by_the_successor() -> None:
+    world, node, _ = draining()
+    assigned = world.phone(node)
+    assert assigned.join() == MOVING
+    node.order([])
+    heir = world.start("agg-2")
+    world.place(heir, leases=(assigned.session,), active=2)
+    assigned.node = heir
+    assert isinstance(assigned.join(), Joined)

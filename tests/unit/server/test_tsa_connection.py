@@ -1,0 +1,258 @@
+"""The connection to a TSA that does not answer, is slow, or was restarted."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+
+from papaya.aggregator.masked_sum import LOST, TsaError
+from papaya.config import Deployment
+from papaya.secagg.channel import SEALED_BYTES
+from papaya.secagg.offer import Offer
+from papaya.secagg.words import WORD, Words
+from papaya.server import tsa as server_tsa
+from papaya.server.tsa import TsaConnection
+from papaya.tsa import endpoint, wire
+from papaya.tsa.client import TsaClient
+from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
+from papaya.tsa.tsa import TSA
+from tests.unit.secagg.builders import a_task, entropy
+from tests.unit.tsa.running import CLUSTER, received, running
+
+PARAMETERS = a_task()
+PATIENCE_S = 30.0
+SHORT_S = 0.2
+
+
+class Clock:
+    now = 100.0
+
+
+def a_connection(clock: Clock, data: Path, tsa: str = "", answer_s: float = 5.0) -> TsaConnection:
+    deployment = Deployment(data=str(data), tsa=tsa)
+    return TsaConnection(deployment, lambda: clock.now, CLUSTER, SHORT_S, answer_s)
+
+
+def logged(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if text in record.getMessage()]
+
+
+def test_the_breaker_opens_when_nobody_answers_and_closes_when_somebody_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It accepts connections and never answers. This is logged once, and so is its return."""
+    caplog.set_level(logging.WARNING)
+    clock, where = Clock(), f"unix:{tmp_path / 'tsa'}"
+    connection = a_connection(clock, tmp_path, where)
+    with endpoint.listen(where):
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                connection.register(PARAMETERS)
+            clock.now += 1.0
+        assert (connection.breaker.open_s, connection.breaker.outages) == (3.0, 1)
+    with running(where):
+        clock.now -= 1.0
+        with pytest.raises(Unavailable, match="has not answered for 2 s"):
+            connection.register(PARAMETERS)  # too soon after the last attempt
+        clock.now += 1.0
+        assert connection.register(PARAMETERS) == PARAMETERS.digest()
+        assert connection.breaker.open_s == 0
+        connection.close()
+    assert len(logged(caplog, "is unreachable")) == 1
+    assert len(logged(caplog, "answers again after 3 s")) == 1
+
+
+class Freezing(TSA):
+    """Stops in the middle of an answer, and everything waits, as for a stopped process."""
+
+    def __init__(self) -> None:
+        super().__init__(entropy("freezing"))
+        self.thawed = Event()
+        self.thawed.set()
+
+    def offers(self, parameters_hash: bytes, count: int, now: float) -> list[Offer]:
+        assert self.thawed.wait(PATIENCE_S)
+        return super().offers(parameters_hash, count, now)
+
+
+def test_a_call_that_is_not_answered_in_time_is_not_repeated_and_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
+    clock, tsa = Clock(), Freezing()
+    with running(tsa=tsa) as where:
+        connection = a_connection(clock, tmp_path, where, answer_s=SHORT_S)
+        digest = connection.register(PARAMETERS)
+        identity = connection.identity_public_key
+        tsa.thawed.clear()
+        with pytest.raises(Unavailable):
+            connection.offers(digest, 1)
+        assert connection.breaker.is_open
+        began_at = time.monotonic()
+        for _ in range(1000):
+            with pytest.raises(Unavailable, match="has not answered"):
+                connection.offers(digest, 1)
+        assert time.monotonic() - began_at < 1000 * SHORT_S
+        tsa.thawed.set()
+        assert (
+            _eventually(connection, clock, digest)[0].index == 1
+        )  # the first call was carried out
+        assert connection.identity_public_key == identity
+        connection.close()
+
+
+def _eventually(connection: TsaConnection, clock: Clock, digest: bytes) -> list[Offer]:
+    ends_at = time.monotonic() + PATIENCE_S
+    while True:
+        clock.now += 1.0
+        try:
+            return connection.offers(digest, 1)
+        except Unavailable:
+            assert time.monotonic() < ends_at
+
+
+def test_a_refusal_is_an_answer(tmp_path: Path) -> None:
+    clock, where = Clock(), f"unix:{tmp_path / 'tsa'}"
+    connection = a_connection(clock, tmp_path, where)
+    with pytest.raises(Unavailable):
+        connection.register(PARAMETERS)
+    clock.now += 1.0
+    with running(where):
+        with pytest.raises(TsaRefused) as caught:
+            connection.offers(bytes(32), 1)
+        assert caught.value.reason is RefusalReason.UNKNOWN_PARAMETERS
+        assert not connection.breaker.is_open
+        connection.close()
+
+
+def test_another_identity_at_the_address_is_a_restart(tmp_path: Path) -> None:
+    clock, where = Clock(), f"unix:{tmp_path / 'tsa'}"
+    connection = a_connection(clock, tmp_path, where)
+    with running(where):
+        connection.register(PARAMETERS)
+    with running(where, tsa=TSA(entropy("another"))):
+        with pytest.raises(TsaError) as caught:
+            connection.accept(0, 1, bytes(SEALED_BYTES))
+        assert caught.value.reason == LOST
+        assert not connection.breaker.is_open
+        connection.close()
+
+
+def test_a_frozen_child_is_not_started_a_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TsaConnection, "_start_child", lambda self: pytest.fail("was started"))
+    with endpoint.listen(f"unix:{tmp_path / 'tsa.sock'}"), pytest.raises(Unavailable):
+        a_connection(Clock(), tmp_path).register(PARAMETERS)
+
+
+def test_a_child_that_was_stopped_ends_with_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_tsa, "_END_S", SHORT_S)
+    connection = a_connection(Clock(), tmp_path)
+    catching = "import signal; signal.signal(signal.SIGTERM, print); print(1, flush=True); input()"
+    command = [sys.executable, "-c", catching, f"unix:{tmp_path / 'tsa.sock'}"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"1\n"
+        (tmp_path / "tsa.pid").write_text(f"{child.pid}\n")
+        os.kill(child.pid, signal.SIGSTOP)
+        connection._child = child
+        connection.close()
+        assert child.returncode == -signal.SIGKILL
+
+
+# -- releases -------------------------------------------------------------------------------------
+
+PIECES = 10
+PAUSE_S = 0.25
+ANSWER_S = 1.5
+
+
+@contextmanager
+def slow_line(
+    upstream: str, folder: Path, send: Callable[[socket.socket, bytes], None]
+) -> Iterator[str]:
+    """A relay to the TSA that passes large answers on with `send`."""
+    where = f"unix:{folder / 'slow'}"
+    with endpoint.listen(where) as listener:
+
+        def relay() -> None:
+            device, _ = listener.accept()
+            with device, endpoint.connect(upstream, PATIENCE_S) as tsa:
+                while request := device.recv(1 << 20):
+                    tsa.sendall(request)
+                    head = received(tsa, wire.LENGTH.size)
+                    answer = head + received(tsa, *wire.LENGTH.unpack(head))
+                    if len(answer) < 1000:
+                        device.sendall(answer)
+                    else:
+                        send(device, answer)
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        yield where
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def in_pieces(device: socket.socket, answer: bytes) -> None:
+    size = -(-len(answer) // PIECES)
+    for start in range(0, len(answer), size):
+        time.sleep(PAUSE_S)
+        device.sendall(answer[start : start + size])
+
+
+def half_of_it(device: socket.socket, answer: bytes) -> None:
+    device.sendall(answer[: len(answer) // 2])
+
+
+class Released(TSA):
+    """Has seeds for everybody."""
+
+    def release(self, parameters_hash: bytes, group: int, members: Sequence[int]) -> Words:
+        masks: Words = np.arange(LARGE.vector_words).astype(WORD)
+        return masks
+
+
+LARGE = a_task(length=20_000)
+
+
+def test_a_release_that_makes_progress_is_not_cut(tmp_path: Path) -> None:
+    """All of it takes longer than the deadline, which is for the next bytes only."""
+    assert PIECES * PAUSE_S > ANSWER_S
+    heard: list[int] = []
+    with (
+        running(tsa=Released(entropy("released"))) as tsa,
+        slow_line(tsa, tmp_path, in_pieces) as where,
+        TsaClient(where, CLUSTER, PATIENCE_S, ANSWER_S) as client,
+    ):
+        client.register(LARGE)
+        client.release(LARGE, 1, [1, 2], lambda at, masks: heard.extend(masks.tolist()))
+    assert heard == list(range(LARGE.vector_words))
+
+
+def test_a_release_without_progress_is_given_up(tmp_path: Path) -> None:
+    with (
+        running(tsa=Released(entropy("released"))) as tsa,
+        slow_line(tsa, tmp_path, half_of_it) as where,
+        TsaClient(where, CLUSTER, PATIENCE_S, SHORT_S) as client,
+    ):
+        client.register(LARGE)
+        with pytest.raises(Unavailable) as caught:
+            client.release(LARGE, 1, [1, 2], lambda at, masks: None)
+        assert isinstance(caught.value.__cause__, TimeoutError)
