@@ -3,8 +3,8 @@
 An owner has an Ed25519 key. A device pins its public half, and optionally that of a recovery key
 that the owner keeps offline. Keys change by signed statements:
 
-    Successor     "from now on this key speaks for me", signed by the key or by the recovery key
-    Revocation    "never believe this key again", signed by the key or by the recovery key
+    KeySuccessor     "from now on this key speaks for me", signed by the key or by the recovery key
+    KeyRevocation    "never believe this key again", signed by the key or by the recovery key
 
 A statement is JSON in one encoding (keys sorted, no spaces), and what is signed is a label for its
 kind and these bytes, so that no signature is valid for a statement of another kind. Statements can
@@ -90,7 +90,7 @@ def decode(kind: type[S], body: bytes) -> S:
     raise BundleError("encoding", f"{kind.__name__}: not the canonical encoding of its values")
 
 
-class Successor(Statement, frozen=True):
+class KeySuccessor(Statement, frozen=True):
     """`new` replaces `old`. Both are key ids; the key itself is in `public_key`."""
 
     label = b"papaya successor\n"
@@ -100,7 +100,7 @@ class Successor(Statement, frozen=True):
     public_key: bytes
 
 
-class Revocation(Statement, frozen=True):
+class KeyRevocation(Statement, frozen=True):
     label = b"papaya revocation\n"
 
     key: str
@@ -165,22 +165,22 @@ class OwnerKeys:
             )
         signer = key_id(signed.key)
         if signed.body.startswith(b'{"key":'):
-            self._revoke(signer, Revocation.verify(signed))
+            self._revoke(signer, KeyRevocation.verify(signed))
         else:
-            self._succeed(signer, Successor.verify(signed))
+            self._succeed(signer, KeySuccessor.verify(signed))
         self.accepted.append(signed)
 
     def _after(self, name: str) -> tuple[str, bytes] | None:
         return self._recovered.get(name) or self._successors.get(name)
 
-    def _revoke(self, signer: str, statement: Revocation) -> None:
+    def _revoke(self, signer: str, statement: KeyRevocation) -> None:
         self._require_standing(signer, statement.key)
         self._revoked[statement.key] = None
 
-    def _succeed(self, signer: str, statement: Successor) -> None:
+    def _succeed(self, signer: str, statement: KeySuccessor) -> None:
         self._require_standing(signer, statement.old)
         if key_id(statement.public_key) != statement.new:
-            raise BundleError("encoding", f"Successor: {statement.new} is not the id of its key")
+            raise BundleError("encoding", f"KeySuccessor: {statement.new} is not the id of its key")
         known = self._recovered if signer == self._recovery else self._successors
         successor = (statement.new, statement.public_key)
         if known.setdefault(statement.old, successor) != successor:

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from papaya.bundle.owner import Revocation, SignedStatement, Successor, key_id
+from papaya.bundle.owner import KeyRevocation, KeySuccessor, SignedStatement, key_id
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -104,9 +104,9 @@ def run_successor(options: OwnerSuccessorOptions) -> int:
     new = _create(options.output)
     public = new.public_key().public_bytes_raw()
     old_id = key_id(old.key.public_key().public_bytes_raw())
-    statements = [*old.statements, Successor(old_id, key_id(public), public).sign(authority.key)]
+    statements = [*old.statements, KeySuccessor(old_id, key_id(public), public).sign(authority.key)]
     if options.revoke:
-        statements.append(Revocation(old_id).sign(authority.key))
+        statements.append(KeyRevocation(old_id).sign(authority.key))
     _write_statements(options.output, statements)
     note(f"created {options.output}, which replaces {options.key}")
     note(f"to sign with it: papaya task submit FILE --owner {options.output}")

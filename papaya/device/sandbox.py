@@ -120,7 +120,7 @@ class Sandbox:
             async with asyncio.timeout_at(deadline):
                 server = await self._alive()
                 cpu_s = math.ceil(min(timeout_s, _MAX_CPU_S)) + 1
-                return await server.run(job, self._file_of(job), cpu_s)
+                return await server.run(job, self._file_of(job, server.tasks), cpu_s)
         except TimeoutError:
             raise JobFailed("timeout", f"training did not finish within {timeout_s:g} s") from None
         except OperatorError as error:
@@ -128,8 +128,8 @@ class Sandbox:
         finally:
             self._slots.release()
 
-    def _file_of(self, job: Job) -> TaskFile:
-        files = {file.path: file for file in self._tasks} | self._bundled
+    def _file_of(self, job: Job, loaded: Sequence[TaskFile]) -> TaskFile:
+        files = {file.path: file for file in loaded} | self._bundled
         if job.task_file not in files:
             raise JobFailed("refused", f"{job.task_file} is not a task file of this device")
         return files[job.task_file]

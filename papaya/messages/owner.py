@@ -133,8 +133,13 @@ def revise(rows: TaskRows, config: TaskConfig, *, moves: bool) -> Transaction:
         raise OperatorError(
             f"task {task} is {rows.row.state}", hint="start a new run: papaya task submit FILE"
         )
-    fixed = ("task", "model_length", "clip", "max_examples", "secure_aggregation", "evaluates")
-    if changed := [field for field in fixed if getattr(old, field) != getattr(config, field)]:
+    fixed = {
+        "model_length": (old.model_length, config.model_length),
+        "clip": (old.clip, config.clip),
+        "max_examples": (old.max_examples, config.max_examples),
+        "secure_aggregation": (old.secure_aggregation, config.secure_aggregation),
+    }
+    if changed := [field for field, (before, after) in fixed.items() if before != after]:
         raise OperatorError(
             f"a revision cannot change {', '.join(changed)}",
             hint="start a new run with it: papaya task submit FILE --replace",

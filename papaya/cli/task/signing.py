@@ -27,7 +27,7 @@ from papaya.bundle.manifest import (
     TaskManifest,
     run_id,
 )
-from papaya.bundle.owner import OwnerKeys, OwnerPin, SignedStatement, Successor, key_id
+from papaya.bundle.owner import KeySuccessor, OwnerKeys, OwnerPin, SignedStatement, key_id
 from papaya.config import TaskConfig
 from papaya.credentials.token_files import read as read_secret
 from papaya.errors import ConfigError, OperatorError
@@ -88,7 +88,7 @@ def _first_owner(public: bytes, statements: Sequence[SignedStatement]) -> str:
     predecessors = {}
     for signed in statements:
         if signed.body.startswith(b'{"new":'):
-            successor = Successor.verify(signed)
+            successor = KeySuccessor.verify(signed)
             predecessors[successor.new] = successor.old
     name = key_id(public)
     for _ in statements:

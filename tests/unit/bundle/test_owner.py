@@ -10,11 +10,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from papaya.bundle.errors import BundleError
 from papaya.bundle.owner import (
     MAX_STATEMENTS,
+    KeyRevocation,
+    KeySuccessor,
     OwnerKeys,
     OwnerPin,
-    Revocation,
     SignedStatement,
-    Successor,
     key_id,
 )
 from tests.unit.bundle.builders import KEY, NEXT, PIN, RECOVERY, STRANGER, THIRD, a_key, public
@@ -24,11 +24,11 @@ def succession(
     old: Ed25519PrivateKey, new: Ed25519PrivateKey, signer: Ed25519PrivateKey
 ) -> SignedStatement:
     named = public(new)
-    return Successor(key_id(public(old)), key_id(named), named).sign(signer)
+    return KeySuccessor(key_id(public(old)), key_id(named), named).sign(signer)
 
 
 def revocation(key: Ed25519PrivateKey, signer: Ed25519PrivateKey) -> SignedStatement:
-    return Revocation(key_id(public(key))).sign(signer)
+    return KeyRevocation(key_id(public(key))).sign(signer)
 
 
 def test_the_pinned_key_speaks_until_it_names_a_successor() -> None:
@@ -92,7 +92,7 @@ def test_others_have_no_say() -> None:
 
 
 def test_a_successor_names_its_own_key() -> None:
-    lie = Successor(key_id(public(KEY)), key_id(public(NEXT)), public(THIRD)).sign(KEY)
+    lie = KeySuccessor(key_id(public(KEY)), key_id(public(NEXT)), public(THIRD)).sign(KEY)
     with pytest.raises(BundleError, match="is not the id of its key"):
         OwnerKeys(PIN).accept(lie)
 

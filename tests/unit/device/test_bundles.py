@@ -15,7 +15,7 @@ from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import DAY_S, LEASE_S, BlobRef, Participation, TaskManifest, run_id
-from papaya.bundle.owner import SignedStatement, Successor, key_id
+from papaya.bundle.owner import KeySuccessor, SignedStatement, key_id
 from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.owners import OwnerPolicy, parse_owners
 from papaya.errors import ConfigError, OperatorError, ProtocolError
@@ -215,7 +215,7 @@ def test_a_successor_is_remembered_and_the_recovery_key_resets_marks(
     opened: Open, server: Server
 ) -> None:
     owner, new = PIN.owner, public(NEXT)
-    succession = Successor(owner, key_id(new), new)
+    succession = KeySuccessor(owner, key_id(new), new)
     store = opened()
     latest = a_manifest(revision=4)
     fetch(store, server, server.offer(latest, a_head(latest, NEXT, (succession.sign(KEY),))))
