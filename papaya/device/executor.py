@@ -14,35 +14,12 @@ from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
-from papaya.config import TaskConfig
-from papaya.learning.definition import Examples
+from papaya.learning.definition import Examples, TaskTerms
 
 LOADER: Final = "load_examples"
 """The optional function of a task file that makes examples from a text."""
 
 FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
-
-
-class TaskTerms(Struct, frozen=True):
-    """The privacy settings of a task file, which the device compares with the server's."""
-
-    secure: bool
-    model_length: int
-    max_examples: int
-    max_staleness: int
-    clip: float | None
-    threshold: int | None
-
-    @classmethod
-    def of(cls, config: TaskConfig) -> TaskTerms:
-        return cls(
-            secure=config.secure_aggregation is not None,
-            model_length=config.model_length,
-            max_examples=config.max_examples,
-            max_staleness=config.max_staleness,
-            clip=config.clip,
-            threshold=config.threshold,
-        )
 
 
 class TaskFile(Struct, frozen=True):

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import msgspec
 
 from papaya.device import frames
-from papaya.device.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
+from papaya.device.executor import LOADER, Job, JobResult, TaskFile
 from papaya.device.frames import (
     Done,
     Failed,

@@ -17,9 +17,10 @@ from msgspec import Struct, msgpack
 
 from papaya.client.work import Trained
 from papaya.device.example_store import ExampleStore, Split
-from papaya.device.executor import LOADER, Executor, Job, JobFailed, TaskTerms
+from papaya.device.executor import LOADER, Executor, Job, JobFailed
 from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
 

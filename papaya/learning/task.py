@@ -6,7 +6,7 @@
         name="next-word",
         model=NextWord,                     # makes the torch module
         batch=to_tensors,                   # list of stored examples -> tuple of tensors
-        loss=loss,                          # (module, *batch) -> mean loss over the batch
+        loss=loss,                          # (module, *batch) -> mean loss, or a loss per example
         examples=Examples("text"),
         client=ClientSGD(rate=0.5),
         regime=AsyncFL(aggregation_goal=10),
@@ -106,7 +106,7 @@ class LoadedTask:
             )
             raise _located(self.path, error, f"{what}: batch", hint) from error
         try:
-            try_loss(self.task, batch)
+            try_loss(self.task, batch, len(examples))
         except Exception as error:
             made = ", ".join(map(_described, batch))
             hint = f"loss is called with the module and the tensors that batch returns: {made}"
