@@ -9,6 +9,7 @@ Refused: a value that cannot work, with its field and a remedy, at the owner's o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -30,6 +31,11 @@ from papaya.errors import ConfigError
 from papaya.learning.example_fields import ExampleField
 
 _MAX_RATE = 3.4e38  # the largest float32, nearly
+
+
+def module_hash(content: bytes) -> str:
+    """The name under which devices and servers know a task file or a program file."""
+    return "sha256:" + hashlib.sha256(content).hexdigest()[:32]
 
 
 class Examples(Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,7 +190,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
         fields = () if callable(self.batch) else tuple(self.batch)
         return fields if fields and all(isinstance(f, ExampleField) for f in fields) else None
 
-    def config(self, model_length: int, module: str | None) -> TaskConfig:
+    def config(self, model_length: int, module: str | None, engine: str = "torch") -> TaskConfig:
         """The configuration that a server gets: no code, only numbers and names."""
         return TaskConfig(
             task=self.name,
@@ -192,7 +198,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             model_length=model_length,
             regime=self.regime,
             optimizer=self.optimizer,
-            requirements=structs.replace(self.requirements, engine="torch", module=module),
+            requirements=structs.replace(self.requirements, engine=engine, module=module),
             secure_aggregation=self.secure_aggregation,
             training_timeout_s=self.training_timeout_s,
             upload_timeout_s=self.upload_timeout_s,

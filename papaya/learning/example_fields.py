@@ -1,7 +1,7 @@
 """Fields: how the bytes of a stored example become arrays, described as data instead of code.
 
     batch=(Numbers(3), Numbers(1, start=3))         "0.5,2,7,1"  ->  float32[3], float32[1]
-    batch=(Words(11, places=2048, known=VOCABULARY),)
+    batch=(WordPlaces(11, places=2048, known=VOCABULARY),)
     batch=(JsonNumbers("x", (2,)), JsonNumbers("y", ()))
     batch=(Binary("uint8", (1, 28, 28)), Binary("int64", (), start=784))
 
@@ -61,7 +61,7 @@ class Numbers(Struct, frozen=True, tag="numbers", forbid_unknown_fields=True):
         return np.array([number(part) for part in parts], self.kind)
 
 
-class Words(Struct, frozen=True, tag="words", forbid_unknown_fields=True):
+class WordPlaces(Struct, frozen=True, tag="words", forbid_unknown_fields=True):
     """The places of `count` words that are separated by single spaces.
 
     The words in `known` have the first places, in their order. All others share the places after
@@ -76,11 +76,11 @@ class Words(Struct, frozen=True, tag="words", forbid_unknown_fields=True):
     kind: ClassVar[NumberKind] = "int64"
 
     def __post_init__(self) -> None:
-        require_count("Words.count", self.count)
-        require_count("Words.places", self.places)
+        require_count("WordPlaces.count", self.count)
+        require_count("WordPlaces.places", self.places)
         require(
             len(self.known) <= self.reserved < self.places,
-            "Words.reserved",
+            "WordPlaces.reserved",
             self.reserved,
             f"must be at least {len(self.known)}, the number of known words, "
             f"and below {self.places}, the number of places",
@@ -141,7 +141,7 @@ class Binary(Struct, frozen=True, tag="binary", forbid_unknown_fields=True):
         return found.astype(self.kind).reshape(self.shape)
 
 
-ExampleField: TypeAlias = Numbers | Words | JsonNumbers | Binary
+ExampleField: TypeAlias = Numbers | WordPlaces | JsonNumbers | Binary
 
 
 def read_fields(fields: Sequence[ExampleField], examples: Sequence[bytes]) -> tuple[Array, ...]:
@@ -154,17 +154,20 @@ def _column(number: int, field: ExampleField, examples: Sequence[bytes]) -> Arra
     for index, example in enumerate(examples):
         try:
             array = field.read(example)
-            fits = array.shape == field.shape and bool(np.isfinite(array).all())
         except (ValueError, TypeError, KeyError, OverflowError, msgspec.DecodeError):
-            fits = False
-        if not fits:
-            raise OperatorError(
-                f"example {index} does not fit field {number} of the task, "
-                f"{type(field).__name__} of shape {list(field.shape)}",
-                hint="store examples in the format that the task's fields describe",
-            )
+            raise _unfit(index, number, field) from None
+        if array.shape != field.shape or not np.isfinite(array).all():
+            raise _unfit(index, number, field)
         column[index] = array
     return column
+
+
+def _unfit(index: int, number: int, field: ExampleField) -> OperatorError:
+    return OperatorError(
+        f"example {index} does not fit field {number} of the task, "
+        f"{type(field).__name__} of shape {list(field.shape)}",
+        hint="store examples in the format that the task's fields describe",
+    )
 
 
 @lru_cache(maxsize=8)
@@ -178,4 +181,6 @@ def _require_start(field: str, start: int) -> None:
 
 def _require_shape(field: str, shape: tuple[int, ...]) -> None:
     is_valid = len(shape) <= 8 and all(0 < size <= MAX_COUNT for size in shape)
-    require(is_valid, field, shape, "must have at most 8 sizes, all positive", "use () for a number")
+    require(
+        is_valid, field, shape, "must have at most 8 sizes, all positive", "use () for a number"
+    )

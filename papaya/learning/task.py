@@ -24,7 +24,6 @@ a file is loaded.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import traceback
 from collections.abc import Sequence
@@ -45,7 +44,8 @@ from papaya.config import (
 )
 from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.checkpoint_files import read_checkpoint
-from papaya.learning.definition import ClientSGD, Examples, Task
+from papaya.learning.definition import ClientSGD, Examples, Task, module_hash
+from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.parameters import Manifest, Vector
 
 __all__ = [
@@ -68,11 +68,6 @@ _MAX_FILE_BYTES: Final = 1 << 20
 _SHOWN_BYTES: Final = 60  # of an example, in a hint
 
 
-def module_hash(source: bytes) -> str:
-    """The name under which devices and servers know a task file."""
-    return "sha256:" + hashlib.sha256(source).hexdigest()[:32]
-
-
 @dataclass(frozen=True)
 class LoadedTask:
     """A task whose file has run and whose model was made and checked."""
@@ -83,8 +78,18 @@ class LoadedTask:
     manifest: Manifest
 
     def config(self) -> TaskConfig:
-        """The configuration that is submitted to a server."""
+        """The configuration that is submitted to a server, for devices with this file."""
         return self.task.config(self.manifest.length, self.module_hash)
+
+    def config_for(self, program: ProgramFile) -> TaskConfig:
+        """The same, for devices with a program that was compiled from this file."""
+        if program.header.source != self.module_hash:
+            raise OperatorError(
+                f"the program was compiled from {program.header.source}, "
+                f"{self.path} is {self.module_hash}",
+                hint=f"compile it again: papaya task compile {self.path}",
+            )
+        return self.task.config(self.manifest.length, program.name, "executorch")
 
     def initial_parameters(self, *, seed: int = 0, checkpoint: Path | None = None) -> Vector:
         """Version 0: the checkpoint's tensors, or the module's own initialisation by this seed."""

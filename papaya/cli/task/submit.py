@@ -32,6 +32,7 @@ _NOT_TO_SET = {
 @dataclass(frozen=True, kw_only=True)
 class TaskSubmitOptions(ConnectionOptions):
     file: Path
+    program: Path | None = None
     checkpoint: Path | None = None
     name: str | None = None
     seed: int = 0
@@ -49,6 +50,13 @@ def add_to(actions: Commands) -> None:
         type=Path,
         metavar="TASK.py",
         help="Python file of the task; devices need the same file",
+    )
+    parser.add_argument(
+        "--program",
+        type=Path,
+        metavar="FILE",
+        help="program that `papaya task compile` made from the file: submit the task for devices "
+        "that have this program, instead of the file",
     )
     parser.add_argument(
         "--checkpoint",
@@ -73,12 +81,17 @@ def add_to(actions: Commands) -> None:
 
 def run(options: TaskSubmitOptions) -> int:
     from papaya.learning import parameters
+    from papaya.learning.executorch.program_file import read_program
     from papaya.learning.task import load_task  # here: it imports torch
 
     client = client_for(options)
     loaded = load_task(options.file)
-    config = changed(loaded.config(), options.name, options.set)
-    for warning in [*config.warnings(), *refusals(loaded.config(), config)]:
+    if options.program is None:
+        file = loaded.config()
+    else:
+        file = loaded.config_for(read_program(options.program))
+    config = changed(file, options.name, options.set)
+    for warning in [*config.warnings(), *refusals(file, config)]:
         note(f"warning: {warning}")
     vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
     data = parameters.encode(vector, {"task": config.task, "version": "0"})

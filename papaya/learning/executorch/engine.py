@@ -27,7 +27,7 @@ from papaya.learning.client_training import (
 from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.example_fields import Array, read_fields
 from papaya.learning.executorch.program_file import ProgramFile
-from papaya.learning.executorch.runtime import LoadedProgram
+from papaya.learning.executorch.runtime import LoadedProgram, require_operators
 from papaya.learning.parameters import FLOAT32, Vector
 
 
@@ -35,6 +35,7 @@ class ExecuTorchEngine:
     """One program. It is loaded for each job, in the job's own process."""
 
     def __init__(self, file: ProgramFile) -> None:
+        require_operators(file.header)
         self.manifest = file.header.manifest
         self._file = file
         self._client = file.header.client
@@ -81,9 +82,7 @@ class ExecuTorchEngine:
     ) -> None:
         """One step of torch.optim.SGD."""
         client = self._client
-        rate, momentum, decay = map(
-            np.float32, (client.rate, client.momentum, client.weight_decay)
-        )
+        rate, momentum, decay = map(np.float32, (client.rate, client.momentum, client.weight_decay))
         for name, gradient in gradients.items():
             value = parameters[name]
             if client.weight_decay:

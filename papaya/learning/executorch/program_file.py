@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 
 from papaya.errors import OperatorError
-from papaya.learning.definition import ClientSGD, Examples, TaskTerms
+from papaya.learning.definition import ClientSGD, Examples, TaskTerms, module_hash
 from papaya.learning.example_fields import ExampleField
 from papaya.learning.parameters import Manifest
 
@@ -111,7 +111,7 @@ def decode_program(data: bytes) -> ProgramFile:
         )
     if hashlib.sha256(program).hexdigest() != header.program_sha256:
         raise OperatorError("the program does not have the digest in its header", hint=_AGAIN)
-    return ProgramFile("sha256:" + hashlib.sha256(data).hexdigest()[:32], header, program)
+    return ProgramFile(module_hash(data), header, program)
 
 
 def _header(text: bytes) -> ProgramHeader:

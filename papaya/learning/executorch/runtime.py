@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from papaya.errors import OperatorError
-from papaya.learning.executorch.program_file import ProgramFile
+from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, ProgramFile, ProgramHeader
 from papaya.learning.executorch.shim import shim_library
-from papaya.learning.parameters import FLOAT32, Vector
+from papaya.learning.parameters import Vector
 
 _ALIGNMENT: Final = 16
 _OUT_OF_MEMORY: Final = 0x21  # Error::MemoryAllocationFailed
@@ -47,20 +47,11 @@ class LoadedProgram:
     def __init__(self, file: ProgramFile, parameters: dict[str, Vector]) -> None:
         self._library = library(shim_library())
         self._header = file.header
-        self._require_operators()
         # The runtime keeps a pointer to the program's bytes.
         self._program = _aligned(file.program)
         self._shapes = dict(file.header.manifest.tensors)
         self._handle = ctypes.c_void_p()
         self.parameters = self._load(parameters)
-
-    def _require_operators(self) -> None:
-        has = self._library.papaya_has_operator
-        if missing := [name for name in self._header.operators if not has(name.encode())]:
-            raise OperatorError(
-                f"this device's ExecuTorch lacks the operators {', '.join(missing)}",
-                hint="update the device's package, or change the model",
-            )
 
     def _load(self, parameters: dict[str, Vector]) -> dict[str, Vector]:
         given = (_Parameter * len(self._shapes))()
@@ -78,12 +69,10 @@ class LoadedProgram:
         )
         if status:
             raise self._failure("cannot load the program", status)
-        if lost := [name for name, entry in zip(self._shapes, given, strict=True) if not entry.placed]:
+        places = dict(zip(self._shapes, (entry.placed for entry in given), strict=True))
+        if lost := [name for name, place in places.items() if not place]:
             raise OperatorError(f"the program does not use the parameters {lost}", hint=_AGAIN)
-        return {
-            name: _view(entry.placed, shape)
-            for entry, (name, shape) in zip(given, self._shapes.items(), strict=True)
-        }
+        return {name: _view(place, self._shapes[name]) for name, place in places.items()}
 
     def run(self, inputs: Sequence[npt.NDArray[np.generic]]) -> tuple[float, dict[str, Vector]]:
         """The loss and the gradients, which are views that the next run overwrites."""
@@ -120,14 +109,25 @@ class LoadedProgram:
         return OperatorError(f"{what}: {text} (ExecuTorch error {status})", hint=_AGAIN)
 
 
+def require_operators(header: ProgramHeader) -> None:
+    """Refuse operators that the runtime lacks. This loads the runtime, not the program."""
+    has = library(shim_library()).papaya_has_operator
+    if missing := [name for name in header.operators if not has(name.encode())]:
+        raise OperatorError(
+            f"ExecuTorch {EXECUTORCH_VERSION} lacks the operators {', '.join(missing)}",
+            hint="change the layers of the model that need them",
+        )
+
+
 def _exported(name: str) -> str:
     """The exporter wraps the owner's module, as the attribute `module` of another one."""
     return f"module.{name}"
 
 
 def _view(address: int, shape: tuple[int, ...]) -> Vector:
-    memory = (ctypes.c_char * (4 * math.prod(shape))).from_address(address)
-    return np.frombuffer(memory, FLOAT32).reshape(shape)
+    memory = (ctypes.c_float * math.prod(shape)).from_address(address)
+    view: Vector = np.ctypeslib.as_array(memory).reshape(shape)
+    return view
 
 
 def _aligned(data: bytes) -> npt.NDArray[np.uint8]:

@@ -122,7 +122,9 @@ def _compiled(loaded: LoadedTask) -> bytes:
     examples = list(islice(cycle(task.sample), task.client.batch_size))
     inputs = tried_batch(task, examples)
     _require_example_losses(loaded, inputs, len(examples))
-    program, gradients, operators = _exported(loaded, inputs, len(examples))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside torch.export and executorch
+        program, gradients, operators = _exported(loaded, inputs, len(examples))
     header = ProgramHeader(
         task=task.name,
         source=loaded.module_hash,
@@ -193,20 +195,18 @@ def _exported(
 
 @contextmanager
 def _refusing(what: str) -> Iterator[None]:
-    """Turn errors of the exporters into errors of the task, without their deprecation warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        except OperatorError:
-            raise
-        except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            first = " ".join(lines[:2]) or type(error).__name__
-            raise OperatorError(
-                f"{what}: {first}",
-                hint="change the model or the loss, or train with task files: --engine torch",
-            ) from error
+    """Turn errors of the exporters into errors of the task."""
+    try:
+        yield
+    except OperatorError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = " ".join(lines[:2]) or type(error).__name__
+        raise OperatorError(
+            f"{what}: {first}",
+            hint="change the model or the loss, or train with task files: --engine torch",
+        ) from error
 
 
 def _require_supported(node: Node) -> None:

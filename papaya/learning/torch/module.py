@@ -158,10 +158,10 @@ def _loss(task: Task, module: torch.nn.Module, batch: Batch, examples: int) -> t
             f"loss returned {found}, expected a scalar tensor, or one loss for each example",
             hint="return the mean over the batch, for example cross_entropy(...) or x.mean()",
         )
-    loss = loss if loss.dim() == 0 else loss.mean()
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    mean: torch.Tensor = loss if loss.dim() == 0 else loss.mean()
+    if torch.is_grad_enabled() and not mean.requires_grad:
         raise OperatorError(
             "loss does not depend on the trainable parameters",
             hint="compute it with the module that it is given, without detach() or no_grad()",
         )
-    return loss
+    return mean
