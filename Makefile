@@ -62,7 +62,9 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP) install --quiet --constraint constraints.txt safetensors --editable '.[serve,device,torch,sim]'
 	@touch $@
 
+# executorch asks for a hundred megabytes that only its other uses need: the extra `executorch` names the rest.
 $(DEV): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt --no-deps executorch
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $(DEMO) $@

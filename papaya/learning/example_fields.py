@@ -9,8 +9,8 @@ A device without torch and without the owner's code can read them (`papaya/learn
 Further steps, such as windows, logarithms or one-hot vectors, belong into the loss, which is
 compiled into the task's program. Every example gives arrays of the same shape, float32 or int64.
 
-Refused (OperatorError): an example that does not fit its field. The message has the number of the
-example and the field, never the content of the example.
+Refused (OperatorError): an example that does not fit its field. The message describes the field and
+never the content of the example.
 """
 
 from __future__ import annotations
@@ -155,16 +155,16 @@ def _column(number: int, field: ExampleField, examples: Sequence[bytes]) -> Arra
         try:
             array = field.read(example)
         except (ValueError, TypeError, KeyError, OverflowError, msgspec.DecodeError):
-            raise _unfit(index, number, field) from None
+            raise _unfit(number, field) from None
         if array.shape != field.shape or not np.isfinite(array).all():
-            raise _unfit(index, number, field)
+            raise _unfit(number, field)
         column[index] = array
     return column
 
 
-def _unfit(index: int, number: int, field: ExampleField) -> OperatorError:
+def _unfit(number: int, field: ExampleField) -> OperatorError:
     return OperatorError(
-        f"example {index} does not fit field {number} of the task, "
+        f"an example does not fit field {number} of the task, "
         f"{type(field).__name__} of shape {list(field.shape)}",
         hint="store examples in the format that the task's fields describe",
     )

@@ -13,6 +13,7 @@
 
 #include <executorch/extension/data_loader/buffer_data_loader.h>
 #include <executorch/extension/memory_allocator/malloc_memory_allocator.h>
+#include <executorch/extension/threadpool/threadpool_guard.h>
 #include <executorch/runtime/executor/program.h>
 #include <executorch/runtime/kernel/operator_registry.h>
 #include <executorch/runtime/platform/platform.h>
@@ -117,6 +118,7 @@ struct Training {
       Error error = method->set_input(EValue(Tensor(&input)), i);
       if (error != Error::Ok) return error;
     }
+    executorch::extension::threadpool::NoThreadPoolGuard one_thread;  // a job has one core
     return method->execute();
   }
 
