@@ -358,6 +358,10 @@ def main(arguments: list[str]) -> None:
         except OperatorError as error:
             host.sendall(frames.frame(Unloadable(str(error), error.hint)))
             return
+        except ModuleNotFoundError as error:  # in the package for devices alone
+            hint = "pip install 'papaya-fl[device,torch]', or --engine executorch"
+            host.sendall(frames.frame(Unloadable(f"no engine {name}: {error}", hint)))
+            return
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
         host.sendall(frames.frame(Ready(tasks)))

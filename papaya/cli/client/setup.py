@@ -23,7 +23,6 @@ from papaya.device.use_policy import UsePolicy, parse_policies
 from papaya.errors import OperatorError
 from papaya.learning.definition import module_hash
 from papaya.learning.executorch.program_file import is_program
-from papaya.sim.protocol_updates import protocol_update
 
 
 def listed(text: str) -> list[str]:
@@ -66,6 +65,8 @@ async def trainer_for(
     if missing := [path for path in files if not path.is_file()]:
         raise OperatorError(f"there is no task file {missing[0]}", hint="check --task FILE")
     if mean_s is not None:
+        from papaya.sim.protocol_updates import protocol_update
+
         rng, modules = Random(), tuple(module_hash(path.read_bytes()) for path in files)
         seconds = partial(rng.expovariate, 1 / mean_s)
         yield ProtocolTrainer(protocol_update, seconds, modules=modules), []
