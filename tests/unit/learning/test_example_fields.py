@@ -51,8 +51,10 @@ def test_numbers_in_json() -> None:
 def test_binary_arrays() -> None:
     example = np.array([1, 255], np.uint8).tobytes() + np.int64(-3).tobytes()
     first, last = read_fields((Binary("uint8", (2,)), Binary("int64", (), 2)), [example])
-    assert (first.dtype, first.tolist()) == (np.float32, [[1, 255]])
-    assert (last.dtype, last.tolist()) == (np.int64, [-3])
+    assert first.dtype == np.float32
+    assert first.tolist() == [[1, 255]]
+    assert last.dtype == np.int64
+    assert last.tolist() == [-3]
 
 
 @pytest.mark.parametrize(
