@@ -24,6 +24,7 @@ from tools.device_wheel import FORBIDDEN, REQUIRES, build_wheel
 MAX_INSTALLED_MB = 60  # beside numpy and Python
 MAX_IDLE_MB = 80
 MAX_TRAINING_MB = 150
+MAX_IMPORT_CPU_S = 5.0  # about half a second on an idle machine
 STEP_S = 300.0
 LOOK = """
 import json, sys, time
@@ -66,7 +67,7 @@ class DevicePackage:
         )
 
     def run(self, *arguments: str) -> str:
-        command = [str(self.bin / "python"), *arguments]
+        command = [str(self.bin / "python"), "-I", *arguments]  # not from this folder
         return subprocess.check_output(command, text=True, timeout=STEP_S, env=environment())
 
 
@@ -113,6 +114,7 @@ def test_it_imports_neither_torch_nor_servers(package: DevicePackage) -> None:
     for name in ("torch", "executorch", "uvloop", "numba", "matplotlib", *FORBIDDEN):
         assert name not in modules
     assert found["idle_mb"] < MAX_IDLE_MB
+    assert found["cpu_s"] < MAX_IMPORT_CPU_S
 
 
 @pytest.mark.soak

@@ -54,7 +54,8 @@ class LoadedProgram:
         self.parameters = self._load(parameters)
 
     def _load(self, parameters: dict[str, Vector]) -> dict[str, Vector]:
-        given = (_Parameter * len(self._shapes))()
+        # The runtime keeps a pointer to it.
+        self._given = given = (_Parameter * len(self._shapes))()
         for entry, (name, shape) in zip(given, self._shapes.items(), strict=True):
             entry.name = _exported(name).encode()
             entry.sizes = (ctypes.c_int32 * len(shape))(*shape)

@@ -16,9 +16,10 @@ without a gradient; a program that trains another update.
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -79,14 +80,15 @@ def compile_task(loaded: LoadedTask, cache: Path | None = None) -> bytes:
     """The program file of a task. `cache` is a folder of earlier results, by content."""
     _require_versions()
     place = None if cache is None else cache / f"{_content_digest(loaded)}.program"
-    if place is not None and place.exists():
-        data = place.read_bytes()
-        decode_program(data)
-        return data
+    if place is not None:
+        with suppress(OSError, OperatorError):  # not there, or damaged
+            data = place.read_bytes()
+            decode_program(data)
+            return data
     data = _compiled(loaded)
     if place is not None:
         place.parent.mkdir(parents=True, exist_ok=True)
-        part = place.with_suffix(".part")
+        part = place.with_suffix(f".{os.getpid()}")
         part.write_bytes(data)
         part.replace(place)
     return data
