@@ -82,11 +82,17 @@ class NextWord(nn.Module):
         return wanted @ self.embedding.weight.T + self.bias
 
 
-def loss(module: nn.Module, words: Tensor) -> Tensor:
-    """One loss for each window: the mean over its words, each predicted from those before it."""
+def pairs(words: Tensor) -> tuple[Tensor, Tensor]:
+    """For every word of every window: the places of the words before it, and its own."""
     before = torch.stack([words[:, i : i + WINDOW] for i in range(CONTEXT)], dim=-1)
-    scores, targets = module(before.flatten(0, 1)), words[:, CONTEXT:].flatten()
-    return cross_entropy(scores, targets, reduction="none").unflatten(0, (-1, WINDOW)).mean(1)
+    return before.flatten(0, 1), words[:, CONTEXT:].flatten()
+
+
+def loss(module: nn.Module, words: Tensor) -> Tensor:
+    """One loss for each window: the mean over its words."""
+    before, targets = pairs(words)
+    losses = cross_entropy(module(before), targets, reduction="none")
+    return losses.unflatten(0, (-1, WINDOW)).mean(1)
 
 
 task = Task(
