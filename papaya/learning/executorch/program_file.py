@@ -10,7 +10,7 @@ a Python file does, and the digest in the header is checked before the runtime s
 A malformed program can end a process, so it is loaded in a job's child process only.
 
 Refused (OperatorError): a file of another format, a header that is not canonical, a program of
-another size or digest, gradients that are not those of the model's parameters.
+another size or digest, a header that contradicts itself.
 """
 
 from __future__ import annotations
@@ -130,6 +130,12 @@ def _header(text: bytes) -> ProgramHeader:
         raise OperatorError(
             f"the model has {header.manifest.length} parameters, "
             f"the terms say {header.terms.model_length}",
+            hint=_AGAIN,
+        )
+    if header.terms.max_examples != header.client.max_examples:
+        raise OperatorError(
+            f"the program trains on {header.client.max_examples} examples, "
+            f"the terms say {header.terms.max_examples}",
             hint=_AGAIN,
         )
     if header.executorch != EXECUTORCH_VERSION:

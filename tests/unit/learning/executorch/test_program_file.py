@@ -35,7 +35,7 @@ def a_header(**changes: Any) -> ProgramHeader:
         terms=TaskTerms(False, 3, 100, 50, 0.5, None),
         examples=Examples("numbers"),
         fields=(Numbers(2), WordPlaces(1, 8, ("a",), 2)),
-        client=ClientSGD(rate=0.1),
+        client=ClientSGD(rate=0.1, max_examples=100),
         manifest=Manifest((("weight", (1, 2)), ("bias", (1,)))),
         gradients=("bias", "weight"),
         operators=("aten::mm.out",),
@@ -105,6 +105,7 @@ def test_a_changed_program_is_refused() -> None:
         ({"gradients": ("bias", "bias", "weight")}, "gradients"),
         ({"gradients": ("bias", "other")}, "gradients"),
         ({"terms": TaskTerms(False, 4, 100, 50, None, None)}, "has 3 parameters, .* say 4"),
+        ({"client": ClientSGD(rate=0.1)}, "trains on 1500 examples, the terms say 100"),
         ({"executorch": "9.9"}, "ExecuTorch 9.9, this device has"),
     ],
 )
