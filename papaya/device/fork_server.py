@@ -1,8 +1,9 @@
-"""The process that jobs are forked from: it imports torch and the device's task files once.
+"""The process that jobs are forked from: it imports the engine and the device's task files once.
 
 `papaya/device/sandbox.py` starts it. Forking is fast because the engine is imported once. It has
 one thread and never runs a backward pass itself: torch refuses gradients in a child whose parent
-has computed some.
+has computed some. It checks the digests of program files but does not load programs: a malformed
+one can end the process that loads it.
 
 A job is a fork with its own process group, low priority, limits on memory, processor time and
 files, and no file descriptor except the pipe for its result; it is killed when this process ends.
@@ -25,12 +26,12 @@ import socket
 import sys
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn, cast
 
 import msgspec
 
 from papaya.device import frames
-from papaya.device.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
+from papaya.device.executor import LOADER, EngineName, Job, JobResult, TaskFile, TrainingEngine
 from papaya.device.frames import (
     Done,
     Failed,
@@ -42,11 +43,10 @@ from papaya.device.frames import (
     Unloadable,
 )
 from papaya.errors import OperatorError
+from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.learning.executorch.program_file import read_program
 from papaya.learning.parameters import decode
-
-if TYPE_CHECKING:
-    from papaya.learning.torch.engine import TorchEngine
 
 _READ_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 500
@@ -80,9 +80,16 @@ class Child(msgspec.Struct):
 class ForkServer:
     """Forks a child for each job and reports its result."""
 
-    def __init__(self, host: socket.socket, engines: dict[str, TorchEngine], limits: JobLimits):
+    def __init__(
+        self,
+        host: socket.socket,
+        engines: dict[str, TrainingEngine],
+        limits: JobLimits,
+        has_loaders: bool,
+    ) -> None:
         self._host = host
         self._engines = engines
+        self._has_loaders = has_loaders
         self._limits = limits
         self._children: dict[int, Child] = {}
         self._selector = selectors.DefaultSelector()
@@ -107,6 +114,9 @@ class ForkServer:
         match order:
             case Start(id=id_, job=job) if job.task_file not in self._engines:
                 reason = f"{job.task_file} is not a task file of this device"
+                self._answer(Failed(id_, JobProblem("refused", reason)))
+            case Start(id=id_, job=job) if job.kind == "load" and not self._has_loaders:
+                reason = f"{job.task_file} is a program, which has no {LOADER}"
                 self._answer(Failed(id_, JobProblem("refused", reason)))
             case Start():
                 self._start(order)
@@ -172,7 +182,7 @@ class ForkServer:
         self._host.sendall(frames.frame(answer))
 
 
-def _update_bytes(job: Job, engine: TorchEngine) -> int | None:
+def _update_bytes(job: Job, engine: TrainingEngine) -> int | None:
     match job.kind:
         case "train":
             return 4 * engine.manifest.length
@@ -211,7 +221,7 @@ def _obituary(status: int) -> JobProblem:
 
 
 def _be_a_job(
-    pipe: int, order: Start, engine: TorchEngine, limits: JobLimits, parent: int
+    pipe: int, order: Start, engine: TrainingEngine, limits: JobLimits, parent: int
 ) -> NoReturn:
     try:
         try:
@@ -253,7 +263,7 @@ def _address_space_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _run(job: Job, engine: TorchEngine) -> JobResult:
+def _run(job: Job, engine: TrainingEngine) -> JobResult:
     random.seed(job.seed)
     if job.kind == "load":
         return _load_examples(job)
@@ -308,36 +318,55 @@ def _exactly(host: socket.socket, size: int) -> bytearray | None:
     return data
 
 
-def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...]]:
+def _load_task(path: str) -> tuple[TrainingEngine, TaskFile]:
     from papaya.learning.task import load_task
 
-    engines: dict[str, TorchEngine] = {}
-    tasks = []
-    for path in paths:
-        loaded = load_task(Path(path))
-        from papaya.learning.torch.engine import TorchEngine
+    loaded = load_task(Path(path))
+    from papaya.learning.torch.engine import TorchEngine
 
-        engines[path] = TorchEngine(loaded)
-        terms = TaskTerms.of(loaded.config())
-        task = loaded.task
-        tasks.append(TaskFile(path, task.name, loaded.module_hash, terms, task.examples))
-    return engines, tuple(tasks)
+    terms, task = TaskTerms.of(loaded.config()), loaded.task
+    file = TaskFile(path, task.name, loaded.module_hash, terms, task.examples)
+    return TorchEngine(loaded), file
+
+
+def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
+    from papaya.learning.executorch.engine import ExecuTorchEngine
+
+    program = read_program(Path(path))
+    header = program.header
+    file = TaskFile(path, header.task, program.name, header.terms, header.examples)
+    return ExecuTorchEngine(program), file
+
+
+def _load(
+    engine: EngineName, paths: list[str]
+) -> tuple[dict[str, TrainingEngine], tuple[TaskFile, ...]]:
+    load = _load_task if engine == "torch" else _load_program
+    loaded = {path: load(path) for path in paths}
+    engines = {path: ready for path, (ready, _) in loaded.items()}
+    return engines, tuple(file for _, file in loaded.values())
 
 
 def main(arguments: list[str]) -> None:
-    """`fork_server <socket> <memory_mb> <niceness> <task file>...`"""
+    """`fork_server <socket> <engine> <memory_mb> <niceness> <task file>...`"""
+    name = cast(EngineName, arguments[1])
     host = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sandbox decides, and closes the socket
     with host, contextlib.suppress(ConnectionError):
         try:
-            engines, tasks = _load(arguments[3:])
+            engines, tasks = _load(name, arguments[4:])
         except OperatorError as error:
             host.sendall(frames.frame(Unloadable(str(error), error.hint)))
+            return
+        except ModuleNotFoundError as error:  # in the package for devices alone
+            hint = "pip install 'papaya-fl[device,torch]', or --engine executorch"
+            host.sendall(frames.frame(Unloadable(f"no engine {name}: {error}", hint)))
             return
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
         host.sendall(frames.frame(Ready(tasks)))
-        ForkServer(host, engines, JobLimits(int(arguments[1]), int(arguments[2]))).serve()
+        limits = JobLimits(int(arguments[2]), int(arguments[3]))
+        ForkServer(host, engines, limits, has_loaders=name == "torch").serve()
 
 
 if __name__ == "__main__":

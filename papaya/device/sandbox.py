@@ -1,7 +1,7 @@
 """Runs a device's jobs in child processes with limits; the device's process survives all of them.
 
 Jobs are forked from one fork-server that imported the engine once
-(`papaya/device/fork_server.py`). This side does not import torch, so a process with many devices
+(`papaya/device/fork_server.py`). This side imports no engine, so a process with many devices
 stays small. The fork-server is a new program, not a fork of this process, which has threads and
 sockets.
 
@@ -12,7 +12,9 @@ the next job, at most every few seconds.
 This is no boundary against hostile code. A task file runs with the rights of the user who started
 the device: it can read that user's files and open sockets, and a flaw in torch's native code is a
 flaw in a process of that user. Run only task files that you have read, as a user with few rights.
-Environment variables that start with PAPAYA_ (tokens) are not passed on.
+A program file computes with examples and parameters and can do nothing else, unless it exploits a
+flaw in the runtime's native code. Environment variables that start with PAPAYA_ (tokens) are not
+passed on.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from papaya.device import frames
-from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
+from papaya.device.executor import EngineName, Job, JobFailed, JobResult, TaskFile
 from papaya.device.frames import Done, Failed, Kill, Order, Ready, Start, Unloadable
 from papaya.errors import OperatorError
 
@@ -48,13 +50,14 @@ class Sandbox:
         self,
         task_files: Sequence[Path],
         *,
+        engine: EngineName = "torch",
         memory_mb: int = 1024,
         max_parallel: int | None = None,
         niceness: int = 10,
         restart_interval_s: float = _RESTART_INTERVAL_S,
     ) -> None:
         files = [str(path) for path in dict.fromkeys(task_files)]
-        self._arguments = [str(memory_mb), str(niceness), *files]
+        self._arguments = [engine, str(memory_mb), str(niceness), *files]
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
         self._restart_interval_s = restart_interval_s
         self._starting = asyncio.Lock()

@@ -17,9 +17,10 @@ from msgspec import Struct, msgpack
 
 from papaya.client.work import Trained
 from papaya.device.example_store import ExampleStore, Split
-from papaya.device.executor import LOADER, Executor, Job, JobFailed, TaskTerms
+from papaya.device.executor import LOADER, EngineName, Executor, Job, JobFailed
 from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
 
@@ -78,15 +79,15 @@ class ExecutorTrainer:
     choose versions.
     """
 
-    engine = "torch"
-
     def __init__(
         self,
         executor: Executor,
         now: Callable[[], float],
         rng: Random,
         aliases: Mapping[TaskId, TaskId] | None = None,
+        engine: EngineName = "torch",
     ) -> None:
+        self.engine = engine
         self.modules = tuple(dict.fromkeys(file.module_hash for file in executor.tasks))
         secure = (file.module_hash for file in executor.tasks if file.terms.secure)
         self.secure_modules = tuple(dict.fromkeys(secure))
@@ -185,15 +186,16 @@ async def sandboxed(
     task_files: Sequence[Path],
     now: Callable[[], float],
     *,
+    engine: EngineName = "torch",
     aliases: Mapping[TaskId, TaskId] | None = None,
     memory_mb: int = 1024,
     max_parallel: int | None = None,
 ) -> AsyncIterator[ExecutorTrainer]:
-    """A trainer for these task files, in child processes with limits."""
-    sandbox = Sandbox(task_files, memory_mb=memory_mb, max_parallel=max_parallel)
+    """A trainer for these task files or programs, in child processes with limits."""
+    sandbox = Sandbox(task_files, engine=engine, memory_mb=memory_mb, max_parallel=max_parallel)
     try:
         await sandbox.start()
-        yield ExecutorTrainer(sandbox, now, Random(), aliases)
+        yield ExecutorTrainer(sandbox, now, Random(), aliases, engine)
     finally:
         await sandbox.close()
 

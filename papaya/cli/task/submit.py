@@ -35,6 +35,7 @@ _NOT_TO_SET = {
 @dataclass(frozen=True, kw_only=True)
 class TaskSubmitOptions(ConnectionOptions):
     file: Path
+    program: Path | None = None
     checkpoint: Path | None = None
     name: str | None = None
     seed: int = 0
@@ -52,6 +53,13 @@ def add_to(actions: Commands) -> None:
         type=Path,
         metavar="TASK.py",
         help="Python file of the task; devices need the same file",
+    )
+    parser.add_argument(
+        "--program",
+        type=Path,
+        metavar="FILE",
+        help="program that `papaya task compile` made from the file: submit the task for devices "
+        "that have this program, instead of the file",
     )
     parser.add_argument(
         "--checkpoint",
@@ -76,12 +84,17 @@ def add_to(actions: Commands) -> None:
 
 def run(options: TaskSubmitOptions) -> int:
     from papaya.learning import parameters
+    from papaya.learning.executorch.program_file import read_program
     from papaya.learning.task import load_task  # here: it imports torch
 
     client = client_for(options)
     loaded = load_task(options.file)
-    config = changed(loaded.config(), options.name, options.set)
-    warnings = [*config.warnings(), *refusals(loaded.config(), config)]
+    if options.program is None:
+        file = loaded.config()
+    else:
+        file = loaded.config_for(read_program(options.program))
+    config = changed(file, options.name, options.set)
+    warnings = [*config.warnings(), *refusals(file, config)]
     if config.task != loaded.task.name:
         warnings.append(_renamed(loaded.task.name, config.task))
     for warning in warnings:

@@ -1,5 +1,6 @@
 """`papaya task …`: what the owner of a model does with a running system.
 
+    compile FILE         a program for devices without torch
     submit FILE          start a task            pause, resume, cancel TASK
     list, show, watch    look at it              rollback TASK VERSION, mark TASK VERSION
     evaluate TASK        on devices' held-out data
@@ -39,6 +40,7 @@ from papaya.cli.output import (
     table,
     whole,
 )
+from papaya.cli.task import compile as compiling
 from papaya.cli.task import export, submit, watch
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.errors import OperatorError
@@ -101,6 +103,7 @@ def add_to(commands: Commands) -> None:
         description="Submit, watch and control the tasks of a running server.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    compiling.add_to(actions)
     submit.add_to(actions)
     listing = _add(actions, "list", "list all tasks", has_task=False)
     listing.add_argument("--evaluations", action="store_true", help="also list evaluations")
