@@ -13,10 +13,10 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install test check format demo soak bench clean
+.PHONY: help install test check format demo soak bench device-wheel clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(DEV) ## Create .venv with everything a developer needs
 
@@ -45,6 +45,9 @@ bench: $(DEV) ## Run every benchmark, one after the other
 	  echo "$$file" >&2; $(BIN)/python $$file; \
 	done
 
+device-wheel: $(DEV) ## Build the package for devices without torch into dist
+	$(BIN)/python -m tools.device_wheel
+
 clean: ## Remove caches and build output; keep .venv
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -62,7 +65,9 @@ $(DEMO): pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP) install --quiet --constraint constraints.txt safetensors --editable '.[serve,device,torch,sim]'
 	@touch $@
 
+# executorch asks for a hundred megabytes that only its other uses need: the extra `executorch` names the rest.
 $(DEV): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) install --constraint constraints.txt torch
+	$(PIP) install --constraint constraints.txt --no-deps executorch
 	$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $(DEMO) $@

@@ -6,6 +6,9 @@ again as the output layer. A device trains it in a fraction of a second.
 The vocabulary is fixed here, so that no device has to reveal its words: the most common words of
 the language have their own place; all others share 1,792 places, chosen by their checksum.
 
+An example is described by a field, not by code, and the loss has one number for each example, so
+that the task also trains on devices without torch: papaya task compile examples/next_word.py
+
     papaya task submit examples/next_word.py
     papaya client --task examples/next_word.py --store device.db
 
@@ -13,12 +16,12 @@ the language have their own place; all others share 1,792 places, chosen by thei
 """
 
 import re
-import zlib
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from papaya.learning.example_fields import WordPlaces
 from papaya.learning.task import (
     AsyncFL,
     ClientSGD,
@@ -51,7 +54,6 @@ default string number function method return returns called used use one two fir
 ( ) [ ] { } . , : ; = + - * / % @ ! < > & | ^ ~ ' " \\ # _ ` ? $ == != <= >= -> ** // += -= >>
 << ... \""" '''
 """
-PLACE = {word: place for place, word in enumerate(dict.fromkeys(_COMMON.split()))}
 SHARED = 256  # the first place that words share
 
 _WORD = re.compile(r"[A-Za-z_]+|\d+|\"\"\"|'''|\.\.\.|[=!<>+-]=|->|\*\*|//|>>|<<|[^\w\s]|\n")
@@ -63,18 +65,6 @@ def load_examples(text: str) -> list[bytes]:
     words = ["<start>"] * CONTEXT + words
     ends = range(CONTEXT + WINDOW, len(words) + 1, WINDOW)
     return [" ".join(words[end - WINDOW - CONTEXT : end]).encode() for end in ends]
-
-
-def place(word: str) -> int:
-    shared = SHARED + zlib.crc32(word.encode()) % (PLACES - SHARED)
-    return PLACE.get(word, shared)
-
-
-def to_tensors(examples: list[bytes]) -> tuple[Tensor, Tensor]:
-    """For every word of every window: the places of the words before it, and its own."""
-    windows = torch.tensor([[place(word) for word in e.decode().split(" ")] for e in examples])
-    before = windows.unfold(1, CONTEXT, 1)[:, :-1]
-    return before.reshape(-1, CONTEXT), windows[:, CONTEXT:].reshape(-1)
 
 
 class NextWord(nn.Module):
@@ -92,15 +82,24 @@ class NextWord(nn.Module):
         return wanted @ self.embedding.weight.T + self.bias
 
 
-def loss(module: nn.Module, before: Tensor, target: Tensor) -> Tensor:
-    return cross_entropy(module(before), target)
+def pairs(words: Tensor) -> tuple[Tensor, Tensor]:
+    """For every word of every window: the places of the words before it, and its own."""
+    before = torch.stack([words[:, i : i + WINDOW] for i in range(CONTEXT)], dim=-1)
+    return before.flatten(0, 1), words[:, CONTEXT:].flatten()
+
+
+def loss(module: nn.Module, words: Tensor) -> Tensor:
+    """One loss for each window: the mean over its words."""
+    before, targets = pairs(words)
+    losses = cross_entropy(module(before), targets, reduction="none")
+    return losses.unflatten(0, (-1, WINDOW)).mean(1)
 
 
 task = Task(
     name="next-word",
     model=NextWord,
     loss=loss,
-    batch=to_tensors,
+    batch=(WordPlaces(CONTEXT + WINDOW, PLACES, tuple(dict.fromkeys(_COMMON.split())), SHARED),),
     examples=Examples("text"),
     client=ClientSGD(rate=0.3, epochs=1, batch_size=32, max_examples=500),
     regime=AsyncFL(aggregation_goal=10),  # or SyncFL(over_selection=0.3)

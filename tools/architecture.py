@@ -67,7 +67,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "papaya/tsa": ("numpy", "cryptography"),
     "papaya/verifiable_log": ("numpy", "cryptography"),
     "papaya/learning": ("msgspec", "numpy", "numba", "safetensors"),
-    "papaya/learning/torch": ("msgspec", "numpy", "torch"),
+    "papaya/learning/executorch": ("msgspec", "numpy"),
+    "papaya/learning/torch": ("msgspec", "numpy", "torch", "executorch"),
 }
 
 # --- Rule 2: the machines are pure --------------------------------------------------------------

@@ -37,6 +37,7 @@ from papaya.client.client import NoBundles
 from papaya.device.device_file import DeviceFile
 from papaya.device.owners import OwnerPolicy
 from papaya.errors import OperatorError
+from papaya.learning.definition import TaskTerms
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.participation import Joined
 
@@ -69,6 +70,19 @@ class Bundle(Struct, frozen=True):
         """The id under which servers know the run."""
         manifest = self.manifest
         return run_id(manifest.owner, manifest.task, manifest.run)
+
+    @property
+    def terms(self) -> TaskTerms:
+        """The privacy settings that the owner has signed."""
+        manifest = self.manifest
+        return TaskTerms(
+            secure=manifest.secure is not None,
+            model_length=manifest.model_length,
+            max_examples=manifest.client.max_examples,
+            max_staleness=manifest.max_staleness,
+            clip=manifest.clip,
+            threshold=None if manifest.secure is None else manifest.secure.threshold,
+        )
 
     @property
     def counted_as(self) -> str:

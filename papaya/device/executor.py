@@ -10,56 +10,27 @@ which reports the failure.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
-from papaya.bundle.manifest import TaskManifest
-from papaya.config import TaskConfig
-from papaya.learning.definition import Examples
+from papaya.learning.definition import Examples, TaskTerms
+from papaya.learning.parameters import Manifest, Vector
 from papaya.messages.base import TaskId
 
 LOADER: Final = "load_examples"
 """The optional function of a task file that makes examples from a text."""
 
+EngineName = Literal["torch", "executorch"]
+"""What a device trains with: task files in Python, or compiled programs."""
+
 FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
 
 
-class TaskTerms(Struct, frozen=True):
-    """The privacy settings of a task, which the device compares with the server's."""
-
-    secure: bool
-    model_length: int
-    max_examples: int
-    max_staleness: int
-    clip: float | None
-    threshold: int | None
-
-    @classmethod
-    def signed(cls, manifest: TaskManifest) -> TaskTerms:
-        return cls(
-            secure=manifest.secure is not None,
-            model_length=manifest.model_length,
-            max_examples=manifest.client.max_examples,
-            max_staleness=manifest.max_staleness,
-            clip=manifest.clip,
-            threshold=None if manifest.secure is None else manifest.secure.threshold,
-        )
-
-    @classmethod
-    def of(cls, config: TaskConfig) -> TaskTerms:
-        return cls(
-            secure=config.is_secure,
-            model_length=config.model_length,
-            max_examples=config.max_examples,
-            max_staleness=config.max_staleness,
-            clip=config.clip,
-            threshold=config.threshold,
-        )
-
-
 class TaskFile(Struct, frozen=True):
-    """A task file: one of this device, as its executor has loaded it, or one of a bundle.
+    """A task file or a program file of this device, as its executor has loaded it, or the task file
+    of a bundle.
 
     `manifest`: the encoded manifest of the bundle, which replaces the settings in the file; empty
     for a file of this device. The code of a bundle is read in the confined job and nowhere else.
@@ -114,6 +85,21 @@ class JobFailed(Exception):
         super().__init__(reason)
         self.kind = kind
         self.reason = reason
+
+
+class TrainingEngine(Protocol):
+    """One task file, ready to train. It runs in a job's own process."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
+        """The update and the number of examples."""
+        ...
+
+    def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
+        """The evaluation vector of a device with `volume` training examples."""
+        ...
 
 
 class Executor(Protocol):

@@ -2,7 +2,8 @@
 
 `papaya/device/sandbox.py` starts it. Forking is fast because the engine is imported once. It has
 one thread and never runs a backward pass itself: torch refuses gradients in a child whose parent
-has computed some.
+has computed some. It checks the digests of program files but does not load programs: a malformed
+one can end the process that loads it.
 
 A job is a fork with its own process group, low priority, limits on memory, processor time and
 files, and no file descriptor except the socket on which it gets its work; it is confined by the
@@ -27,7 +28,7 @@ import socket
 import sys
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn, cast
 
 import msgspec
 from msgspec import structs
@@ -35,13 +36,12 @@ from msgspec import structs
 from papaya.bundle.manifest import TaskManifest
 from papaya.bundle.owner import decode as decode_statement
 from papaya.device import confinement, frames
-from papaya.device.executor import LOADER, Job, JobResult, TaskFile, TaskTerms
+from papaya.device.executor import LOADER, EngineName, Job, JobResult, TaskFile, TrainingEngine
 from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, Unloadable
 from papaya.errors import OperatorError
+from papaya.learning.definition import TaskTerms
+from papaya.learning.executorch.program_file import read_program
 from papaya.learning.parameters import decode
-
-if TYPE_CHECKING:
-    from papaya.learning.torch.engine import TorchEngine
 
 _MAX_REASON: Final = 500
 _PR_SET_PDEATHSIG: Final = 1
@@ -66,7 +66,7 @@ class Child(msgspec.Struct, frozen=True):
 class ForkServer:
     """Forks a child for each job and reports its end."""
 
-    def __init__(self, host: socket.socket, engines: dict[str, TorchEngine], limits: JobLimits):
+    def __init__(self, host: socket.socket, engines: dict[str, TrainingEngine], limits: JobLimits):
         self._host = host
         self._engines = engines
         self._limits = limits
@@ -144,7 +144,7 @@ class ForkServer:
 
 
 def _be_a_job(
-    channel: int, order: Start, engine: TorchEngine | None, limits: JobLimits, parent: int
+    channel: int, order: Start, engine: TrainingEngine | None, limits: JobLimits, parent: int
 ) -> NoReturn:
     try:
         try:
@@ -192,7 +192,7 @@ def _address_space_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _run(job: Job, engine: TorchEngine) -> JobResult:
+def _run(job: Job, engine: TrainingEngine) -> JobResult:
     random.seed(job.seed)
     if job.kind == "load":
         return _load_examples(job)
@@ -218,7 +218,7 @@ def _problem(error: BaseException) -> JobProblem:
     return JobProblem("refused", str(error) if isinstance(error, OperatorError) else text)
 
 
-def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TorchEngine:
+def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngine:
     """Run the code of a bundle, in this confined job. The manifest replaces its settings."""
     from papaya.learning.task import load_task
     from papaya.learning.torch.engine import TorchEngine
@@ -261,41 +261,57 @@ def _write(channel: int, data: bytes) -> None:
 # --- The process --------------------------------------------------------------------------------
 
 
-def _load(paths: list[str]) -> tuple[dict[str, TorchEngine], tuple[TaskFile, ...]]:
+def _load_task(path: str) -> tuple[TrainingEngine, TaskFile]:
     from papaya.learning.task import load_task
 
-    try:  # once, also for the bundles to come
-        from papaya.learning.torch.engine import TorchEngine
-    except ImportError as error:
-        raise OperatorError(
-            f"this device needs the torch engine: {error}", hint="pip install 'papaya-fl[torch]'"
-        ) from error
-    engines: dict[str, TorchEngine] = {}
-    tasks = []
-    for path in paths:
-        loaded = load_task(Path(path))
-        engines[path] = TorchEngine(loaded)
-        terms = TaskTerms.of(loaded.config())
-        task = loaded.task
-        tasks.append(TaskFile(path, task.name, loaded.module_hash, terms, task.examples))
-    return engines, tuple(tasks)
+    loaded = load_task(Path(path))
+    from papaya.learning.torch.engine import TorchEngine
+
+    terms, task = TaskTerms.of(loaded.config()), loaded.task
+    file = TaskFile(path, task.name, loaded.module_hash, terms, task.examples)
+    return TorchEngine(loaded), file
+
+
+def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
+    from papaya.learning.executorch.engine import ExecuTorchEngine
+
+    program = read_program(Path(path))
+    header = program.header
+    file = TaskFile(path, header.task, program.name, header.terms, header.examples)
+    return ExecuTorchEngine(program), file
+
+
+def _load(
+    engine: EngineName, paths: list[str]
+) -> tuple[dict[str, TrainingEngine], tuple[TaskFile, ...]]:
+    if engine == "torch":
+        import papaya.learning.torch.engine  # noqa: F401 - once, also for the bundles to come
+    load = _load_task if engine == "torch" else _load_program
+    loaded = {path: load(path) for path in paths}
+    engines = {path: ready for path, (ready, _) in loaded.items()}
+    return engines, tuple(file for _, file in loaded.values())
 
 
 def main(arguments: list[str]) -> None:
-    """`fork_server <socket> <memory_mb> <niceness> <confined> <task file>...`"""
+    """`fork_server <socket> <engine> <memory_mb> <niceness> <confined> <task file>...`"""
+    name = cast(EngineName, arguments[1])
     host = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sandbox decides, and closes the socket
     with host, contextlib.suppress(ConnectionError):
         try:
-            engines, tasks = _load(arguments[4:])
+            engines, tasks = _load(name, arguments[5:])
         except OperatorError as error:
             host.sendall(frames.packet(Unloadable(str(error), error.hint)))
             return
-        unconfined = confinement.missing() or "" if arguments[3] == "yes" else "its owner chose so"
+        except ModuleNotFoundError as error:  # in the package for devices alone
+            hint = "pip install 'papaya-fl[device,torch]', or --engine executorch"
+            host.sendall(frames.packet(Unloadable(f"no engine {name}: {error}", hint)))
+            return
+        unconfined = confinement.missing() or "" if arguments[4] == "yes" else "its owner chose so"
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
         host.sendall(frames.packet(Ready(tasks, unconfined)))
-        limits = JobLimits(int(arguments[1]), int(arguments[2]), not unconfined)
+        limits = JobLimits(int(arguments[2]), int(arguments[3]), not unconfined)
         ForkServer(host, engines, limits).serve()
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,12 +28,12 @@ from papaya.bundle.errors import BundleError
 from papaya.bundle.manifest import TaskManifest
 from papaya.bundle.owner import OwnerPin
 from papaya.config.checks import require, require_count, require_positive_s
+from papaya.device.executor import EngineName
 from papaya.errors import ConfigError
 
 MAX_OWNERS = 32
 """A check-in names the pinned owners, and no more than these."""
 
-EngineName: TypeAlias = Literal["torch", "executorch"]
 KeyText = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
 

@@ -1,7 +1,7 @@
 """Runs a device's jobs in child processes with limits; the device's process survives all of them.
 
 Jobs are forked from one fork-server that imported the engine once
-(`papaya/device/fork_server.py`). This side does not import torch, so a process with many devices
+(`papaya/device/fork_server.py`). This side imports no engine, so a process with many devices
 stays small. The fork-server is a new program, not a fork of this process, which has threads and
 sockets.
 
@@ -13,7 +13,8 @@ The kernel confines jobs (`papaya/device/confinement.py`): they can read the eng
 file, and open no sockets. A job never has the data of another job in its memory. On a machine that
 cannot confine, jobs have the rights of the user who started the device, and `unconfined` says why.
 A task file's top level runs in the fork-server, with the rights of that user: load only task files
-that you have read. Environment variables that start with PAPAYA_ (tokens) are not passed on.
+that you have read. A program file computes with examples and parameters and can do nothing else.
+Environment variables that start with PAPAYA_ (tokens) are not passed on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Final
 import msgspec
 
 from papaya.device import frames
-from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
+from papaya.device.executor import LOADER, EngineName, Job, JobFailed, JobResult, TaskFile
 from papaya.device.frames import (
     Ended,
     JobOutcome,
@@ -65,6 +66,7 @@ class Sandbox:
         self,
         task_files: Sequence[Path],
         *,
+        engine: EngineName = "torch",
         memory_mb: int = 1024,
         max_parallel: int | None = None,
         niceness: int = 10,
@@ -74,7 +76,8 @@ class Sandbox:
         """`confined=False` is INSECURE: then jobs have all rights of this user."""
         files = [str(path) for path in dict.fromkeys(task_files)]
         confinement = "yes" if confined else "no"
-        self._arguments = [str(memory_mb), str(niceness), confinement, *files]
+        self._arguments = [engine, str(memory_mb), str(niceness), confinement, *files]
+        self._engine = engine
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
         self._restart_interval_s = restart_interval_s
         self._starting = asyncio.Lock()
@@ -132,6 +135,8 @@ class Sandbox:
         files = {file.path: file for file in loaded} | self._bundled
         if job.task_file not in files:
             raise JobFailed("refused", f"{job.task_file} is not a task file of this device")
+        if job.kind == "load" and self._engine != "torch":
+            raise JobFailed("refused", f"{job.task_file} is a program, which has no {LOADER}")
         return files[job.task_file]
 
     async def close(self) -> None:

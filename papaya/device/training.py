@@ -20,9 +20,10 @@ from papaya.bundle.head import PROGRAM_FILE
 from papaya.client.work import Trained
 from papaya.device.bundles import Bundle
 from papaya.device.example_store import ExampleStore, Split
-from papaya.device.executor import LOADER, Executor, Job, JobFailed, TaskFile, TaskTerms
+from papaya.device.executor import LOADER, EngineName, Executor, Job, JobFailed, TaskFile
 from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
 
@@ -87,15 +88,15 @@ class ExecutorTrainer:
     choose versions.
     """
 
-    engine = "torch"
-
     def __init__(
         self,
         executor: Executor,
         now: Callable[[], float],
         rng: Random,
         aliases: Mapping[TaskId, TaskId] | None = None,
+        engine: EngineName = "torch",
     ) -> None:
+        self.engine = engine
         self.modules = tuple(dict.fromkeys(file.module_hash for file in executor.tasks))
         secure = (file.module_hash for file in executor.tasks if file.terms.secure)
         self.secure_modules = tuple(dict.fromkeys(secure))
@@ -123,7 +124,7 @@ class ExecutorTrainer:
             path=str(bundle.program / PROGRAM_FILE),
             task=manifest.task,
             module_hash="",
-            terms=TaskTerms.signed(manifest),
+            terms=bundle.terms,
             examples=manifest.examples,
             manifest=manifest.encode(),
         )
@@ -208,12 +209,13 @@ async def sandboxed(
     task_files: Sequence[Path],
     now: Callable[[], float],
     *,
+    engine: EngineName = "torch",
     aliases: Mapping[TaskId, TaskId] | None = None,
     memory_mb: int = 1024,
     max_parallel: int | None = None,
 ) -> AsyncIterator[ExecutorTrainer]:
-    """A trainer for these task files, in child processes with limits."""
-    sandbox = Sandbox(task_files, memory_mb=memory_mb, max_parallel=max_parallel)
+    """A trainer for these task files or programs, in child processes with limits."""
+    sandbox = Sandbox(task_files, engine=engine, memory_mb=memory_mb, max_parallel=max_parallel)
     try:
         await sandbox.start()
         if sandbox.unconfined:
@@ -221,7 +223,7 @@ async def sandboxed(
                 "INSECURE: training jobs are not confined (%s); they have all rights of this user",
                 sandbox.unconfined,
             )
-        yield ExecutorTrainer(sandbox, now, Random(), aliases)
+        yield ExecutorTrainer(sandbox, now, Random(), aliases, engine)
     finally:
         await sandbox.close()
 

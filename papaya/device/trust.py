@@ -30,8 +30,8 @@ from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.client.work import Seal, Sealed
 from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.credentials.tls import client_context
-from papaya.device.executor import TaskTerms
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import TaskId

@@ -9,6 +9,8 @@ Refused: a value that cannot work, with its field and a remedy, at the owner's o
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -27,8 +29,20 @@ from papaya.config import (
 )
 from papaya.config.checks import require, require_count
 from papaya.errors import ConfigError
+from papaya.learning.example_fields import ExampleField
 
 _MAX_RATE = 3.4e38  # the largest float32, nearly
+
+
+def module_hash(content: bytes, frozen: bytes = b"") -> str:
+    """The name under which devices and servers know a task file or a program file.
+
+    128 bits of the file's hash, and 128 bits of the digest of the frozen tensors, if there are any.
+    """
+    name = "sha256:" + hashlib.sha256(content).hexdigest()[:32]
+    if not frozen:
+        return name
+    return f"{name}.{base64.b64encode(frozen[:16]).decode().rstrip('=')}"
 
 
 class Examples(Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +69,7 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     rate: float
     momentum: float = 0.0
+    weight_decay: float = 0.0
     epochs: int = 1
     batch_size: int = 32
     max_examples: int = 1500
@@ -74,12 +89,46 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "must be at least 0 and below 1",
             "leave it out for plain SGD",
         )
+        require(
+            0 <= self.weight_decay < 1 / self.rate,
+            "client.weight_decay",
+            self.weight_decay,
+            f"must be at least 0 and below 1 / rate = {1 / self.rate:g}",
+            "leave it out, or try 0.0001",
+        )
         for field in ("epochs", "batch_size", "max_examples"):
             require_count(f"client.{field}", getattr(self, field))
 
 
+class TaskTerms(Struct, frozen=True):
+    """The privacy settings of a task file, which the device compares with the server's."""
+
+    secure: bool
+    model_length: int
+    max_examples: int
+    max_staleness: int
+    clip: float | None
+    threshold: int | None
+
+    @classmethod
+    def of(cls, config: TaskConfig) -> TaskTerms:
+        return cls(
+            secure=config.is_secure,
+            model_length=config.model_length,
+            max_examples=config.max_examples,
+            max_staleness=config.max_staleness,
+            clip=config.clip,
+            threshold=config.threshold,
+        )
+
+
 class Task(Struct, frozen=True, kw_only=True, eq=False):
     """What devices train, on what, and how the server combines it.
+
+    `batch`: a function, or the fields of an example (`papaya/learning/example_fields.py`).
+
+    `loss`: returns the mean over the batch, or one loss for each example. The executorch engine
+    needs fields and one loss for each example.
 
     `sample`: a few stored examples, if given, are tried whenever the file is loaded, so that a
     mistake in `batch` or `loss` is found before a device meets it.
@@ -88,7 +137,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     name: str
     model: Callable[[], Any]
     loss: Callable[..., Any]
-    batch: Callable[[list[bytes]], tuple[Any, ...]]
+    batch: Callable[[list[bytes]], tuple[Any, ...]] | Sequence[ExampleField]
     examples: Examples
     client: ClientSGD
     concurrency: int
@@ -110,9 +159,16 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     sample: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
-        for field in ("model", "loss", "batch"):
+        for field in ("model", "loss"):
             value = getattr(self, field)
             require(callable(value), field, value, "must be callable", f"give a function: {field}=")
+        require(
+            callable(self.batch) or self.fields is not None,
+            "batch",
+            self.batch,
+            "must be callable, or fields",
+            "give a function: batch=, or fields: batch=(Numbers(3),)",
+        )
         for field, kind in (("examples", Examples), ("client", ClientSGD), ("name", str)):
             value = getattr(self, field)
             remedy = f"write {field}={kind.__name__}(...)"
@@ -135,7 +191,13 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
                     f"{type(value).__name__}: {error}", hint="give a value of that type"
                 ) from error
 
-    def config(self, model_length: int, module: str | None) -> TaskConfig:
+    @property
+    def fields(self) -> tuple[ExampleField, ...] | None:
+        """The fields of an example; None if `batch` is a function."""
+        fields = () if callable(self.batch) else tuple(self.batch)
+        return fields if fields and all(isinstance(f, ExampleField) for f in fields) else None
+
+    def config(self, model_length: int, module: str | None, engine: str = "torch") -> TaskConfig:
         """The configuration that a server gets: no code, only numbers and names."""
         return TaskConfig(
             task=self.name,
@@ -143,7 +205,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             model_length=model_length,
             regime=self.regime,
             optimizer=self.optimizer,
-            requirements=structs.replace(self.requirements, engine="torch", module=module),
+            requirements=structs.replace(self.requirements, engine=engine, module=module),
             secure_aggregation=self.secure_aggregation,
             training_timeout_s=self.training_timeout_s,
             upload_timeout_s=self.upload_timeout_s,

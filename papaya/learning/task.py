@@ -6,7 +6,7 @@
         name="next-word",
         model=NextWord,                     # makes the torch module
         batch=to_tensors,                   # list of stored examples -> tuple of tensors
-        loss=loss,                          # (module, *batch) -> mean loss over the batch
+        loss=loss,                          # (module, *batch) -> mean loss, or a loss per example
         examples=Examples("text"),
         client=ClientSGD(rate=0.5),
         regime=AsyncFL(aggregation_goal=10),
@@ -25,8 +25,6 @@ a file is loaded.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import sys
 import traceback
 from collections.abc import Sequence
@@ -47,7 +45,8 @@ from papaya.config import (
 )
 from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.checkpoint_files import read_checkpoint
-from papaya.learning.definition import ClientSGD, Examples, Task
+from papaya.learning.definition import ClientSGD, Examples, Task, module_hash
+from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.parameters import Manifest, Vector
 
 __all__ = [
@@ -70,17 +69,6 @@ _MAX_FILE_BYTES: Final = 1 << 20
 _SHOWN_BYTES: Final = 60  # of an example, in a hint
 
 
-def module_hash(source: bytes, frozen: bytes = b"") -> str:
-    """The name under which devices and servers know a task file with its frozen tensors.
-
-    128 bits of the file's hash, and 128 bits of the digest of the frozen tensors, if there are any.
-    """
-    name = "sha256:" + hashlib.sha256(source).hexdigest()[:32]
-    if not frozen:
-        return name
-    return f"{name}.{base64.b64encode(frozen[:16]).decode().rstrip('=')}"
-
-
 @dataclass(frozen=True)
 class LoadedTask:
     """A task whose file has run and whose model was made and checked.
@@ -95,8 +83,18 @@ class LoadedTask:
     frozen: bytes = b""
 
     def config(self) -> TaskConfig:
-        """The configuration that is submitted to a server."""
+        """The configuration that is submitted to a server, for devices with this file."""
         return self.task.config(self.manifest.length, self.module_hash)
+
+    def config_for(self, program: ProgramFile) -> TaskConfig:
+        """The same, for devices with a program that was compiled from this file."""
+        if program.header.source != self.module_hash:
+            raise OperatorError(
+                f"the program was compiled from {program.header.source}, "
+                f"{self.path} is {self.module_hash}",
+                hint=f"compile it again: papaya task compile {self.path}",
+            )
+        return self.task.config(self.manifest.length, program.name, "executorch")
 
     def initial_parameters(self, *, seed: int = 0, checkpoint: Path | None = None) -> Vector:
         """Version 0: the checkpoint's tensors, or the module's own initialisation by this seed."""
@@ -118,7 +116,7 @@ class LoadedTask:
             )
             raise _located(self.path, error, f"{what}: batch", hint) from error
         try:
-            try_loss(self.task, batch)
+            try_loss(self.task, batch, len(examples))
         except Exception as error:
             made = ", ".join(map(_described, batch))
             hint = f"loss is called with the module and the tensors that batch returns: {made}"

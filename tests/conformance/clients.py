@@ -13,11 +13,11 @@ from papaya.config import DeviceConfig
 from papaya.conformance.kit import ClientSetup
 from papaya.device.device import Device
 from papaya.device.eligibility import CONDITIONS, Eligibility
-from papaya.device.executor import TaskTerms
 from papaya.device.limits import CheckInPacing
 from papaya.device.process import DeviceProcess
 from papaya.device.training import ProtocolTrainer
 from papaya.device.trust import Trust
+from papaya.learning.definition import TaskTerms
 
 CONFIG = DeviceConfig(
     request_timeout_s=10.0,

@@ -255,6 +255,7 @@ def test_a_torch_task_trains_as_the_simple_loop(line: LoadedTask) -> None:
         torch.nn.utils.vector_to_parameters(model, module.parameters())
         velocity = torch.zeros(4)
         n = min(25, int(clients.examples[client]))
+        assert callable(line.task.batch)
         x, y = line.task.batch(rows_of(int(clients.device[client]), n))
         for _ in range(3):
             loss = line.task.loss(module, x, y)

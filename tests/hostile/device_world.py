@@ -16,8 +16,8 @@ from msgspec import structs
 
 from papaya.attestation.verify import report_data
 from papaya.client.work import Seal, Sealed
-from papaya.device.executor import TaskTerms
 from papaya.device.trust import Trust
+from papaya.learning.definition import TaskTerms
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.participation import SecureOffer
 from papaya.secagg.parameters import PublicParameters

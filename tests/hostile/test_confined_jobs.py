@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from papaya.device import confinement
-from papaya.device.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
+from papaya.device.bundles import Bundle
+from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
 from papaya.device.sandbox import Sandbox
 from papaya.errors import OperatorError
 from papaya.learning.parameters import encode
@@ -238,9 +239,10 @@ def bundle_at(folder: Path, source: str) -> tuple[str, TaskFile]:
     (folder / "task.py").write_text(source)
     (folder / "helper.py").write_text("answer = 42\n")
     manifest = a_manifest(layout=(("value", (2,)),), clip=None)
-    path, encoded = str(folder / "task.py"), manifest.encode()
-    terms, examples = TaskTerms.signed(manifest), manifest.examples
-    return folder.name, TaskFile(path, manifest.task, "", terms, examples, encoded)
+    path, terms = str(folder / "task.py"), Bundle(manifest, 0.0, folder).terms
+    return folder.name, TaskFile(
+        path, manifest.task, "", terms, manifest.examples, manifest.encode()
+    )
 
 
 def trained(sandbox: Sandbox, run: str, *examples: bytes) -> JobResult:

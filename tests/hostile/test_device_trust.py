@@ -24,10 +24,10 @@ from papaya.attestation.policy import AttestationError
 from papaya.client.client import Stage
 from papaya.client.work import Downloaded, Finish, Seal, Sealed, Trained
 from papaya.device.events import Event, VisitEnded
-from papaya.device.executor import TaskTerms
 from papaya.device.training import ProtocolTrainer
 from papaya.device.trust import Trust
 from papaya.errors import OperatorError, ProtocolError
+from papaya.learning.definition import TaskTerms
 from papaya.messages import wire
 from papaya.messages.base import Message, TaskId
 from papaya.messages.participation import (

@@ -20,12 +20,12 @@ from papaya.credentials.token_files import Secret
 from papaya.device.device import Device
 from papaya.device.eligibility import Eligibility
 from papaya.device.example_store import ExampleStore
-from papaya.device.executor import TaskTerms
 from papaya.device.limits import CheckInPacing
 from papaya.device.process import DeviceProcess
 from papaya.device.selectors import Selectors
 from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.trust import Trust
+from papaya.learning.definition import TaskTerms
 from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.participation import (
     Aborted,

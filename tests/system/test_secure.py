@@ -31,8 +31,8 @@ from papaya.config import (
     SecureAggregation,
     TaskConfig,
 )
-from papaya.device.executor import TaskTerms
 from papaya.device.trust import Trust
+from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId
 from papaya.messages.storage import CLUSTER_KEY, ClusterKeyRow, RecordRow

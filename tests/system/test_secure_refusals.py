@@ -11,8 +11,8 @@ from papaya.cli.demo.show import reading
 from papaya.config import Requirements
 from papaya.device.device import Device
 from papaya.device.events import Event, VisitEnded
-from papaya.device.executor import TaskTerms
 from papaya.device.trust import Trust
+from papaya.learning.definition import TaskTerms
 from tests.system.fleet import Book, NoTraining, WatchedProcess, briefly
 from tests.system.processes import Installation, ServerProcess
 from tests.system.test_secure import CONFIG, GOAL, SERVER, STEP_S, TERMS, admin_of, trust, url

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from papaya.cli.output import (
     Commands,
@@ -41,6 +42,7 @@ from papaya.device.events import (
     Troubled,
     VisitEnded,
 )
+from papaya.device.executor import EngineName
 from papaya.errors import OperatorError
 
 SERVER = "http://127.0.0.1:8750"
@@ -58,6 +60,7 @@ _NOT_ELIGIBLE_HINT = (
 class ClientOptions(FormatOptions):
     server: str = SERVER  # addresses of selectors, separated by commas
     task: Sequence[Path] = ()
+    engine: EngineName = "torch"
     alias: Sequence[tuple[str, str]] = ()  # (name of a submitted task, name in the file)
     visits: int | None = None  # per device; None: until it is stopped
     # Devices
@@ -100,7 +103,13 @@ def add_to(commands: Commands) -> None:
         type=Path,
         action="append",
         metavar="FILE",
-        help="task file to train with; may be repeated",
+        help="task file to train with, or program for --engine executorch; may be repeated",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=get_args(EngineName),
+        help="train with Python task files (torch), or with programs of `papaya task compile`, "
+        "without torch (executorch)",
     )
     parser.add_argument(
         "--alias",

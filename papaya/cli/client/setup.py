@@ -16,15 +16,15 @@ from papaya.credentials.token_files import read as read_token
 from papaya.device.bundles import BundleStore
 from papaya.device.device import Device
 from papaya.device.example_store import ExampleStore
-from papaya.device.executor import LOADER
+from papaya.device.executor import LOADER, EngineName
 from papaya.device.owners import parse_owners
 from papaya.device.texts import lines, texts_in, unreadable
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer, Trainer, sandboxed
 from papaya.device.trust import Trust, read_policy
 from papaya.device.use_policy import UsePolicy, parse_policies
 from papaya.errors import OperatorError
-from papaya.learning.task import module_hash
-from papaya.sim.protocol_updates import protocol_update
+from papaya.learning.definition import module_hash
+from papaya.learning.executorch.program_file import is_program
 
 
 def listed(text: str) -> list[str]:
@@ -67,6 +67,8 @@ async def trainer_for(
     if missing := [path for path in files if not path.is_file()]:
         raise OperatorError(f"there is no task file {missing[0]}", hint="check --task FILE")
     if mean_s is not None:
+        from papaya.sim.protocol_updates import protocol_update
+
         rng, modules = Random(), tuple(module_hash(path.read_bytes()) for path in files)
         seconds = partial(rng.expovariate, 1 / mean_s)
         yield ProtocolTrainer(protocol_update, seconds, modules=modules), []
@@ -76,9 +78,11 @@ async def trainer_for(
             "no task file and no owners were given",
             hint="papaya client --task my_task.py, or --owners owners.toml",
         )
+    _check_kinds(files, options.engine)
     async with sandboxed(
         files,
         clock.now,
+        engine=options.engine,
         aliases=dict(options.alias),
         memory_mb=options.memory,
         max_parallel=options.max_parallel,
@@ -96,6 +100,16 @@ def bundles_in(owners: Path | None, folder: Path) -> BundleStore | None:
             f"cannot read the owners {owners}: {error.strerror}", hint="check --owners FILE"
         ) from error
     return BundleStore(folder, policies)
+
+
+def _check_kinds(files: Sequence[Path], engine: EngineName) -> None:
+    for path in files:
+        if is_program(path) and engine != "executorch":
+            hint = f"papaya client --engine executorch --task {path}"
+            raise OperatorError(f"{path} is a program, which needs another engine", hint=hint)
+        if not is_program(path) and engine == "executorch":
+            hint = f"papaya task compile {path}, or --engine torch"
+            raise OperatorError(f"{path} is not a program", hint=hint)
 
 
 def policies_in(path: Path | None) -> dict[str, UsePolicy]:
@@ -173,7 +187,8 @@ async def examples_of(
     process, so that this process does not import the training engine.
     """
     texts = [_read(path) for path in files]
-    loaders = [path for path in task_files if f"def {LOADER}(" in _read(path)]
+    sources = [path for path in task_files if not is_program(path)]
+    loaders = [path for path in sources if f"def {LOADER}(" in _read(path)]
     if loaders and isinstance(trainer, ExecutorTrainer):
         return await trainer.load_examples(loaders[0], texts)
     return [lines(text) for text in texts]

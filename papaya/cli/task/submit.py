@@ -54,6 +54,7 @@ _NOT_TO_SET = {
 @dataclass(frozen=True, kw_only=True)
 class TaskSubmitOptions(ConnectionOptions):
     file: Path
+    program: Path | None = None
     checkpoint: Path | None = None
     name: str | None = None
     seed: int = 0
@@ -74,6 +75,13 @@ def add_to(actions: Commands) -> None:
         type=Path,
         metavar="TASK.py",
         help="Python file of the task, or a folder with a task.py and the files that it imports",
+    )
+    parser.add_argument(
+        "--program",
+        type=Path,
+        metavar="FILE",
+        help="program that `papaya task compile` made from the file: submit the task for devices "
+        "that have this program, instead of the file",
     )
     parser.add_argument(
         "--checkpoint",
@@ -112,15 +120,20 @@ def add_to(actions: Commands) -> None:
 
 def run(options: TaskSubmitOptions) -> int:
     from papaya.learning import parameters
+    from papaya.learning.executorch.program_file import read_program
     from papaya.learning.task import load_task  # here: it imports torch
 
     client = client_for(options)
     found = _signer(options)
     loaded = load_task(options.file / PROGRAM_FILE if options.file.is_dir() else options.file)
-    config = changed(loaded.config(), options.name, options.set)
+    if options.program is None:
+        file = loaded.config()
+    else:
+        file = loaded.config_for(read_program(options.program))
+    config = changed(file, options.name, options.set)
     warnings = config.warnings()
     if found is None:
-        warnings += refusals(loaded.config(), config)
+        warnings += refusals(file, config)
         if config.task != loaded.task.name:
             warnings.append(_renamed(loaded.task.name, config.task))
     for warning in warnings:
@@ -146,7 +159,7 @@ def run(options: TaskSubmitOptions) -> int:
 
 def _signer(options: TaskSubmitOptions) -> OwnerSigner | None:
     path = options.owner or default_key()
-    if options.unsigned:
+    if options.unsigned or options.program is not None:  # bundles hold task files, not programs yet
         return None
     if options.owner is None and not path.exists():
         note("not signed: only devices that have the same task file take part")

@@ -1,5 +1,6 @@
 """`papaya task …`: what the owner of a model does with a running system.
 
+    compile FILE         a program for devices without torch
     submit FILE          start a task            pause, resume, cancel TASK
     update, renew TASK   sign a revision, a lease
     list, show, watch    look at it              rollback TASK VERSION, mark TASK VERSION
@@ -40,6 +41,7 @@ from papaya.cli.output import (
     table,
     whole,
 )
+from papaya.cli.task import compile as compiling
 from papaya.cli.task import export, submit, update, watch
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.errors import OperatorError
@@ -102,6 +104,7 @@ def add_to(commands: Commands) -> None:
         description="Submit, watch and control the tasks of a running server.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    compiling.add_to(actions)
     submit.add_to(actions)
     update.add_to(actions)
     listing = _add(actions, "list", "list all tasks", has_task=False)

@@ -16,18 +16,24 @@ that are part of the task's identity, a loss or a model that is not finite, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from papaya.errors import Diverged, OperatorError
+from papaya.errors import OperatorError
+from papaya.learning.client_training import (
+    batches,
+    diverged,
+    training_batches,
+    update_bytes,
+    used_examples,
+)
 from papaya.learning.evaluation import evaluation_vector
-from papaya.learning.parameters import FLOAT32, Vector, is_finite
+from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.frozen import frozen_digest
 from papaya.learning.torch.module import checked_loss, make_module, trainable
-from papaya.learning.weighting import clipped, model_update
 
 
 class TorchEngine:
@@ -47,37 +53,27 @@ class TorchEngine:
 
     def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
         """The update, little-endian float32 in manifest order, and the number of examples."""
-        client = self.task.client
-        used = self._used(examples)
-        order = np.random.default_rng(seed)
+        used = used_examples(examples, self.task.client)
         self._set(parameters)
         self._module.train()
         velocities: list[torch.Tensor | None] = [None] * len(self._parameters)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
-            for _ in range(client.epochs):
-                for batch in _batches(order.permutation(len(used)), client.batch_size):
-                    loss = checked_loss(self.task, self._module, [used[i] for i in batch])
-                    self._descend(loss, velocities)
+            for batch in training_batches(used, self.task.client, seed):
+                self._descend(checked_loss(self.task, self._module, batch), velocities)
         return self._update(parameters), len(used)
 
     def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
         """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
-        used = self._used(examples)
+        used = used_examples(examples, self.task.client)
         self._set(parameters)
         self._module.eval()
         loss_sum = 0.0
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            for batch in _batches(np.arange(len(used)), self.task.client.batch_size):
-                chosen = [used[i] for i in batch]
-                loss_sum += len(chosen) * float(checked_loss(self.task, self._module, chosen))
+            for batch in batches(used, np.arange(len(used)), self.task.client.batch_size):
+                loss_sum += len(batch) * float(checked_loss(self.task, self._module, batch))
         return evaluation_vector(volume, loss_sum, len(used)).tobytes()
-
-    def _used(self, examples: Sequence[bytes]) -> Sequence[bytes]:
-        if not examples:
-            raise OperatorError("there are no examples", hint="fill the example store")
-        return examples[: self.task.client.max_examples]
 
     def _set(self, parameters: Vector) -> None:
         tensors = self.manifest.unflatten(parameters)
@@ -89,13 +85,15 @@ class TorchEngine:
         """One step of torch.optim.SGD."""
         client = self.task.client
         if not math.isfinite(loss.item()):
-            raise Diverged("training diverged: the loss is not finite", hint=_LOWER)
+            raise diverged("loss")
         values = list(self._parameters.values())
         gradients = torch.autograd.grad(loss, values, allow_unused=True)
         with torch.no_grad():
             for i, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
                 if gradient is None:
                     continue
+                if client.weight_decay:
+                    gradient = gradient.add(value, alpha=client.weight_decay)
                 if client.momentum:
                     velocity = velocities[i]
                     if velocity is None:
@@ -108,15 +106,4 @@ class TorchEngine:
     def _update(self, initial: Vector) -> bytes:
         parts = [value.detach().numpy().ravel() for value in self._parameters.values()]
         trained: Vector = np.concatenate(parts).astype(FLOAT32, copy=False)
-        delta = model_update(trained, initial)
-        if not is_finite(delta):
-            raise Diverged("training diverged: the model is not finite", hint=_LOWER)
-        return (delta if self.task.clip is None else clipped(delta, self.task.clip)).tobytes()
-
-
-_LOWER = "lower client.rate, or scale the loss"
-
-
-def _batches(order: np.ndarray[tuple[int], np.dtype[np.int64]], size: int) -> Iterator[list[int]]:
-    for start in range(0, len(order), size):
-        yield order[start : start + size].tolist()
+        return update_bytes(trained, initial, self.task.clip)

@@ -8,8 +8,8 @@ construction to the next is refused, and so are statistics that training changes
 as BatchNorm keeps them.
 
 Refused: a model that is no module, without trainable parameters, with parameters that are not
-float32 on the CPU; on examples that are tried, a batch that is no tuple or a loss that is no scalar
-with a gradient.
+float32 on the CPU; on examples that are tried, a batch that is no tuple, or a loss with a gradient
+that is neither a scalar nor one number for each example.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 
 from papaya.errors import OperatorError
 from papaya.learning.definition import Task
+from papaya.learning.example_fields import read_fields
 from papaya.learning.parameters import Manifest, Vector
 from papaya.learning.torch.frozen import first_difference, frozen_digest, frozen_tensors
 
 Batch: TypeAlias = tuple[Any, ...]
-"""The result of the owner's `batch`; passed to `loss` after the module."""
+"""The result of the owner's `batch` or fields; passed to `loss` after the module."""
 
 _OTHER_NORMALISATION = "use LayerNorm or GroupNorm, or track_running_stats=False"
 
@@ -109,12 +110,12 @@ def tried_batch(task: Task, examples: Sequence[bytes]) -> Batch:
         return _batch(task, examples)
 
 
-def try_loss(task: Task, batch: Batch) -> None:
+def try_loss(task: Task, batch: Batch, examples: int) -> None:
     """The owner's `loss` of a fresh module. Refused if no client could learn from it."""
     module = make_module(task).train()
     before = {name: value.clone() for name, value in frozen_tensors(module).items()}
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        loss = _loss(task, module, batch)
+        loss = _loss(task, module, batch, examples)
     if not torch.isfinite(loss):
         raise OperatorError(
             f"the loss of a fresh module is {loss.item()}",
@@ -130,10 +131,12 @@ def try_loss(task: Task, batch: Batch) -> None:
 
 def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes]) -> torch.Tensor:
     """The loss of one batch, with its graph. No backward here: see papaya/device/fork_server.py."""
-    return _loss(task, module, _batch(task, examples))
+    return _loss(task, module, _batch(task, examples), len(examples))
 
 
 def _batch(task: Task, examples: Sequence[bytes]) -> Batch:
+    if not callable(task.batch):
+        return tuple(torch.from_numpy(array) for array in read_fields(task.batch, examples))
     batch = task.batch(list(examples))
     if not isinstance(batch, tuple):
         raise OperatorError(
@@ -143,17 +146,19 @@ def _batch(task: Task, examples: Sequence[bytes]) -> Batch:
     return batch
 
 
-def _loss(task: Task, module: torch.nn.Module, batch: Batch) -> torch.Tensor:
+def _loss(task: Task, module: torch.nn.Module, batch: Batch, examples: int) -> torch.Tensor:
     loss = task.loss(module, *batch)
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+    is_loss = isinstance(loss, torch.Tensor) and loss.is_floating_point()
+    if not is_loss or loss.shape not in ((), (examples,)):
         found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise OperatorError(
-            f"loss returned {found}, expected a scalar tensor",
+            f"loss returned {found}, expected a scalar tensor, or one loss for each example",
             hint="return the mean over the batch, for example cross_entropy(...) or x.mean()",
         )
-    if torch.is_grad_enabled() and not loss.requires_grad:
+    mean: torch.Tensor = loss if loss.dim() == 0 else loss.mean()
+    if torch.is_grad_enabled() and not mean.requires_grad:
         raise OperatorError(
             "loss does not depend on the trainable parameters",
             hint="compute it with the module that it is given, without detach() or no_grad()",
         )
-    return loss
+    return mean

@@ -217,8 +217,9 @@ class LanguageWorkload(ABC):
         self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
     ) -> Matrix:
         """Client i trains from models[start[i]] on its own data: row i is its update."""
-        if sgd.momentum:
-            raise ConfigError.of("client.momentum", sgd.momentum, "is not trained here", "use 0")
+        for field in ("momentum", "weight_decay"):
+            if value := getattr(sgd, field):
+                raise ConfigError.of(f"client.{field}", value, "is not trained here", "use 0")
         updates = np.empty((len(start), self.length), FLOAT32)
         if not len(start):
             return updates

@@ -102,10 +102,11 @@ def fastest(sizes: LstmSizes, threads: int = 1) -> LstmTrainer:
         raise OperatorError("the LSTM needs numba, or torch", hint=hint) from error
 
 
-def _refuse_momentum(sgd: ClientSGD) -> None:
-    if sgd.momentum:
-        remedy = "leave it out, or simulate a task file, whose engine has momentum"
-        raise ConfigError.of("client.momentum", sgd.momentum, "is not for built-in models", remedy)
+def _require_plain_sgd(sgd: ClientSGD) -> None:
+    for field in ("momentum", "weight_decay"):
+        if value := getattr(sgd, field):
+            remedy = f"leave it out, or simulate a task file, whose engine has {field}"
+            raise ConfigError.of(f"client.{field}", value, "is not for built-in models", remedy)
 
 
 def _check(sizes: LstmSizes, tokens: Tokens) -> None:
@@ -137,7 +138,7 @@ class CompiledLstm:
         offsets: Ints,
         sgd: ClientSGD,
     ) -> Matrix:
-        _refuse_momentum(sgd)
+        _require_plain_sgd(sgd)
         _check(self._sizes, tokens)
         updates = np.empty((len(start), self._length), FLOAT32)
         stacked = self._stacked(models)
@@ -208,7 +209,7 @@ class TorchLstm:
         offsets: Ints,
         sgd: ClientSGD,
     ) -> Matrix:
-        _refuse_momentum(sgd)
+        _require_plain_sgd(sgd)
         _check(self._sizes, tokens)
         updates = np.empty((len(start), sum(self._lengths)), FLOAT32)
         words = self._torch.from_numpy(tokens.astype(np.int64))

@@ -201,6 +201,19 @@ def test_an_unknown_field_of_a_policy_on_trust_names_the_table_of_fields(tmp_pat
     assert "| `log_key` |" in Path(page).read_text()
 
 
+def test_a_file_for_the_other_engine_is_refused(tmp_path: Path) -> None:
+    source, program = tmp_path / "lengths.py", tmp_path / "lengths.program"
+    source.write_text(TASK)
+    program.write_bytes(b"papaya-program-1")
+    store = ["--store", str(tmp_path / "device.db")]
+    with pytest.raises(OperatorError, match="is a program, which needs another engine") as refused:
+        run("--task", str(program), *store)
+    assert refused.value.hint == f"papaya client --engine executorch --task {program}"
+    with pytest.raises(OperatorError, match="is not a program") as refused:
+        run("--engine", "executorch", "--task", str(source), *store)
+    assert refused.value.hint == f"papaya task compile {source}, or --engine torch"
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

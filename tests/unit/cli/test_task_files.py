@@ -19,8 +19,10 @@ from papaya.cli.task.submit import changed, refusals
 from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EvaluationResult, Share
+from papaya.learning.executorch.program_file import read_program
 from papaya.messages.storage import PointRow, Transaction, point_key
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
+from tests.unit.learning.executorch.small_program import SOURCE as SUMS
 from tests.unit.server.admin.builders import TASK
 
 TASK_FILE = """
@@ -95,6 +97,27 @@ def test_a_file_becomes_a_task_and_its_model_comes_back_by_name(
     second = tmp_path / "again.safetensors"
     assert run(server, "task", "export", "again", "--output", second) == 0
     assert np.array_equal(load_file(second)["weight"], tensors["weight"])
+
+
+def test_a_task_is_submitted_for_devices_with_its_program(
+    server: AdminServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file, program = tmp_path / "sums.py", tmp_path / "sums.program"
+    file.write_text(SUMS)
+    assert papaya("task", "compile", str(file)) == 0
+    name = read_program(program).name
+    assert capsys.readouterr().out.endswith(f"{name}\n")
+    assert run(server, "task", "submit", file, "--program", program) == 0
+    needs = server.call(server.system.service.task("sums")).config.requirements
+    assert (needs.engine, needs.module) == ("executorch", name)
+
+    file.write_text(SUMS + "\n# changed\n")
+    with pytest.raises(OperatorError, match="the program was compiled from sha256:"):
+        run(server, "task", "submit", file, "--program", program)
 
 
 def test_a_name_that_is_taken_is_told(server: AdminServer, task_file: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 from papaya.client.work import Finish, Trained
 from papaya.device.events import Event, VisitEnded
 from papaya.device.example_store import ExampleStore, UseRefused, split_of
-from papaya.device.executor import Job, JobFailed, JobResult, TaskFile, TaskTerms
+from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
 from papaya.device.process import memory_mb
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer, TrainingRequest
 from papaya.device.trust import Trust
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError, ProtocolError
-from papaya.learning.definition import Examples
+from papaya.learning.definition import Examples, TaskTerms
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.parameters import FLOAT32
 from tests.unit.attestation.builders import a_policy

@@ -9,9 +9,9 @@ from msgspec import structs
 
 from papaya.attestation.policy import DevicePolicy
 from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, TaskConfig
-from papaya.device.executor import TaskTerms
 from papaya.device.trust import agreed_policy
 from papaya.errors import ProtocolError
+from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.messages.owner import evaluation_config
 from papaya.messages.storage import VersionRow

@@ -77,7 +77,9 @@ def trained_by_torch(initial: Vector, client: ClientSGD, seed: int) -> Vector:
     module = make_module(TASK)
     module.load_state_dict(state_dict(MANIFEST, initial), strict=False)
     module.train()
-    optimizer = torch.optim.SGD(module.parameters(), client.rate, client.momentum)
+    optimizer = torch.optim.SGD(
+        module.parameters(), client.rate, client.momentum, weight_decay=client.weight_decay
+    )
     shuffle = np.random.default_rng(seed)
     torch.manual_seed(seed)
     for _ in range(client.epochs):
@@ -95,9 +97,9 @@ def as_vector(update: bytes) -> Vector:
     return np.frombuffer(update, np.dtype("<f4"))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_it_trains_bit_by_bit_as_torch_optim_does(momentum: float) -> None:
-    client = ClientSGD(rate=0.05, momentum=momentum, epochs=3, batch_size=4)
+@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.1), (0.9, 0.1)])
+def test_it_trains_bit_by_bit_as_torch_optim_does(momentum: float, decay: float) -> None:
+    client = ClientSGD(rate=0.05, momentum=momentum, weight_decay=decay, epochs=3, batch_size=4)
     initial = a_model()
     update, examples = an_engine(client=client).train(initial, EXAMPLES, seed=11)
     expected = trained_by_torch(initial, client, seed=11) - initial

@@ -1,0 +1,102 @@
+"""Training and evaluation of one task on one device, with ExecuTorch instead of torch.
+
+The program computes the loss and its gradients for a batch of fixed size; the steps of SGD are
+here, in numpy, the same as those of `papaya/learning/torch/engine.py`. Both engines train the same
+update from the same seed, up to rounding. A batch with fewer examples is filled with copies of its
+first example that have the weight 0.
+
+Refused (OperatorError): no examples, examples that do not fit the task's fields, parameters of
+another model, a loss or a model that is not finite, and what the runtime refuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+
+import numpy as np
+
+from papaya.learning.client_training import (
+    batches,
+    diverged,
+    training_batches,
+    update_bytes,
+    used_examples,
+)
+from papaya.learning.evaluation import evaluation_vector
+from papaya.learning.example_fields import Array, read_fields
+from papaya.learning.executorch.program_file import ProgramFile
+from papaya.learning.executorch.runtime import LoadedProgram, require_operators
+from papaya.learning.parameters import FLOAT32, Vector
+
+
+class ExecuTorchEngine:
+    """One program. It is loaded for each job, in the job's own process."""
+
+    def __init__(self, file: ProgramFile) -> None:
+        require_operators(file.header)
+        self.manifest = file.header.manifest
+        self._file = file
+        self._client = file.header.client
+
+    def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
+        """The update, little-endian float32 in manifest order, and the number of examples."""
+        used = used_examples(examples, self._client)
+        velocities: dict[str, Vector] = {}
+        with self._loaded(parameters) as program:
+            for batch in training_batches(used, self._client, seed):
+                loss, gradients = self._run(program, batch)
+                if not math.isfinite(loss):
+                    raise diverged("loss")
+                self._descend(program.parameters, gradients, velocities)
+            trained = np.concatenate(
+                [program.parameters[name].reshape(-1) for name, _ in self.manifest.tensors]
+            )
+        return update_bytes(trained, parameters, self._file.header.terms.clip), len(used)
+
+    def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
+        """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
+        used = used_examples(examples, self._client)
+        loss_sum = 0.0
+        with self._loaded(parameters) as program:
+            for batch in batches(used, np.arange(len(used)), self._client.batch_size):
+                loss_sum += len(batch) * self._run(program, batch)[0]
+        return evaluation_vector(volume, loss_sum, len(used)).tobytes()
+
+    def _loaded(self, parameters: Vector) -> closing[LoadedProgram]:
+        return closing(LoadedProgram(self._file, self.manifest.unflatten(parameters)))
+
+    def _run(self, program: LoadedProgram, batch: list[bytes]) -> tuple[float, dict[str, Vector]]:
+        size = self._client.batch_size
+        weights = np.zeros(size, FLOAT32)
+        weights[: len(batch)] = 1 / len(batch)
+        arrays = read_fields(self._file.header.fields, batch)
+        return program.run([weights, *(_filled(array, size) for array in arrays)])
+
+    def _descend(
+        self,
+        parameters: dict[str, Vector],
+        gradients: dict[str, Vector],
+        velocities: dict[str, Vector],
+    ) -> None:
+        """One step of torch.optim.SGD."""
+        client = self._client
+        rate, momentum, decay = map(np.float32, (client.rate, client.momentum, client.weight_decay))
+        for name, gradient in gradients.items():
+            value = parameters[name]
+            if client.weight_decay:
+                gradient = gradient + decay * value
+            if client.momentum:
+                if name in velocities:
+                    velocities[name] *= momentum
+                    velocities[name] += gradient
+                else:
+                    velocities[name] = gradient.copy()
+                gradient = velocities[name]
+            value -= rate * gradient
+
+
+def _filled(array: Array, size: int) -> Array:
+    missing = size - len(array)
+    return np.concatenate((array, np.repeat(array[:1], missing, axis=0))) if missing else array

@@ -1,0 +1,314 @@
+"""Compiles a task for devices without torch: module and loss become one ExecuTorch program.
+
+The program takes a weight for each example of a batch and the fields of the examples, and returns
+the weighted sum of their losses and its gradients. Parameters are not part of it. The batch size is
+fixed; a smaller batch is padded with examples of weight 0.
+
+`torch.export.experimental` is private and ExecuTorch's training support is young: all use of both
+is in this file, and the versions are pinned. A program is accepted only after ten steps in which it
+trained the same update as eager PyTorch, some of them with padding.
+
+Refused (OperatorError): a task without fields, without `sample` or without one loss for each
+example; operators that are known to be wrong or missing, with the layer and a remedy; parameters
+without a gradient; a program that trains another update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from msgspec import structs
+from torch.fx import Node
+
+from papaya import __version__
+from papaya.errors import OperatorError
+from papaya.learning.definition import TaskTerms
+from papaya.learning.executorch.engine import ExecuTorchEngine
+from papaya.learning.executorch.program_file import (
+    EXECUTORCH_VERSION,
+    ProgramHeader,
+    decode_program,
+    encode_program,
+)
+from papaya.learning.executorch.shim import executorch_package
+from papaya.learning.parameters import FLOAT32, Vector
+from papaya.learning.task import LoadedTask
+from papaya.learning.torch.engine import TorchEngine
+from papaya.learning.torch.module import checked_loss, make_module, tried_batch
+
+TORCH_VERSION: Final = "2.13.0"
+"""The version whose private API this file uses."""
+
+STEPS: Final = 10
+TOLERANCE: Final = 1e-5
+"""Per tensor: the norm of the difference of two updates, by the norm of the update."""
+
+_ROUNDING: Final = 2.0**-24  # of float32
+_STEP_SIZE: Final = 0.01  # of the norm of the parameters, in the comparison
+_RANDOM: Final = ("draws random numbers, which devices without torch cannot", "remove it")
+_POOLING: Final = "use a convolution with stride=2 instead"
+_REFUSED: Final = {
+    # https://github.com/pytorch/executorch/issues/21686
+    "max_pool": ("has a wrong gradient in ExecuTorch", _POOLING),
+    "adaptive_max_pool": ("has a wrong gradient in ExecuTorch", _POOLING),
+    "avg_pool": ("has no gradient in ExecuTorch", _POOLING),
+    "batch_norm": ("has no gradient in ExecuTorch", "use LayerNorm instead"),
+    "group_norm": ("has no gradient in ExecuTorch", "use LayerNorm instead"),
+    "scaled_dot_product_attention": (
+        "has no gradient in ExecuTorch",
+        "write it out: softmax(q @ k.transpose(-2, -1) / math.sqrt(width), -1) @ v",
+    ),
+    "pad": ("has no gradient in ExecuTorch", "use padding= of the convolution, or torch.cat"),
+    "constant_pad": ("has no gradient in ExecuTorch", "use torch.cat with zeros"),
+    **dict.fromkeys(("dropout", "feature_dropout", "alpha_dropout", "bernoulli"), _RANDOM),
+    **dict.fromkeys(("rand", "randn", "randint", "normal", "multinomial"), _RANDOM),
+}
+"""Beginnings of operator names, the digit of pooling left out: the problem and the remedy."""
+
+
+def compile_task(loaded: LoadedTask, cache: Path | None = None) -> bytes:
+    """The program file of a task. `cache` is a folder of earlier results, by content."""
+    _require_versions()
+    place = None if cache is None else cache / f"{_content_digest(loaded)}.program"
+    if place is not None:
+        with suppress(OSError, OperatorError):  # not there, or damaged
+            data = place.read_bytes()
+            decode_program(data)
+            return data
+    data = _compiled(loaded)
+    if place is not None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part = place.with_suffix(f".{os.getpid()}")
+        part.write_bytes(data)
+        part.replace(place)
+    return data
+
+
+def _require_versions() -> None:
+    executorch_package()
+    if torch.__version__.partition("+")[0] != TORCH_VERSION:
+        raise OperatorError(
+            f"torch is version {torch.__version__}; programs are compiled with {TORCH_VERSION}",
+            hint=f"pip install torch=={TORCH_VERSION}",
+        )
+
+
+def _content_digest(loaded: LoadedTask) -> str:
+    inputs = (loaded.module_hash, __version__, TORCH_VERSION, EXECUTORCH_VERSION)
+    source = Path(__file__).read_bytes()
+    return hashlib.sha256("\0".join(inputs).encode() + source).hexdigest()[:32]
+
+
+def _compiled(loaded: LoadedTask) -> bytes:
+    task = loaded.task
+    if task.fields is None:
+        raise OperatorError(
+            "batch is a function, and devices without torch run no code of the task's owner",
+            hint="describe an example with fields: batch=(Numbers(3), …)",
+        )
+    if not task.sample:
+        raise OperatorError(
+            "there are no examples to compare the program with PyTorch on",
+            hint="give the task a few stored examples: sample=[…]",
+        )
+    examples = list(islice(cycle(task.sample), task.client.batch_size))
+    inputs = tried_batch(task, examples)
+    _require_example_losses(loaded, inputs, len(examples))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside torch.export and executorch
+        program, gradients, operators = _exported(loaded, inputs, len(examples))
+    header = ProgramHeader(
+        task=task.name,
+        source=loaded.module_hash,
+        executorch=EXECUTORCH_VERSION,
+        terms=TaskTerms.of(loaded.config()),
+        examples=task.examples,
+        fields=task.fields,
+        client=task.client,
+        manifest=loaded.manifest,
+        gradients=gradients,
+        operators=operators,
+        program_bytes=0,
+        program_sha256="",
+    )
+    data = encode_program(header, program)
+    _require_agreement(loaded, data)
+    return data
+
+
+def _require_example_losses(loaded: LoadedTask, inputs: tuple[Any, ...], count: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        shape = tuple(loaded.task.loss(make_module(loaded.task), *inputs).shape)
+    if shape != (count,):
+        raise OperatorError(
+            f"loss returned a tensor of shape {list(shape)} for {count} examples; the program "
+            "needs one loss for each example",
+            hint='return one loss for each example: cross_entropy(…, reduction="none")',
+        )
+
+
+class _Weighted(torch.nn.Module):
+    """The weighted sum of the losses. Parameters are named `module.…` in the program."""
+
+    def __init__(self, loaded: LoadedTask) -> None:
+        super().__init__()
+        self.module = make_module(loaded.task).train()
+        self._loss = loaded.task.loss
+
+    def forward(self, weights: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = (self._loss(self.module, *inputs) * weights).sum()
+        return total
+
+
+def _exported(
+    loaded: LoadedTask, inputs: tuple[Any, ...], count: int
+) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
+    """The program, the parameters whose gradients it returns, and the operators that it uses."""
+    from executorch.exir import ExecutorchBackendConfig, to_edge
+    from torch.export import export
+    from torch.export.experimental import _export_forward_backward
+
+    weights = torch.full((count,), 1 / count)
+    with _refusing("torch.export cannot trace the loss"):
+        forward = export(_Weighted(loaded), (weights, *inputs), strict=True)
+    for node in forward.graph.nodes:
+        _require_supported(node)
+    with _refusing("ExecuTorch cannot train this model"):
+        joint = _export_forward_backward(forward)
+        outputs = [spec.target for spec in joint.graph_signature.output_specs]
+        gradients = tuple(name.removeprefix("module.") for name in outputs if name is not None)
+        _require_gradients(loaded, gradients)
+        settings = ExecutorchBackendConfig(external_mutable_weights=True)
+        made = to_edge(joint).to_executorch(settings)
+    plan = made.executorch_program.execution_plan[0]
+    operators = (f"{op.name}.{op.overload}" if op.overload else op.name for op in plan.operators)
+    return made.buffer, gradients, tuple(dict.fromkeys(operators))
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turn errors of the exporters into errors of the task."""
+    try:
+        yield
+    except OperatorError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        first = " ".join(lines[:2]) or type(error).__name__
+        raise OperatorError(
+            f"{what}: {first}",
+            hint="change the model or the loss, or train with task files: --engine torch",
+        ) from error
+
+
+def _require_supported(node: Node) -> None:
+    if node.op != "call_function":
+        return
+    name = getattr(node.target, "_opname", "")
+    found = next((key for key in _REFUSED if _is_called(name, key)), None)
+    if found is not None:
+        problem, remedy = _REFUSED[found]
+        raise OperatorError(f"{_layer(node)}: {name} {problem}", hint=remedy)
+
+
+def _is_called(name: str, key: str) -> bool:
+    """Whether this is the operator, with or without dimensions: max_pool2d, max_pool2d_with_…"""
+    rest = name.removeprefix("_").removeprefix("native_").removeprefix("cudnn_")
+    return rest == key or (rest.startswith(key) and rest[len(key)] in "123_")
+
+
+def _layer(node: Node) -> str:
+    """The layer that a node belongs to, as the owner knows it."""
+    stack = [entry for entry in (node.meta.get("nn_module_stack") or {}).values() if entry[0]]
+    if not stack:
+        return "the loss"
+    path, kind = stack[-1]
+    short = kind if isinstance(kind, str) else kind.__name__
+    path = path.removeprefix("module").removeprefix(".")
+    return f"{f'layer {path!r}' if path else 'the model'} ({short.rpartition('.')[2]})"
+
+
+def _require_gradients(loaded: LoadedTask, gradients: tuple[str, ...]) -> None:
+    names = [name for name, _ in loaded.manifest.tensors]
+    if unused := [name for name in names if name not in gradients]:
+        raise OperatorError(
+            f"the loss does not depend on the parameters {', '.join(unused)}",
+            hint="remove them, or set requires_grad = False",
+        )
+
+
+# --- Comparison with eager PyTorch ---------------------------------------------------------------
+
+
+def _require_agreement(loaded: LoadedTask, data: bytes) -> None:
+    """Train ten steps with both engines from the module's own initialisation."""
+    size = loaded.task.client.batch_size
+    # A full batch and a smaller one, five times.
+    examples = list(islice(cycle(loaded.task.sample), size + (size + 1) // 2))
+    initial = loaded.initial_parameters()
+    client = structs.replace(
+        loaded.task.client,
+        rate=_visible_rate(loaded, initial, examples[:size]),
+        weight_decay=0.0,
+        epochs=STEPS // 2,
+        max_examples=len(examples),
+    )
+    task = structs.replace(loaded.task, client=client, clip=None, secure_aggregation=None)
+    file = decode_program(data)
+    header = structs.replace(
+        file.header, client=client, terms=structs.replace(file.header.terms, clip=None)
+    )
+    engine = ExecuTorchEngine(structs.replace(file, header=header))
+    theirs, _ = TorchEngine(replace(loaded, task=task)).train(initial, examples, seed=0)
+    ours, _ = engine.train(initial, examples, seed=0)
+    compare_updates(loaded, initial, *(np.frombuffer(u, FLOAT32) for u in (ours, theirs)))
+
+
+def _visible_rate(loaded: LoadedTask, initial: Vector, batch: list[bytes]) -> float:
+    """A rate at which rounding of the parameters does not hide their change."""
+    module = make_module(loaded.task).train()
+    values = [value for value in module.parameters() if value.requires_grad]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        gradients = torch.autograd.grad(checked_loss(loaded.task, module, batch), values)
+    steepness = float(np.sqrt(sum(float(gradient.square().sum()) for gradient in gradients)))
+    if not 0 < steepness < np.inf:
+        raise OperatorError(
+            f"the gradient of the loss on the sample has norm {steepness}",
+            hint="give the task a sample on which it learns something",
+        )
+    momentum = loaded.task.client.momentum
+    return _STEP_SIZE * (1 - momentum) * max(1.0, float(np.linalg.norm(initial))) / steepness
+
+
+def compare_updates(loaded: LoadedTask, initial: Vector, ours: Vector, theirs: Vector) -> None:
+    """Refuse a program whose update differs from that of eager PyTorch, tensor by tensor."""
+    unflatten = loaded.manifest.unflatten
+    values, found, expected = unflatten(initial), unflatten(ours), unflatten(theirs)
+    whole = float(np.linalg.norm(theirs))
+    for name, value in values.items():
+        change = float(np.linalg.norm(expected[name]))
+        difference = float(np.linalg.norm(found[name] - expected[name]))
+        # Each step rounds the parameters; an update that is zero but for rounding cannot agree.
+        rounding = _ROUNDING * (STEPS * float(np.linalg.norm(value)) + whole)
+        if change == 0:
+            raise OperatorError(
+                f"parameter {name!r} does not change on the sample, so its gradient in the program "
+                "cannot be checked",
+                hint=f"give the task more kinds of examples: sample=[…], or remove {name!r}",
+            )
+        if not difference <= TOLERANCE * change + rounding:
+            raise OperatorError(
+                f"parameter {name!r}: after {STEPS} steps the program's update differs from "
+                f"PyTorch's by {difference / change:.2g} of its norm, allowed is {TOLERANCE:g}",
+                hint="ExecuTorch computes a wrong gradient: change the layer, and please report it",
+            )
