@@ -201,8 +201,8 @@ class Aggregator:
     def _on_growing(self, now: float, message: Growing) -> Effects:
         held = self.tasks.get(message.task)
         session = held.sessions.active.get(message.session) if held is not None else None
-        if held is None or session is None or session.claim is None:
-            return []
+        if held is None or session is None or session.claim is None or session.is_complete:
+            return []  # a late copy of a chunk: the update may be in the sum already
         return [] if self._memory.may_grow(now, session.claim) else held.drop_upload(session)
 
     def has_grown(self, task: TaskId, session: SessionId) -> bool:

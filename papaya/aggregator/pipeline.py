@@ -220,6 +220,8 @@ class Pipeline:
 
         With a `group`, only in that buffer: the TSA has the seed in its group, or may have it.
         """
+        if any(buffer.has(member.session) for buffer in self._buffers.values()):
+            raise InvariantError(f"session {member.session} is in a buffer already")
         for target in self._open_targets if group is None else (group,):
             buffer = self._buffer(target)
             has_place = buffer.has_room or member.session in buffer.kept

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from papaya.aggregator.held_task import TaskPhase
 from papaya.aggregator.upload import ARRIVING, STARTER_BYTES, Claim, UploadMemory
-from papaya.aggregator.work import Arriving, Drop, Fold, Growing
+from papaya.aggregator.work import Arriving, Drop, Fold, Growing, Snapshot
 from papaya.machine import Transact
 from papaya.messages.base import Message
 from papaya.messages.participation import (
@@ -416,3 +416,20 @@ def test_the_deadline_holds_at_a_successor_too() -> None:
     world.pass_s(A_MOMENT_S)
     assert isinstance(phone.chunk(0, FIRST), Refused)
     assert phone.node.held().sessions.active == {}
+
+
+def test_a_late_copy_of_a_chunk_does_not_drop_an_update_that_is_in_the_sum() -> None:
+    """The copy comes on another connection, is slow, and asks for a whole buffer after the fold."""
+    world, node = a_world(an_async_task(3))
+    [phone] = world.joined(node, 1)
+    phone.report()
+    assert phone.ask(ChunkOffer(phone.ticket, "u1", 0, SERVER.chunk_bytes)) is None
+    node.hold(Snapshot)
+    phone.send(1, 2, 3, 4)
+    handle = phone.complete()
+    node.receive(Growing(TASK, phone.session))
+    again = phone.complete()
+    node.release()
+    world.pass_s(2.0)
+    assert (world.answers[handle], world.answers[again]) == (Completed(), Completed())
+    assert len(node.did(Fold)) == 1
