@@ -131,7 +131,7 @@ class SqliteState:
         # Compare everything before the first change, so that a refusal has nothing to undo.
         for key, expected in transaction.require:
             found = self._connection.execute(_FIND, (key,)).fetchone()
-            if (None if found is None else found[0]) != expected:
+            if not _is_same(None if found is None else found[0], expected):
                 return "refused"
         self._connection.executemany(_DELETE, transaction.delete)
         self._connection.executemany(_PUT, transaction.put)
@@ -224,6 +224,18 @@ class SqliteState:
             f"the state store {self.path} could not be {what}: {error} ({name})",
             hint=hint.format(path=self.path),
         )
+
+
+def _is_same(found: bytes | None, expected: bytes | None) -> bool:
+    """Do both encode the same row? An earlier version wrote rows without fields that are new."""
+    if found == expected:
+        return True
+    if found is None or expected is None:
+        return False
+    try:
+        return wire.decode_row(found) == wire.decode_row(expected)
+    except ProtocolError:
+        return False  # a damaged row equals nothing
 
 
 class _Encoded:

@@ -6,17 +6,30 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from threading import Thread
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from papaya.config import TaskConfig
 from papaya.errors import OperatorError
-from papaya.messages.storage import EpochRow, Outcome, Transaction, VersionRow
+from papaya.messages import wire
+from papaya.messages.storage import (
+    EpochRow,
+    Member,
+    Outcome,
+    RecordRow,
+    TaskRow,
+    Transaction,
+    VersionRow,
+)
 from papaya.sim.engine import Engine
 from papaya.sim.storage import StateTwin, StorageConfig
 from papaya.store import state
@@ -284,3 +297,36 @@ def test_threads_that_race_lose_no_increment(path: Path, shared: bool) -> None:
     assert outcomes.count("committed") + outcomes.count("refused") == 90
     for store in stores:
         store.close()
+
+
+def test_rows_of_an_earlier_version_can_be_replaced(path: Path) -> None:
+    """Version 0.3.0 wrote them without fields that are new; the values are the same."""
+    member = Member("s1", 0, 0, 1, 9.0)
+    record, task = (
+        RecordRow(1, "sum", (member,), 1.0),
+        TaskRow(TaskConfig(task="words", concurrency=4, model_length=4)),
+    )
+    old_record = (
+        b'{"type":"RecordRow","target":1,"sum":"sum","members":[["s1",0,0,1,9.0,-1]],"weight":1.0}'
+    )
+    document = msgspec.json.decode(wire.encode_row(task))
+    for field in ("name", "pseudonym_key"):
+        del document[field]
+    for field in ("owner", "bundle", "program"):
+        del document["config"]["requirements"][field]
+    with closing(SqliteState(path)) as store:
+        store.transact(Transaction(put=(("record", record), ("task", task))))
+    with closing(sqlite3.connect(path)) as database:
+        change = "UPDATE rows SET row = ? WHERE key = ?"
+        database.execute(change, (old_record, b"record"))
+        database.execute(change, (msgspec.json.encode(document), b"task"))
+        database.commit()
+    with closing(SqliteState(path)) as store:
+        found = store.read(("record", "task"))
+        assert found == {"record": record, "task": task}
+        change_both = Transaction(
+            require=(("record", found["record"]), ("task", found["task"])),
+            put=(("record", structs.replace(record, weight=2.0)),),
+        )
+        assert store.transact(change_both) == "committed"
+        assert store.transact(change_both) == "refused"
