@@ -416,7 +416,7 @@ def test_an_audit_prints_its_steps_for_people(world: World) -> None:
 
 
 def test_a_private_key_given_for_a_public_one_is_never_printed(world: World) -> None:
-    secret = world.key.read_text().strip().rpartition("+")[2]
+    secret = world.key.read_text().strip().split("+", 4)[4]  # base64 may contain a "+"
     with pytest.raises(OperatorError, match=r"private key; use the file that ends with \.pub") as e:
         world.out("log", "show", world.log, "--log-key", world.key)
     assert secret not in f"{e.value} {e.value.hint} {e.value.__cause__}"
