@@ -135,6 +135,8 @@ class Recorder(Observer):
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
         self.engine = cluster.engine
+        if len(cluster.config.tasks) != 1:
+            raise InvariantError(f"a trace is of one task, not of {len(cluster.config.tasks)}")
 
     @property
     def counted(self) -> int:
@@ -171,8 +173,6 @@ class Recorder(Observer):
 
     def trace(self) -> Trace:
         config = self.cluster.config
-        if len(config.tasks) != 1:
-            raise InvariantError(f"a trace is of one task, not of {len(config.tasks)}")
         created_s, trips, end = self._versions.arrays()
         device, participation, examples, start, staleness, assigned_s, execution_s = (
             self._members.arrays()

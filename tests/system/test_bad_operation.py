@@ -25,7 +25,7 @@ def assert_refused(*arguments: str, error: str, hint: str) -> None:
     ended = run_to_the_end("serve", *arguments)
     assert ended.returncode == 2, ended
     assert ended.stdout == ""
-    first, blank, last = ended.stderr.rstrip("\n").split("\n")
+    *_, first, blank, last = ended.stderr.rstrip("\n").split("\n")
     assert first.startswith("error: "), ended.stderr
     assert error in first
     assert blank == ""

@@ -25,10 +25,11 @@ from papaya.client.work import Finish
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import ConfigError
 from papaya.machine import Reply
-from papaya.messages.participation import Completed, Joined
+from papaya.messages.participation import Completed, Heartbeat, Joined
 from papaya.messages.selection import Capabilities
 from papaya.messages.storage import Member, RecordRow, Row, Transaction, VersionRow
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
+from papaya.sim.devices import Path as AnswerPath
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.observer import Observer
 from papaya.sim.plots import draw, without_short_dips
@@ -53,6 +54,11 @@ def watched(config: ClusterConfig, **options: float) -> RunWatch:
     return watch
 
 
+def _asks_by_heartbeat(reply: Reply) -> bool:
+    """A heartbeat that arrives after the end of its session gets the same answer once more."""
+    return isinstance(reply.to, AnswerPath) and isinstance(reply.to.request, Heartbeat)
+
+
 class Recount(Observer):
     """Counts again through hooks and rows that the report does not use."""
 
@@ -65,7 +71,7 @@ class Recount(Observer):
 
     def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
-            case Completed(discarded=discarded):
+            case Completed(discarded=discarded) if not _asks_by_heartbeat(reply):
                 self.answers[discarded] = self.answers.get(discarded, 0) + 1
             case Joined():
                 self.joined += 1
