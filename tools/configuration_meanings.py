@@ -128,6 +128,9 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "model's frozen tensors if it has any. None: any.",
         "min_memory_mb": "Minimum memory that the device must declare, in MB.",
         "labels": "Labels that the device must declare.",
+        "owner": "Set by `papaya task submit FILE`: the id of the owner who has signed the task.",
+        "bundle": "The key of the blob with what the owner has signed.",
+        "program": "The key of the blob with the program of the bundle.",
     },
     SecureAggregation: {
         "threshold": "Minimum number of clients whose sum may be revealed. None: K.",

@@ -23,6 +23,7 @@ from papaya.cli import main as cli
 from papaya.config import TaskConfig
 from papaya.config.deployment import Deployment
 from papaya.config.server import MAX_CHUNK_BYTES
+from papaya.device.owners import parse_owners
 from papaya.device.use_policy import parse_policies
 from papaya.http.limits import MAX_HEADERS, MAX_TARGET_CHARS, ListenerLimits
 from papaya.messages import wire
@@ -287,6 +288,8 @@ def test_every_file_of_settings_is_accepted(block: Block) -> None:
         msgspec.toml.decode(block.text, type=DevicePolicy)
     elif "[collections." in block.text:
         assert parse_policies(block.text.encode(), name_of(block.page))
+    elif "[owners." in block.text:
+        assert parse_owners(block.text.encode(), name_of(block.page))
     else:
         msgspec.convert(tomllib.loads(block.text), Deployment)
 
