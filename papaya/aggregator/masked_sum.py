@@ -51,7 +51,7 @@ class Tsa(Protocol):
         self, parameters: PublicParameters, count: int
     ) -> tuple[tuple[StockedOffer, ...], SecureOffer]: ...
 
-    def accept(self, index: int, group: int, sealed: bytes) -> None:
+    def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
         """Idempotent."""
         ...
 

@@ -306,7 +306,9 @@ class Shards:
                 admit_evaluation(update.pieces, config.evaluates.max_examples)
             return Contribution(update, work.examples, work.staleness)
         update_pieces = masked_update(config, pieces)
-        self._require_tsa().accept(work.offer, work.target, work.sealed)
+        agreed = config.public_parameters
+        assert agreed is not None
+        self._require_tsa().accept(agreed, work.offer, work.target, work.sealed)
         return update_pieces
 
     def _mean(self, work: Step, total: Total) -> parameters.Vector:

@@ -44,6 +44,10 @@ class TsaCalls(Protocol):
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
     ) -> None: ...
 
+    def open_groups(self, parameters_hash: bytes) -> Sequence[int]: ...
+
+    def drop(self, parameters_hash: bytes, group: int) -> int: ...
+
     def forget(self, parameters_hash: bytes) -> object: ...
 
 
@@ -88,13 +92,25 @@ class TsaAdapter:
             leaf=evidence.leaf,
         )
 
-    def accept(self, index: int, group: int, sealed: bytes) -> None:
+    def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
         with _translated():
             try:
                 self._tsa.accept(index, group, sealed)
             except TsaRefused as refused:
-                if refused.reason is not RefusalReason.REPLAYED:
+                if refused.reason is RefusalReason.TOO_MANY_GROUPS:
+                    self._drop_abandoned(parameters.digest(), group)
+                    self._tsa.accept(index, group, sealed)
+                elif refused.reason is not RefusalReason.REPLAYED:
                     raise
+
+    def _drop_abandoned(self, parameters_hash: bytes, group: int) -> None:
+        """Groups stay open when their buffers are given up, as in a roll-back.
+
+        A group is the version that its buffer becomes, and at most two buffers are open.
+        """
+        for number in self._tsa.open_groups(parameters_hash):
+            if number < group - 1:
+                self._tsa.drop(parameters_hash, number)
 
     def release(
         self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock

@@ -163,6 +163,13 @@ class TsaConnection:
     ) -> None:
         self._call(lambda client: client.release(parameters, group, members, take))
 
+    def open_groups(self, parameters_hash: bytes) -> list[int]:
+        status = self._call(lambda client: client.status(parameters_hash))
+        return [number for number, _ in status.groups]
+
+    def drop(self, parameters_hash: bytes, group: int) -> int:
+        return self._call(lambda client: client.drop(parameters_hash, group))
+
     def forget(self, parameters_hash: bytes) -> None:
         """Tell a running TSA to forget. None is started for this."""
         if self._client is not None:

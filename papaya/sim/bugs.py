@@ -152,9 +152,11 @@ def _take_away_for_lost(
 _accept_seed = TsaAdapter.accept
 
 
-def _take_silence_for_lost(self: TsaAdapter, index: int, group: int, sealed: bytes) -> None:
+def _take_silence_for_lost(
+    self: TsaAdapter, parameters: PublicParameters, index: int, group: int, sealed: bytes
+) -> None:
     try:
-        _accept_seed(self, index, group, sealed)
+        _accept_seed(self, parameters, index, group, sealed)
     except TsaError as error:
         reason = masked.LOST if error.reason == UNREACHABLE else error.reason
         raise TsaError(reason, str(error), error.group) from error

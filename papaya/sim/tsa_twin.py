@@ -101,6 +101,13 @@ class TsaTwin:
         self.on_released(parameters.digest(), group, tuple(members))
         give_in_blocks(masks, take)
 
+    def open_groups(self, parameters_hash: bytes) -> list[int]:
+        status = self._reached().status(parameters_hash)
+        return [number for number, _ in status.groups]
+
+    def drop(self, parameters_hash: bytes, group: int) -> int:
+        return self._reached().drop(parameters_hash, group)
+
     def forget(self, parameters_hash: bytes) -> int:
         return self._reached().forget(parameters_hash)
 

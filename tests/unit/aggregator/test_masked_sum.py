@@ -96,7 +96,7 @@ class Masks:
     ) -> tuple[tuple[StockedOffer, ...], SecureOffer]:
         raise AssertionError
 
-    def accept(self, index: int, group: int, sealed: bytes) -> None:
+    def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
         raise AssertionError
 
     def release(

@@ -46,6 +46,12 @@ class Failing:
     ) -> None:
         raise self._error
 
+    def open_groups(self, parameters_hash: bytes) -> list[int]:
+        raise self._error
+
+    def drop(self, parameters_hash: bytes, group: int) -> int:
+        raise self._error
+
     def forget(self, parameters_hash: bytes) -> int:
         raise self._error
 
@@ -59,7 +65,7 @@ def reasons_of(error: Exception) -> list[str]:
     tsa = TsaAdapter(Failing(error), evidence)
     questions = (
         lambda: tsa.offers(PARAMETERS, 3),
-        lambda: tsa.accept(1, 2, b"sealed"),
+        lambda: tsa.accept(PARAMETERS, 1, 2, b"sealed"),
         lambda: tsa.release(PARAMETERS, 2, [1], lambda start, masks: None),
     )
     found = []
@@ -93,7 +99,7 @@ def test_one_that_does_not_know_what_it_should_was_started_anew(reason: RefusalR
 def test_a_seed_that_it_has_already_is_no_news() -> None:
     """Only for the seed: an offer or a release is never refused so."""
     tsa = TsaAdapter(Failing(TsaRefused(RefusalReason.REPLAYED, "already")), evidence)
-    tsa.accept(1, 2, b"sealed")
+    tsa.accept(PARAMETERS, 1, 2, b"sealed")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,7 @@ def test_nobody_waits_for_a_task_to_be_forgotten(error: Exception) -> None:
 def test_any_other_error_is_a_bug_and_stays_one() -> None:
     tsa = TsaAdapter(Failing(ZeroDivisionError()), evidence)
     with pytest.raises(ZeroDivisionError):
-        tsa.accept(1, 2, b"sealed")
+        tsa.accept(PARAMETERS, 1, 2, b"sealed")
 
 
 class Direct(Failing):
@@ -139,6 +145,34 @@ def test_offers_come_with_all_that_a_device_needs_to_believe_them() -> None:
     assert told == ("software", b"quote of " + parameters.digest(), b"collateral", 7, b"")
 
 
+class FullOfGroups(Failing):
+    """Four groups are open, of buffers that were given up by roll-backs, but for the last one."""
+
+    def __init__(self) -> None:
+        self.groups = [3, 4, 6, 8]
+        self.seeds: list[tuple[int, int]] = []
+
+    def accept(self, index: int, group: int, sealed: bytes) -> None:
+        if group not in self.groups and len(self.groups) == 4:
+            raise TsaRefused(RefusalReason.TOO_MANY_GROUPS, "4 groups are open")
+        self.seeds.append((index, group))
+
+    def open_groups(self, parameters_hash: bytes) -> list[int]:
+        return list(self.groups)
+
+    def drop(self, parameters_hash: bytes, group: int) -> int:
+        self.groups.remove(group)
+        return 1
+
+
+def test_groups_of_buffers_that_were_given_up_make_room_for_the_next_one() -> None:
+    """Otherwise a task that was rolled back four times could never take an update again."""
+    tsa = FullOfGroups()
+    TsaAdapter(tsa, evidence).accept(PARAMETERS, 1, 9, b"sealed")
+    assert tsa.seeds == [(1, 9)]
+    assert tsa.groups == [8], "the buffer of 8 may still be open"
+
+
 class RestartedMeanwhile(Direct):
     """Offers are made by one, the evidence is of another that was started before it was asked."""
 
@@ -157,5 +191,5 @@ def test_offers_and_evidence_come_from_one_tsa_or_not_at_all() -> None:
 def test_the_group_that_has_a_seed_is_told() -> None:
     tsa = TsaAdapter(Failing(TsaRefused(RefusalReason.OTHER_GROUP, "it is there", 7)), evidence)
     with pytest.raises(TsaError) as caught:
-        tsa.accept(1, 6, b"sealed")
+        tsa.accept(PARAMETERS, 1, 6, b"sealed")
     assert caught.value.group == 7

@@ -274,7 +274,7 @@ class SilentTsa:
     def __init__(self) -> None:
         self.is_asked, self.may_answer = Event(), Event()
 
-    def accept(self, index: int, group: int, sealed: bytes) -> None:
+    def accept(self, parameters: object, index: int, group: int, sealed: bytes) -> None:
         self.is_asked.set()
         assert self.may_answer.wait(PATIENCE_S)
 

@@ -70,7 +70,9 @@ class Audited:
         self.auditor.on_sealed(who(session), MAX_EXAMPLES, work, done, lie)
 
     def accept(self, session: str, group: int = 1) -> None:
-        self.tsa.adapter.accept(self.index[session], group, self.done[session].sealed)
+        agreed = self.config.public_parameters
+        assert agreed is not None
+        self.tsa.adapter.accept(agreed, self.index[session], group, self.done[session].sealed)
 
     def record(self, *sessions: str, target: int = 1) -> tuple[RecordRow, bytes]:
         total = MaskedSum.zero(LENGTH + 2)
