@@ -8,6 +8,7 @@ server stores the bundle and runs nothing of it. Without a key only the file's h
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -125,7 +126,11 @@ def run(options: TaskSubmitOptions) -> int:
 
     client = client_for(options)
     found = _signer(options)
-    loaded = load_task(options.file / PROGRAM_FILE if options.file.is_dir() else options.file)
+    if options.file.is_dir():
+        sys.path.insert(0, str(options.file))  # as on devices: its files import each other
+        loaded = load_task(options.file / PROGRAM_FILE)
+    else:
+        loaded = load_task(options.file)
     if options.program is None:
         file = loaded.config()
     else:

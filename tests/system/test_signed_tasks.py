@@ -1,0 +1,148 @@
+"""An owner submits, changes and repeats a task; the devices, started once, follow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from papaya.device import confinement
+from tests.system.admin import Admin
+from tests.system.processes import PAPAYA, Installation, ServerProcess, Toml, run_to_the_end
+
+pytestmark = pytest.mark.skipif(
+    confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
+)
+
+STEP_S = 240.0
+CALM: dict[str, Toml] = {"heartbeat_s": 1.0}
+DEVICES = 4
+TASK = """
+import torch
+from helper import to_tensors
+from papaya.learning.task import AsyncFL, ClientSGD, Examples, Task
+
+task = Task(
+    name="opened", model=lambda: torch.nn.Linear(1, 1), batch=to_tensors,
+    loss=lambda module, x, y: ((module(x) - y) ** 2).mean(), examples=Examples("numbers"),
+    client=ClientSGD(rate=0.01), regime=AsyncFL(aggregation_goal=2), concurrency=3,
+    participation_gap_s=0.0,
+)
+"""
+HELPER = """
+import torch
+
+def to_tensors(examples):
+    rows = [[float(value) for value in line.split(b",")] for line in examples]
+    return torch.tensor([[x] for x, _ in rows]), torch.tensor([[y] for _, y in rows])
+"""
+
+
+class SignedWorld:
+    """A server, an owner with a key, and devices that have pinned it."""
+
+    def __init__(self, folder: Path, server: ServerProcess, installation: Installation) -> None:
+        self.folder = folder
+        self.admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
+        self._server = server
+        self._token = folder / "admin.token"
+        self._token.write_text(installation.secret("admin.token"))
+        self._token.chmod(0o600)
+        self._device_token = folder / "device.token"
+        self._device_token.write_text(installation.secret("device.token"))
+        self._device_token.chmod(0o600)
+        self.program = folder / "program"
+        self.program.mkdir()
+        (self.program / "task.py").write_text(TASK)
+        (self.program / "helper.py").write_text(HELPER)
+        self.key = folder / "owner.key"
+        shown = self._run("owner", "key", "--output", str(self.key), "--format", "json")
+        self.owner = json.loads(shown)
+
+    def task(self, *arguments: str) -> Any:
+        """A command of the owner; its answer."""
+        action, what, *rest = arguments
+        place = ("--admin", f"http://{self._server.addresses['admin']}")
+        signed = ("--owner", str(self.key), "--token-file", str(self._token))
+        return json.loads(
+            self._run("task", action, what, *rest, *place, *signed, "--format", "json")
+        )
+
+    def _run(self, *arguments: str) -> str:
+        ended = run_to_the_end(*arguments, seconds=STEP_S)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    @contextmanager
+    def devices(self) -> Iterator[Path]:
+        """Devices that know no task file, only the owner's key. Yields their log."""
+        owners = self.folder / "owners.toml"
+        owners.write_text(
+            f'[owners.me]\nkey = "{self.owner["key"]}"\ncollections = ["numbers"]\n'
+            'engines = ["torch"]\n'
+        )
+        for number in range(DEVICES):
+            lines = "\n".join(f"{x},{2 * x + number}" for x in range(40))
+            (self.folder / f"lines-{number}.txt").write_text(lines)
+        examples = self.folder / "examples"
+        examples.mkdir()
+        for path in self.folder.glob("lines-*.txt"):
+            path.rename(examples / path.name)
+        log = self.folder / "devices.log"
+        command = (
+            *("--server", f"http://{self._server.addresses['devices']}"),
+            *("--owners", str(owners), "--bundles", str(self.folder / "bundles")),
+            *("--import", f"numbers={examples}", "--store", str(self.folder / "stores")),
+            *("--devices", str(DEVICES), "--assume", "idle,charging,unmetered"),
+            *("--participation-floor", "0", "--pause", "0.2"),
+            *("--token-file", str(self._device_token)),
+        )
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(
+                [*PAPAYA, "client", *command], stdout=output, stderr=subprocess.STDOUT
+            ) as process,
+        ):
+            try:
+                yield log
+            finally:
+                process.terminate()
+                process.wait(STEP_S)
+
+    def until_version(self, run: str, version: int) -> None:
+        self.admin.until_task(run, lambda found: found["version"] >= version, STEP_S)
+
+
+def test_a_task_is_submitted_changed_and_repeated_without_touching_a_device(
+    tmp_path: Path,
+) -> None:
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=CALM).start()
+        world = SignedWorld(tmp_path, server, installation)
+        first = world.task("submit", str(world.program))
+        assert first["name"] == "opened"
+        with world.devices() as log:
+            world.until_version(first["task"], 2)
+
+            world.task("update", "opened", "--set", "client.rate=0.005")
+            changed = world.admin.get("/admin/tasks/opened")
+            world.until_version(first["task"], changed["task"]["version"] + 2)
+
+            switched = world.task("update", "opened", "--set", "regime=sync")
+            assert switched["regime"] == "SyncFL"
+            world.until_version(first["task"], switched["version"] + 2)
+
+            second = world.task("submit", str(world.program), "--replace")
+            assert second["task"] != first["task"]
+            assert world.admin.task(first["task"])["state"] == "cancelled"
+            world.until_version(second["task"], 2)
+            assert world.admin.task("opened")["task"] == second["task"]
+        told = log.read_text()
+        assert f"counted {first['task']}" in told
+        assert f"counted {second['task']}" in told
+        assert server.stop() == 0
