@@ -993,7 +993,8 @@ class HeldTask:
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
         life_s = ticket_life_s(self.config, self._server)
-        effects = self.pipeline.on_stepped(now, message, life_s)
+        oldest_kept = self.sessions.oldest_kept(now)
+        effects = self.pipeline.on_stepped(now, message, life_s, oldest_kept)
         if message.dropped:
             what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
             self.counters[what] += 1

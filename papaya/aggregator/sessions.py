@@ -214,6 +214,11 @@ class Sessions:
         for version in [found for found in self._training if found in versions]:
             yield from list(self._training[version].values())
 
+    def oldest_kept(self, now: float) -> float:
+        """The oldest version of a client that waits for the TSA; infinite if none does."""
+        kept = (s.version for s in self.active.values() if s.kept_until > now)
+        return min(kept, default=float("inf"))
+
     def expired(self, now: float) -> list[Session]:
         """Sessions whose deadline has passed. If a deadline has moved, file the new one."""
         found: dict[SessionId, Session] = {}

@@ -28,6 +28,7 @@ from tests.unit.aggregator.secure_builders import (
     SecureWorld,
     a_secure_task,
     a_secure_world,
+    make_secure_version,
     successor,
 )
 
@@ -173,6 +174,26 @@ def test_a_client_that_has_trained_waits_with_its_report() -> None:
     world.tsa.crash()
     world.pass_s(1.0)
     assert phone.upload_for_good(3.0) == COUNTED
+
+
+def test_the_first_version_after_a_long_wait_aborts_nobody_who_waits() -> None:
+    """By then a ticket life has passed, so `settled` may rise, but not above those who wait."""
+    config = a_secure_task(goal=1, training_timeout_s=60.0, upload_timeout_s=UPLOAD_S)
+    world, node = a_secure_world(config)
+    make_secure_version(world, node)
+    [waiting] = world.secure_phones(node, 1)
+    make_secure_version(world, node)
+    make_secure_version(world, node)
+    [first] = world.secure_phones(node, 1)
+    world.tsa.cut_off(300.0)
+    unanswered(world, first, 3.0)
+    for _ in range(30):
+        kept(waiting.report())
+        stay(world, first, H)
+    world.pass_s(1.0)
+    assert first.send_for_good() == COUNTED
+    assert world.version == 4
+    assert waiting.upload_for_good(5.0) == COUNTED
 
 
 def test_no_session_waits_for_ever() -> None:
