@@ -233,8 +233,9 @@ class HeldTask:
         self._have_come = 0
 
         # The process is about to stop: nothing new begins here, and the task moves after its last
-        # record.
+        # record. Later the time for uploads is over too.
         self._is_draining = False
+        self._drops_uploads = False
 
         # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
@@ -353,9 +354,15 @@ class HeldTask:
     def drain(self, *, drops_uploads: bool) -> Effects:
         """Begin nothing new. Uploads that have begun may finish, until they are dropped."""
         self._is_draining = True
+        self._drops_uploads |= drops_uploads
         if not drops_uploads or self.phase is not TaskPhase.SERVING:
             return []
-        unfinished = [s for s in self.sessions.active.values() if s.upload and not s.is_complete]
+        waiting, self._overflow = self._overflow, deque()
+        unfinished = [
+            session
+            for session in self.sessions.active.values()
+            if session.upload and (not session.is_complete or session.id in waiting)
+        ]
         return [effect for session in unfinished for effect in self._request_again(session)]
 
     def record_now(self, now: float) -> Effects:
@@ -364,13 +371,18 @@ class HeldTask:
 
     @property
     def is_drained(self) -> bool:
-        """Every update that was folded is in a record, and no other will be folded here."""
+        """Every update that was folded is in a record, and no other will be folded here.
+
+        A successor does not know the places that are kept, so their clients have as much time as
+        uploads have.
+        """
         if not self._is_draining or self.phase is TaskPhase.LOADING:
             return False
         if self.phase is not TaskPhase.SERVING:
             return True
         uploads = any(session.upload is not None for session in self.sessions.active.values())
-        return not uploads and self.pipeline.is_settled
+        waits = not self._drops_uploads and bool(self.pipeline.kept_places)
+        return not uploads and not waits and self.pipeline.is_settled
 
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
@@ -512,13 +524,17 @@ class HeldTask:
             return [Reply(reply_to, Refused(str(error), error.hint))]
 
     def _begins_something(self, request: Ticketed, claim: AnyTicket) -> bool:
-        """Is it a join, or part of an upload that has not begun here?"""
+        """Is it a join, or part of an upload that has not begun here?
+
+        An update whose place is kept has begun. It may be sent again until uploads are dropped.
+        """
         if isinstance(request, Heartbeat | Leave):
             return False
         session = self.sessions.active.get(claim.session)
-        return claim.session not in self.sessions.ended and (
-            session is None or session.upload is None
-        )
+        if session is None:
+            return claim.session not in self.sessions.ended
+        has_place = not self._drops_uploads and session.id in self.pipeline.kept_places
+        return session.upload is None and not has_place
 
     def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave, which carry a session or upload ticket."""

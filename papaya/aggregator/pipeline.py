@@ -268,6 +268,11 @@ class Pipeline:
         if group in self._open_targets and self._buffer(group).has_room:
             self._buffer(group).kept[session] = None
 
+    @property
+    def kept_places(self) -> list[SessionId]:
+        """The sessions whose places are kept."""
+        return [session for buffer in self._buffers.values() for session in buffer.kept]
+
     def give_place_up(self, session: SessionId) -> None:
         """The session has ended: free the place that was kept for its update, if any."""
         for buffer in self._buffers.values():
