@@ -93,6 +93,7 @@ from papaya.messages.tickets import (
 
 _BUSY_RETRY_S = 0.5
 _NEVER = float("inf")
+_REPLACED = Aborted("replaced")
 _FAILING = "the TSA has an internal error at a release; restart it to give up the buffer"
 
 
@@ -255,7 +256,7 @@ class HeldTask:
         self._sweep_s = server.heartbeat_s / 20
         # The version at which a blob was last found missing.
         self._lost_at: int | None = None
-        # Effects of ending a session that the current request replaces.
+        # Effects of ending sessions before the current request is answered.
         self._replaced: Effects = []
         # Devices that may not take part, by identity and by their pseudonyms in this task.
         self._revoked_devices: tuple[str, ...] = ()
@@ -393,7 +394,9 @@ class HeldTask:
     def revoke(self, devices: tuple[str, ...]) -> Effects:
         """These devices, and no others, may not take part."""
         self._revoked_devices = devices
-        return self._end_revoked() if self.phase is TaskPhase.SERVING else []
+        if self.phase is not TaskPhase.SERVING:
+            return []
+        return [*self._end_revoked(), *self._place_overflow()]
 
     def _end_revoked(self) -> Effects:
         """End sessions of revoked devices, except those whose update is being folded."""
@@ -492,6 +495,9 @@ class HeldTask:
     def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
+        if self._is_revoked(claim.session):
+            # Its update was being folded when the device was revoked, but was not counted.
+            self._replaced += self._end_revoked() + self._place_overflow()
         if self._is_draining and self._begins_something(request, claim):
             return [Reply(reply_to, Retry("the task is about to move", _BUSY_RETRY_S))]
         try:
@@ -535,6 +541,13 @@ class HeldTask:
             return claim.session not in self.sessions.ended
         has_place = not self._drops_uploads and session.id in self.pipeline.kept_places
         return session.upload is None and not has_place
+
+    def _is_revoked(self, session_id: SessionId) -> bool:
+        """Has a revoked device an active session whose update can be withdrawn?"""
+        session = self.sessions.active.get(session_id)
+        return (
+            session is not None and session.pseudonym in self._revoked and not session.is_complete
+        )
 
     def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
         """The session of a heartbeat, report or leave, which carry a session or upload ticket."""
@@ -583,8 +596,11 @@ class HeldTask:
     def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
         """Continue a session of an earlier holder, so that the client's training is not lost."""
         earlier = self._earlier_session(ticket)
+        if earlier is not None and earlier.is_complete:
+            reason = "the last update of this device is being processed"
+            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
         if earlier is not None and earlier.ticket.expires >= ticket.expires:
-            raise SessionEnded(Aborted("replaced"))  # it joined later than this one
+            raise SessionEnded(_REPLACED)  # it joined later than this one
         is_leased = self.promises.inherits(ticket.session)
         free = self.config_demand if is_leased else self.room
         if free + (earlier is not None) < 1:
@@ -594,16 +610,12 @@ class HeldTask:
         return session
 
     def _earlier_session(self, ticket: AnyTicket) -> Session | None:
-        """The session of the same device that a new one replaces. Raises if the device is revoked,
-        or its update is being folded and cannot be withdrawn.
+        """The session of the same device that a new one replaces, unless its update is complete.
+        Raises if the device is revoked.
         """
         if ticket.pseudonym in self._revoked:
             raise SessionEnded(Aborted("revoked"))
-        earlier = self.sessions.of_device(ticket.pseudonym)
-        if earlier is not None and earlier.is_complete:
-            reason = "the last update of this device is being processed"
-            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
-        return earlier
+        return self.sessions.of_device(ticket.pseudonym)
 
     def _raise_if_ended(self, ticket: AnyTicket) -> None:
         ended = self.sessions.ended.get(ticket.session)
@@ -650,6 +662,9 @@ class HeldTask:
             raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = self.promises.cover(assignment)
         earlier = self._earlier_session(assignment)
+        if earlier is not None and earlier.is_complete:
+            self._use_up(assignment, is_leased=is_leased)
+            raise SessionEnded(_REPLACED)
         free = self.config_demand if is_leased else self.room
         if free + (earlier is not None) < 1:
             raise SessionEnded(Aborted("full"))
@@ -805,7 +820,7 @@ class HeldTask:
         Its device's `earlier` session ends.
         """
         if earlier is not None:
-            self._replaced += self._abort(earlier, "replaced")
+            self._replaced += [*self._abort(earlier, "replaced"), *self._place_overflow()]
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
@@ -813,6 +828,16 @@ class HeldTask:
         else:
             self._have_come += 1
         self.counters["joined" if is_leased else "adopted"] += 1
+
+    def _use_up(self, assignment: AssignmentTicket, *, is_leased: bool) -> None:
+        """The update of the device's earlier session cannot be withdrawn, so this one ends as it
+        begins. Its lease ends too: otherwise each join of such a device would keep a slot free.
+        """
+        self.sessions.remember(assignment.session, _REPLACED, assignment.confirm_by)
+        self.confirmations.add(assignment.session)
+        if is_leased:
+            self.promises.keep(assignment.session)
+        self.may_want_more = True
 
     def _abort(self, session: Session, reason: AbortReason) -> Effects:
         return self._end(session, Aborted(reason), f"aborted_{reason}")
