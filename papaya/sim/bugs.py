@@ -64,8 +64,10 @@ def _ignore_settled(self: Ledger) -> int:
 _advance = Ledger.advance
 
 
-def _keep_record(self: Ledger, now: float, stepped: Stepped, life_s: float) -> Transaction:
-    transaction = _advance(self, now, stepped, life_s)
+def _keep_record(
+    self: Ledger, now: float, stepped: Stepped, life_s: float, oldest_kept: float
+) -> Transaction:
+    transaction = _advance(self, now, stepped, life_s, oldest_kept)
     kept = record_key(self.task, stepped.version)
     return replace(transaction, delete=tuple(k for k in transaction.delete if k != kept))
 
