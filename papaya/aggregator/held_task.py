@@ -455,9 +455,11 @@ class HeldTask:
 
     def demand(self, now: float) -> int:
         """The demand to report: without the room that is kept for clients of earlier holders, and
-        zero while those that are here wait for the TSA.
+        zero while those that are here wait for the TSA, or would when they report.
         """
         if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
+            return 0
+        if self.offers is not None and self.offers.are_refused:
             return 0
         kept = self._expected if now < self.adopts_until else 0
         return max(0, self.config_demand - kept)
@@ -1012,7 +1014,7 @@ class HeldTask:
     def on_offered(self, now: float, message: Offered) -> Effects:
         if self.offers is None:
             return []
-        self.may_want_more |= self.offers.is_away
+        self.may_want_more |= self.offers.is_away or self.offers.are_refused
         self.offers.on_offered(now, message, self.pipeline)
         if self.phase is not TaskPhase.SERVING:
             return []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from papaya.aggregator.work import GetOffers, Step
+from papaya.aggregator.work import GetOffers, Offered, Step
 from papaya.machine import Transact
 from papaya.messages.base import Message
 from papaya.messages.participation import (
@@ -239,6 +239,22 @@ def test_while_the_tsa_is_away_no_upload_starts_and_no_clients_are_wanted() -> N
     assert node.held().demand(world.now) == 3
     assert node.last_report().halted == ""
     assert isinstance(second.send_masked()[0], ChunkReceived)
+
+
+def test_no_clients_are_wanted_while_the_tsa_refuses_to_make_offers() -> None:
+    """They would train, and then wait with their reports."""
+    world = SecureWorld(a_secure_task(goal=1))
+    node = world.start()
+    node.hold(GetOffers)
+    world.place(node)
+    node.receive(Offered(TASK, 1, problem="the TSA knows too many tasks"))
+    world.pass_s(H)
+    assert node.last_report().demand == 0
+    assert node.last_report().halted == "the TSA knows too many tasks"
+    node.release()
+    world.pass_s(1.0)
+    assert node.last_report().demand == 4
+    assert node.last_report().halted == ""
 
 
 def test_an_upload_that_has_started_may_go_on_and_is_not_sent_again() -> None:
