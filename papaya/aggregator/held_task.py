@@ -327,7 +327,6 @@ class HeldTask:
         """Drop the upload and tell the client to send all of its chunks again."""
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
-        session.in_buffer = False
         return self._answer(session, missing) + self.drop_upload(session)
 
     def on_restored(self, now: float) -> Effects:
@@ -478,7 +477,7 @@ class HeldTask:
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
-            halted=self.halted_because or self._tsa_problem,
+            halted=self.halted_because or self.tsa_problem,
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
@@ -960,7 +959,6 @@ class HeldTask:
         if message.refused is not None:
             return self._on_refused(session, message, message.refused) + self.pipeline.pump(now)
         buffer = self.pipeline.fold(now, message)
-        session.in_buffer = True
         effects: Effects = []
         if self.pipeline.acknowledges_folded:
             effects += self._acknowledge(session)
@@ -986,7 +984,7 @@ class HeldTask:
         return self.offers is not None and (self.offers.is_away or self.pipeline.is_failing)
 
     @property
-    def _tsa_problem(self) -> str:
+    def tsa_problem(self) -> str:
         """For the owner; empty if there is none."""
         if self.offers is None:
             return ""
@@ -1028,7 +1026,6 @@ class HeldTask:
         for session_id in (session for found in message.sums for session in found.sessions):
             session = self.sessions.active.get(session_id)
             if session is not None:
-                session.in_buffer = True
                 self._memory.release(session.claim)
         if self.pipeline.current.is_full and regime.ends_round_when_full(self.config):
             effects += self._end_round()

@@ -56,7 +56,6 @@ class Session:
         "answer_to",
         "claim",
         "id",
-        "in_buffer",
         "kept_until",
         "offer",
         "sealed",
@@ -82,8 +81,6 @@ class Session:
         # Chunks received so far, and the claim on memory for them.
         self.upload: Upload | None = None
         self.claim: Claim | None = None
-        # The update is in the sum.
-        self.in_buffer = False
         # Secure aggregation: the offer given with the report, the sealed seed of the mask, and the
         # version whose group has the seed if an earlier holder put it there.
         self.offer: SecureOffer | None = None

@@ -215,7 +215,8 @@ class Coordinator:
         self.tasks = {task: row for task, row in rows.items() if not row.is_over}
         # Drop the fences of tasks whose rows were deleted.
         self.fences = {task: fence for task, fence in self.fences.items() if task in rows}
-        self._active = {task: known for task, known in self._active.items() if task in self.tasks}
+        for task in [task for task in self._active if task not in self.tasks]:
+            del self._active[task]
         for task in self.tasks:
             fence, known = found.get(fence_key(task)), self.fences.get(task)
             # A placement may have been committed after this snapshot: keep the higher fence.

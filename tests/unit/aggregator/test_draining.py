@@ -113,7 +113,7 @@ def test_it_may_stop_with_its_tasks_if_nobody_can_take_them() -> None:
 
 
 def test_it_may_stop_alone_whatever_orders_say() -> None:
-    world, node = a_world(an_async_task(4))
+    _, node = a_world(an_async_task(4))
     node.receive(Drain(is_alone=True))
     assert node.machine.may_stop
     node.order([Placement("words", 1)])
