@@ -54,7 +54,7 @@ from papaya.aggregator.work import (
     Stepped,
 )
 from papaya.config import ServerConfig, TaskConfig
-from papaya.errors import TicketError
+from papaya.errors import InvariantError, TicketError
 from papaya.learning.weighting import capped
 from papaya.machine import Effects, Handle, Read, Reply
 from papaya.messages.base import Message, SessionId, TaskId
@@ -340,7 +340,12 @@ class HeldTask:
             # A client that has not come within this time counts as dead.
             wait_s = self._server.dead_after_s if self._expected > 0 else 0.0
             self.adopts_until = now + wait_s
-        return [*self._abort_outdated(), *self._refill_offers(now), *self.pipeline.restored(now)]
+        return [
+            *self._abort_outdated(),
+            *self._end_revoked(),  # it may have arrived while the sums were restored
+            *self._refill_offers(now),
+            *self.pipeline.restored(now),
+        ]
 
     def stop(self) -> Effects:
         """Another aggregator holds the task now; clients reach it through any selector."""
@@ -1102,6 +1107,12 @@ class HeldTask:
         if self.phase is TaskPhase.SERVING:
             self.sessions.check(self.config.concurrency)
             self.pipeline.check()
+            self._check_revoked()
+
+    def _check_revoked(self) -> None:
+        for session in self.sessions.active.values() if self._revoked else ():
+            if session.upload is not None and self._is_revoked(session.id):
+                raise InvariantError(f"a revoked device uploads in session {session.id}")
 
 
 def _is_known(sealed: bytes, session: Session) -> bool:

@@ -7,7 +7,7 @@ from math import nan
 import pytest
 from msgspec import structs
 
-from papaya.aggregator.work import Drop, Fold, Snapshot, Step
+from papaya.aggregator.work import Drop, Fold, Restore, Snapshot, Step
 from papaya.config import ServerConfig, StopRule, TaskConfig
 from papaya.machine import Transact
 from papaya.messages.participation import (
@@ -338,6 +338,17 @@ def test_a_revoked_device_whose_update_was_not_counted_does_not_send_it_again() 
     assert phone.send_for_good() == Aborted("revoked")
     assert phone.heartbeat() == Aborted("revoked")
     assert world.version == 0
+
+
+def test_a_revocation_that_arrives_while_the_task_loads_holds() -> None:
+    world, node = a_world()
+    world.crash(node)
+    heir = world.start("agg-2")
+    heir.hold(Restore)
+    world.place(heir)
+    heir.receive(Revoked(("phone",)))
+    heir.release()
+    assert assigned(world, heir, "phone").join() == Aborted("revoked")
 
 
 @pytest.mark.parametrize("reason", ["revoked", "replaced"])
