@@ -962,9 +962,10 @@ class HeldTask:
         if message.is_unanswered:
             return self._on_unanswered(now, session, message)
         if message.refused is not None:
-            return self._on_refused(session, message, message.refused) + self.pipeline.pump(now)
+            effects = self._on_refused(session, message, message.refused)
+            return effects + self.pipeline.pump(now) + self._refill_offers(now)
         buffer = self.pipeline.fold(now, message)
-        effects: Effects = []
+        effects = []
         if self.pipeline.acknowledges_folded:
             effects += self._acknowledge(session)
         if buffer.is_full and regime.ends_round_when_full(self.config):
