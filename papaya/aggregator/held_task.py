@@ -1112,7 +1112,8 @@ class HeldTask:
 
     def _check_revoked(self) -> None:
         for session in self.sessions.active.values() if self._revoked else ():
-            if session.upload is not None and self._is_revoked(session.id):
+            is_uploading = session.upload is not None and not session.is_complete
+            if is_uploading and session.pseudonym in self._revoked:
                 raise InvariantError(f"a revoked device uploads in session {session.id}")
 
 
