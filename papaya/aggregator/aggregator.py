@@ -56,8 +56,10 @@ class Aggregator:
         # The number of this start of the node. A restarted aggregator holds nothing.
         self.boot = boot
         self.tasks: dict[TaskId, HeldTask] = {}
-        # The process is about to stop, and whether no other aggregator could take its tasks.
+        # The process is about to stop, and whether no other aggregator could take its tasks: it
+        # has no peers, or the leader says so.
         self._is_draining = False
+        self._is_alone = False
         self._is_last = False
         # The tasks whose last record was reported.
         self._drained: tuple[TaskId, ...] = ()
@@ -146,7 +148,8 @@ class Aggregator:
     def may_stop(self) -> bool:
         """Draining is over: other aggregators hold the tasks, or all is recorded and none can."""
         return not self.tasks or (
-            self._is_last and all(held.is_drained for held in self.tasks.values())
+            (self._is_alone or self._is_last)
+            and all(held.is_drained for held in self.tasks.values())
         )
 
     # -- clients and work -------------------------------------------------------------------
@@ -264,12 +267,12 @@ class Aggregator:
     def _take(self, placement: Placement) -> Effects:
         held = self.tasks.get(placement.task)
         effects: Effects = []
-        if held is None and self._is_draining:
-            return []  # it has to move anyway
         if held is not None:
             if held.fence.seq >= placement.seq:
                 return []
-            effects += held.stop()
+            effects += self.tasks.pop(placement.task).stop()
+        if self._is_draining:
+            return effects  # it has to move anyway
         fence = FenceRow(placement.seq, self.node, self.boot)
         held = HeldTask(
             placement.task,
@@ -287,7 +290,7 @@ class Aggregator:
     def _on_drain(self, now: float, drain: Drain) -> Effects:
         """The process is about to stop: make the last records, so that the tasks can move."""
         self._is_draining = True
-        self._is_last = self._is_last or drain.is_alone
+        self._is_alone |= drain.is_alone
         self._report_due = now
         effects: Effects = []
         for held in self.tasks.values():

@@ -54,7 +54,7 @@ from papaya.aggregator.work import (
     Stepped,
 )
 from papaya.config import ServerConfig, TaskConfig
-from papaya.errors import TicketError
+from papaya.errors import InvariantError, TicketError
 from papaya.learning.weighting import capped
 from papaya.machine import Effects, Handle, Read, Reply
 from papaya.messages.base import Message, SessionId, TaskId
@@ -93,6 +93,7 @@ from papaya.messages.tickets import (
 
 _BUSY_RETRY_S = 0.5
 _NEVER = float("inf")
+_REPLACED = Aborted("replaced")
 _FAILING = "the TSA has an internal error at a release; restart it to give up the buffer"
 
 
@@ -233,8 +234,9 @@ class HeldTask:
         self._have_come = 0
 
         # The process is about to stop: nothing new begins here, and the task moves after its last
-        # record.
+        # record. Later the time for uploads is over too.
         self._is_draining = False
+        self._drops_uploads = False
 
         # Event counts and the staleness of counted updates, for metrics and simulation results.
         self.counters: Counter[str] = Counter()
@@ -254,7 +256,7 @@ class HeldTask:
         self._sweep_s = server.heartbeat_s / 20
         # The version at which a blob was last found missing.
         self._lost_at: int | None = None
-        # Effects of ending a session that the current request replaces.
+        # Effects of ending sessions before the current request is answered.
         self._replaced: Effects = []
         # Devices that may not take part, by identity and by their pseudonyms in this task.
         self._revoked_devices: tuple[str, ...] = ()
@@ -325,7 +327,6 @@ class HeldTask:
         """Drop the upload and tell the client to send all of its chunks again."""
         assert session.upload is not None
         missing = Incomplete(tuple(range(session.upload.chunks)))
-        session.in_buffer = False
         return self._answer(session, missing) + self.drop_upload(session)
 
     def on_restored(self, now: float) -> Effects:
@@ -339,7 +340,12 @@ class HeldTask:
             # A client that has not come within this time counts as dead.
             wait_s = self._server.dead_after_s if self._expected > 0 else 0.0
             self.adopts_until = now + wait_s
-        return [*self._abort_outdated(), *self._refill_offers(now), *self.pipeline.restored(now)]
+        return [
+            *self._abort_outdated(),
+            *self._end_revoked(),  # it may have arrived while the sums were restored
+            *self._refill_offers(now),
+            *self.pipeline.restored(now),
+        ]
 
     def stop(self) -> Effects:
         """Another aggregator holds the task now; clients reach it through any selector."""
@@ -353,9 +359,15 @@ class HeldTask:
     def drain(self, *, drops_uploads: bool) -> Effects:
         """Begin nothing new. Uploads that have begun may finish, until they are dropped."""
         self._is_draining = True
+        self._drops_uploads |= drops_uploads
         if not drops_uploads or self.phase is not TaskPhase.SERVING:
             return []
-        unfinished = [s for s in self.sessions.active.values() if s.upload and not s.is_complete]
+        waiting, self._overflow = self._overflow, deque()
+        unfinished = [
+            session
+            for session in self.sessions.active.values()
+            if session.upload and (not session.is_complete or session.id in waiting)
+        ]
         return [effect for session in unfinished for effect in self._request_again(session)]
 
     def record_now(self, now: float) -> Effects:
@@ -364,13 +376,18 @@ class HeldTask:
 
     @property
     def is_drained(self) -> bool:
-        """Every update that was folded is in a record, and no other will be folded here."""
+        """Every update that was folded is in a record, and no other will be folded here.
+
+        A successor does not know the places that are kept, so their clients have as much time as
+        uploads have.
+        """
         if not self._is_draining or self.phase is TaskPhase.LOADING:
             return False
         if self.phase is not TaskPhase.SERVING:
             return True
         uploads = any(session.upload is not None for session in self.sessions.active.values())
-        return not uploads and self.pipeline.is_settled
+        waits = not self._drops_uploads and bool(self.pipeline.kept_places)
+        return not uploads and not waits and self.pipeline.is_settled
 
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
@@ -381,7 +398,9 @@ class HeldTask:
     def revoke(self, devices: tuple[str, ...]) -> Effects:
         """These devices, and no others, may not take part."""
         self._revoked_devices = devices
-        return self._end_revoked() if self.phase is TaskPhase.SERVING else []
+        if self.phase is not TaskPhase.SERVING:
+            return []
+        return [*self._end_revoked(), *self._place_overflow()]
 
     def _end_revoked(self) -> Effects:
         """End sessions of revoked devices, except those whose update is being folded."""
@@ -440,9 +459,11 @@ class HeldTask:
 
     def demand(self, now: float) -> int:
         """The demand to report: without the room that is kept for clients of earlier holders, and
-        zero while those that are here wait for the TSA.
+        zero while those that are here wait for the TSA, or would when they report.
         """
         if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
+            return 0
+        if self.offers is not None and self.offers.are_refused:
             return 0
         kept = self._expected if now < self.adopts_until else 0
         return max(0, self.config_demand - kept)
@@ -461,7 +482,7 @@ class HeldTask:
             seq=self.fence.seq,
             active=len(self.sessions.active),
             demand=demand,
-            halted=self.halted_because or self._tsa_problem,
+            halted=self.halted_because or self.tsa_problem,
             ended=self.sessions.ended_count,
             joined=self.confirmations.name_in(number),
             version=self.ledger.version if self.has_served else 0,
@@ -480,6 +501,9 @@ class HeldTask:
     def _serve(self, now: float, request: Ticketed, claim: AnyTicket, reply_to: Handle) -> Effects:
         if claim.seq > self.fence.seq:
             return [Reply(reply_to, Retry("the task has moved", 0.0))]
+        if self._is_revoked(claim.session):
+            # Its update was being folded when the device was revoked, but was not counted.
+            self._replaced += self._end_revoked() + self._place_overflow()
         if self._is_draining and self._begins_something(request, claim):
             return [Reply(reply_to, Retry("the task is about to move", _BUSY_RETRY_S))]
         try:
@@ -512,12 +536,23 @@ class HeldTask:
             return [Reply(reply_to, Refused(str(error), error.hint))]
 
     def _begins_something(self, request: Ticketed, claim: AnyTicket) -> bool:
-        """Is it a join, or part of an upload that has not begun here?"""
+        """Is it a join, or part of an upload that has not begun here?
+
+        An update whose place is kept has begun. It may be sent again until uploads are dropped.
+        """
         if isinstance(request, Heartbeat | Leave):
             return False
         session = self.sessions.active.get(claim.session)
-        return claim.session not in self.sessions.ended and (
-            session is None or session.upload is None
+        if session is None:
+            return claim.session not in self.sessions.ended
+        has_place = not self._drops_uploads and session.id in self.pipeline.kept_places
+        return session.upload is None and not has_place
+
+    def _is_revoked(self, session_id: SessionId) -> bool:
+        """Has a revoked device an active session whose update can be withdrawn?"""
+        session = self.sessions.active.get(session_id)
+        return (
+            session is not None and session.pseudonym in self._revoked and not session.is_complete
         )
 
     def _participant(self, now: float, sealed: bytes, claim: AnyTicket) -> Session:
@@ -567,8 +602,11 @@ class HeldTask:
     def _adopt(self, now: float, ticket: SessionTicket | UploadTicket, sealed: bytes) -> Session:
         """Continue a session of an earlier holder, so that the client's training is not lost."""
         earlier = self._earlier_session(ticket)
+        if earlier is not None and earlier.is_complete:
+            reason = "the last update of this device is being processed"
+            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
         if earlier is not None and earlier.ticket.expires >= ticket.expires:
-            raise SessionEnded(Aborted("replaced"))  # it joined later than this one
+            raise SessionEnded(_REPLACED)  # it joined later than this one
         is_leased = self.promises.inherits(ticket.session)
         free = self.config_demand if is_leased else self.room
         if free + (earlier is not None) < 1:
@@ -578,16 +616,12 @@ class HeldTask:
         return session
 
     def _earlier_session(self, ticket: AnyTicket) -> Session | None:
-        """The session of the same device that a new one replaces. Raises if the device is revoked,
-        or its update is being folded and cannot be withdrawn.
+        """The session of the same device that a new one replaces, unless its update is complete.
+        Raises if the device is revoked.
         """
         if ticket.pseudonym in self._revoked:
             raise SessionEnded(Aborted("revoked"))
-        earlier = self.sessions.of_device(ticket.pseudonym)
-        if earlier is not None and earlier.is_complete:
-            reason = "the last update of this device is being processed"
-            raise SessionEnded(Retry(reason, _BUSY_RETRY_S))
-        return earlier
+        return self.sessions.of_device(ticket.pseudonym)
 
     def _raise_if_ended(self, ticket: AnyTicket) -> None:
         ended = self.sessions.ended.get(ticket.session)
@@ -634,6 +668,9 @@ class HeldTask:
             raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = self.promises.cover(assignment)
         earlier = self._earlier_session(assignment)
+        if earlier is not None and earlier.is_complete:
+            self._use_up(assignment, is_leased=is_leased)
+            raise SessionEnded(_REPLACED)
         free = self.config_demand if is_leased else self.room
         if free + (earlier is not None) < 1:
             raise SessionEnded(Aborted("full"))
@@ -789,7 +826,7 @@ class HeldTask:
         Its device's `earlier` session ends.
         """
         if earlier is not None:
-            self._replaced += self._abort(earlier, "replaced")
+            self._replaced += [*self._abort(earlier, "replaced"), *self._place_overflow()]
         self.sessions.admit(session)
         self.confirmations.add(session.id)
         if is_leased:
@@ -797,6 +834,16 @@ class HeldTask:
         else:
             self._have_come += 1
         self.counters["joined" if is_leased else "adopted"] += 1
+
+    def _use_up(self, assignment: AssignmentTicket, *, is_leased: bool) -> None:
+        """The update of the device's earlier session cannot be withdrawn, so this one ends as it
+        begins. Its lease ends too: otherwise each join of such a device would keep a slot free.
+        """
+        self.sessions.remember(assignment.session, _REPLACED, assignment.confirm_by)
+        self.confirmations.add(assignment.session)
+        if is_leased:
+            self.promises.keep(assignment.session)
+        self.may_want_more = True
 
     def _abort(self, session: Session, reason: AbortReason) -> Effects:
         return self._end(session, Aborted(reason), f"aborted_{reason}")
@@ -915,10 +962,10 @@ class HeldTask:
         if message.is_unanswered:
             return self._on_unanswered(now, session, message)
         if message.refused is not None:
-            return self._on_refused(session, message, message.refused) + self.pipeline.pump(now)
+            effects = self._on_refused(session, message, message.refused)
+            return effects + self.pipeline.pump(now) + self._refill_offers(now)
         buffer = self.pipeline.fold(now, message)
-        session.in_buffer = True
-        effects: Effects = []
+        effects = []
         if self.pipeline.acknowledges_folded:
             effects += self._acknowledge(session)
         if buffer.is_full and regime.ends_round_when_full(self.config):
@@ -943,7 +990,7 @@ class HeldTask:
         return self.offers is not None and (self.offers.is_away or self.pipeline.is_failing)
 
     @property
-    def _tsa_problem(self) -> str:
+    def tsa_problem(self) -> str:
         """For the owner; empty if there is none."""
         if self.offers is None:
             return ""
@@ -971,7 +1018,7 @@ class HeldTask:
     def on_offered(self, now: float, message: Offered) -> Effects:
         if self.offers is None:
             return []
-        self.may_want_more |= self.offers.is_away
+        self.may_want_more |= self.offers.is_away or self.offers.are_refused
         self.offers.on_offered(now, message, self.pipeline)
         if self.phase is not TaskPhase.SERVING:
             return []
@@ -985,7 +1032,6 @@ class HeldTask:
         for session_id in (session for found in message.sums for session in found.sessions):
             session = self.sessions.active.get(session_id)
             if session is not None:
-                session.in_buffer = True
                 self._memory.release(session.claim)
         if self.pipeline.current.is_full and regime.ends_round_when_full(self.config):
             effects += self._end_round()
@@ -993,7 +1039,8 @@ class HeldTask:
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
         life_s = ticket_life_s(self.config, self._server)
-        effects = self.pipeline.on_stepped(now, message, life_s)
+        oldest_kept = self.sessions.oldest_kept(now)
+        effects = self.pipeline.on_stepped(now, message, life_s, oldest_kept)
         if message.dropped:
             what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
             self.counters[what] += 1
@@ -1061,6 +1108,13 @@ class HeldTask:
         if self.phase is TaskPhase.SERVING:
             self.sessions.check(self.config.concurrency)
             self.pipeline.check()
+            self._check_revoked()
+
+    def _check_revoked(self) -> None:
+        for session in self.sessions.active.values() if self._revoked else ():
+            is_uploading = session.upload is not None and not session.is_complete
+            if is_uploading and session.pseudonym in self._revoked:
+                raise InvariantError(f"a revoked device uploads in session {session.id}")
 
 
 def _is_known(sealed: bytes, session: Session) -> bool:

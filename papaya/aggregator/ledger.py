@@ -154,11 +154,14 @@ class Ledger:
 
     # -- a new version ----------------------------------------------------------------------
 
-    def advance(self, now: float, stepped: Stepped, ticket_life_s: float) -> Transaction:
+    def advance(
+        self, now: float, stepped: Stepped, ticket_life_s: float, oldest_kept: float
+    ) -> Transaction:
+        """`oldest_kept`: the oldest version of a client that may continue past its ticket."""
         target = stepped.version
         record = self.records[target]
         version = VersionRow(target, stepped.parameters, self.fence.seq, created=now)
-        settled = self._next_settled(now, ticket_life_s)
+        settled = self._next_settled(now, ticket_life_s, oldest_kept)
         optimizer = OptimizerRow(target, stepped.optimizer, settled)
         old = self._outlived_versions(now, settled)
         return Transaction(
@@ -218,7 +221,7 @@ class Ledger:
         """
         return optimizer_key(self.task), self.optimizer
 
-    def _next_settled(self, now: float, ticket_life_s: float) -> int:
+    def _next_settled(self, now: float, ticket_life_s: float, oldest_kept: float) -> int:
         """The newest version up to which no client should still have a valid ticket.
 
         An update in version v started below v. Clients may join v - 1 until v is known to be
@@ -228,7 +231,7 @@ class Ledger:
         for version in self.consumed:
             later = self.versions.get(version + 1)
             is_recent = later is not None and later.created + ticket_life_s > now
-            if version == self.version or is_recent:
+            if version == self.version or is_recent or version > oldest_kept:
                 break
             settled = version
         return settled

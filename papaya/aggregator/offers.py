@@ -64,6 +64,11 @@ class Offers:
     def _is_low(self) -> bool:
         return len(self._stock) <= self._wanted // 2
 
+    @property
+    def are_refused(self) -> bool:
+        """There are none in stock, and no new ones."""
+        return bool(self.problem) and not self._stock
+
     def refill(self, now: float, pipeline: Pipeline) -> Effects:
         is_due = self._is_low or self._is_doubted
         if self._is_asked or now < self._ask_again_at or not is_due:

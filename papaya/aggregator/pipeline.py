@@ -152,7 +152,7 @@ class Pipeline:
         self._tokens = tokens
         # The transaction on its way, and the arguments of `Ledger.advance` that made it, if any.
         self._transaction: Transaction | None = None
-        self._step: tuple[float, Stepped, float] | None = None
+        self._step: tuple[float, Stepped, float, float] | None = None
         # An operation is pending. The first one restores the sums.
         self._is_busy = True
 
@@ -270,6 +270,11 @@ class Pipeline:
         if group in self._open_targets and self._buffer(group).has_room:
             self._buffer(group).kept[session] = None
 
+    @property
+    def kept_places(self) -> list[SessionId]:
+        """The sessions whose places are kept."""
+        return [session for buffer in self._buffers.values() for session in buffer.kept]
+
     def give_place_up(self, session: SessionId) -> None:
         """The session has ended: free the place that was kept for its update, if any."""
         for buffer in self._buffers.values():
@@ -352,7 +357,9 @@ class Pipeline:
             records.append(RecordRow(found.target, found.blob, members, found.weight))
         return self._transact(self.ledger.record(records))
 
-    def on_stepped(self, now: float, message: Stepped, ticket_life_s: float) -> Effects:
+    def on_stepped(
+        self, now: float, message: Stepped, ticket_life_s: float, oldest_kept: float
+    ) -> Effects:
         """Write the new version. If the TSA did not answer or failed, try the step again later.
 
         The TSA still has the seeds, so nothing is lost by a retry. To give the buffer up, the
@@ -363,7 +370,7 @@ class Pipeline:
             self._is_busy = False
             self._step_due = now + _RETRY_S * 2 ** min(self._failures, 6)
             return []
-        self._step = (now, message, ticket_life_s)
+        self._step = (now, message, ticket_life_s, oldest_kept)
         return self._transact(self.ledger.advance(*self._step))
 
     def on_refused(self) -> Effects:

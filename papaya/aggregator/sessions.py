@@ -56,7 +56,6 @@ class Session:
         "answer_to",
         "claim",
         "id",
-        "in_buffer",
         "kept_until",
         "offer",
         "sealed",
@@ -82,8 +81,6 @@ class Session:
         # Chunks received so far, and the claim on memory for them.
         self.upload: Upload | None = None
         self.claim: Claim | None = None
-        # The update is in the sum.
-        self.in_buffer = False
         # Secure aggregation: the offer given with the report, the sealed seed of the mask, and the
         # version whose group has the seed if an earlier holder put it there.
         self.offer: SecureOffer | None = None
@@ -213,6 +210,11 @@ class Sessions:
         """Sessions that are still training from one of these versions."""
         for version in [found for found in self._training if found in versions]:
             yield from list(self._training[version].values())
+
+    def oldest_kept(self, now: float) -> float:
+        """The oldest version of a client that waits for the TSA; infinite if none does."""
+        kept = (s.version for s in self.active.values() if s.kept_until > now)
+        return min(kept, default=float("inf"))
 
     def expired(self, now: float) -> list[Session]:
         """Sessions whose deadline has passed. If a deadline has moved, file the new one."""

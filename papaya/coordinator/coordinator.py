@@ -98,6 +98,7 @@ class Coordinator:
         # The process is about to stop.
         self._is_draining = False
         # The last report of each server that came while this candidate did not lead, and when.
+        # Those of servers that count as dead by now are dropped.
         self.unanswered: dict[NodeId, tuple[float, AggregatorReport | SelectorReport]] = {}
 
     # -- the machine contract ---------------------------------------------------------------
@@ -125,6 +126,7 @@ class Coordinator:
             return []
         self._next_beat = now + self._config.heartbeat_s
         self.fleet.drop_silent_selectors(now)
+        self._drop_old_reports(now)
         effects = self._read()
         if self._acts(now):
             effects += self._place(now) + self._assign(now)
@@ -189,6 +191,7 @@ class Coordinator:
 
     def _answer_selectors(self, now: float) -> Effects:
         """Tell the selectors at once who leads, so that devices need not wait for their reports."""
+        self._drop_old_reports(now)
         reports, self.unanswered = self.unanswered, {}
         return [
             effect
@@ -196,6 +199,11 @@ class Coordinator:
             if isinstance(report, SelectorReport)
             for effect in self._on_selector_report(now, report)
         ]
+
+    def _drop_old_reports(self, now: float) -> None:
+        """An old report would look like a wrong clock."""
+        limit = now - self._config.dead_after_s
+        self.unanswered = {n: entry for n, entry in self.unanswered.items() if entry[0] > limit}
 
     def _load(self, found: Mapping[str, Row]) -> None:
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
@@ -207,6 +215,8 @@ class Coordinator:
         self.tasks = {task: row for task, row in rows.items() if not row.is_over}
         # Drop the fences of tasks whose rows were deleted.
         self.fences = {task: fence for task, fence in self.fences.items() if task in rows}
+        for task in [task for task in self._active if task not in self.tasks]:
+            del self._active[task]
         for task in self.tasks:
             fence, known = found.get(fence_key(task)), self.fences.get(task)
             # A placement may have been committed after this snapshot: keep the higher fence.

@@ -89,7 +89,7 @@ class Drain(Message, frozen=True):
     """Sent by the driver: the process is about to stop.
 
     `is_alone`: no other process serves this system, so devices have to wait for the restart.
-    `drops_uploads`: the time for uploads is over; those that are not complete are dropped.
+    `drops_uploads`: the time for uploads is over; those that are not being folded are dropped.
     """
 
     is_alone: bool = False

@@ -101,7 +101,6 @@ class Door:
         self._auth = auth
         self._blobs = blobs
         self._metrics = metrics
-        self._held: dict[Exchange, WaitingDevice] = {}
         self._verifying: set[asyncio.Task[None]] = set()
 
     def routes(self) -> list[HttpRoute]:
@@ -152,18 +151,9 @@ class Door:
         self._hold(exchange, IdentifiedCheckIn(identity, message) if identity else message)
 
     def _hold(self, exchange: Exchange, message: Message) -> None:
-        waiting = WaitingDevice(exchange, partial(self._on_answer, exchange))
-        self._held[exchange] = waiting
-        exchange.on_gone(partial(self._on_gone, exchange, waiting))
+        waiting = WaitingDevice(exchange, self._count_answer)
+        exchange.on_gone(partial(self._selector.deliver, Gone(), waiting))
         self._selector.deliver(message, waiting)
-
-    def _on_answer(self, exchange: Exchange, message: Message) -> None:
-        self._held.pop(exchange, None)
-        self._count_answer(message)
-
-    def _on_gone(self, exchange: Exchange, waiting: WaitingDevice) -> None:
-        self._held.pop(exchange, None)
-        self._selector.deliver(Gone(), waiting)
 
     # -- parameters -------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ their own, so that tasks in the clear never wait for the TSA.
 Writing a blob is retried until it succeeds, without blocking a thread; the result is delivered
 after that. A missing blob or an unexpected error is delivered as Lost. The task's earlier work is
 then skipped until Restore, because the machine loads the task again and asks for those updates
-again. The queue needs no bound of its own: the machine's upload slots bound it.
+again. The queue needs no bound of its own: the machine's memory for uploads bounds it.
 """
 
 from __future__ import annotations
@@ -411,12 +411,13 @@ class Workers:
         except Exception as error:
             self._lose(job.task, seq, error)
             return
-        refused = sum(folded.refused is not None for folded in results)
+        answered = [folded for folded in results if not folded.is_unanswered]
+        refused = sum(folded.refused is not None for folded in answered)
         with self._lock:
-            self.counters.updates += len(results)
+            self.counters.updates += len(answered)
             self.counters.refused += refused
             config = job.given[0][0].config
-            self.counters.folded_bytes += (len(results) - refused) * config.model_bytes
+            self.counters.folded_bytes += (len(answered) - refused) * config.model_bytes
         self._observe(perf_counter() - began_at, "fold")
         self._call(self._deliver_all, results)
 

@@ -30,7 +30,7 @@ from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import Complete, SecureOffer
 from papaya.messages.storage import Member, RecordRow, Row, Transaction, record_key
-from papaya.messages.tickets import AnyTicket, Keyring, claim_of
+from papaya.messages.tickets import AnyTicket, Keyring, claim_of, pseudonym_of
 from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.parameters import PublicParameters
@@ -64,8 +64,10 @@ def _ignore_settled(self: Ledger) -> int:
 _advance = Ledger.advance
 
 
-def _keep_record(self: Ledger, now: float, stepped: Stepped, life_s: float) -> Transaction:
-    transaction = _advance(self, now, stepped, life_s)
+def _keep_record(
+    self: Ledger, now: float, stepped: Stepped, life_s: float, oldest_kept: float
+) -> Transaction:
+    transaction = _advance(self, now, stepped, life_s, oldest_kept)
     kept = record_key(self.task, stepped.version)
     return replace(transaction, delete=tuple(k for k in transaction.delete if k != kept))
 
@@ -245,6 +247,16 @@ def _of_strangers(record: RecordRow, goal: int) -> Buffer:
     return _of_record(replace(record, members=strangers), goal)
 
 
+def _spare_revoked(self: HeldTask) -> Effects:
+    key = self.ledger.pseudonym_key
+    self._revoked = frozenset(pseudonym_of(device, key) for device in self._revoked_devices)
+    return []
+
+
+def _trust_revoked(self: HeldTask, session: SessionId) -> bool:
+    return False
+
+
 _Patch = tuple[type, str, Callable[..., Any] | property]
 
 
@@ -352,6 +364,13 @@ BUGS: dict[str, Bug] = {
     "failure-taken-for-a-refusal": Bug(
         "an internal failure of the TSA is treated as a refusal",
         ((TsaAdapter, "release", _take_failure_for_refusal),),
+    ),
+    "revoked-sessions-go-on": Bug(
+        "a device that is revoked may finish its session",
+        (
+            (HeldTask, "_end_revoked", _spare_revoked),
+            (HeldTask, "_is_revoked", _trust_revoked),
+        ),
     ),
     "open-buffer-given-up-too-soon": Bug(
         "a buffer is dropped although the TSA still has its seeds",

@@ -17,7 +17,7 @@ from papaya.aggregator.aggregator import Aggregator
 from papaya.messages.base import Message, NodeId
 from papaya.messages.control import Drain
 from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
-from papaya.messages.storage import FenceRow, Row, Transaction
+from papaya.messages.storage import FenceRow, Revoked, Row, Transaction
 from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
 from papaya.sim.cluster import Cluster
 from papaya.sim.devices import Path, SimulatedDevice
@@ -92,6 +92,8 @@ class Faults:
         if any(task.secure_aggregation is not None for task in cluster.config.tasks):
             kinds += [self._crash_tsa, self._crash_tsa, self._cut_off_tsa]
             kinds += [self._freeze_tsa, self._fail_tsa]
+        if cluster.config.is_identified:
+            kinds += [self._revoke]
         # Swarm testing: each seed leaves some kinds out, so that rare combinations get their turn.
         self._kinds = [kind for kind in kinds if rng.random() < 0.7] or kinds
         cluster.engine.after(0.0, self._next)
@@ -143,12 +145,30 @@ class Faults:
         if host.is_alive:
             host.deliver(Drain())
             self._stopping[node] = host.boots
-            limit_s = self._heartbeat_s * self._rng.choice((0.2, 3.0))
-            when_drained(self._cluster, node, limit_s, self._end_stop)
+            drain_s = self._heartbeat_s * self._rng.choice((0.2, 3.0))
+            when_drained(self._cluster, node, drain_s, self._drop_uploads)
+
+    def _drop_uploads(self, node: NodeId) -> None:
+        self._cluster.hosts[node].deliver(Drain(drops_uploads=True))
+        limit_s = self._heartbeat_s * self._rng.choice((0.2, 3.0))
+        when_drained(self._cluster, node, limit_s, self._end_stop)
 
     def _end_stop(self, node: NodeId) -> None:
         self._stopping.pop(node, None)
         self._crash_node(node)
+
+    def _revoke(self) -> None:
+        """Exclude some of the devices that are here for a while. A server that restarts meanwhile
+        does not know of it.
+        """
+        here = [self._cluster.identity_of(device) for device in self._cluster.devices]
+        self._tell_revoked(tuple(self._rng.sample(here, min(len(here), self._rng.randint(1, 8)))))
+        self._cluster.engine.after(self._a_while(), self._tell_revoked, ())
+
+    def _tell_revoked(self, devices: tuple[str, ...]) -> None:
+        for node, host in self._cluster.hosts.items():
+            if not node.startswith("coordinator"):
+                host.deliver(Revoked(devices))
 
     def _pause(self) -> None:
         host = self._cluster.hosts[self._node()]
@@ -258,6 +278,7 @@ class Faults:
 
     def _heal(self) -> None:
         self._cluster.tsa.come_back()
+        self._tell_revoked(())
         self._cluster.network.heal()
         self._cluster.network.use(self._cluster.config.network)
         self._use_storage(self._cluster.config.storage)

@@ -178,7 +178,8 @@ class RoleLive:
         if held is None or not held.has_served:
             return None
         active, demand = len(held.sessions.active), held.demand(self._now())
-        return LiveTask(self._machine.node, active, demand, 0, held.halted_because)
+        problem = held.halted_because or held.tsa_problem
+        return LiveTask(self._machine.node, active, demand, 0, problem)
 
     def aggregators(self) -> tuple[AggregatorStatus, ...]:
         if not isinstance(self._machine, Aggregator):

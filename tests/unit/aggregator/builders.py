@@ -124,6 +124,17 @@ class World:
         active: int | None = None,
     ) -> HeldTask:
         """What a Coordinator does: the fence row first, then orders to the new holder."""
+        self.fence(node, task, leases, active)
+        return node.machine.tasks[task]
+
+    def fence(
+        self,
+        node: Node,
+        task: TaskId = TASK,
+        leases: tuple[SessionId, ...] = (),
+        active: int | None = None,
+    ) -> None:
+        """The same, for a node that may refuse the task."""
         key = fence_key(task)
         old = self.store.rows[key]
         assert isinstance(old, FenceRow)
@@ -134,7 +145,6 @@ class World:
             if held.task != task
         ]
         node.order([*placements, Placement(task, old.seq + 1, leases, active)])
-        return node.machine.tasks[task]
 
     def pass_s(self, seconds: float) -> None:
         """Let time pass: every node wakes when it asked to, in order."""

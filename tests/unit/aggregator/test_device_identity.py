@@ -7,7 +7,7 @@ from math import nan
 import pytest
 from msgspec import structs
 
-from papaya.aggregator.work import Drop, Fold, Snapshot, Step
+from papaya.aggregator.work import Drop, Fold, Restore, Snapshot, Step
 from papaya.config import ServerConfig, StopRule, TaskConfig
 from papaya.machine import Transact
 from papaya.messages.participation import (
@@ -143,10 +143,27 @@ def test_an_update_that_is_being_folded_is_not_replaced() -> None:
     handle = first.upload(1.0)
     world.pass_s(1.0)
     second = assigned(world, node, "phone")
-    assert isinstance(second.join(), Retry)
+    assert second.join() == REPLACED
     node.release()
     assert world.answers[handle] == COUNTED
-    assert isinstance(second.join(), Joined)
+    assert second.join() == REPLACED
+    joined(world, node, "phone")
+
+
+def test_an_assignment_that_is_turned_away_is_used_up() -> None:
+    """Otherwise a device whose update is being folded could hold a lease for each of its joins."""
+    world, node = a_world()
+    first = joined(world, node, "phone")
+    world.pass_s(world.server.heartbeat_s)
+    promised = node.held().promises.count
+    assert promised == 3
+    node.hold(Snapshot)
+    first.upload(1.0)
+    second = assigned(world, node, "phone")
+    assert second.join() == second.join() == REPLACED
+    assert node.held().promises.count == promised - 1
+    world.pass_s(world.server.heartbeat_s)
+    assert second.session in node.last_report().joined
 
 
 @pytest.mark.parametrize("newer_first", [True, False])
@@ -301,6 +318,59 @@ def test_an_update_that_is_being_folded_when_its_device_is_revoked_is_counted() 
     node.release()
     assert world.answers[handle] == COUNTED
     assert phone.heartbeat() == COUNTED
+
+
+def test_a_revoked_device_whose_update_was_not_counted_does_not_send_it_again() -> None:
+    """It is revoked while its update is folded. The TSA does not answer, so the update is not in
+    the sum and can be withdrawn.
+    """
+    world = SecureWorld(a_secure_task(goal=1))
+    node = served(world)
+    phone = joined(world, node, "phone")
+    assert isinstance(phone, SecurePhone)
+    node.hold(Fold)
+    handle = phone.upload(1.0)
+    world.tsa.cut_off(1.0)
+    node.receive(Revoked(("phone",)))
+    node.release()
+    assert isinstance(world.answers[handle], Retry)
+    world.pass_s(3.0)
+    assert phone.send_for_good() == Aborted("revoked")
+    assert phone.heartbeat() == Aborted("revoked")
+    assert world.version == 0
+
+
+def test_a_revocation_that_arrives_while_the_task_loads_holds() -> None:
+    world, node = a_world()
+    world.crash(node)
+    heir = world.start("agg-2")
+    heir.hold(Restore)
+    world.place(heir)
+    heir.receive(Revoked(("phone",)))
+    heir.release()
+    assert assigned(world, heir, "phone").join() == Aborted("revoked")
+
+
+@pytest.mark.parametrize("reason", ["revoked", "replaced"])
+def test_a_place_that_was_kept_for_an_ended_session_is_used_at_once(reason: str) -> None:
+    world = SecureWorld(a_secure_task(goal=1))
+    node = served(world)
+    phones = [joined(world, node, device) for device in ("a", "b", "c")]
+    node.hold(Fold)
+    phones[0].upload(1.0)
+    phones[1].upload(1.0)
+    handle = phones[2].upload(1.0)
+    world.tsa.cut_off(1.0)
+    node.release()
+    world.pass_s(3.0)
+    assert handle not in world.answers, "places are kept for the others"
+    if reason == "revoked":
+        node.receive(Revoked(("a",)))
+    else:
+        joined(world, node, "a")
+    world.pass_s(1.0)
+    assert world.answers[handle] == COUNTED
+    assert node.held().counters[f"aborted_{reason}"] == 1
 
 
 def test_a_task_without_a_key_excludes_nobody() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from papaya.aggregator import work
 from papaya.messages.control import AggregatorOrders, Drain, Placement
 from papaya.messages.participation import (
     Alive,
@@ -15,6 +16,13 @@ from papaya.messages.participation import (
     UploadGranted,
 )
 from tests.unit.aggregator.builders import Node, Phone, World, a_task, a_world, an_async_task
+from tests.unit.aggregator.secure_builders import (
+    SecureNode,
+    SecurePhone,
+    SecureWorld,
+    a_secure_task,
+    a_secure_world,
+)
 
 MOVING = Retry("the task is about to move", 0.5)
 
@@ -104,6 +112,14 @@ def test_it_may_stop_with_its_tasks_if_nobody_can_take_them() -> None:
     assert node.machine.may_stop
 
 
+def test_it_may_stop_alone_whatever_orders_say() -> None:
+    _, node = a_world(an_async_task(4))
+    node.receive(Drain(is_alone=True))
+    assert node.machine.may_stop
+    node.order([Placement("words", 1)])
+    assert node.machine.may_stop
+
+
 def test_it_takes_no_task_any_more() -> None:
     world, node, _ = draining()
     world.submit(a_task(task="late"))
@@ -120,3 +136,63 @@ def test_a_join_under_a_lease_is_served_by_the_successor() -> None:
     world.place(heir, leases=(assigned.session,), active=2)
     assigned.node = heir
     assert isinstance(assigned.join(), Joined)
+
+
+def test_a_task_that_is_placed_here_again_is_not_taken() -> None:
+    """Its fence has another number now, so nothing more can be recorded under the old one."""
+    world, node, [phone, _] = draining()
+    world.fence(node)
+    assert node.machine.tasks == {}
+    assert isinstance(phone.heartbeat(), Retry)
+    assert node.machine.may_stop
+
+
+# --- Places kept for updates that the TSA may have
+
+
+def with_kept_places() -> tuple[SecureWorld, SecureNode, list[SecurePhone]]:
+    """Both buffers wait for a client that the TSA did not answer; a third update waits for room."""
+    world, node = a_secure_world(a_secure_task(goal=1))
+    phones = world.secure_phones(node, 3)
+    for phone in phones:
+        phone.granted_and_sealed(1.0)
+        phone.send_masked()
+    world.tsa.freeze(2.0)
+    node.hold(work.Fold)
+    phones[0].complete()
+    phones[1].complete()
+    node.release()
+    world.pass_s(4.0)
+    return world, node, phones
+
+
+def test_a_client_whose_place_is_kept_may_send_its_update_again() -> None:
+    world, node, [first, second, third] = with_kept_places()
+    waiting = third.complete()
+    node.receive(Drain())
+    assert not node.last_report().drained
+    assert first.send_for_good() == second.send_for_good() == Completed()
+    assert world.answers[waiting] == Completed()
+    assert node.last_report().drained
+    assert world.version == 3
+
+
+def test_a_task_waits_for_kept_places_until_uploads_are_dropped() -> None:
+    """A successor does not know them: another client would take the place."""
+    world, node, [first, _, third] = with_kept_places()
+    third.leave()
+    node.receive(Drain())
+    world.pass_s(1.0)
+    assert not node.held().is_drained
+    node.receive(Drain(drops_uploads=True))
+    assert node.last_report().drained
+    assert world.answers[first.complete()] == MOVING
+
+
+def test_complete_uploads_that_wait_for_room_are_dropped_too() -> None:
+    world, node, [*_, third] = with_kept_places()
+    waiting = third.complete()
+    node.receive(Drain())
+    node.receive(Drain(drops_uploads=True))
+    assert isinstance(world.answers[waiting], Incomplete)
+    assert node.last_report().drained

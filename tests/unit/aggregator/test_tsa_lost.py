@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from papaya.aggregator.work import Fold, Snapshot, Step
+from papaya.aggregator.work import Fold, GetOffers, Snapshot, Step
 from papaya.config import SyncFL
 from papaya.machine import Transact
 from papaya.messages.participation import Aborted, Completed
@@ -314,3 +314,16 @@ def test_bytes_that_two_versions_share_live_as_long_as_the_younger_one() -> None
         was_alone |= 1 not in named and named.get(2) == shared
     assert was_alone
     assert shared not in world.blobs
+
+
+def test_a_refused_seed_makes_it_ask_for_an_offer_at_once() -> None:
+    """Not when it next wakes: a wake that places an update would ask to be woken again at once."""
+    world, node = a_secure_world(a_secure_task(goal=2))
+    [phone] = world.secure_phones(node, 1)
+    phone.granted_and_sealed(1.0)
+    phone.send_masked()
+    world.tsa.crash()
+    asked = len(node.did(GetOffers))
+    phone.complete()
+    assert len(node.did(GetOffers)) == asked + 1
+    assert node.machine.next_wake() > world.now

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from papaya.aggregator.work import GetOffers, Step
+from papaya.aggregator.work import GetOffers, Offered, Step
 from papaya.machine import Transact
 from papaya.messages.base import Message
 from papaya.messages.participation import (
@@ -28,6 +28,7 @@ from tests.unit.aggregator.secure_builders import (
     SecureWorld,
     a_secure_task,
     a_secure_world,
+    make_secure_version,
     successor,
 )
 
@@ -175,6 +176,26 @@ def test_a_client_that_has_trained_waits_with_its_report() -> None:
     assert phone.upload_for_good(3.0) == COUNTED
 
 
+def test_the_first_version_after_a_long_wait_aborts_nobody_who_waits() -> None:
+    """By then a ticket life has passed, so `settled` may rise, but not above those who wait."""
+    config = a_secure_task(goal=1, training_timeout_s=60.0, upload_timeout_s=UPLOAD_S)
+    world, node = a_secure_world(config)
+    make_secure_version(world, node)
+    [waiting] = world.secure_phones(node, 1)
+    make_secure_version(world, node)
+    make_secure_version(world, node)
+    [first] = world.secure_phones(node, 1)
+    world.tsa.cut_off(300.0)
+    unanswered(world, first, 3.0)
+    for _ in range(30):
+        kept(waiting.report())
+        stay(world, first, H)
+    world.pass_s(1.0)
+    assert first.send_for_good() == COUNTED
+    assert world.version == 4
+    assert waiting.upload_for_good(5.0) == COUNTED
+
+
 def test_no_session_waits_for_ever() -> None:
     world, node = a_secure_world(a_secure_task(goal=1, upload_timeout_s=UPLOAD_S))
     [phone] = world.secure_phones(node, 1)
@@ -218,6 +239,22 @@ def test_while_the_tsa_is_away_no_upload_starts_and_no_clients_are_wanted() -> N
     assert node.held().demand(world.now) == 3
     assert node.last_report().halted == ""
     assert isinstance(second.send_masked()[0], ChunkReceived)
+
+
+def test_no_clients_are_wanted_while_the_tsa_refuses_to_make_offers() -> None:
+    """They would train, and then wait with their reports."""
+    world = SecureWorld(a_secure_task(goal=1))
+    node = world.start()
+    node.hold(GetOffers)
+    world.place(node)
+    node.receive(Offered(TASK, 1, problem="the TSA knows too many tasks"))
+    world.pass_s(H)
+    assert node.last_report().demand == 0
+    assert node.last_report().halted == "the TSA knows too many tasks"
+    node.release()
+    world.pass_s(1.0)
+    assert node.last_report().demand == 4
+    assert node.last_report().halted == ""
 
 
 def test_an_upload_that_has_started_may_go_on_and_is_not_sent_again() -> None:

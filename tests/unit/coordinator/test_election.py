@@ -104,6 +104,24 @@ def test_a_leader_that_renews_is_left_alone() -> None:
     assert the_leader(first.store).epoch == 1
 
 
+def test_a_new_leader_does_not_believe_reports_of_servers_that_died_long_ago() -> None:
+    first = a_served_office(a_task())
+    second = Office(node="c-2", store=first.store)
+    second.selector("sel-dead", 5)
+    second.aggregator("agg-dead")
+    for _ in range(30):
+        first.pass_s(H)
+        second.pass_s(H)
+    assert second.machine.unanswered == {}
+    second.selector("sel-1", 5)
+    second.pass_s(LEASE_S - H)
+    second.selector("sel-1", 5)
+    second.pass_s(H)
+    assert second.leads
+    assert list(second.machine.fleet.selectors) == ["sel-1"]
+    assert list(second.machine.fleet.clocks(second.now)) == ["sel-1"]
+
+
 def test_a_candidate_waits_the_lease_by_its_own_clock_however_wrong_that_is() -> None:
     first = a_served_office(a_task())
     second = Office(node="c-2", store=first.store, boot=1e6)

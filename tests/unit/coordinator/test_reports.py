@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from papaya.config import Requirements
 from papaya.errors import ProtocolError
@@ -230,3 +231,13 @@ def test_a_new_leader_places_tasks_one_heartbeat_after_it_was_elected() -> None:
     office.aggregator("agg-1")
     office.pass_s(H)
     assert office.fence().aggregator == "agg-1"
+
+
+def test_a_task_that_has_ended_is_forgotten() -> None:
+    office = a_served_office(a_task())
+    assert list(office.machine._active) == ["words"]
+    row = office.store.rows[task_key("words")]
+    assert isinstance(row, TaskRow)
+    office.store.rows[task_key("words")] = structs.replace(row, state="cancelled", ended=office.now)
+    office.pass_s(H)
+    assert office.machine._active == {}

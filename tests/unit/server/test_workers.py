@@ -9,9 +9,10 @@ from typing import cast
 import numpy as np
 from msgspec import structs
 
-from papaya.aggregator.masked_sum import Tsa
+from papaya.aggregator.masked_sum import Tsa, TsaError
 from papaya.aggregator.shards import Shards
 from papaya.aggregator.work import (
+    UNREACHABLE,
     DeleteBlobs,
     Drop,
     Fold,
@@ -279,17 +280,34 @@ class SilentTsa:
         assert self.may_answer.wait(PATIENCE_S)
 
 
+SECURE = structs.replace(
+    WORDS, task="secure", secure_aggregation=SecureAggregation(), clip=1.0, max_examples=1
+)
+
+
+def test_an_update_that_the_tsa_does_not_answer_is_not_counted_as_folded() -> None:
+    class AwayTsa:
+        def accept(self, index: int, group: int, sealed: bytes) -> None:
+            raise TsaError(UNREACHABLE, "no answer")
+
+    async def test(driver: Driver) -> None:
+        driver.fold(SECURE, "a", [0] * (SECURE.update_bytes // 4))
+        await driver.until(Folded)
+
+    driver = run(test, MemoryBlobs(WORDS), tsa=cast(Tsa, AwayTsa()))
+    assert [folded.is_unanswered for folded in driver.of(Folded)] == [True]
+    counters = driver.workers.counters
+    assert (counters.updates, counters.refused, counters.folded_bytes) == (0, 0, 0)
+
+
 def test_tasks_in_the_clear_never_wait_for_the_tsa() -> None:
     """Not even if more secure updates wait for it than there are threads."""
-    secure = structs.replace(
-        WORDS, task="secure", secure_aggregation=SecureAggregation(), clip=1.0, max_examples=1
-    )
     blobs, tsa = MemoryBlobs(WORDS), SilentTsa()
 
     async def test(driver: Driver) -> None:
         try:
             for session in ("a", "b", "c"):
-                driver.fold(secure, session, [0] * (secure.update_bytes // 4))
+                driver.fold(SECURE, session, [0] * (SECURE.update_bytes // 4))
             assert await asyncio.to_thread(tsa.is_asked.wait, PATIENCE_S)
             driver.fold(WORDS, "d", [1, 2, 3, 4])
             driver.workers.perform(SNAPSHOT)

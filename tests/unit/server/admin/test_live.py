@@ -11,6 +11,7 @@ from papaya.messages.storage import TaskRow, task_key
 from papaya.selector.selector import Selector
 from papaya.server.admin.live import CoordinatorLive, RoleLive
 from papaya.sim.cluster import Cluster, ClusterConfig
+from tests.unit.aggregator.secure_builders import a_secure_world
 
 DEAD_S = ServerConfig().dead_after_s
 TASK = TaskConfig(task="next-word", concurrency=20, model_length=4, regime=AsyncFL(5))
@@ -122,3 +123,19 @@ def test_a_selector_and_an_aggregator_know_themselves_and_whether_they_are_led()
     cluster.hosts["coordinator-0"].crash()
     cluster.run(120 + 2 * ServerConfig().leader_lease_s)
     assert [live.is_led() for live in lives.values()] == [False, False]
+
+
+def test_an_aggregator_tells_why_its_task_waits_for_the_tsa() -> None:
+    world, node = a_secure_world()
+    [phone] = world.secure_phones(node, 1)
+    live = RoleLive(node.machine, lambda: world.now, ("aggregator",), ServerConfig())
+    row = world.store.rows[task_key(world.config.task)]
+    assert isinstance(row, TaskRow)
+    found = live.task(row)
+    assert found is not None
+    assert found.halted == ""
+    world.tsa.cut_off(60.0)
+    phone.upload(1.0)
+    found = live.task(row)
+    assert found is not None
+    assert "TSA" in found.halted
