@@ -43,6 +43,16 @@ def ticket_life_s(config: TaskConfig, server: ServerConfig) -> float:
     return session_life_s(config, server) + config.upload_timeout_s + server.heartbeat_s
 
 
+def pinned_until(evaluation: TaskConfig, now: float, server: ServerConfig) -> float:
+    """How long an evaluation that starts now needs the version that it evaluates.
+
+    After its time is over, the last client to join may still have a valid ticket.
+    """
+    assert evaluation.stop.hours is not None
+    over = now + 3600 * evaluation.stop.hours
+    return over + ticket_life_s(evaluation, server) + server.dead_after_s
+
+
 def keep_until(expires: float, config: TaskConfig, server: ServerConfig) -> float:
     """When the last ticket of a session has expired, by the clock of any server."""
     joined_at = expires - session_life_s(config, server)

@@ -327,4 +327,9 @@ def forget(row: TaskRow, rows: Mapping[str, Row]) -> Transaction:
     under = tuple(f"{kind}/{task}/" for kind in kinds)
     # A read by prefix also finds tasks whose id starts with this one.
     own = tuple(key for key in rows if key in exact or key.startswith(under))
-    return Transaction(require=((task_key(task), row),), delete=own)
+    # A holder that has not heard of the end may write until its fence is deleted. What it writes
+    # after this read would stay without a task. An evaluation has one record, that of version 1.
+    written = (optimizer_key(task), record_key(task, 1))
+    return Transaction(
+        require=((task_key(task), row), *((key, rows.get(key)) for key in written)), delete=own
+    )

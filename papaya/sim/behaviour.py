@@ -21,7 +21,7 @@ from papaya.messages.control import (
     SelectorOrders,
     SelectorReport,
 )
-from papaya.sim.protocol_updates import protocol_update
+from papaya.sim.protocol_updates import protocol_evaluation, protocol_update
 from papaya.sim.tsa_twin import sealed
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Behaviour:
         """The update that a device has when its training is over."""
         joined = device.machine.joined
         assert joined is not None
+        if work.evaluates:
+            return protocol_evaluation(work.session, joined.update_length).tobytes()
         return protocol_update(work.session, joined.update_length)
 
     def seal(self, device: SimulatedDevice, work: Seal, rng: Random) -> Sealed:

@@ -257,6 +257,11 @@ def _trust_revoked(self: HeldTask, session: SessionId) -> bool:
     return False
 
 
+def _delete_pinned(self: Ledger, now: float, settled: int) -> list[int]:
+    last = self.version + 1 - self.config.keep_versions
+    return [v for v, row in self.versions.items() if v < settled and v <= last and not row.marked]
+
+
 _Patch = tuple[type, str, Callable[..., Any] | property]
 
 
@@ -281,6 +286,10 @@ BUGS: dict[str, Bug] = {
     "settled-ignored": Bug(
         "tickets are believed although the rows that tell whether they were used are deleted",
         ((Ledger, "void_below", property(_ignore_settled)),),
+    ),
+    "pinned-version-deleted": Bug(
+        "a version is deleted while an evaluation pins it",
+        ((Ledger, "_outlived_versions", _delete_pinned),),
     ),
     "record-kept-with-its-version": Bug(
         "the record of a buffer is not deleted when its version is committed",

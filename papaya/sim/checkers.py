@@ -1,8 +1,9 @@
 """The auditor: checks after every event what must hold, from outside the machines.
 
 It sees every transaction as the store applies it, every blob that is lost and every answer to a
-device, and keeps its own books. Of the code under test it uses only the server optimizer. It also
-calls `check()` of the machine that handled the event.
+device, and keeps its own books. Of the code under test it uses only the server optimizer, the
+vector of an evaluation and the life of a ticket. It also calls `check()` of the machine that
+handled the event.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from msgspec import structs
 
 from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.sessions import ticket_life_s
 from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import SyncFL, TaskConfig
 from papaya.errors import InvariantError
@@ -55,9 +57,9 @@ from papaya.sim.cluster import Cluster
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.observer import Observer
-from papaya.sim.protocol_updates import protocol_vector
+from papaya.sim.protocol_updates import protocol_evaluation, protocol_vector
 from papaya.sim.secure_checks import SecureAuditor, demand
-from papaya.sim.storage import Writer
+from papaya.sim.storage import OWNER, Writer
 
 
 def _task_in(key: str) -> TaskId:
@@ -135,6 +137,12 @@ class Auditor(Observer):
             self._name(row, +1)
 
     @property
+    def evaluations(self) -> int:
+        """Evaluations that have a result."""
+        all_books = self.books.values()
+        return sum(books.steps for books in all_books if books.config.evaluates is not None)
+
+    @property
     def trace_hash(self) -> str:
         return self._trace.hexdigest()
 
@@ -152,10 +160,12 @@ class Auditor(Observer):
         self.endings[ending] = self.endings.get(ending, 0) + 1
 
     def on_missing_download(self, device: SimulatedDevice, parameters: BlobKey) -> None:
-        """A wrong clock may cost a client its training, but only if its upload is refused too."""
+        """A wrong clock may cost a client its training, but only if its upload is refused too; or
+        its evaluation.
+        """
         joined = device.machine.joined
         assert joined is not None
-        is_void = joined.version < self._settled(joined.task)
+        is_void = joined.evaluates or joined.version < self._settled(joined.task)
         demand(
             is_void and not self.cluster.clocks_were_right,
             f"a live ticket names parameters {parameters} that were deleted",
@@ -191,6 +201,12 @@ class Auditor(Observer):
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
+        if self.cluster.clocks_were_right:
+            for row in self.state.rows.values():
+                if isinstance(row, TaskRow) and not row.is_over:
+                    pinned = row.config.evaluates
+                    is_pinned = pinned is not None and pinned.parameters == blob
+                    demand(not is_pinned, f"blob {blob} is gone while {row.config.task} runs")
 
     # -- transactions -----------------------------------------------------------------------
 
@@ -200,6 +216,8 @@ class Auditor(Observer):
             if key in before:
                 self._name(before[key], -1)
                 self._check_delete(key, before[key], change)
+                if isinstance(old := before[key], VersionRow):
+                    self._check_pin(writer, key, old)
         for key, row in change.put:
             self._trace.update(b"+" + key.encode() + wire.encode_row(_row_without_free_text(row)))
             if key in before:
@@ -215,6 +233,10 @@ class Auditor(Observer):
 
     def _check_put(self, writer: Writer, key: str, row: Row, before: dict[str, Row]) -> None:
         match row:
+            case TaskRow() if key not in before:
+                demand(row.config.task not in self.books, f"{key} is used a second time")
+                self.books[row.config.task] = TaskBooks(row.config)
+                self._secure.watch(row.config)
             case FenceRow():
                 self._check_fence(key, row, before.get(key))
             case LeaderRow():
@@ -225,6 +247,8 @@ class Auditor(Observer):
             case RecordRow():
                 self._check_holder(writer, _task_in(key))
                 self._check_record(_task_in(key), row, before.get(key))
+            case VersionRow() if key in before:
+                self._check_pinned(writer, key, row, before[key])
             case VersionRow() if row.version > 0:
                 self._check_holder(writer, _task_in(key))
                 self._check_version(writer, _task_in(key), row, before)
@@ -234,6 +258,14 @@ class Auditor(Observer):
                 old = before.get(key)
                 if isinstance(old, OptimizerRow):
                     demand(row.settled >= old.settled, f"{key}: {old.settled=} {row.settled=}")
+
+    def _check_pinned(self, writer: Writer, key: str, row: VersionRow, old: Row) -> None:
+        """All that an owner changes about a version is how long it is kept."""
+        assert isinstance(old, VersionRow)
+        demand(writer == OWNER, f"{writer[0]}@{writer[1]} wrote {key} again")
+        pins = {"kept_until": row.kept_until, "evaluations": old.evaluations + 1}
+        demand(row == structs.replace(old, **pins), f"{key} went from {old} to {row}")
+        demand(row.kept_until >= old.kept_until, f"{key} is kept for a shorter time than before")
 
     def _check_fence(self, key: str, row: FenceRow, old: Row | None) -> None:
         if isinstance(old, FenceRow):
@@ -251,7 +283,8 @@ class Auditor(Observer):
     def _check_record(self, task: TaskId, row: RecordRow, old: Row | None) -> None:
         books = self.books[task]
         demand(row.target > books.version, f"record {row.target} of {task} is of the past")
-        goal = books.config.aggregation_goal
+        goal, last = books.config.aggregation_goal, books.config.stop.versions
+        demand(last is None or row.target <= last, f"record {row.target} of {task} after {last=}")
         demand(len(row.members) <= goal, f"record {row.target} of {task} is over its goal")
         sessions = {member.session: None for member in row.members}
         demand(len(sessions) == len(row.members), f"a session is twice in record {row.target}")
@@ -272,7 +305,10 @@ class Auditor(Observer):
             self._check_sum(books.config, row)
 
     def _check_devices(self, task: TaskId, row: RecordRow) -> None:
-        """One update per device and buffer, by the device that each session was assigned to."""
+        """One update per device and buffer, by the device that each session was assigned to.
+
+        An evaluation has one buffer, so it counts each device once.
+        """
         assigned = self.books[task].assigned
         known = [device for m in row.members if (device := assigned[m.session])]
         twice = [device for device in dict.fromkeys(known) if known.count(device) > 1]
@@ -304,12 +340,16 @@ class Auditor(Observer):
         found = WeightedSum.decode(self.blobs.get(row.sum), config.model_length)
         expected = np.zeros(config.model_length, np.float64)
         weight = 0.0
+        is_training = config.evaluates is None
+        uploaded = protocol_vector if is_training else protocol_evaluation
         for member in row.members:
-            vector = np.array(protocol_vector(member.session, config.model_length))
+            vector = np.array(uploaded(member.session, config.model_length))
             expected += member.examples / np.sqrt(1.0 + member.staleness) * vector
             weight += member.examples
         same = (
             np.allclose(found.vector, expected, rtol=1e-4, atol=1e-2)
+            # Counts are not weighted, so no sum of them is rounded.
+            and (is_training or np.array_equal(found.vector, expected))
             and np.allclose(found.mean(), expected / weight, rtol=1e-4, atol=1e-4)
             and found.weight == weight
         )
@@ -346,8 +386,9 @@ class Auditor(Observer):
             and isinstance(host.machine, Aggregator)
             and host.machine.boot == writer[1]
         ):
-            counters = host.machine.tasks[task].counters
-            counted = any(name.startswith("buffers_dropped_") for name in counters)
+            held = host.machine.tasks.get(task)
+            # None: the evaluation ended before the transaction was applied.
+            counted = held is None or any(n.startswith("buffers_dropped_") for n in held.counters)
             demand(counted, f"{writer[0]} dropped a buffer of {task} without counting it")
 
     def _check_step(
@@ -387,8 +428,10 @@ class Auditor(Observer):
             books.counted[member.session] = row.version
 
     def _check_delete(self, key: str, row: Row, change: Transaction) -> None:
-        if task_key(_task_in(key)) in change.delete:
-            return  # an evaluation that is over is forgotten as a whole
+        task = _task_in(key)
+        if task_key(task) in change.delete:
+            self._check_forget(task, row)
+            return
         match row:
             case RecordRow():
                 made = [r.version for _, r in change.put if isinstance(r, VersionRow)]
@@ -404,6 +447,25 @@ class Auditor(Observer):
             case VersionRow():
                 settled = self._settled(_task_in(key))
                 demand(row.version < settled, f"{key} was deleted, but {settled=}")
+
+    def _check_pin(self, writer: Writer, key: str, row: VersionRow) -> None:
+        """Only a holder whose clock is ahead deletes a version that an evaluation pins."""
+        host = self.cluster.hosts.get(writer[0])
+        may_be_ahead = host is not None and (host.boots != writer[1] or host.was_ahead)
+        demand(
+            row.kept_until <= self.engine.now or may_be_ahead,
+            f"{key} was deleted, but it is pinned until {row.kept_until}",
+        )
+
+    def _check_forget(self, task: TaskId, row: Row) -> None:
+        """Rows of an evaluation that is over are deleted, and with them an open record."""
+        if isinstance(row, TaskRow):
+            demand(row.is_over and row.config.evaluates is not None, f"{task} was deleted")
+            expired = row.ended + ticket_life_s(row.config, self.cluster.config.server)
+            demand(self.engine.now >= expired, f"{task} was deleted before its tickets expired")
+        elif isinstance(row, RecordRow):
+            for member in row.members:
+                self.books[task].counted[member.session] = row.target
 
     def _settled(self, task: TaskId) -> int:
         row = self.state.rows[optimizer_key(task)]

@@ -38,7 +38,7 @@ from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost
 from papaya.sim.network import Network, NetworkConfig
 from papaya.sim.observer import Hooks, Observer
 from papaya.sim.population import DEFAULT, Arrivals, Population, PopulationConfig, Visit
-from papaya.sim.storage import BlobTwin, StateTwin, StorageConfig
+from papaya.sim.storage import OWNER, BlobTwin, StateTwin, StorageConfig
 from papaya.sim.tsa_twin import TsaTwin
 
 # When nearly the whole fleet is present, an arrival may find no absent device.
@@ -180,7 +180,7 @@ class Cluster:
             self.blobs.put(key, data)
         pseudonym_key = self._rng(f"pseudonyms/{task.task}").randbytes(PSEUDONYM_KEY_BYTES)
         transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now, pseudonym_key)
-        self.state.apply(("owner", 0.0), transaction)
+        self.state.apply(OWNER, transaction)
 
     # -- servers ----------------------------------------------------------------------------
 

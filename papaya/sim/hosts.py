@@ -50,6 +50,8 @@ class SimulatedHost:
         self.boots = 0
         # How far this process's clock is ahead of the right time.
         self.clock_ahead_s = 0.0
+        # The clock of this boot was ahead at some time.
+        self.was_ahead = False
         self._suspended_at: float | None = None
         self.machine: Machine
         self._make = make
@@ -71,6 +73,7 @@ class SimulatedHost:
         self.is_alive = True
         self._paused = self._suspended_at = None
         self._armed_for = float("inf")
+        self.was_ahead = False
         self._set_clock(clock_ahead_s)
         self.machine = self._make(float(self.boots), self.now)
         self._arm()
@@ -95,6 +98,7 @@ class SimulatedHost:
 
     def _set_clock(self, ahead_s: float) -> None:
         self.clock_ahead_s = ahead_s
+        self.was_ahead |= ahead_s > 0
         self.cluster.clocks_were_right &= ahead_s == 0.0
 
     def crash(self) -> None:

@@ -14,7 +14,7 @@ masked sum and every step, in whole numbers, and requires:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from papaya.messages.storage import (
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import WORD, Words
-from papaya.sim.protocol_updates import protocol_vector
+from papaya.sim.protocol_updates import protocol_evaluation, protocol_vector
 from papaya.sim.tsa_twin import TsaTwin
 
 Seed = tuple[bytes, int]
@@ -242,7 +242,8 @@ class SecureAuditor:
         for member in record.members:
             sealed = self._sealed[member.session]
             demand(not sealed.is_lie, f"{member.session} lied about its seed and was stepped with")
-            vector = protocol_vector(member.session, parameters.length)
+            uploaded = protocol_evaluation if parameters.weighting == "none" else protocol_vector
+            vector = uploaded(member.session, parameters.length)
             steps, share = _fixed_point(parameters, vector, sealed)
             total = [a + b for a, b in zip(total, steps, strict=True)]
             weight += share
@@ -252,7 +253,7 @@ class SecureAuditor:
 
 
 def _fixed_point(
-    parameters: PublicParameters, vector: Sequence[float], sealed: SealedOnce
+    parameters: PublicParameters, vector: Iterable[float], sealed: SealedOnce
 ) -> tuple[list[int], int]:
     """What an honest device has to add, before its mask: weighted update, and weight."""
     if parameters.weighting == "none":  # counts: as they are

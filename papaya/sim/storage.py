@@ -29,6 +29,7 @@ class StorageConfig(Struct, frozen=True, kw_only=True):
 
 Writer = tuple[NodeId, float]
 """Which boot of which process sent a transaction."""
+OWNER: Writer = ("owner", 0.0)
 OnTransaction = Callable[[Writer, Transaction, dict[str, Row]], None]
 
 

@@ -14,7 +14,7 @@ from math import nan
 from pathlib import PurePath
 from random import Random
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from papaya.aggregator.upload import needed_bytes
 from papaya.client.work import Seal, Sealed, Train
@@ -36,6 +36,7 @@ from papaya.sim.bugs import planted
 from papaya.sim.checkers import Auditor
 from papaya.sim.cluster import Cluster, ClusterConfig, DeviceKind
 from papaya.sim.devices import SimulatedDevice
+from papaya.sim.evaluations import EvaluationOwner, evaluation_upload_bytes
 from papaya.sim.faults import Faults, Hostile
 from papaya.sim.network import NetworkConfig
 from papaya.sim.population import PopulationConfig
@@ -59,6 +60,8 @@ class SwarmResult(Struct, frozen=True):
     versions: int
     failure: str | None
     configuration: str
+    evaluations: int = 0
+    """Evaluations that have a result."""
 
 
 class SwarmBehaviour(EncodedMessages):
@@ -87,12 +90,18 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     """Run one seed to its end or to the first broken promise. Raises nothing."""
     rng = Random(f"swarm/{seed}")
     config = random_cluster(rng)
+    evaluations = Random(f"evaluations/{seed}")
+    evaluates = evaluations.random() < 0.5
+    if evaluates:
+        config = _with_room_for_evaluations(config)
     auditor, hostile = Auditor(_lies), Hostile()
     cluster = Cluster(config, seed, observers=(auditor, hostile), behaviour=SwarmBehaviour())
     failure = None
     with planted(plant) if plant is not None else nullcontext():
         try:
-            _run(cluster, auditor, hostile, rng)
+            if evaluates:
+                EvaluationOwner(cluster, evaluations)
+            _run(cluster, auditor, hostile, rng, evaluates=evaluates)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             where = next(frame for frame in reversed(frames) if frame.name != "demand")
@@ -108,27 +117,32 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
         versions=sum(books.version for books in auditor.books.values()),
         failure=failure,
         configuration=_describe(config),
+        evaluations=auditor.evaluations,
     )
 
 
-def _run(cluster: Cluster, auditor: Auditor, hostile: Hostile, rng: Random) -> None:
+def _run(
+    cluster: Cluster, auditor: Auditor, hostile: Hostile, rng: Random, *, evaluates: bool
+) -> None:
     heartbeat_s = cluster.config.server.heartbeat_s
     faults_until = 60 * heartbeat_s
     Faults(cluster, rng, faults_until, mean_gap_s=rng.choice((1, 3, 8)) * heartbeat_s)
     hostile.start(rng, faults_until)
     cluster.run(faults_until)
-    _check_liveness(auditor)
+    _check_liveness(auditor, evaluates=evaluates)
     auditor.check_acknowledged()
 
 
-def _check_liveness(auditor: Auditor) -> None:
-    """After faults stop, every task reaches new versions within a bounded virtual time, and
-    clients hear that they were counted.
+def _check_liveness(auditor: Auditor, *, evaluates: bool) -> None:
+    """After faults stop, every task reaches new versions within a bounded virtual time, clients
+    hear that they were counted, and an evaluation gets its result.
     """
     cluster = auditor.cluster
     healed_at = cluster.engine.now
     counted = auditor.endings.get("counted", 0)
-    goals = {task: books.steps + _NEW_VERSIONS for task, books in auditor.books.items()}
+    results = auditor.evaluations + 1 if evaluates else 0
+    tasks = [task.task for task in cluster.config.tasks]
+    goals = {task: auditor.books[task].steps + _NEW_VERSIONS for task in tasks}
 
     def all_live() -> bool:
         if cluster.engine.events > _MAX_EVENTS:
@@ -136,11 +150,15 @@ def _check_liveness(auditor: Auditor) -> None:
                 f"the run did not end after {_MAX_EVENTS} events; probably an endless loop"
             )
         heard = auditor.endings.get("counted", 0) > counted
-        return heard and all(auditor.books[t].steps >= goal for t, goal in goals.items())
+        if not heard or auditor.evaluations < results:
+            return False
+        return all(auditor.books[t].steps >= goal for t, goal in goals.items())
 
     cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
     if auditor.endings.get("counted", 0) == counted:
         raise PapayaError("after the faults stopped, no client was told that its update counts")
+    if auditor.evaluations < results:
+        raise PapayaError("after the faults stopped, no evaluation got a result")
     for task, goal in goals.items():
         if auditor.books[task].steps < goal:
             raise PapayaError(
@@ -218,6 +236,13 @@ def random_cluster(rng: Random) -> ClusterConfig:
         is_identified=rng.random() < 0.5,
         clones=rng.choice((0, 4)),
     )
+
+
+def _with_room_for_evaluations(config: ClusterConfig) -> ClusterConfig:
+    """One more upload, of an evaluation, fits into each aggregator."""
+    chunk_bytes = config.server.chunk_bytes
+    needed = max(evaluation_upload_bytes(task, chunk_bytes) for task in config.tasks)
+    return structs.replace(config, upload_bytes=config.upload_bytes + needed)
 
 
 def _random_task(rng: Random, task: str) -> TaskConfig:

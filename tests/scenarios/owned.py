@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from papaya.client.work import Train
 from papaya.config import TaskConfig
 from papaya.errors import InvariantError
-from papaya.learning.evaluation import evaluation_vector
-from papaya.learning.weighting import WeightedSum
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
@@ -23,13 +18,9 @@ from papaya.messages.storage import (
     holder_prefixes,
 )
 from papaya.sim.behaviour import EncodedMessages
-from papaya.sim.checkers import Auditor, TaskBooks
+from papaya.sim.checkers import Auditor
 from papaya.sim.cluster import Cluster, ClusterConfig
-from papaya.sim.devices import SimulatedDevice
-from papaya.sim.storage import Writer
-
-OWNER: Writer = ("owner", 0.0)
-AN_EVALUATION = evaluation_vector(volume=8, loss_sum=24.0, examples=8)
+from papaya.sim.storage import OWNER, Writer
 
 
 def demand(holds: bool, promise: str) -> None:
@@ -49,14 +40,6 @@ class OwnedAuditor(Auditor):
         [books] = [books for books in self.books.values() if session in books.assigned]
         return books.config
 
-    def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
-        if config.evaluates is None:
-            super()._check_sum(config, row)
-            return
-        found = WeightedSum.decode(self.blobs.get(row.sum), config.model_length)
-        same = np.array_equal(found.vector, len(row.members) * AN_EVALUATION)
-        demand(same, f"the sum of {config.task} is not that of its members")
-
     def rows_of(self, task: TaskId) -> TaskRows:
         return TaskRows(task, self.state.snapshot(holder_prefixes(task)))
 
@@ -66,11 +49,8 @@ class OwnedAuditor(Auditor):
             return
         task = key.split("/")[1]
         match row:
-            case TaskRow():
-                self.books.setdefault(task, TaskBooks(row.config))
-                self._secure.watch(row.config)
-            case FenceRow():
-                self._check_fence(key, row, before.get(key))
+            case TaskRow() | FenceRow():
+                super()._check_put(writer, key, row, before)
             case VersionRow() if row.restarts and key not in before:
                 self._check_restart(task, row)
             case ConsumedRow():
@@ -102,22 +82,8 @@ class OwnedAuditor(Auditor):
         )
 
 
-class OwnedBehaviour(EncodedMessages):
-    """Devices of an evaluation upload `AN_EVALUATION`."""
-
-    def __init__(self, auditor: OwnedAuditor) -> None:
-        self._auditor = auditor
-
-    def train(self, device: SimulatedDevice, work: Train) -> bytes:
-        """What is masked, no aggregator can judge: there, devices upload their names as ever."""
-        config = self._auditor.config_of(work.session)
-        if config.evaluates is not None and config.secure_aggregation is None:
-            return AN_EVALUATION.tobytes()
-        return super().train(device, work)
-
-
 def owned_cluster(config: ClusterConfig, seed: int) -> OwnedAuditor:
     """The auditor of a new cluster."""
     auditor = OwnedAuditor()
-    Cluster(config, seed, observers=[auditor], behaviour=OwnedBehaviour(auditor))
+    Cluster(config, seed, observers=[auditor], behaviour=EncodedMessages())
     return auditor

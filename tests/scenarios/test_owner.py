@@ -31,8 +31,9 @@ from papaya.messages.storage import (
 )
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.faults import Faults
+from papaya.sim.storage import OWNER
 from papaya.sim.swarm import liveness_bound_s, random_cluster
-from tests.scenarios.owned import OWNER, OwnedAuditor, owned_cluster
+from tests.scenarios.owned import OwnedAuditor, owned_cluster
 
 
 class Owner:

@@ -33,8 +33,9 @@ from papaya.sim.behaviour import EncodedMessages
 from papaya.sim.cluster import Cluster, ClusterConfig
 from papaya.sim.devices import SimulatedDevice
 from papaya.sim.population import PopulationConfig
+from papaya.sim.storage import OWNER
 from papaya.store.blobs import Piece
-from tests.scenarios.owned import OWNER, OwnedAuditor
+from tests.scenarios.owned import OwnedAuditor
 
 T = TypeVar("T")
 EXAMPLES = 10

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import structs
 
-from papaya.aggregator.sessions import ticket_life_s
+from papaya.aggregator.sessions import pinned_until
 from papaya.aggregator.shards import initial_blobs
 from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
 from papaya.errors import ConfigError, OperatorError
@@ -72,8 +72,7 @@ async def start(
     initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
     for key, data in initial:
         await blobs.put(key, data)
-    # After its timeout, the last client to join may still have a valid ticket.
-    kept_until = now + plan.timeout_s + ticket_life_s(evaluation, server) + server.dead_after_s
+    kept_until = pinned_until(evaluation, now, server)
     blob_keys = (initial[0][0], initial[1][0])
     change = owner.evaluate(
         evaluation, version, *blob_keys, now, kept_until, token_bytes(PSEUDONYM_KEY_BYTES)

@@ -251,6 +251,23 @@ def test_forgetting_an_evaluation_touches_no_other_task() -> None:
     assert AsyncFL(20, max_staleness=1) == row.config.regime
 
 
+@pytest.mark.parametrize("key", ["record", "optimizer"])
+def test_forgetting_is_refused_if_a_holder_wrote_meanwhile(key: str) -> None:
+    """It may not have heard of the end. What it wrote would stay without a task."""
+    rows, row, _ = evaluated()
+    task = row.config.task
+    assert apply(rows, owner.end_evaluation(row, "cancelled", 70.0, "gave up"))
+    change = owner.forget(eval_row(rows), dict(rows))
+    late: dict[str, tuple[str, Row]] = {
+        "record": (record_key(task, 1), RecordRow(1, "sum", (), 0.0)),
+        "optimizer": (optimizer_key(task), OptimizerRow(1, "state")),
+    }
+    rows.update([late[key]])
+    assert not apply(rows, change)
+    assert apply(rows, owner.forget(eval_row(rows), rows))
+    assert not [found for found in rows if task in found]
+
+
 def test_the_key_of_pseudonyms_is_deleted_when_the_task_ends() -> None:
     """Then nobody can link pseudonyms in its rows to devices."""
     row = TaskRow(TASK, pseudonym_key=b"secret")
