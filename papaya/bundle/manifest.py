@@ -69,7 +69,7 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     """One revision of one run. Whoever holds one holds values within bounds."""
 
     label = b"papaya manifest\n"
-    max_bytes = 1 << 18
+    max_bytes = 1 << 16
 
     format: Literal["papaya-manifest-1"] = "papaya-manifest-1"
     # Whose it is, and which one.
@@ -152,12 +152,14 @@ class Lease(Statement, frozen=True):
         if self.manifest != manifest.digest:
             raise BundleError("expired", f"{manifest.task}: the lease is for another manifest")
         if not self.issued - _MAX_CLOCK_ERROR_S <= now < self.expires:
-            days = (now - self.expires) / DAY_S
+            is_over, days = now >= self.expires, abs(now - self.expires) / DAY_S
+            when = f"ended {days:.1f} days ago" if is_over else "begins in the future"
             raise BundleError(
                 "expired",
-                f"{manifest.task}: the owner's permission is not valid now (over since "
-                f"{days:.1f} days)",
-                hint="the owner has to renew it: papaya task renew NAME",
+                f"{manifest.task}: the lease {when}",
+                hint="the owner has to renew it: papaya task renew NAME"
+                if is_over
+                else "check the clock of this device",
             )
 
 

@@ -128,12 +128,17 @@ class OwnerKeys:
         self._recovered: dict[str, tuple[str, bytes]] = {}
         self._revoked: dict[str, None] = {}
         self.accepted: list[SignedStatement] = []
-        for signed in accepted:
-            self.accept(signed)
+        # The keys that have ever spoken for the owner, or may: others have nothing to say here.
+        self._known: dict[str, None] = {pin.owner: None}
+        self.learn(accepted)
 
     @property
     def owner(self) -> str:
         return self._pin.owner
+
+    def has(self, name: str) -> bool:
+        """Is this the id of a key that speaks for the owner, or did?"""
+        return name in self._known
 
     @property
     def recoveries(self) -> int:
@@ -154,6 +159,26 @@ class OwnerKeys:
                 hint="pin the owner's new key",
             )
         return public_key
+
+    def learn(self, statements: Iterable[SignedStatement]) -> BundleError | None:
+        """Accept what is about keys of this owner, in whatever order it comes; ignore the rest.
+
+        Whoever passes statements on may add some of strangers, which must not count. Returns the
+        conflict, if there is one.
+        """
+        conflict: BundleError | None = None
+        pending = [signed for signed in statements if signed not in self.accepted]
+        count = len(pending) + 1
+        while len(pending) < count:
+            count, left = len(pending), []
+            for signed in pending:
+                try:
+                    self.accept(signed)
+                except BundleError as error:
+                    left.append(signed)
+                    conflict = error if error.reason == "conflict" else conflict
+            pending = left
+        return conflict
 
     def accept(self, signed: SignedStatement) -> None:
         """Take a statement into account. One that is known already changes nothing."""
@@ -190,8 +215,11 @@ class OwnerKeys:
                 f"{statement.new}",
                 hint="ask the owner: somebody else may have the key",
             )
+        self._known[statement.new] = None
 
     def _require_standing(self, signer: str, about: str) -> None:
         """A key speaks about itself; the recovery key about every key of the owner."""
+        if about not in self._known:
+            raise BundleError("signature", f"key {about} is not one of owner {self.owner}")
         if signer not in (about, self._recovery):
             raise BundleError("signature", f"key {signer} may not speak about key {about}")

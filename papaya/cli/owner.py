@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from papaya.bundle.owner import KeyRevocation, KeySuccessor, SignedStatement, key_id
+from papaya.bundle.owner import KEY_BYTES, KeyRevocation, KeySuccessor, SignedStatement, key_id
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -19,7 +19,7 @@ from papaya.cli.output import (
     print_data,
     print_json,
 )
-from papaya.cli.task.signing import default_key, signer
+from papaya.cli.task.signing import default_key, signer, statements_beside
 from papaya.errors import OperatorError
 
 
@@ -38,6 +38,7 @@ class OwnerSuccessorOptions(FormatOptions):
     output: Path
     key: Path = field(default_factory=default_key)
     recovery: Path | None = None
+    public: str | None = None
     revoke: bool = False
 
 
@@ -79,6 +80,11 @@ def add_to(commands: Commands) -> None:
         "pinned its public half",
     )
     successor.add_argument(
+        "--public",
+        metavar="HEX",
+        help="public half of the old key, if its file is lost; needs --recovery",
+    )
+    successor.add_argument(
         "--revoke", action="store_true", help="also sign that the old key must not be believed"
     )
     for action in (key, show, successor):
@@ -99,18 +105,38 @@ def run_show(options: OwnerShowOptions) -> int:
 
 
 def run_successor(options: OwnerSuccessorOptions) -> int:
-    old = signer(options.key)
-    authority = old if options.recovery is None else signer(options.recovery)
+    if options.recovery is None:
+        authority = signer(options.key)
+        old_public = authority.key.public_key().public_bytes_raw()
+    else:
+        authority = signer(options.recovery)
+        old_public = _old_public(options)
     new = _create(options.output)
-    public = new.public_key().public_bytes_raw()
-    old_id = key_id(old.key.public_key().public_bytes_raw())
-    statements = [*old.statements, KeySuccessor(old_id, key_id(public), public).sign(authority.key)]
+    public, old_id = new.public_key().public_bytes_raw(), key_id(old_public)
+    statements = [
+        *statements_beside(options.key),
+        KeySuccessor(old_id, key_id(public), public).sign(authority.key),
+    ]
     if options.revoke:
         statements.append(KeyRevocation(old_id).sign(authority.key))
     _write_statements(options.output, statements)
     note(f"created {options.output}, which replaces {options.key}")
     note(f"to sign with it: papaya task submit FILE --owner {options.output}")
     return _show(options, options.output)
+
+
+def _old_public(options: OwnerSuccessorOptions) -> bytes:
+    if options.public is None:
+        return signer(options.key).key.public_key().public_bytes_raw()
+    try:
+        found = bytes.fromhex(options.public)
+    except ValueError:
+        found = b""
+    if len(found) != KEY_BYTES:
+        raise OperatorError(
+            "--public is not a public key", hint="give the 64 hex digits that devices have pinned"
+        )
+    return found
 
 
 def _show(options: FormatOptions, path: Path) -> int:

@@ -92,8 +92,9 @@ class ConformanceReport(Struct, frozen=True):
 
     @property
     def conforms(self) -> bool:
-        """No rule was broken, and some were exercised."""
-        return bool(self.kept) and not self.broken
+        """No rule was broken, and the client took part in every scenario."""
+        took_part = all(result.requests > 0 for result in self.results)
+        return bool(self.kept) and took_part and not self.broken
 
     def _rules(self, *, kept: bool) -> list[str]:
         named = {f.rule for result in self.results for f in result.findings if f.kept is kept}

@@ -1,11 +1,12 @@
 """The bundles that a device has accepted: manifests, their blobs, and what must not be forgotten.
 
-    bundles.db           marks, statements of owners, refused manifests; written before they count
+    bundles.db           marks and statements of owners; written before they count
     blobs/<sha256>       programs, in a cache of bounded size
     programs/<sha256>/   the same, unpacked for the engine
 
 The signature is verified before a manifest is parsed, the hash of a blob before it is stored. A
-manifest that is refused is remembered by its digest, so that the device does not ask for it again.
+bundle that is refused is not asked for again until it changes or the device restarts, or for an
+hour if the reason may pass, such as a wrong clock.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ from papaya.learning.definition import TaskTerms
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.participation import Joined
 
+MAX_NAMED: Final = 32
+"""How many refused bundles a check-in names."""
 _MAX_REFUSED: Final = 256
+_ASK_AGAIN_S: Final = 3600.0
+_MAY_PASS: Final = ("expired", "too_far_ahead", "wrong_bytes")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS mark (
     owner TEXT NOT NULL, task TEXT NOT NULL, recoveries INTEGER NOT NULL,
@@ -51,9 +56,6 @@ CREATE TABLE IF NOT EXISTS mark (
 CREATE TABLE IF NOT EXISTS statement (
     owner TEXT NOT NULL, body BLOB NOT NULL, key BLOB NOT NULL, signature BLOB NOT NULL,
     PRIMARY KEY (owner, body, key)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS refused (
-    name TEXT PRIMARY KEY, at REAL NOT NULL, reason TEXT NOT NULL
 ) STRICT, WITHOUT ROWID;
 """
 
@@ -108,6 +110,10 @@ class BundleStore:
         self._max_bytes = max_bytes
         # Accepted bundles by the key of their head, newest last.
         self._ready: dict[BlobKey, Bundle] = {}
+        # Runs that came from a bundle, whether or not it may still be used.
+        self._runs: dict[TaskId, None] = {}
+        # Refused bundles by the name in a check-in: the reason, and when.
+        self._refused: dict[str, tuple[str, float]] = {}
         self._fetching = asyncio.Lock()
         try:
             for part in ("blobs", "programs"):
@@ -131,27 +137,38 @@ class BundleStore:
     def of_run(self, run: str) -> Bundle | None:
         return next((b for b in reversed(self._ready.values()) if b.run == run), None)
 
+    def why_not(self, run: str, now: float) -> str:
+        """Why a run must not be trained now; empty if it may, or if it came from no bundle."""
+        if run not in self._runs:
+            return ""
+        bundle = self.of_run(run)
+        if bundle is None:
+            return "the owner has replaced this run"
+        return "" if now < bundle.lease_until else "the lease of this run is over"
+
     def limits(self, bundle: Bundle) -> tuple[float, int]:
         """The gap between participations and their number, whatever a server says."""
         return self._policies[bundle.manifest.owner].limits(bundle.manifest)
 
-    def refused(self) -> tuple[str, ...]:
-        """The names of refused bundles, for a check-in."""
-        with self._file.transaction():
-            rows = self._file.rows("SELECT name FROM refused ORDER BY at DESC LIMIT 32")
-        return tuple(name for [name] in rows)
+    def min_gap_s(self, bundle: Bundle) -> float:
+        """The device's own gap, which holds for evaluations too."""
+        return self._policies[bundle.manifest.owner].min_gap_s
+
+    def refused(self, now: float) -> tuple[str, ...]:
+        """The names of refused bundles, for a check-in, the newest first."""
+        names = [
+            name
+            for name, (reason, at) in self._refused.items()
+            if reason not in _MAY_PASS or now < at + _ASK_AGAIN_S
+        ]
+        return tuple(reversed(names[-MAX_NAMED:]))
 
     def refuse(self, name: str, reason: str, now: float) -> None:
         """Do not ask for this bundle again."""
-        with self._file.transaction():
-            self._file.change(
-                "INSERT OR REPLACE INTO refused (name, at, reason) VALUES (?, ?, ?)",
-                *(name, now, reason),
-            )
-            self._file.change(
-                "DELETE FROM refused WHERE name NOT IN "
-                f"(SELECT name FROM refused ORDER BY at DESC LIMIT {_MAX_REFUSED})"
-            )
+        self._refused.pop(name, None)
+        self._refused[name] = (reason, now)
+        while len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
 
     # -- accepting --------------------------------------------------------------------------
 
@@ -202,8 +219,15 @@ class BundleStore:
         """Unpack the program. Now the device can take part in the run."""
         lease_until = Lease.verify(BundleHead.decode(head).lease).expires
         bundle = Bundle(manifest, lease_until, self._unpacked(manifest.program))
-        self._ready.pop(head_key, None)
+        # Whatever it replaces must not be trained any more.
+        same = (manifest.owner, manifest.task)
+        self._ready = {
+            key: other
+            for key, other in self._ready.items()
+            if (other.manifest.owner, other.manifest.task) != same
+        }
         self._ready[head_key] = bundle
+        self._runs[bundle.run] = None
         return bundle
 
     def _keys_for(self, head: BundleHead) -> tuple[OwnerPolicy, OwnerKeys]:
@@ -212,14 +236,14 @@ class BundleStore:
         problem: BundleError | None = None
         for owner, policy in self._policies.items():
             keys = OwnerKeys(policy.pin, self._statements(owner))
-            for statement in head.statements:
-                try:
-                    keys.accept(statement)
-                except BundleError as error:  # of another owner, or a conflict
-                    problem = error if error.reason == "conflict" else problem
-            if key_id(keys.current) == signer:
-                self._keep_statements(keys)
-                return policy, keys
+            conflict = keys.learn(head.statements)
+            self._keep_statements(keys)
+            try:
+                if key_id(keys.current) == signer:
+                    return policy, keys
+            except BundleError as revoked:  # of this owner; the head may be of another one
+                problem = revoked if keys.has(signer) else problem
+            problem = conflict or problem
         raise problem or BundleError(
             "unknown_owner",
             f"signed by the key {signer}, which this device has not pinned",
@@ -256,9 +280,13 @@ class BundleStore:
 
     def _set_mark(self, keys: OwnerKeys, manifest: TaskManifest) -> None:
         with self._file.transaction():
+            # Another process may use the same folder: the mark never goes back.
             self._file.change(
-                "INSERT OR REPLACE INTO mark (owner, task, recoveries, run, revision) "
-                "VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO mark (owner, task, recoveries, run, revision) "
+                "VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET recoveries = "
+                "excluded.recoveries, run = excluded.run, revision = excluded.revision "
+                "WHERE (excluded.recoveries, excluded.run, excluded.revision) "
+                "> (recoveries, run, revision)",
                 *(keys.owner, manifest.task, keys.recoveries, manifest.run, manifest.revision),
             )
 
@@ -268,12 +296,14 @@ class BundleStore:
         """The folder of a program. It appears complete or not at all."""
         folder = self._folder / "programs" / program.sha256
         try:
-            if folder.is_dir():
-                return folder
             data = (self._folder / "blobs" / program.sha256).read_bytes()
             program.check(data, "program")
+            files = archive.unpack(data)
+            if _holds(folder, files):
+                return folder
+            shutil.rmtree(folder, ignore_errors=True)  # a power loss left a part of it
             temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unpacking-"))
-            for name, content in archive.unpack(data).items():
+            for name, content in files.items():
                 path = temporary / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
@@ -296,13 +326,23 @@ class BundleStore:
                 shutil.rmtree(self._folder / "programs" / path.name, ignore_errors=True)
 
 
+def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Are exactly these files in the folder?"""
+    found = {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    return found == files
+
+
 class VisitBundles(NoBundles):
     """What the client machine asks of the bundles, during one visit."""
 
     def __init__(self, store: BundleStore, now: Callable[[], float]) -> None:
         self._store = store
         self._now = now
-        self._refused = store.refused()
+        self._refused = store.refused(now())
 
     def refused(self) -> tuple[str, ...]:
         return self._refused
@@ -314,10 +354,12 @@ class VisitBundles(NoBundles):
         bundle = self._store.of_run(joined.parameters.partition("/")[0])
         if bundle is None:
             return super().counted(joined)
+        gap_s, limit = self._store.limits(bundle)
         if joined.evaluates:
             manifest = bundle.manifest
-            return f"{manifest.owner}/{manifest.task}/evaluate", joined.participation_gap_s, None
-        return bundle.counted_as, *self._store.limits(bundle)
+            gap_s = max(joined.participation_gap_s, self._store.min_gap_s(bundle))
+            return f"{manifest.owner}/{manifest.task}/evaluate", gap_s, limit
+        return bundle.counted_as, gap_s, limit
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -9,8 +9,9 @@ Both are inherited by threads and cannot be taken back. Anything that is not all
 EPERM or EACCES, so a library that tries something optional goes on without it. Files that are open
 already stay open: close them first.
 
-It protects the device from code that it runs. It does not protect the examples that the code was
-given: what the code computes from them leaves the device as its update.
+A job can still see that a file or a process exists, and the size of a file: Landlock does not cover
+`stat`. It protects the device from code that it runs. It does not protect the examples that the
+code was given: what the code computes from them leaves the device as its update.
 
 Needs Linux 5.13 with Landlock enabled, on x86-64; `missing` says what a machine lacks.
 """
@@ -54,7 +55,7 @@ _ALLOWED: Final = {
     "mmap": 9, "mprotect": 10, "munmap": 11, "brk": 12, "mremap": 25, "madvise": 28,
     # reading files, within Landlock's rules, and writing to what is open
     "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8,
-    "pread64": 17, "readv": 19, "writev": 20, "access": 21, "dup": 32, "dup2": 33, "fcntl": 72,
+    "pread64": 17, "readv": 19, "writev": 20, "access": 21, "dup": 32, "dup2": 33,
     "getcwd": 79, "readlink": 89, "getdents64": 217, "fadvise64": 221, "openat": 257,
     "newfstatat": 262, "readlinkat": 267, "faccessat": 269, "dup3": 292, "statx": 332,
     "faccessat2": 439, "close_range": 436,
@@ -76,6 +77,7 @@ _ALLOWED: Final = {
 }
 # fmt: on
 _IOCTL: Final = 16
+_FCNTL: Final = 72
 _CLONE: Final = 56
 _PRCTL: Final = 157
 _TGKILL: Final = 234
@@ -85,6 +87,9 @@ _CLONE3: Final = 435
 _CLONE_THREAD: Final = 0x10000
 # Is it a terminal? Close it in a new program. Python asks these of every file that it opens.
 _IOCTLS: Final = (0x5401, 0x5450, 0x5451)
+# Copy a descriptor, read and change its flags. With F_SETOWN and F_SETSIG, a write to a pipe could
+# send any signal to any process of this user.
+_FCNTLS: Final = (0, 1, 2, 3, 4, 1030)
 # The name of a thread, and of a memory area.
 _PRCTLS: Final = (15, 16, 0x53564D41)
 
@@ -163,7 +168,9 @@ def _restrict_system_calls() -> None:
     instructions = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(instructions))
     set_filter = (_SECCOMP_SET_MODE_FILTER, _SECCOMP_ALL_THREADS)
-    _check(_LIBC.syscall(_SECCOMP, *set_filter, ctypes.c_char_p(program)), "seccomp")
+    result = _check(_LIBC.syscall(_SECCOMP, *set_filter, ctypes.c_char_p(program)), "seccomp")
+    if result != 0:
+        raise OSError(errno.EBUSY, f"cannot confine this process: seccomp: thread {result} resists")
 
 
 def _filter(pid: int) -> list[bytes]:
@@ -177,6 +184,7 @@ def _filter(pid: int) -> list[bytes]:
         _load(_NUMBER_AT),
         *plain,
         *_on(_IOCTL, _if_argument(1, _IF_EQUAL, _IOCTLS)),
+        *_on(_FCNTL, _if_argument(1, _IF_EQUAL, _FCNTLS)),
         *_on(_PRCTL, _if_argument(0, _IF_EQUAL, _PRCTLS)),
         # A thread, not a process. Its flags cannot be seen in clone3: libraries then use clone.
         *_on(_CLONE, _if_argument(0, _IF_ANY_BIT, (_CLONE_THREAD,))),

@@ -103,7 +103,7 @@ class Device:
             self.store.close()
             raise
         self._equipment = Equipment(
-            process, addresses, secret, self._config, self.store, self._history, trainer
+            process, addresses, secret, self._config, self.store, self._history, trainer, bundles
         )
         self._visit: DeviceVisit | None = None
         self._stopping = asyncio.Event()
@@ -168,10 +168,16 @@ class Device:
 
         now = self._process.now()
         try:
-            self._trainer.add_bundle(await store.fetch(head_key, download, now))
+            bundle = await store.fetch(head_key, download, now)
         except PapayaError as error:
-            if isinstance(error, BundleError):  # it will not get better: exclude it
-                await asyncio.to_thread(store.refuse, refused(task, head_key), str(error), now)
+            if isinstance(error, BundleError):  # asking again does not help: exclude it
+                store.refuse(refused(task, head_key), error.reason, now)
+            self._failures += 1
+            return in_words(error)
+        try:
+            self._trainer.add_bundle(bundle)
+        except OperatorError as error:  # this machine cannot run it
+            store.refuse(refused(task, head_key), "not_allowed", now)
             self._failures += 1
             return in_words(error)
         self._failures = 0

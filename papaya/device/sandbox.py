@@ -14,7 +14,7 @@ file, and open no sockets. A job never has the data of another job in its memory
 cannot confine, jobs have the rights of the user who started the device, and `unconfined` says why.
 A task file's top level runs in the fork-server, with the rights of that user: load only task files
 that you have read. A program file computes with examples and parameters and can do nothing else.
-Environment variables that start with PAPAYA_ (tokens) are not passed on.
+Only environment variables that the engine needs are passed on.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ _RESTART_INTERVAL_S: Final = 5.0
 _MAX_CPU_S: Final = 1e6  # a timeout may be any finite number
 _PACKAGES: Final = str(Path(__file__).resolve().parents[2])
 _GONE: Final = "the sandbox is closed"
+_PASSED_ON: Final = (
+    *("PATH", "HOME", "USER", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"),
+    *("VIRTUAL_ENV", "XDG_CACHE_HOME"),
+)
+_PASSED_ON_PREFIXES: Final = ("LC_", "PYTHON", "TORCH", "HF_", "OMP_", "MKL_")
 _SPARE_BYTES: Final = 1 << 16  # of a result's frame beside the update
 _LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
 
@@ -349,9 +354,15 @@ def _ending(status: int) -> str:
     return f"ended with status {status}"
 
 
+def _is_passed_on(name: str) -> bool:
+    """Names that Python, its packages and the loader need. Others may hold secrets."""
+    is_secret = any(word in name.upper() for word in ("TOKEN", "SECRET", "PASSWORD", "KEY"))
+    return not is_secret and (name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES))
+
+
 def _environment() -> dict[str, str]:
-    """One thread per library, the same Papaya on the path, and no tokens."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PAPAYA_")}
+    """One thread per library, the same Papaya on the path, and no secrets of this user."""
+    kept = {name: value for name, value in os.environ.items() if _is_passed_on(name)}
     paths = [_PACKAGES, kept.get("PYTHONPATH", "")]
     threads = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"

@@ -32,6 +32,7 @@ from papaya.client.work import (
 )
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
+from papaya.device.bundles import BundleStore
 from papaya.device.device_file import DeviceHistory
 from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore
@@ -59,6 +60,7 @@ class Equipment(NamedTuple):
     store: ExampleStore
     history: DeviceHistory
     trainer: Trainer
+    bundles: BundleStore | None = None
 
 
 class DeviceVisit:
@@ -182,6 +184,9 @@ class DeviceVisit:
             raise ProtocolError(
                 f"for task {joined.task!r}, the server sent parameters of {program!r}"
             )
+        bundles = self._equipment.bundles
+        if bundles is not None and (reason := bundles.why_not(program, self._process.now())):
+            raise ProtocolError(f"task {program!r}: {reason}")
         if not self._equipment.trainer.knows(program):
             # An app's own trainer need not list its tasks.
             names: tuple[TaskId, ...] = getattr(self._equipment.trainer, "tasks", ())
@@ -219,7 +224,7 @@ class DeviceVisit:
             joined.update_length,
             effect.evaluates,
             joined.secure,
-            effect.timeout_s,
+            self._training_s(task_of(effect.parameters), effect.timeout_s),
         )
         try:
             async with self._process.training_slot():
@@ -229,6 +234,12 @@ class DeviceVisit:
             self._fail("no update", in_words(error))
         else:
             self._inbox.put_nowait(trained)
+
+    def _training_s(self, program: TaskId, asked_s: float) -> float:
+        """The time that the server gives, and not more than the task's owner has signed."""
+        bundles = self._equipment.bundles
+        bundle = None if bundles is None else bundles.of_run(program)
+        return asked_s if bundle is None else min(asked_s, bundle.manifest.training_timeout_s)
 
     async def _seal(self, effect: Seal) -> None:
         joined, trust = self.machine.joined, self._process.trust

@@ -195,6 +195,14 @@ def test_new_processes_are_refused_however_they_are_asked_for(attacker: Attacker
     assert "Function not implemented" in attacker.result("call(435, 0, 0)")
 
 
+def test_a_pipe_cannot_be_made_to_signal_another_process(attacker: Attacker) -> None:
+    """With F_SETOWN and F_SETSIG, a write would send SIGKILL to any process of the user."""
+    for command in (8, 10, 15):  # F_SETOWN, F_SETSIG, F_SETOWN_EX
+        change = f"__import__('fcntl').fcntl(os.pipe()[0], {command}, {os.getpid()})"
+        assert "Operation not permitted" in attacker.result(change)
+    assert "result:" in attacker.result("__import__('fcntl').fcntl(os.pipe()[0], 3)")
+
+
 def test_a_listening_device_hears_nothing(attacker: Attacker) -> None:
     """The attempt is made against an open port, so that only the confinement stands in its way."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -27,7 +27,7 @@ from papaya.bundle.manifest import (
     TaskManifest,
     run_id,
 )
-from papaya.bundle.owner import KeySuccessor, OwnerKeys, OwnerPin, SignedStatement, key_id
+from papaya.bundle.owner import KeySuccessor, SignedStatement, key_id
 from papaya.config import TaskConfig
 from papaya.credentials.token_files import read as read_secret
 from papaya.errors import ConfigError, OperatorError
@@ -87,13 +87,17 @@ def _first_owner(public: bytes, statements: Sequence[SignedStatement]) -> str:
     """The id that devices have pinned: of the first key, followed back from this one."""
     predecessors = {}
     for signed in statements:
-        if signed.body.startswith(b'{"new":'):
+        if _names_successor(signed):
             successor = KeySuccessor.verify(signed)
             predecessors[successor.new] = successor.old
     name = key_id(public)
     for _ in statements:
         name = predecessors.get(name, name)
     return name
+
+
+def _names_successor(signed: SignedStatement) -> bool:
+    return signed.body.startswith(b'{"new":')
 
 
 def program_files(path: Path) -> dict[str, bytes]:
@@ -137,7 +141,11 @@ def first_manifest(
 def next_manifest(manifest: TaskManifest, config: TaskConfig, client: ClientSGD) -> TaskManifest:
     """The next revision, with these settings."""
     return structs.replace(
-        manifest, revision=manifest.revision + 1, client=client, **_limits(config)
+        manifest,
+        revision=manifest.revision + 1,
+        client=client,
+        evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
+        **_limits(config),
     )
 
 
@@ -161,11 +169,11 @@ def run_of(manifest: TaskManifest) -> str:
 
 def own_manifest(found: OwnerSigner, head: BundleHead) -> TaskManifest:
     """The manifest, if it was signed by this owner: never continue from what a server made up."""
-    keys = OwnerKeys(OwnerPin(head.manifest.key))
-    manifest = TaskManifest.verify(head.manifest)
-    if keys.owner != key_id(found.key.public_key().public_bytes_raw()):
+    manifest, signer_id = TaskManifest.verify(head.manifest), key_id(head.manifest.key)
+    named = [KeySuccessor.verify(s).new for s in found.statements if _names_successor(s)]
+    if manifest.owner != found.owner or signer_id not in (found.owner, *named):
         raise ConfigError(
-            f"the newest revision of {manifest.task} was signed by another key, {keys.owner}",
-            hint="use the key that signed it: --owner FILE",
+            f"the newest revision of {manifest.task} was signed by another key, {signer_id}",
+            hint="use the key of its owner: --owner FILE",
         )
     return manifest

@@ -123,12 +123,19 @@ def _changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
             raise OperatorError(
                 f"--set client.{setting} has no value", hint="--set client.rate=0.05"
             )
-        document[field] = msgspec.json.decode(text)
+        document[field] = _value(text)
     try:
         return msgspec.convert(document, ClientSGD)
     except msgspec.ValidationError as error:
         fields = ", ".join(msgspec.to_builtins(client))
         raise ConfigError(f"--set client: {error}", hint=f"its fields are {fields}") from error
+
+
+def _value(text: str) -> object:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
 
 
 def _print(options: OneTaskOptions, view: TaskView, manifest: TaskManifest) -> None:

@@ -275,6 +275,12 @@ class AdminService:
         runs = [row for row in rows if isinstance(row, TaskRow) and name and row.name == name]
         if owner_id is not None:
             runs = [row for row in runs if row.config.requirements.owner == owner_id]
+        owners = sorted({row.config.requirements.owner or "" for row in runs})
+        if len(owners) > 1:
+            raise Conflict(
+                f"{len(owners)} owners have a task {name}",
+                hint="use the id of a run instead of the name: papaya task list",
+            )
         return max(runs, key=lambda row: row.submitted, default=None)
 
     async def _view(self, row: TaskRow, heads: Mapping[str, Row]) -> TaskView:

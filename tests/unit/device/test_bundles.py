@@ -15,7 +15,13 @@ from papaya.bundle import archive
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import DAY_S, LEASE_S, BlobRef, Participation, TaskManifest, run_id
-from papaya.bundle.owner import KeySuccessor, SignedStatement, key_id
+from papaya.bundle.owner import (
+    KeyRevocation,
+    KeySuccessor,
+    OwnerKeys,
+    SignedStatement,
+    key_id,
+)
 from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.owners import OwnerPolicy, parse_owners
 from papaya.errors import ConfigError, OperatorError, ProtocolError
@@ -29,6 +35,7 @@ from tests.unit.bundle.builders import (
     PIN,
     RECOVERY,
     STRANGER,
+    a_key,
     a_lease,
     a_manifest,
     public,
@@ -230,13 +237,82 @@ def test_a_successor_is_remembered_and_the_recovery_key_resets_marks(
 
 def test_refused_bundles_are_remembered(opened: Open) -> None:
     store = opened()
-    assert store.refused() == ()
+    assert store.refused(NOW) == ()
     for number in range(300):
-        store.refuse(f"digits@{number:08x}", "engine", NOW + number)
-    assert len(store.refused()) == 32
-    assert store.refused()[0] == f"digits@{299:08x}", "the newest first"
+        store.refuse(f"digits@{number:08x}", "not_allowed", NOW + number)
+    assert len(store.refused(NOW)) == 32
+    assert store.refused(NOW)[0] == f"digits@{299:08x}", "the newest first"
     store.close()
-    assert len(opened().refused()) == 32
+    assert opened().refused(NOW) == (), "a new policy may allow it"
+
+
+def test_a_reason_that_may_pass_excludes_a_bundle_for_an_hour(opened: Open) -> None:
+    store = opened()
+    store.refuse("digits@00000001", "expired", NOW)
+    store.refuse("digits@00000002", "not_allowed", NOW)
+    assert len(store.refused(NOW + 3599)) == 2
+    assert store.refused(NOW + 3600) == ("digits@00000002",)
+
+
+def test_a_replaced_run_and_an_old_lease_are_not_trained_whatever_a_server_says(
+    opened: Open, server: Server
+) -> None:
+    store, first = opened(), a_manifest()
+    second = a_manifest(run=first.run + 1, revision=1)
+    key = server.offer(first)
+    fetch(store, server, key)
+    assert store.why_not(run_of(first), NOW) == ""
+    assert "lease" in store.why_not(run_of(first), NOW + LEASE_S)
+    fetch(store, server, server.offer(second))
+    assert "replaced" in store.why_not(run_of(first), NOW)
+    assert refusal(store, server, key).reason == "rolled_back"
+    assert store.why_not("next-word", NOW) == "", "a task file of this device"
+
+
+def test_statements_of_strangers_do_not_count(opened: Open, server: Server) -> None:
+    """A server adds revocations of random keys, so that no room is left for the owner's own."""
+    store, manifest = opened(), a_manifest()
+    strangers = tuple(
+        KeyRevocation(key_id(public(key))).sign(key) for key in map(a_key, range(100, 164))
+    )
+    fetch(store, server, server.offer(manifest, a_head(manifest, statements=strangers)))
+    new = public(NEXT)
+    succession = KeySuccessor(PIN.owner, key_id(new), new).sign(KEY)
+    later = a_manifest(revision=4)
+    found = fetch(store, server, server.offer(later, a_head(later, NEXT, (succession,))))
+    assert found.manifest == later
+
+
+def test_a_revoked_owner_does_not_get_in_the_way_of_another(opened: Open, server: Server) -> None:
+    other = structs.replace(POLICY, key=public(STRANGER).hex(), recovery=None)
+    store, manifest = opened(other, POLICY), a_manifest()
+    revoked = KeyRevocation(key_id(public(STRANGER))).sign(STRANGER)
+    key = server.offer(manifest, a_head(manifest, statements=(revoked,)))
+    assert fetch(store, server, key).manifest == manifest
+    foreign = a_manifest(owner=key_id(public(STRANGER)), task="mail")
+    assert refusal(store, server, server.offer(foreign, a_head(foreign, STRANGER))).reason == (
+        "revoked"
+    )
+
+
+def test_a_program_that_was_damaged_on_disk_is_unpacked_again(opened: Open, server: Server) -> None:
+    store = opened()
+    key = server.offer(a_manifest())
+    task_file = fetch(store, server, key).program / "task.py"
+    task_file.write_bytes(b"")
+    store.close()
+    assert (fetch(opened(), server, key).program / "task.py").read_bytes() == b"task = 1\n"
+
+
+def test_the_mark_never_goes_back_when_two_processes_share_a_folder(
+    opened: Open, server: Server
+) -> None:
+    one, other = opened(), opened()
+    old = server.offer(a_manifest(revision=3))
+    fetch(one, server, server.offer(a_manifest(revision=4)))
+    keys = OwnerKeys(PIN)
+    other._set_mark(keys, a_manifest(revision=3))
+    assert refusal(other, server, old).reason == "rolled_back"
 
 
 def test_a_broken_download_leaves_nothing_behind(opened: Open, server: Server) -> None:
