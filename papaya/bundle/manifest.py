@@ -153,10 +153,10 @@ class Lease(Statement, frozen=True):
             raise BundleError("expired", f"{manifest.task}: the lease is for another manifest")
         if not self.issued - _MAX_CLOCK_ERROR_S <= now < self.expires:
             days = (now - self.expires) / DAY_S
+            problem = f"expired {days:.1f} days ago" if days >= 0 else "is not valid yet"
             raise BundleError(
                 "expired",
-                f"{manifest.task}: the owner's permission is not valid now (over since "
-                f"{days:.1f} days)",
+                f"{manifest.task}: the owner's lease {problem}",
                 hint="the owner has to renew it: papaya task renew NAME",
             )
 
@@ -178,7 +178,7 @@ class RevisionMark(Struct, frozen=True):
         if ahead > MAX_REVISIONS_AHEAD:
             raise BundleError(
                 "too_far_ahead",
-                f"{manifest.task}: revision {manifest.revision} is {ahead} ahead",
+                f"{manifest.task}: revision {manifest.revision} is {ahead} revisions ahead",
             )
 
 
@@ -195,9 +195,7 @@ def verified(
     """
     current = keys.current
     if signed_manifest.key != current or signed_lease.key != current:
-        raise BundleError(
-            "signature", f"signed by another key than that of owner {keys.owner}", hint=""
-        )
+        raise BundleError("signature", f"not signed by the key of owner {keys.owner}", hint="")
     manifest = TaskManifest.verify(signed_manifest)
     if manifest.owner != keys.owner:
         raise BundleError("unknown_owner", f"{manifest.task}: the manifest names another owner")

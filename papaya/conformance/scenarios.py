@@ -1,4 +1,4 @@
-"""The scenarios: each plays one path or fault of the protocol to one visit of the client.
+"""The scenarios: each tests one visit of the client on one path or fault of the protocol.
 
 A scenario perturbs what passes between the client and the real server. `expects` is how the visit
 has to end; if it ends otherwise, the rules in `rules` count as broken. Rules that the judge finds
