@@ -4,7 +4,7 @@ It is the wall time at the start plus the time that has passed since, also while
 suspended. So setting the system's clock does not end a session or a lease early, and a server that
 was suspended knows that its lease has ended. It does not follow NTP: a process that started with a
 wrong clock keeps it until it restarts. Leaders compare clocks by reports, and refuse servers whose
-clock is too far off. No update is counted twice, whatever clocks show (docs/adr/0034).
+clock is too far off. No update is counted twice, even if clocks are wrong (docs/adr/0034).
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     [["task.py",1204],["tools/words.py",310]]\\n
     <the bytes of the files, one after the other>
 
-The list is sorted by name. There are no links, folders, permissions, times and no compression, so
-there is nothing to attack with: no path outside, no bomb. Reading compares the archive with one
-made from its own files and refuses any difference. The hash of the archive names the program.
+The list is sorted by name. There are no links, folders, permissions or times, and no compression,
+so an archive cannot write outside its folder or expand to more than its size. Reading compares the
+archive with one made from its own files and refuses any difference. The hash of the archive names
+the program.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def unpack(archive: bytes) -> dict[str, bytes]:
     if len(archive) > MAX_ARCHIVE_BYTES:
         raise _broken(f"{len(archive)} bytes, at most {MAX_ARCHIVE_BYTES}")
     if not archive.startswith(_FIRST_LINE):
-        raise _broken("it does not begin like an archive")
+        raise _broken("not in the format of an archive")
     index, _, content = archive.removeprefix(_FIRST_LINE).partition(b"\n")
     try:
         listed = _listed.decode(index)
@@ -54,7 +55,7 @@ def unpack(archive: bytes) -> dict[str, bytes]:
         files[name] = content[start : start + max(0, size)]
         start += len(files[name])
     if pack(files) != archive:
-        raise _broken("not the canonical archive of its files")
+        raise _broken("not in canonical encoding")
     return files
 
 
@@ -70,7 +71,7 @@ def _check(files: Mapping[str, bytes]) -> None:
         if len(name) > _MAX_NAME_CHARS or _NAME.fullmatch(name) is None:
             raise _broken(f"invalid file name {name[:_MAX_NAME_CHARS]!r}")
         if any(name.startswith(f"{other}/") for other in files):
-            raise _broken(f"{name!r} lies below another file")
+            raise _broken(f"{name!r} is inside another file")
     total = sum(map(len, files.values()))
     if total > MAX_ARCHIVE_BYTES:
         raise _broken(f"{total} bytes of files, at most {MAX_ARCHIVE_BYTES}")

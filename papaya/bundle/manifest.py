@@ -180,7 +180,7 @@ class RevisionMark(Struct, frozen=True):
         if ahead > MAX_REVISIONS_AHEAD:
             raise BundleError(
                 "too_far_ahead",
-                f"{manifest.task}: revision {manifest.revision} is {ahead} ahead",
+                f"{manifest.task}: revision {manifest.revision} is {ahead} revisions ahead",
             )
 
 
@@ -197,9 +197,7 @@ def verified(
     """
     current = keys.current
     if signed_manifest.key != current or signed_lease.key != current:
-        raise BundleError(
-            "signature", f"signed by another key than that of owner {keys.owner}", hint=""
-        )
+        raise BundleError("signature", f"not signed by the key of owner {keys.owner}", hint="")
     manifest = TaskManifest.verify(signed_manifest)
     if manifest.owner != keys.owner:
         raise BundleError("unknown_owner", f"{manifest.task}: the manifest names another owner")

@@ -3,8 +3,8 @@
 An owner has an Ed25519 key. A device pins its public half, and optionally that of a recovery key
 that the owner keeps offline. Keys change by signed statements:
 
-    KeySuccessor     "from now on this key speaks for me", signed by the key or by the recovery key
-    KeyRevocation    "never believe this key again", signed by the key or by the recovery key
+    KeySuccessor     "use this key from now on", signed by the key or by the recovery key
+    KeyRevocation    "never trust this key again", signed by the key or by the recovery key
 
 A statement is JSON in one encoding (keys sorted, no spaces), and what is signed is a label for its
 kind and these bytes, so that no signature is valid for a statement of another kind. Statements can
@@ -114,12 +114,12 @@ class OwnerPin(Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """The owner's id: that of the key that was pinned, whichever key speaks for it now."""
+        """The owner's id: that of the key that was pinned, whichever key signs for it now."""
         return key_id(self.key)
 
 
 class OwnerKeys:
-    """Which key speaks for a pinned owner, after all statements that the device has accepted."""
+    """Which key signs for a pinned owner, after all statements that the device has accepted."""
 
     def __init__(self, pin: OwnerPin, accepted: Iterable[SignedStatement] = ()) -> None:
         self._pin = pin
@@ -147,7 +147,7 @@ class OwnerKeys:
 
     @property
     def current(self) -> bytes:
-        """The key that speaks for the owner now. BundleError if it was revoked."""
+        """The key that signs for the owner now. BundleError if it was revoked."""
         name, public_key, seen = self.owner, self._pin.key, dict.fromkeys([self.owner])
         while (following := self._after(name)) is not None and following[0] not in seen:
             name, public_key = following
@@ -218,8 +218,10 @@ class OwnerKeys:
         self._known[statement.new] = None
 
     def _require_standing(self, signer: str, about: str) -> None:
-        """A key speaks about itself; the recovery key about every key of the owner."""
+        """A key signs statements about itself, the recovery key about every key of the owner."""
         if about not in self._known:
             raise BundleError("signature", f"key {about} is not one of owner {self.owner}")
         if signer not in (about, self._recovery):
-            raise BundleError("signature", f"key {signer} may not speak about key {about}")
+            raise BundleError(
+                "signature", f"key {signer} may not sign statements about key {about}"
+            )

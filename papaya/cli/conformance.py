@@ -1,6 +1,6 @@
 """`papaya conformance`: does a client keep the rules of the protocol's page?
 
-Starts a server on this machine that plays one path or fault after another. With a command, it
+Starts a server on this machine and runs one scenario after another. With a command, it
 starts the command for each scenario; without one, it prints what to configure and waits for a
 visit. Exits with 0 if no rule was broken, and with 1 otherwise. `--vectors` writes test vectors
 instead.
@@ -70,9 +70,9 @@ def add_to(commands: Commands) -> None:
     listed = "\n".join(f"  {kind.name:<20}{kind.explains}" for kind in SCENARIOS)
     parser = commands.add_parser(
         "conformance",
-        description="Test a client against the protocol: run a server that plays each path and "
-        "fault,\nand report which rules of docs/spec/protocol.md the client kept and broke.",
-        epilog=f"scenarios:\n{listed}\n\nThe command finds its configuration in environment "
+        description="Test a client against the protocol: run it through scenarios with and "
+        "without faults,\nand report which rules of docs/spec/protocol.md it kept and broke.",
+        epilog=f"scenarios:\n{listed}\n\nCOMMAND gets its configuration in environment "
         "variables;\nsee docs/write-a-client.md.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,10 +80,13 @@ def add_to(commands: Commands) -> None:
         "command",
         nargs="*",
         metavar="COMMAND",
-        help="start this for each scenario, for one visit; write it after --",
+        help="command that makes one visit, started for each scenario; write it after --",
     )
     parser.add_argument(
-        "--scenario", action="append", metavar="NAME", help="play only this; may be repeated"
+        "--scenario",
+        action="append",
+        metavar="NAME",
+        help="run only this scenario; may be repeated",
     )
     parser.add_argument(
         "--heartbeat", type=positive, metavar="S", help="seconds between two heartbeats"
@@ -92,7 +95,7 @@ def add_to(commands: Commands) -> None:
         "--patience", type=positive, metavar="S", help="seconds to wait for one visit"
     )
     parser.add_argument(
-        "--vectors", type=Path, metavar="DIR", help="write test vectors to this folder, and end"
+        "--vectors", type=Path, metavar="DIR", help="write test vectors to this folder, and exit"
     )
     add_format(parser)
     bind(parser, ConformanceOptions, run)
@@ -152,7 +155,7 @@ def _commanded(options: ConformanceOptions) -> MakeVisit:
             async with asyncio.timeout(options.patience):
                 await process.wait()
         except TimeoutError:
-            note(f"    the client was ended: it ran for more than {options.patience:g} s")
+            note(f"    the client was stopped: it ran for more than {options.patience:g} s")
         finally:
             await _end(process)
 

@@ -58,13 +58,13 @@ def add_to(commands: Commands) -> None:
     key.add_argument("--output", type=Path, metavar="FILE", help="file for the private key")
     show = actions.add_parser(
         "show",
-        help="show what devices pin",
+        help="show the key that devices pin",
         description="Show the id and the public key, as devices pin them.",
     )
     show.add_argument("--key", type=Path, metavar="FILE", help="file of the private key")
     successor = actions.add_parser(
         "successor",
-        help="replace the key by a new one",
+        help="replace the key with a new one",
         description="Create a new key and sign that it replaces the old one. Devices learn it with "
         "the next task or lease that the new key signs.",
     )
@@ -84,9 +84,7 @@ def add_to(commands: Commands) -> None:
         metavar="HEX",
         help="public half of the old key, if its file is lost; needs --recovery",
     )
-    successor.add_argument(
-        "--revoke", action="store_true", help="also sign that the old key must not be believed"
-    )
+    successor.add_argument("--revoke", action="store_true", help="also revoke the old key")
     for action in (key, show, successor):
         add_format(action)
     bind(key, OwnerKeyOptions, run_key)
@@ -96,7 +94,7 @@ def add_to(commands: Commands) -> None:
 
 def run_key(options: OwnerKeyOptions) -> int:
     _create(options.output)
-    note(f"created {options.output}; keep a backup, and let nobody else read it")
+    note(f"created {options.output}; keep a backup, and keep it secret")
     return _show(options, options.output)
 
 

@@ -143,7 +143,7 @@ def run_revoke(options: TokenRevokeOptions) -> int:
     found = client_for(options).post(_REVOCATIONS, change, tuple[Revocation, ...])
     _print_revoked(options, found)
     now = "may take part again" if options.undo else "is revoked"
-    note(f"{options.device} {now}; all servers know it within a heartbeat")
+    note(f"{options.device} {now}; all servers learn of it within a heartbeat")
     return 0
 
 

@@ -30,7 +30,7 @@ _SENT_BACK = ("ETag", "Cache-Control", "Content-Range", "Accept-Ranges", "Retry-
 
 
 class HttpReply(Struct):
-    """An answer as the client gets it. `cut_at`: the connection breaks after so many bytes."""
+    """An answer as the client gets it. `cut_at`: the connection breaks after this many bytes."""
 
     status: int
     body: bytes

@@ -129,7 +129,7 @@ def _tickets(t: Transcript) -> Iterator[RuleFinding]:
             late = [ticket for at, _, ticket in before if at > seen.at - t.grace_s]
             right = [*settled[-1:], *late]
         if message.ticket not in right:
-            problems.append(f"{seen.kind} had another ticket than the newest that it may use")
+            problems.append(f"{seen.kind} did not have the newest ticket that it may use")
     if asked:
         yield _verdict("ticket", problems)
 
@@ -164,7 +164,7 @@ def _retries(t: Transcript) -> Iterator[RuleFinding]:
         waited_s = again[0].at - seen.answered_at
         if again[0].message == seen.message and waited_s < seen.answer.after_s - _CLOCK_S:
             problems.append(
-                f"{seen.kind} came again after {waited_s:.2f} s, not {seen.answer.after_s:g} s"
+                f"{seen.kind} was sent again after {waited_s:.2f} s, not {seen.answer.after_s:g} s"
             )
     if told:
         yield _verdict("retry", problems)
@@ -251,7 +251,7 @@ def _chunks(t: Transcript) -> Iterator[RuleFinding]:
         is_changed |= kept != chunk.data
     yield _verdict("chunks", problems)
     if len(contents) < len(chunks):
-        changed = "an upload id was used for other bytes than before"
+        changed = "an upload id was used again for different bytes"
         yield _verdict("same-bytes", [changed] if is_changed else [])
 
 
@@ -271,7 +271,7 @@ def _incomplete(t: Transcript) -> Iterator[RuleFinding]:
         wanted = set(seen.answer.missing)
         if {chunk.index for chunk in chunks} != wanted:
             found = sorted({chunk.index for chunk in chunks})
-            problems.append(f"chunks {found} were sent, missing were {sorted(wanted)}")
+            problems.append(f"chunks {found} were sent, but {sorted(wanted)} were missing")
         if any(chunk.upload != seen.message.upload for chunk in chunks):
             problems.append("the missing chunks were sent under another upload id")
     if told:

@@ -44,7 +44,7 @@ RULES: tuple[Rule, ...] = (
     Rule("refused", "refused", "After Refused, the visit is over."),
     Rule("retry", "retry", "After Retry, the same request is sent again, not before after_s."),
     Rule("history", "participation-history", "A client does not take part again too soon."),
-    Rule("examples", "secure-tasks", "A secure task is told that there was one example."),
+    Rule("examples", "secure-tasks", "In a secure task, a client reports one example."),
     Rule("decides", "secure-tasks", "The client decides by itself whether a task is secure."),
     Rule("evidence", "secure-tasks", "A client whose checks fail uploads nothing and leaves."),
     Rule("sealed", "secure-tasks", "A secure upload is masked, and its seed is sealed once."),

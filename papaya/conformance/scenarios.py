@@ -1,4 +1,4 @@
-"""The scenarios: each plays one path or fault of the protocol to one visit of the client.
+"""The scenarios: each tests one visit of the client on one path or fault of the protocol.
 
 A scenario perturbs what passes between the client and the real server. `expects` is how the visit
 has to end; if it ends otherwise, the rules in `rules` count as broken. Rules that the judge finds
@@ -149,7 +149,7 @@ class RetryLater(Scenario):
 
 class OtherStatus(Scenario):
     name = "other-status"
-    explains = "good answers arrive with the statuses 201, 404 and 500"
+    explains = "valid answers arrive with the statuses 201, 404 and 500"
     rules = ("status",)
 
     async def answer(self, seen: Seen, pass_on: PassOn) -> HttpReply:
@@ -301,7 +301,7 @@ class SlowCommit(Scenario):
 
 class WrongParameters(Scenario):
     name = "wrong-parameters"
-    explains = "the parameters do not have the hash of their key"
+    explains = "the parameters do not match the hash in their key"
     rules = ("hash",)
     expects = "left"
 
@@ -344,7 +344,7 @@ class BrokenDownload(Scenario):
 
 class TooSoon(Scenario):
     name = "history"
-    explains = "a second visit, although the task asks for an hour between two"
+    explains = "a second visit, although the task requires an hour between visits"
     visits = 2
     participation_gap_s = 3600.0
 

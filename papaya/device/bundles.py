@@ -96,7 +96,7 @@ class Bundle(Struct, frozen=True):
 
 
 FetchBlob: TypeAlias = Callable[[BlobKey, int], Awaitable[bytes]]
-"""Downloads a blob of at most so many bytes."""
+"""Downloads a blob of at most this many bytes."""
 
 
 class BundleStore:
@@ -187,7 +187,9 @@ class BundleStore:
             program = manifest.program
             if program.size > MAX_ARCHIVE_BYTES:
                 raise BundleError(
-                    "not_allowed", f"{manifest.task}: {program.size} bytes of program"
+                    "not_allowed",
+                    f"{manifest.task}: the program has {program.size} bytes, at most "
+                    f"{MAX_ARCHIVE_BYTES} are allowed",
                 )
             if not self.has_blob(program):
                 data = await download(BundleHead.decode(head).program, program.size)
@@ -201,7 +203,7 @@ class BundleStore:
         mark = self._mark(keys, head)
         manifest = verified(keys, head.manifest, head.lease, mark, now)
         if run_id(manifest.owner, manifest.task, manifest.run) != run:
-            raise BundleError("rolled_back", f"{manifest.task}: the bundle is of another run")
+            raise BundleError("rolled_back", f"{manifest.task}: the bundle belongs to another run")
         policy.check(manifest)
         self._set_mark(keys, manifest)
         return manifest
@@ -231,7 +233,7 @@ class BundleStore:
         return bundle
 
     def _keys_for(self, head: BundleHead) -> tuple[OwnerPolicy, OwnerKeys]:
-        """The pinned owner for whom the key of this head speaks."""
+        """The pinned owner for whom the key of this head signs."""
         signer = key_id(head.manifest.key)
         problem: BundleError | None = None
         for owner, policy in self._policies.items():

@@ -107,7 +107,7 @@ _KILL: Final = 0x80000000
 def missing() -> str | None:
     """What this machine lacks to confine a process; None if it lacks nothing."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        return f"confinement knows x86-64 Linux, this is {platform.machine()} {sys.platform}"
+        return f"confinement needs x86-64 Linux, this is {platform.machine()} {sys.platform}"
     if _landlock_version() < 1:
         return "this kernel has no Landlock, or it is disabled (Linux 5.13, lsm=landlock,...)"
     action = ctypes.c_uint32(_KILL)

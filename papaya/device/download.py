@@ -64,7 +64,7 @@ class Downloads:
         return await self.blob(key, 4 * model_length + _HEADER_BYTES, selectors)
 
     async def blob(self, key: BlobKey, limit: int, selectors: Sequence[str]) -> bytes:
-        """Any blob of at most so many bytes."""
+        """Any blob of at most this many bytes."""
         if (found := self._cached.get(key)) is not None:
             self._cached.move_to_end(key)
             return found
@@ -122,7 +122,7 @@ class Downloads:
                 return
             begun.clear()
             if not had:
-                raise ProtocolError("the bytes do not have the hash of their key")
+                raise ProtocolError("the bytes do not match the hash in their key")
             # The beginning may have been wrong: ask this source for the whole.
         raise ProtocolError(f"the connection broke {_MOST_REQUESTS} times")
 

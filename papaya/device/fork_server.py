@@ -229,9 +229,9 @@ def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngin
     sys.path.insert(0, str(path.parent))  # a program may have several files
     loaded = load_task(path)
     if loaded.manifest.tensors != manifest.layout:
-        raise OperatorError("the program makes another model than the manifest says", hint="")
+        raise OperatorError("the model does not have the layout in the manifest", hint="")
     if (loaded.frozen.hex() or None) != manifest.frozen:
-        raise OperatorError("the model holds other frozen tensors than the manifest says", hint="")
+        raise OperatorError("the model does not have the frozen tensors in the manifest", hint="")
     task = structs.replace(loaded.task, client=manifest.client, clip=manifest.clip)
     return TorchEngine(dataclasses.replace(loaded, task=task))
 
@@ -247,7 +247,7 @@ def _read(channel: int, size: int) -> bytearray:
     while view:
         got = os.readv(channel, [view])
         if not got:
-            raise OperatorError("the device has given the job up", hint="")
+            raise OperatorError("the device has aborted the job", hint="")
         view = view[got:]
     return data
 
@@ -305,9 +305,11 @@ def main(arguments: list[str]) -> None:
             return
         except ModuleNotFoundError as error:  # in the package for devices alone
             hint = "pip install 'papaya-fl[device,torch]', or --engine executorch"
-            host.sendall(frames.packet(Unloadable(f"no engine {name}: {error}", hint)))
+            host.sendall(frames.packet(Unloadable(f"cannot load engine {name}: {error}", hint)))
             return
-        unconfined = confinement.missing() or "" if arguments[4] == "yes" else "its owner chose so"
+        unconfined = (
+            confinement.missing() or "" if arguments[4] == "yes" else "confinement is disabled"
+        )
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
         host.sendall(frames.packet(Ready(tasks, unconfined)))

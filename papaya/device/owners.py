@@ -79,8 +79,8 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         if problems:
             raise BundleError(
                 "not_allowed",
-                f"{manifest.task}: this device does not allow its owner {', '.join(problems)}",
-                hint="to allow it, change the file of --owners",
+                f"{manifest.task}: not allowed for its owner on this device: {', '.join(problems)}",
+                hint="to allow it, edit the file that --owners names",
             )
 
 
@@ -108,6 +108,10 @@ def parse_owners(toml: bytes, where: str) -> dict[str, OwnerPolicy]:
     )
     policies = {policy.pin.owner: policy for policy in named.values()}
     require(
-        len(policies) == len(named), "owners", list(named), "have one key twice", "name each once"
+        len(policies) == len(named),
+        "owners",
+        list(named),
+        "contain a key twice",
+        "name each key once",
     )
     return policies

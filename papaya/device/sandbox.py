@@ -78,7 +78,7 @@ class Sandbox:
         confined: bool = True,
         restart_interval_s: float = _RESTART_INTERVAL_S,
     ) -> None:
-        """`confined=False` is INSECURE: then jobs have all rights of this user."""
+        """`confined=False` is INSECURE: then jobs have all the rights of this user."""
         files = [str(path) for path in dict.fromkeys(task_files)]
         confinement = "yes" if confined else "no"
         self._arguments = [engine, str(memory_mb), str(niceness), confinement, *files]
@@ -301,7 +301,7 @@ async def _converse(
         await loop.sock_sendall(channel, frames.frame(job))
         header = await _received(channel, frames.HEADER_BYTES)
         if frames.length(header) > most:
-            return JobProblem("crashed", "wrote more data than a result")
+            return JobProblem("crashed", "wrote more data than a result can have")
         outcome: JobOutcome = frames.outcomes.decode(
             await _received(channel, frames.length(header))
         )
@@ -311,7 +311,7 @@ async def _converse(
         return JobProblem("crashed", "wrote an invalid result")
     sizes = (None, len(outcome.result.update)) if isinstance(outcome, Success) else (update_bytes,)
     if update_bytes not in sizes:
-        return JobProblem("crashed", "wrote an update of another size")
+        return JobProblem("crashed", "wrote an update of the wrong size")
     return outcome
 
 

@@ -220,7 +220,7 @@ async def sandboxed(
         await sandbox.start()
         if sandbox.unconfined:
             logger.warning(
-                "INSECURE: training jobs are not confined (%s); they have all rights of this user",
+                "INSECURE: training jobs are not confined (%s); they have the rights of this user",
                 sandbox.unconfined,
             )
         yield ExecutorTrainer(sandbox, now, Random(), aliases, engine)

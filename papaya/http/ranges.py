@@ -19,7 +19,7 @@ _ONE_RANGE = re.compile(r"bytes=([0-9]{0,18})-([0-9]{0,18})", re.ASCII | re.IGNO
 def requested_range(head: RequestHead, size: int, tag: str | None) -> range | None:
     """The positions that a request asks for; None for the whole file.
 
-    Raises HttpError 416 if the range begins behind the end of the file.
+    Raises HttpError 416 if the range begins past the end of the file.
     """
     asked = head.headers.get("range")
     if asked is None or head.method != "GET":

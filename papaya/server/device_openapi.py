@@ -55,7 +55,7 @@ _REFUSED = ApiAnswer(403, "Forged, expired or against the protocol.", (Refused,)
 _BUSY = ApiAnswer(
     503, "Not now or not here: try again, maybe elsewhere.", (Retry,), (_RETRY_AFTER,)
 )
-_BEHIND = ApiAnswer(416, "The range begins behind the end.", (Refused,), (_PART,))
+_BEHIND = ApiAnswer(416, "The range begins past the end.", (Refused,), (_PART,))
 _OTHER = ApiAnswer(None, "HTTP itself went wrong; the message says what to do.", (Refused, Retry))
 
 _ENDS = (Completed, Aborted)

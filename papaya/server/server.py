@@ -228,7 +228,7 @@ class Server:
                 await self._tell_revoked()
                 await self._refresh_keys(shared.clock.now())
             except PapayaError:
-                logger.exception("cannot read ticket keys or revocations; the old ones stay in use")
+                logger.exception("cannot read ticket keys or revocations; using the old ones")
 
     async def _tell_revoked(self) -> None:
         """Tell selectors and aggregators which devices are revoked, if that has changed."""

@@ -117,7 +117,9 @@ class ArrivingChunk:
     def break_off(self) -> None:
         """Answer the device. The endpoint calls `broken` afterwards."""
         self._is_broken_off = True
-        self._waiting.answer(Retry("the memory of this upload went to others", _BUSY_RETRY_S))
+        self._waiting.answer(
+            Retry("the memory of this upload is needed for other uploads", _BUSY_RETRY_S)
+        )
 
 
 class Uploads:

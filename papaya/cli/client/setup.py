@@ -97,7 +97,7 @@ def bundles_in(owners: Path | None, folder: Path) -> BundleStore | None:
         policies = parse_owners(owners.read_bytes(), str(owners))
     except OSError as error:
         raise OperatorError(
-            f"cannot read the owners {owners}: {error.strerror}", hint="check --owners FILE"
+            f"cannot read the owners file {owners}: {error.strerror}", hint="check --owners FILE"
         ) from error
     return BundleStore(folder, policies)
 

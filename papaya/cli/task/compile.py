@@ -55,7 +55,7 @@ def run(options: TaskCompileOptions) -> int:
     loaded = load_task(options.file)
     from papaya.learning.torch.export import compile_task
 
-    note("compiling; this takes from half a minute to some minutes")
+    note("compiling; this takes from half a minute to a few minutes")
     data = compile_task(loaded, cache_folder() / "programs")
     output = options.output or options.file.with_suffix(".program")
     try:

@@ -76,7 +76,7 @@ def signer(path: Path) -> OwnerSigner:
         key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text))
     except ValueError as error:
         raise OperatorError(
-            f"{path} is not the key of an owner", hint="papaya owner key creates one"
+            f"{path} is not an owner's key", hint="create one: papaya owner key"
         ) from error
     statements = statements_beside(path)
     public = key.public_key().public_bytes_raw()

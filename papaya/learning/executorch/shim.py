@@ -32,7 +32,7 @@ _COMPILE_S: Final = 300.0
 
 
 def shim_library() -> Path:
-    """The shim of this machine, built if need be."""
+    """The shim of this machine, built if necessary."""
     if _PACKAGED.exists():
         return _PACKAGED
     package = executorch_package()

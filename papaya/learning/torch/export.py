@@ -4,9 +4,9 @@ The program takes a weight for each example of a batch and the fields of the exa
 the weighted sum of their losses and its gradients. Parameters are not part of it. The batch size is
 fixed; a smaller batch is padded with examples of weight 0.
 
-`torch.export.experimental` is private and ExecuTorch's training support is young: all use of both
-is in this file, and the versions are pinned. A program is accepted only after ten steps in which it
-trained the same update as eager PyTorch, some of them with padding.
+`torch.export.experimental` is private and ExecuTorch's training support is immature: all use of
+both is in this file, and the versions are pinned. A program is accepted only after ten steps in
+which it trained the same update as eager PyTorch, some of them with padding.
 
 Refused (OperatorError): a task without fields, without `sample` or without one loss for each
 example; operators that are known to be wrong or missing, with the layer and a remedy; parameters
@@ -284,7 +284,7 @@ def _visible_rate(loaded: LoadedTask, initial: Vector, batch: list[bytes]) -> fl
     if not 0 < steepness < np.inf:
         raise OperatorError(
             f"the gradient of the loss on the sample has norm {steepness}",
-            hint="give the task a sample on which it learns something",
+            hint="give the task a sample whose gradient is finite and not zero",
         )
     momentum = loaded.task.client.momentum
     return _STEP_SIZE * (1 - momentum) * max(1.0, float(np.linalg.norm(initial))) / steepness
@@ -309,6 +309,6 @@ def compare_updates(loaded: LoadedTask, initial: Vector, ours: Vector, theirs: V
         if not difference <= TOLERANCE * change + rounding:
             raise OperatorError(
                 f"parameter {name!r}: after {STEPS} steps the program's update differs from "
-                f"PyTorch's by {difference / change:.2g} of its norm, allowed is {TOLERANCE:g}",
+                f"PyTorch's by {difference / change:.2g} of its norm; the limit is {TOLERANCE:g}",
                 hint="ExecuTorch computes a wrong gradient: change the layer, and please report it",
             )

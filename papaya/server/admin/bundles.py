@@ -2,7 +2,7 @@
 
 The server does not decide whether an owner is trustworthy: devices do. It refuses a bundle whose
 signature is invalid or that says something else than the submitted settings, so that the owner
-learns it, and not a fleet of devices.
+learns of it, and not a fleet of devices.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ async def keep(
     Lease.verify(head.lease).check(manifest, service.now())
     _check_agreement(manifest, config)
     if not head.program.startswith(f"{config.task}/"):
-        raise OperatorError("the program is that of another task", hint="submit the task again")
+        raise OperatorError("the program belongs to another task", hint="submit the task again")
     try:
         manifest.program.check(await service.blobs.get(head.program), "program")
     except MissingBlob as error:
@@ -132,6 +132,6 @@ def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:
     for field, (signed, submitted) in pairs.items():
         if signed != submitted:
             raise OperatorError(
-                f"the signed manifest says {field} = {signed!r}, the settings {submitted!r}",
+                f"the signed manifest says {field} = {signed!r}, the settings say {submitted!r}",
                 hint="submit the task again from its file",
             )

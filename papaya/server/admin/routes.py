@@ -8,7 +8,7 @@
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
     POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
     GET  /admin/status
-    GET  /admin/revocations                                 POST: revoke a device, or take it back
+    GET  /admin/revocations                                 POST: revoke a device, or undo it
 
 Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. `guarded` in
 papaya/server/auth.py checks the token. Bodies are bounded: JSON to 1 MiB, parameters by

@@ -81,7 +81,7 @@ class Evaluate(Struct, frozen=True):
 
 
 class Revoke(Struct, frozen=True):
-    """`device` is the identity that its token shows. `revoked` = false takes a revocation back."""
+    """`device` is the identity that its token shows. `revoked` = false undoes a revocation."""
 
     device: Annotated[str, Meta(min_length=1, max_length=256)]
     revoked: bool = True
@@ -170,7 +170,7 @@ class ClockStatus(Struct, frozen=True):
         verdict = "refused" if self.is_refused else "still accepted"
         return (
             f"the clock of {self.node} is {abs(self.ahead_s):.0f} s {ahead} the leader's: its "
-            f"reports are {verdict}; correct the clock and restart the server that had it wrong"
+            f"reports are {verdict}; correct the wrong clock, then restart that server"
         )
 
 

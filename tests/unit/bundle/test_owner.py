@@ -83,10 +83,10 @@ def test_others_have_no_say() -> None:
         revocation(KEY, STRANGER),
         succession(KEY, STRANGER, NEXT),
     ):
-        with pytest.raises(BundleError, match="may not speak about"):
+        with pytest.raises(BundleError, match="may not sign statements about"):
             keys.accept(statement)
     without_recovery = OwnerKeys(OwnerPin(public(KEY)))
-    with pytest.raises(BundleError, match="may not speak about"):
+    with pytest.raises(BundleError, match="may not sign statements about"):
         without_recovery.accept(succession(KEY, NEXT, RECOVERY))
     assert (keys.current, keys.accepted) == (public(KEY), [])
 

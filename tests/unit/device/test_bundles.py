@@ -171,7 +171,7 @@ def test_a_lease_that_is_over_makes_the_device_ask_again(opened: Open, server: S
             "1501 examples",
         ),
         (a_manifest(program=BlobRef("0" * 64, 5)), "wrong_bytes", "not the bytes"),
-        (a_manifest(program=BlobRef("0" * 64, 1 << 30)), "not_allowed", "bytes of program"),
+        (a_manifest(program=BlobRef("0" * 64, 1 << 30)), "not_allowed", "the program has"),
         (a_manifest(run=int((NOW + 2 * DAY_S) * 1000)), "too_far_ahead", "in the future"),
     ],
 )
