@@ -123,7 +123,7 @@ def test_a_forged_or_expired_bundle_is_refused(tmp_path: Path) -> None:
         with pytest.raises(BundleError, match="signature is invalid"):
             await bundles.keep(system.service, config, forged.encode())
         old = await head_of(system, manifest, issued=1.0)
-        with pytest.raises(BundleError, match="not valid now"):
+        with pytest.raises(BundleError, match="lease expired"):
             await bundles.keep(system.service, config, old)
         missing = structs.replace(genuine, program=f"{config.task}/0/program-0-{'0' * 32}")
         with pytest.raises(NotFound):
