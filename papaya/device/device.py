@@ -181,7 +181,7 @@ class Device:
             self._failures += 1
             return in_words(error)
         self._failures = 0
-        return ""
+        return f"fetched the bundle of {bundle.manifest.task}"
 
     async def run_forever(self, visits: int | None = None) -> None:
         """Make visits until `stop()`, or until this many visits ended, whatever their outcome."""

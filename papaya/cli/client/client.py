@@ -331,7 +331,10 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
             await import_examples(
                 options.imports, devices, options.task, trainer, allowed, clock.now()
             )
-            note(f"{plural(len(devices), 'device')} for {', '.join(tasks) or 'any task'}")
+            wanted = list(tasks)
+            if bundles is not None:
+                wanted.append(f"signed tasks of {plural(len(bundles.owners), 'owner')}")
+            note(f"{plural(len(devices), 'device')} for {', '.join(wanted) or 'any task'}")
             if trainer.secure_modules and shared.trust is None:
                 note("warning: without --trust FILE these devices take part in no secure task")
             runtime = DeviceRuntime(process, devices)
@@ -383,7 +386,8 @@ class Printer:
 
 def _line(ended: VisitEnded) -> str:
     # When a device stops, the reason is what the server is told; the owner sees the detail.
-    reason = "" if ended.ending == "stopped" else ended.reason
+    # A device that lacks a bundle has fetched it, or the detail says why not.
+    reason = "" if ended.ending in ("stopped", "unprepared") else ended.reason
     why = "; ".join(filter(None, (reason, ended.detail)))
     words = [ended.device, ended.ending, ended.task or "", f"({why})" if why else ""]
     return " ".join(filter(None, words))

@@ -71,6 +71,10 @@ def statements_beside(path: Path) -> tuple[SignedStatement, ...]:
 
 def signer(path: Path) -> OwnerSigner:
     """The key in this file. OperatorError if it is missing, readable by others, or no key."""
+    if not path.exists():
+        raise OperatorError(
+            f"there is no key {path}", hint="create one: papaya owner key, or pass --owner FILE"
+        )
     text = read_secret(path).reveal()
     try:
         key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(text))

@@ -156,6 +156,8 @@ def run(options: TaskSubmitOptions) -> int:
     if options.is_json:
         print_json(view)
     else:
+        if found is not None:
+            note(f"signed by owner {found.owner}: devices that have pinned it train this task")
         clients, name = plural(config.concurrency, "client"), view.name or view.task
         print_data(f"{name} is {view.state}: {clients} at a time")
         note(f"\nto watch it: papaya task watch {name}")

@@ -420,7 +420,7 @@ def test_owners_are_read_from_a_file() -> None:
         ('[owners.a]\nkey = "zz"\n', "key"),
         (f'[owners.a]\nkey = "{"0" * 64}"\nmax_examples = 0\n', "max_examples"),
         (f'[owners.a]\nkey = "{"0" * 64}"\nengine = "torch"\n', "engine"),
-        (f'[owners.a]\nkey = "{"0" * 64}"\n[owners.b]\nkey = "{"0" * 64}"\n', "one key twice"),
+        (f'[owners.a]\nkey = "{"0" * 64}"\n[owners.b]\nkey = "{"0" * 64}"\n', "a key twice"),
         ("".join(f'[owners.o{n}]\nkey = "{n:064x}"\n' for n in range(33)), "more than 32"),
         ("owners = 1", "owners"),
     ],
