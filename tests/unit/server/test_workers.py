@@ -287,7 +287,7 @@ SECURE = structs.replace(
 
 def test_an_update_that_the_tsa_does_not_answer_is_not_counted_as_folded() -> None:
     class AwayTsa:
-        def accept(self, index: int, group: int, sealed: bytes) -> None:
+        def accept(self, parameters: object, index: int, group: int, sealed: bytes) -> None:
             raise TsaError(UNREACHABLE, "no answer")
 
     async def test(driver: Driver) -> None:
