@@ -1,6 +1,11 @@
 """Settings of the whole test suite. No fixtures: each folder of tests makes its own things."""
 
+import signal
+
 from hypothesis import HealthCheck, settings
+
+# A shell starts background jobs with SIGINT ignored, and child processes would inherit this.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A slow machine is not a failing property: how long an example takes is for `bench/` to judge.
 settings.register_profile(

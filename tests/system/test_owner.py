@@ -175,8 +175,8 @@ class Gate:
         async def work(assignment: TrainingRequest) -> None:
             self._training.add(assignment.session)
             try:
-                await self._is_open.wait()
                 await asyncio.sleep(0.01 * (index % 7))
+                await self._is_open.wait()  # the last step: behind it nobody counts as training
             finally:
                 self._training.discard(assignment.session)
 

@@ -46,7 +46,6 @@ def never_end(fifo: Path, number: int) -> None:
 
 def work_for_ever(fifo: str) -> None:
     """The main program of a process that is to be ended."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run as a job
     with mapping(2) as mapped:
         list(mapped(partial(never_end, Path(fifo)), (1, 2)))
 
