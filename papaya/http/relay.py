@@ -126,16 +126,17 @@ class Relay:
     def received(self, count: int) -> None:
         self._count += count
         if self._upload is not None:
-            self._upload.write(self._room[:count])
-            self._pause_if_full(self._upload)
-            return
-        self._starter += self._room[:count]
-        if self._count >= self._starter_bytes:
+            self._pass_on(self._upload, self._room[:count])
+        elif self._count < self._starter_bytes:
+            self._starter += self._room[:count]
+        else:
             self._upload = self._begin(self)
             self._upload.answer.add_done_callback(self._answered)
-            self._upload.write(bytes(self._starter))
-            self._starter.clear()
-            self._pause_if_full(self._upload)
+            # Mostly the first piece is the whole chunk: do not copy it.
+            if self._starter:
+                self._upload.write(bytes(self._starter))
+                self._starter.clear()
+            self._pass_on(self._upload, self._room[:count])
 
     def is_slow(self, now: float, window_s: float) -> bool:
         """It has a connection, and less has arrived since than there should have been."""
@@ -152,7 +153,8 @@ class Relay:
         if self._exchange.is_open:
             self._exchange.answer_problem(503, "the body is slow, and others wait")
 
-    def _pause_if_full(self, upload: StreamedRequest) -> None:
+    def _pass_on(self, upload: StreamedRequest, piece: memoryview) -> None:
+        upload.write(piece)
         if upload.is_full:
             self._exchange.pause_reading()
 
