@@ -48,6 +48,7 @@ from papaya.server.admin.supervisor import Supervisor
 from papaya.server.auth import guarded, verifier_for
 from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
+from papaya.server.dashboard import dashboard_routes
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
@@ -378,7 +379,10 @@ class Server:
     def _admin_routes(self) -> list[HttpRoute]:
         refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
         token = self._resources.admin_token
-        return self._operations.routes() + guarded(self._administration(), token, refusal)
+        open_routes = self._operations.routes()
+        if "coordinator" in self.roles:
+            open_routes += dashboard_routes()
+        return open_routes + guarded(self._administration(), token, refusal)
 
     def _administration(self) -> list[HttpRoute]:
         """The admin API, with the supervisor beside it; without a coordinator only its status."""

@@ -1,0 +1,240 @@
+"""The dashboard in a real browser: a person signs in, watches a task train, and pauses it.
+
+Debian's chromium through Playwright. `.ci/run` installs it where it may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect, sync_playwright
+
+from papaya.config import AsyncFL, OptimizerConfig, TaskConfig
+from papaya.learning.evaluation import evaluation_vector
+from tests.system.admin import Admin
+from tests.system.fleet import briefly, fleet
+from tests.system.processes import Installation
+
+_STEP_MS = 60_000
+_SCRIPT = "<img src=x onerror=\"document.title='owned'\">"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a browser: apt-get install chromium (`.ci/run` does it as root)"
+)
+
+
+class Site:
+    """A running server with one trained task, and its dashboard in a browser."""
+
+    def __init__(self, installation: Installation, page: Page) -> None:
+        self.server = installation.servers[0]
+        self.token = installation.secret("admin.token")
+        self.admin = Admin(self.server.addresses["admin"], self.token)
+        self.page = page
+        self.requests: list[str] = []
+        page.on("request", lambda request: self.requests.append(request.url))
+
+    @property
+    def address(self) -> str:
+        return f"http://{self.server.addresses['admin']}"
+
+    def sign_in(self) -> None:
+        self.page.goto(self.address)
+        self.page.get_by_label("Admin token").fill(self.token)
+        self.page.keyboard.press("Enter")
+        expect(self.page.get_by_role("heading", name="Tasks")).to_be_visible(timeout=_STEP_MS)
+
+    def open_task(self, name: str) -> None:
+        self.page.get_by_role("link", name=name, exact=True).click()
+        expect(self.page.get_by_role("heading", name=name, exact=True)).to_be_visible(
+            timeout=_STEP_MS
+        )
+
+
+@pytest.fixture(scope="module")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
+    with Installation(tmp_path_factory.mktemp("dashboard")) as installation:
+        server = installation.add(server={"heartbeat_s": 0.5}).start()
+        admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
+        admin.submit(_config("digits"))
+        asyncio.run(_train(installation, admin))
+        yield installation
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def site(installation: Installation, browser: Any) -> Iterator[Site]:
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    site = Site(installation, context.new_page())
+    errors: list[str] = []
+    site.page.on("pageerror", lambda error: errors.append(str(error)))
+    yield site
+    context.close()
+    assert not errors
+
+
+def _config(task: str) -> TaskConfig:
+    return TaskConfig(
+        task=task,
+        concurrency=8,
+        model_length=48,
+        regime=AsyncFL(aggregation_goal=4),
+        optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+        participation_gap_s=0.0,
+        commit_interval_s=0.02,
+    )
+
+
+async def _train(installation: Installation, admin: Admin) -> None:
+    async with fleet(
+        installation.folder / "devices",
+        [f"http://{installation.servers[0].addresses['devices']}"],
+        installation.secret("device.token"),
+        12,
+        briefly,
+        evaluation=lambda _: evaluation_vector(10, 2.5, 8).tobytes(),
+    ) as flying:
+        await asyncio.to_thread(
+            admin.until_task, "digits", lambda line: line["version"] >= 5, _STEP_MS / 1000
+        )
+        request = {"clients": 3, "timeout_s": _STEP_MS / 1000}
+        await asyncio.to_thread(admin.post, "/admin/tasks/digits/evaluate", request)
+        await asyncio.to_thread(
+            admin.until_task, "digits", lambda line: line["loss"] is not None, _STEP_MS / 1000
+        )
+        await flying.go_home(_STEP_MS / 1000)
+
+
+def test_a_person_sees_what_runs_and_how_it_learns(site: Site) -> None:
+    site.sign_in()
+    page = site.page
+    row = page.get_by_role("row", name=re.compile("digits"))
+    expect(row).to_contain_text("running")
+    expect(row).to_contain_text("AsyncFL")
+    expect(page.get_by_text("this server leads")).to_be_visible()
+    site.open_task("digits")
+    loss = page.get_by_role("img", name=re.compile("^Loss: loss is 0.3125 at version"))
+    expect(loss).to_be_visible(timeout=_STEP_MS)
+    expect(page.get_by_role("img", name=re.compile("^Staleness: "))).to_be_visible()
+    expect(page.get_by_text("Every client's update, in the clear.")).to_be_visible()
+    expect(page.get_by_role("row", name=re.compile("^all 3 24 0.3125"))).to_be_visible()
+    if folder := os.environ.get("PAPAYA_SCREENSHOTS"):  # those of the documentation
+        page.screenshot(path=Path(folder, "dashboard-task.png"), full_page=True)
+    newest = site.admin.task("digits")["version"]
+    expect(page.get_by_role("row", name=re.compile(rf"^{newest} "))).to_be_visible()
+
+
+def test_pause_and_resume_with_a_reason_by_keyboard(site: Site) -> None:
+    site.sign_in()
+    site.open_task("digits")
+    page = site.page
+    page.get_by_role("button", name="Pause").press("Enter")
+    page.get_by_label("Reason").fill(f"a look {_SCRIPT}")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Resume")).to_be_visible(timeout=_STEP_MS)
+    line = site.admin.task("digits")
+    assert (line["state"], line["why"]) == ("paused", f"a look {_SCRIPT}")
+    # The reason is text, whatever it contains.
+    expect(page.locator("main").get_by_text(_SCRIPT).first).to_be_visible()
+    assert page.locator("main img").count() == 0
+    assert page.title() == "Papaya"
+    page.get_by_role("button", name="Resume").click()
+    page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+    expect(page.get_by_role("button", name="Pause")).to_be_visible(timeout=_STEP_MS)
+    expect(page.get_by_role("row", name=re.compile("digits is running"))).to_be_visible()
+
+
+def test_an_action_that_is_refused_says_why(site: Site) -> None:
+    site.sign_in()
+    site.open_task("digits")
+    site.page.get_by_role("button", name="Roll back").click()
+    site.page.get_by_label("To version").fill("999999")
+    site.page.keyboard.press("Enter")
+    alert = site.page.get_by_role("alert")
+    expect(alert).to_contain_text("999999", timeout=_STEP_MS)
+
+
+def test_a_wrong_token_is_refused_and_no_token_is_in_any_address(site: Site) -> None:
+    page = site.page
+    page.goto(f"{site.address}/dashboard/")
+    page.get_by_label("Admin token").fill("wrong")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("refused this token", timeout=_STEP_MS)
+    site.sign_in()
+    assert site.requests
+    assert all(url.startswith(site.address) for url in site.requests)
+    assert not any(site.token in url for url in site.requests)
+    assert page.evaluate("JSON.stringify([localStorage, sessionStorage])") == "[{},{}]"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1200])
+def test_people_with_a_screen_reader_a_phone_or_a_dark_screen(
+    site: Site, scheme: Any, width: int
+) -> None:
+    page = site.page
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(f"{site.address}/dashboard/")
+    assert _axe(page) == []
+    site.sign_in()
+    assert _axe(page) == []
+    site.open_task("digits")
+    expect(page.get_by_role("img", name=re.compile("^Loss: "))).to_be_visible(timeout=_STEP_MS)
+    assert _axe(page) == []
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(overflow) == 0, "the page scrolls sideways"
+
+
+def test_the_content_security_policy_stops_a_planted_script(site: Site) -> None:
+    """Planted: what an injection would do if the page ever parsed text as HTML."""
+    site.sign_in()
+    outcome = site.page.evaluate(
+        """() => new Promise((resolve) => {
+          addEventListener("securitypolicyviolation", (event) => resolve(event.violatedDirective));
+          const script = document.createElement("script");
+          try { script.textContent = "document.title = 'owned'"; document.head.append(script); }
+          catch (error) { resolve(String(error)); }
+        })"""
+    )
+    assert re.search("script-src|TrustedScript|require-trusted-types", outcome)
+    assert site.page.title() == "Papaya"
+
+
+def test_ten_thousand_versions_and_two_hundred_tasks_stay_responsive(site: Site) -> None:
+    """Answers of that size, in place of the server's: a chart draws a few hundred of the points."""
+    page = site.page
+    task = site.admin.get("/admin/tasks/digits")
+    status = site.admin.get("/admin/status")
+    status["tasks"] = [task["task"] | {"task": f"t{i}"} for i in range(200)]
+    points = [task["points"][-1] | {"version": i, "loss": 1 / (1 + i)} for i in range(10_000)]
+    page.route("**/admin/status", lambda route: route.fulfill(json=status))
+    page.route("**/admin/tasks/t7", lambda route: route.fulfill(json=task))
+    page.route("**/points*", lambda route: route.fulfill(json=points))
+    site.sign_in()
+    assert page.get_by_role("row").count() > 200
+    page.get_by_role("link", name="t7", exact=True).click()
+    expect(page.get_by_role("img", name=re.compile("^Loss: "))).to_be_visible(timeout=_STEP_MS)
+    assert len(page.locator("svg path.line").first.get_attribute("d") or "") < 20_000
+
+
+def _axe(page: Page) -> list[str]:
+    found = Axe().run(page).response["violations"]
+    return [f"{one['id']}: {one['nodes'][0]['html']}" for one in found]
