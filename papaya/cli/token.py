@@ -21,6 +21,7 @@ from papaya.cli.output import (
     print_data,
     print_json,
     table,
+    whole,
 )
 from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
@@ -41,6 +42,7 @@ _NEVER_SHOWN: tuple[SecretName, ...] = ("device.key",)
 @dataclass(frozen=True, kw_only=True)
 class TokenMakeOptions(FormatOptions):
     device: str
+    count: int | None = None
     days: float = 365.0
     data: Path = _DEFAULT_DATA
 
@@ -66,12 +68,16 @@ def add_to(commands: Commands) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     make = actions.add_parser(
         "make",
-        help="create a token for one device",
-        description="Create a token for one device and print it. Servers accept it if their "
-        'configuration has device_tokens = "signed".',
+        help="create the token of a device, or of many",
+        description="Create a token for one device and print it. With --count, create tokens for "
+        "the devices ID-1, ID-2, ... and print each device with its token, separated by a tab. "
+        'Servers accept them if their configuration has device_tokens = "signed".',
     )
     make.add_argument(
         "--device", required=True, metavar="ID", help="name of the device: letters, digits, _ and -"
+    )
+    make.add_argument(
+        "--count", type=whole(1), metavar="N", help="create the tokens of so many devices"
     )
     make.add_argument("--days", type=positive, metavar="N", help="days until the token expires")
     show = actions.add_parser(
@@ -108,12 +114,19 @@ def _add_revocations(actions: Commands) -> None:
 
 
 def run_make(options: TokenMakeOptions) -> int:
-    folder = _folder(options.data)
-    token = SignedTokens(read_or_make(folder, "device.key")).make(options.device, options.days)
+    signed = SignedTokens(read_or_make(_folder(options.data), "device.key"))
+    numbers = [""] if options.count is None else [f"-{n + 1}" for n in range(options.count)]
+    made = {
+        device: signed.make(device, options.days).reveal()
+        for device in (f"{options.device}{number}" for number in numbers)
+    }
+    entries = [{"device": d, "days": options.days, "token": token} for d, token in made.items()]
     if options.is_json:
-        print_json({"device": options.device, "days": options.days, "token": token.reveal()})
+        print_json(entries[0] if options.count is None else entries)
+    elif options.count is None:
+        print_data(made[options.device])
     else:
-        print_data(token.reveal())
+        print_data("\n".join(f"{device}\t{token}" for device, token in made.items()))
     note('servers accept this token if their configuration has device_tokens = "signed"')
     return 0
 

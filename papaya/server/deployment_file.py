@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from papaya.config import ServerConfig
 from papaya.config.deployment import Deployment
 from papaya.errors import ConfigError, OperatorError
 
@@ -39,6 +42,19 @@ def _with_new_names(document: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+def _hint(problem: str) -> str:
+    """Suggest a similar name for an unknown field, also of another table."""
+    unknown = re.search(r"unknown field `(.+?)`", problem)
+    names = {field.name: field.name for field in msgspec.structs.fields(Deployment)}
+    names |= {
+        field.name: f"{field.name} in the table [server]"
+        for field in msgspec.structs.fields(ServerConfig)
+    }
+    close = get_close_matches(unknown[1], names, n=1) if unknown else []
+    meant = f"did you mean {names[close[0]]}? " if close else ""
+    return f"{meant}docs/configuration.md lists every field"
+
+
 def read_deployment(path: Path) -> Deployment:
     """Read the TOML file at `path`; relative paths in it start at its folder."""
     try:
@@ -52,9 +68,7 @@ def read_deployment(path: Path) -> Deployment:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", hint="correct that line") from error
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{path}: {error}", hint="docs/configuration.md lists every field"
-        ) from error
+        raise ConfigError(f"{path}: {error}", hint=_hint(str(error))) from error
     paths = {
         field: str(path.parent / value)
         for field in _PATHS

@@ -42,6 +42,17 @@ def test_a_made_token_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert SignedTokens(read(tmp_path / "device.key")).verify_now(made["token"]) == "phone-7"
 
 
+def test_tokens_of_many_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("make", "--device", "phone", "--count", "1000", "--data", str(tmp_path))
+    made = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert [device for device, _ in made] == [f"phone-{number}" for number in range(1, 1001)]
+    signed = SignedTokens(read(tmp_path / "device.key"))
+    assert all(signed.verify_now(token) == device for device, token in made)
+    run("make", "--device", "p", "--count", "1", "--data", str(tmp_path), "--format", "json")
+    [only] = msgspec.json.decode(capsys.readouterr().out)
+    assert signed.verify_now(only["token"]) == "p-1"
+
+
 @pytest.mark.parametrize("action", [["make", "--device", "phone"], ["show"]])
 def test_a_folder_that_is_not_there_is_not_made(action: list[str], tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="there is no data folder") as refused:

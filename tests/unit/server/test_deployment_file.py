@@ -47,3 +47,20 @@ def test_a_file_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, text: st
     with pytest.raises(ConfigError, match=r"papaya\.toml") as caught:
         read_deployment(file)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("adress = 'x'", "docs/configuration.md"),
+        ("tsa_plattform = 'sgx'", "did you mean tsa_platform?"),
+        ("heartbeat_s = 2.0", "did you mean heartbeat_s in the table [server]?"),
+        ("[server]\nhartbeat_s = 2.0", "did you mean heartbeat_s in the table [server]?"),
+    ],
+)
+def test_a_misspelt_name_is_recognized(tmp_path: Path, text: str, meant: str) -> None:
+    file = tmp_path / "papaya.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_deployment(file)
+    assert meant in caught.value.hint
