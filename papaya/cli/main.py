@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "task": "submit, watch and control tasks",
     "owner": "create and show the key with which you sign tasks",
     "status": "show the servers, tasks and problems of a running system",
+    "doctor": "check an installation and say what to do about each problem",
     "client": "run devices that train for a server",
     "token": "create a token for a device, or list the token files",
     "simulate": "run the servers with a simulated fleet, and train your model on it",

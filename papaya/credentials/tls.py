@@ -50,13 +50,17 @@ def server_context(deployment: Deployment) -> ssl.SSLContext | None:
     return context
 
 
-def _check_dates(path: str) -> None:
-    """An expired certificate would only show as failed handshakes on every device."""
+def certificate_ends(path: str) -> datetime:
+    """When the first certificate in a PEM file expires."""
     from cryptography.x509 import load_pem_x509_certificates  # servers only: commands start faster
 
     with open(path, "rb") as file:
-        found = load_pem_x509_certificates(file.read())[0]
-    ends, now = found.not_valid_after_utc, datetime.now(UTC)
+        return load_pem_x509_certificates(file.read())[0].not_valid_after_utc
+
+
+def _check_dates(path: str) -> None:
+    """An expired certificate would only show as failed handshakes on every device."""
+    ends, now = certificate_ends(path), datetime.now(UTC)
     if ends <= now:
         raise OperatorError(
             f"tls_certificate {path} expired at {ends:%Y-%m-%d %H:%M} UTC",

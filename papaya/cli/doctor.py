@@ -1,0 +1,290 @@
+"""`papaya doctor`: checks an installation, says what is wrong and what to do about it.
+
+It reads the configuration file and the data folder of a server on this machine, and asks the
+running server. It changes nothing. Exits with 1 if there is a problem; warnings alone exit with 0.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sqlite3
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from papaya import __version__
+from papaya.cli.admin_client import AdminClient
+from papaya.cli.output import Commands, FormatOptions, add_format, bind, print_data, print_json
+from papaya.cli.status import trouble
+from papaya.config import Deployment
+from papaya.config.deployment import ROLES, Role, address
+from papaya.credentials.tls import certificate_ends, client_context, server_context
+from papaya.credentials.token_files import read
+from papaya.errors import OperatorError
+from papaya.server.admin.views import SystemStatus
+from papaya.server.deployment_file import read_deployment
+from papaya.server.open_files import LEAST, RESERVED, raise_limit
+from papaya.store.state import APPLICATION_ID, SCHEMA_VERSION
+
+_DAY_S = 86400.0
+_RENEW_DAYS = 14
+_COLLATERAL_DAYS = 30  # how long Intel's collateral is valid
+_FREE_SHARE = 0.1
+_CONNECT_S = 3.0
+_LISTENERS: dict[Role | None, tuple[str, ...]] = {
+    None: ("devices", "admin"),
+    "coordinator": ("servers", "admin"),
+    "selector": ("devices", "servers", "admin"),
+    "aggregator": ("servers", "admin"),
+}
+_SIGNS = {"good": "ok", "warning": "WARNING", "problem": "PROBLEM"}
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """What one check found. `hint` says what to do about a warning or a problem."""
+
+    subject: str
+    grade: Literal["good", "warning", "problem"]
+    text: str
+    hint: str = ""
+
+
+class _Health(msgspec.Struct):
+    papaya: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(FormatOptions):
+    role: Role | None = None
+    config: Path | None = None
+    data: str | None = None
+
+
+def add_to(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        description="Check a server's configuration, files, disk, certificate, addresses, clock "
+        "and TSA, and say what to do about each problem. Run it on the server's machine. It "
+        "changes nothing. Exits with 1 if there is a problem.",
+    )
+    parser.add_argument(
+        "role",
+        nargs="?",
+        choices=ROLES,
+        help="role of the server, if it runs one role (default: all roles in one process)",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="configuration file of `papaya serve`"
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", help="data folder, if it is not the one in the configuration"
+    )
+    add_format(parser)
+    bind(parser, DoctorOptions, run)
+
+
+def run(options: DoctorOptions) -> int:
+    findings = list(examine(options))
+    if options.is_json:
+        print_json(findings)
+    else:
+        print_data("\n".join(_lines(findings)))
+    return 1 if any(finding.grade == "problem" for finding in findings) else 0
+
+
+def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
+    try:
+        deployment = Deployment() if options.config is None else read_deployment(options.config)
+    except OperatorError as error:
+        yield Diagnosis("configuration", "problem", str(error), error.hint)
+        return
+    if options.data is not None:
+        deployment = msgspec.structs.replace(deployment, data=options.data)
+    yield Diagnosis("configuration", "good", str(options.config or "defaults, no file"))
+    checks: tuple[Callable[[Deployment], Iterator[Diagnosis]], ...] = (
+        _data_folder,
+        _state,
+        _open_files,
+        _certificate,
+        partial(_listeners, _LISTENERS[options.role]),
+        _running_server,
+        _tsa,
+    )
+    for check in checks:
+        try:
+            yield from check(deployment)
+        except OperatorError as error:
+            yield Diagnosis("configuration", "problem", str(error), error.hint)
+        except OSError as error:
+            reason = f"cannot read {error.filename}: {error.strerror}"
+            yield Diagnosis("files", "problem", reason, "run as the user who runs the server")
+
+
+def _lines(findings: list[Diagnosis]) -> Iterator[str]:
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        sign = _SIGNS[finding.grade]
+        yield f"{sign:<8} {finding.subject:<{width}}  {finding.text}"
+        if finding.hint:
+            yield f"{'':<8} {'':<{width}}  hint: {finding.hint}"
+
+
+def _data_folder(deployment: Deployment) -> Iterator[Diagnosis]:
+    folder = Path(deployment.data)
+    if not folder.is_dir():
+        yield Diagnosis(
+            "data folder",
+            "problem",
+            f"there is no folder {folder}",
+            "start `papaya serve` once, which makes it, or name it with --config or --data",
+        )
+        return
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        text = f"this user cannot write to {folder}"
+        yield Diagnosis("data folder", "problem", text, "run as the user who runs the server")
+    for secret in sorted([*folder.glob("*.token"), *folder.glob("*.key"), folder / "state.db"]):
+        if secret.exists() and stat.S_IMODE(secret.stat().st_mode) & 0o077:
+            text = f"{secret} is readable by other users, and contains secrets"
+            yield Diagnosis("data folder", "problem", text, f"chmod 600 {secret}")
+    usage = shutil.disk_usage(folder)
+    free = f"{usage.free / 2**30:.1f} GiB of {usage.total / 2**30:.1f} GiB are free"
+    if usage.free < _FREE_SHARE * usage.total:
+        hint = "free space, or lower keep_versions: without space nothing can be committed"
+        yield Diagnosis("disk", "warning", f"only {free} at {folder}", hint)
+    else:
+        yield Diagnosis("disk", "good", f"{free} at {folder}")
+
+
+def _state(deployment: Deployment) -> Iterator[Diagnosis]:
+    path = Path(deployment.data) / "state.db"
+    if not path.exists():
+        return
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_CONNECT_S)
+    try:
+        [[program]] = connection.execute("PRAGMA application_id")
+        [[version]] = connection.execute("PRAGMA user_version")
+        if program != APPLICATION_ID:
+            text = f"{path} belongs to another program"
+            yield Diagnosis("state", "problem", text, "use another data folder")
+            return
+        if version != SCHEMA_VERSION:
+            text = f"{path} has schema version {version}, this Papaya {SCHEMA_VERSION}"
+            yield Diagnosis("state", "problem", text, "run the Papaya that wrote it")
+            return
+        [[verdict], *_] = connection.execute("PRAGMA quick_check(1)")
+        if verdict == "ok":
+            yield Diagnosis("state", "good", f"{path} is consistent")
+        else:
+            hint = "restore it and the blobs from the same backup"
+            yield Diagnosis("state", "problem", f"{path} is damaged: {verdict}", hint)
+    except sqlite3.Error as error:
+        hint = "restore it and the blobs from the same backup, or use another data folder"
+        yield Diagnosis("state", "problem", f"cannot read {path}: {error}", hint)
+    finally:
+        connection.close()
+
+
+def _open_files(deployment: Deployment) -> Iterator[Diagnosis]:
+    limit = raise_limit()
+    wanted = deployment.max_connections + RESERVED
+    hint = "ulimit -n 65536, or LimitNOFILE=65536 in the systemd unit of the server"
+    if limit < LEAST:
+        text = f"a process may open {limit} files, a server needs {LEAST}"
+        yield Diagnosis("open files", "problem", text, hint)
+    elif limit < wanted:
+        text = f"{limit:,} are too few for max_connections = {deployment.max_connections:,}"
+        yield Diagnosis("open files", "warning", text, hint)
+    else:
+        yield Diagnosis("open files", "good", f"up to {limit:,}")
+
+
+def _certificate(deployment: Deployment) -> Iterator[Diagnosis]:
+    path = deployment.tls_certificate
+    if path is None:
+        if address("devices", deployment.devices)[0] not in ("127.0.0.1", "localhost", "::1"):
+            text = f"devices = {deployment.devices} without TLS: others can read and change updates"
+            hint = "set tls_certificate and tls_key, or terminate TLS in a proxy on this machine"
+            yield Diagnosis("certificate", "warning", text, hint)
+        return
+    server_context(deployment)  # raises with the reason
+    ends = certificate_ends(path)
+    days = (ends.timestamp() - time.time()) / _DAY_S
+    text = f"{path} expires at {ends:%Y-%m-%d} ({days:.0f} days)"
+    if days < _RENEW_DAYS:
+        yield Diagnosis("certificate", "warning", text, "renew it")
+    else:
+        yield Diagnosis("certificate", "good", text)
+
+
+def _listeners(names: tuple[str, ...], deployment: Deployment) -> Iterator[Diagnosis]:
+    for name in names:
+        configured = getattr(deployment, name)
+        host, port = address(name, configured)
+        if port == 0:
+            continue
+        try:
+            socket.create_connection((host, port), _CONNECT_S).close()
+        except OSError as error:
+            text = f"{configured} does not answer: {error.strerror or error}"
+            hint = "start the server with `papaya serve`, or check the address and the firewall"
+            yield Diagnosis(f"{name} address", "problem", text, hint)
+        else:
+            yield Diagnosis(f"{name} address", "good", f"{configured} answers")
+
+
+def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
+    """Asks the admin API: versions, leader, reports, clocks."""
+    host, port = address("admin", deployment.admin)
+    token = Path(deployment.data) / "admin.token"
+    if port == 0 or not token.exists():
+        return
+    if deployment.tls_certificate is not None:
+        client_context(deployment.tls_authority)  # raises with the reason
+    at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    scheme = "http" if deployment.tls_certificate is None else "https"
+    client = AdminClient(f"{scheme}://{at}", read(token).reveal(), deployment.tls_authority)
+    try:
+        running = client.get("/health", _Health).papaya
+        status = client.get("/admin/status", SystemStatus)
+    except OperatorError as error:
+        yield Diagnosis("server", "problem", str(error), error.hint)
+        return
+    if running != __version__:
+        text = f"the server runs Papaya {running}, this command is {__version__}"
+        yield Diagnosis("version", "warning", text, "restart the server after an upgrade")
+    problems = trouble(status)
+    for problem in problems:
+        yield Diagnosis("server", "problem", problem, "papaya status")
+    for clock in status.clocks:
+        if not clock.is_refused:
+            yield Diagnosis("clock", "warning", str(clock), "set the clock with NTP")
+    if not problems:
+        tasks = sum(task.state == "running" for task in status.tasks)
+        yield Diagnosis("server", "good", f"led by {status.leader}, {tasks} running tasks")
+
+
+def _tsa(deployment: Deployment) -> Iterator[Diagnosis]:
+    if deployment.tsa_platform == "software":
+        if deployment.tsa:
+            text = "tsa_platform = software: INSECURE, its evidence proves nothing"
+            yield Diagnosis("TSA", "warning", text, "run the TSA in SGX or TDX: docs/deploy-tsa.md")
+        return
+    path = Path(deployment.tsa_collateral or "")
+    age_days = (time.time() - path.stat().st_mtime) / _DAY_S
+    text = f"the collateral in {path} is {age_days:.0f} days old"
+    hint = "fetch it again from Intel: docs/deploy-tsa.md"
+    if age_days > _COLLATERAL_DAYS:
+        yield Diagnosis("TSA", "problem", f"{text}; devices refuse it", hint)
+    elif age_days > _COLLATERAL_DAYS - _RENEW_DAYS:
+        yield Diagnosis("TSA", "warning", text, hint)
+    else:
+        yield Diagnosis("TSA", "good", text)

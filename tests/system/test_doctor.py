@@ -1,0 +1,112 @@
+"""`papaya doctor`: a healthy server passes, and each planted problem is found and named."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from papaya.cli.doctor import DoctorOptions, Diagnosis, examine, run
+from tests.system.admin import Admin
+from tests.system.processes import Installation
+
+Plant = Callable[[Path, Path], None]
+
+
+def found(config: Path) -> list[Diagnosis]:
+    return [each for each in examine(DoctorOptions(config=config)) if each.grade != "good"]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a server that ran and was stopped."""
+    with Installation(tmp_path_factory.mktemp("doctor")) as installation:
+        server = installation.add().start()
+        config = installation.folder / "server.toml"
+        admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
+        admin.until("/admin/status", lambda found: found["leads"] and found["selectors"], 60.0)
+        assert run(DoctorOptions(config=config, format="json")) == 0, "the running server"
+        graded = {each.subject: each.grade for each in examine(DoctorOptions(config=config))}
+        for subject in ("configuration", "state", "admin address", "devices address", "server"):
+            assert graded[subject] == "good"
+        assert server.stop() == 0
+        return config
+
+
+def _token_for_everyone(config: Path, data: Path) -> None:
+    (data / "admin.token").chmod(0o644)
+
+
+def _damaged_state(config: Path, data: Path) -> None:
+    content = bytearray((data / "state.db").read_bytes())
+    content[100:] = os.urandom(len(content) - 100)
+    (data / "state.db").write_bytes(content)
+
+
+def _state_of_another_program(config: Path, data: Path) -> None:
+    content = bytearray((data / "state.db").read_bytes())
+    content[68:72] = b"ELSE"
+    (data / "state.db").write_bytes(content)
+
+
+def _misspelt_setting(config: Path, data: Path) -> None:
+    config.write_text("heartbeet_s = 1\n" + config.read_text())
+
+
+def _no_data(config: Path, data: Path) -> None:
+    data.rename(data.with_name("moved"))
+
+
+def _missing_certificate(config: Path, data: Path) -> None:
+    config.write_text("tls_certificate = 'none.pem'\ntls_key = 'none.key'\n" + config.read_text())
+
+
+def _old_collateral(config: Path, data: Path) -> None:
+    collateral = data / "collateral.json"
+    collateral.write_text("{}")
+    os.utime(collateral, (0, time.time() - 40 * 86400))
+    own = f"tsa = 'tcp:127.0.0.1:1'\ntsa_platform = 'sgx'\ntsa_collateral = '{collateral}'\n"
+    config.write_text(own + f"log = '{data}'\n" + config.read_text())
+
+
+@pytest.mark.parametrize(
+    ("plant", "subject", "text", "hint"),
+    [
+        (_token_for_everyone, "data folder", "readable by other users", "chmod 600"),
+        (_damaged_state, "state", "state.db", "backup"),
+        (_state_of_another_program, "state", "another program", "another data folder"),
+        (_misspelt_setting, "configuration", "heartbeet_s", "did you mean heartbeat_s"),
+        (_no_data, "data folder", "there is no folder", "papaya serve"),
+        (_missing_certificate, "configuration", "none.pem", "relative to the configuration file"),
+        (_old_collateral, "TSA", "40 days old", "fetch it again"),
+    ],
+)
+def test_a_planted_problem_is_found(
+    stopped: Path, tmp_path: Path, plant: Plant, subject: str, text: str, hint: str
+) -> None:
+    copied = tmp_path / "data"
+    copied.mkdir()
+    [data] = [
+        line.split("=")[1].strip().strip("\"'")
+        for line in stopped.read_text().splitlines()
+        if line.startswith("data")
+    ]
+    for file in Path(data).iterdir():
+        if file.is_file():
+            (copied / file.name).write_bytes(file.read_bytes())
+            (copied / file.name).chmod(file.stat().st_mode)
+    config = tmp_path / "papaya.toml"
+    config.write_text(stopped.read_text().replace(data, str(copied)))
+    assert {each.subject for each in found(config)} == {
+        "devices address",
+        "admin address",
+        "server",
+    }, "the server was stopped, nothing else is wrong"
+    plant(config, copied)
+    assert run(DoctorOptions(config=config)) == 1
+    matching = [each for each in found(config) if each.subject == subject and text in each.text]
+    assert matching
+    assert hint in matching[0].hint
