@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from papaya.cli.doctor import DoctorOptions, Diagnosis, examine, run
+from papaya.cli.doctor import Diagnosis, DoctorOptions, examine, run
 from tests.system.admin import Admin
 from tests.system.processes import Installation
 
