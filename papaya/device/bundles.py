@@ -34,7 +34,7 @@ from papaya.bundle.manifest import (
     verified,
 )
 from papaya.bundle.owner import OwnerKeys, SignedStatement, key_id
-from papaya.client.client import NoBundles
+from papaya.client.client import CountedAs, NoBundles
 from papaya.device.device_file import DeviceFile
 from papaya.device.owners import OwnerPolicy
 from papaya.errors import OperatorError
@@ -87,12 +87,9 @@ class Bundle(Struct, frozen=True):
         )
 
     @property
-    def counted_as(self) -> str:
-        """The name under which participations count: of the run, or of all runs of the task."""
-        manifest = self.manifest
-        if manifest.participation.scope == "run":
-            return self.run
-        return f"{manifest.owner}/{manifest.task}"
+    def task_name(self) -> str:
+        """The name under which the participations in all runs of the task count."""
+        return f"{self.manifest.owner}/{self.manifest.task}"
 
 
 FetchBlob: TypeAlias = Callable[[BlobKey, int], Awaitable[bytes]]
@@ -146,13 +143,9 @@ class BundleStore:
             return "the owner has replaced this run"
         return "" if now < bundle.lease_until else "the lease of this run is over"
 
-    def limits(self, bundle: Bundle) -> tuple[float, int]:
-        """The gap between participations and their number, whatever a server says."""
-        return self._policies[bundle.manifest.owner].limits(bundle.manifest)
-
-    def min_gap_s(self, bundle: Bundle) -> float:
-        """The device's own gap, which holds for evaluations too."""
-        return self._policies[bundle.manifest.owner].min_gap_s
+    def policy_of(self, bundle: Bundle) -> OwnerPolicy:
+        """What the device allows the owner of a bundle, whatever a server says."""
+        return self._policies[bundle.manifest.owner]
 
     def refused(self, now: float) -> tuple[str, ...]:
         """The names of refused bundles, for a check-in, the newest first."""
@@ -352,16 +345,22 @@ class VisitBundles(NoBundles):
     def lacks(self, bundle: BlobKey) -> bool:
         return self._store.lacks(bundle, self._now())
 
-    def counted(self, joined: Joined) -> tuple[TaskId, float, int | None]:
+    def counted(self, joined: Joined) -> tuple[CountedAs, ...]:
         bundle = self._store.of_run(joined.parameters.partition("/")[0])
         if bundle is None:
             return super().counted(joined)
-        gap_s, limit = self._store.limits(bundle)
+        policy, manifest = self._store.policy_of(bundle), bundle.manifest
+        gap_s, limit = policy.limits(manifest)
         if joined.evaluates:
-            manifest = bundle.manifest
-            gap_s = max(joined.participation_gap_s, self._store.min_gap_s(bundle))
-            return f"{manifest.owner}/{manifest.task}/evaluate", gap_s, limit
-        return bundle.counted_as, gap_s, limit
+            gap_s = max(joined.participation_gap_s, policy.min_gap_s)
+            return (CountedAs(f"{bundle.task_name}/evaluate", gap_s, limit),)
+        if manifest.participation.scope == "task":
+            return (CountedAs(bundle.task_name, gap_s, limit),)
+        # The owner's limits start again with each run, those of the device do not.
+        return (
+            CountedAs(bundle.run, gap_s, limit),
+            CountedAs(bundle.task_name, policy.min_gap_s, policy.max_participations),
+        )
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -9,7 +9,7 @@ A TOML file of the person who runs the device, never of a server:
     engines = ["torch"]          # "torch" runs this owner's code on the device, confined
     max_examples = 1500          # per training
     max_training_s = 600
-    max_participations = 100     # in one task
+    max_participations = 100     # in one task, over all of its runs
     min_gap_s = 3600             # between two of them
 
 Refused: a manifest that asks for more than its owner is allowed.
