@@ -23,6 +23,7 @@ from papaya.device.example_store import ExampleStore, Split
 from papaya.device.executor import LOADER, EngineName, Executor, Job, JobFailed, TaskFile
 from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
@@ -37,7 +38,8 @@ class TrainingRequest(Struct, frozen=True):
     """What a visit asks of a trainer.
 
     `program` names the task whose model this is: `task` itself, or the one that `task` evaluates.
-    `parameters` is a safetensors file whose hash was checked; its content was not.
+    `parameters` is a safetensors file whose hash was checked; its content was not. A trainer that
+    takes long calls `step_done` from time to time, for the device's log.
     """
 
     task: TaskId
@@ -49,6 +51,7 @@ class TrainingRequest(Struct, frozen=True):
     evaluates: bool
     secure: bool
     timeout_s: float
+    step_done: StepDone = unwatched
 
 
 class Trainer(Protocol):
@@ -161,7 +164,7 @@ class ExecutorTrainer:
             volume=0 if assignment.secure else volume,
         )
         try:
-            result = await self._executor.run(job, assignment.timeout_s)
+            result = await self._executor.run(job, assignment.timeout_s, assignment.step_done)
         except JobFailed as error:
             raise OperatorError(f"{error.kind}: {error.reason}") from error
         return Trained(result.update, result.examples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import socket
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.device import confinement
 from papaya.device.bundles import Bundle
 from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
 from papaya.device.sandbox import Sandbox
 from papaya.errors import OperatorError
+from papaya.learning.client_training import StepDone, unwatched
+from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import encode
 from tests.unit.bundle.builders import a_manifest
 
@@ -250,12 +254,74 @@ def bundle_at(folder: Path, source: str) -> tuple[str, TaskFile]:
     )
 
 
-def trained(sandbox: Sandbox, run: str, *examples: bytes) -> JobResult:
+def memory_of(pid: int) -> bytes:
+    """Everything in the writable memory of a process."""
+    found = []
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            low, high = (int(place, 16) for place in span.split("-"))
+            if rights.startswith("rw"):
+                memory.seek(low)
+                with contextlib.suppress(OSError, ValueError):  # a region of the kernel
+                    found.append(memory.read(high - low))
+    return b"".join(found)
+
+
+def test_a_bundle_shares_no_memory_with_task_files_or_other_owners(tmp_path: Path) -> None:
+    """A job inherits what its fork-server has in memory."""
+    folder, marker = tmp_path / "one", f"marker-{os.urandom(8).hex()}"
+    task_file = tmp_path / "own.py"
+    task_file.write_text("import colorsys\n" + SOURCE)
+    one, file = bundle_at(folder, f"import wave\nMARKER = {marker!r}\n" + SOURCE)
+    named = structs.replace(a_manifest(layout=(("value", (2,)),)), task=marker)
+    other, second = bundle_at(tmp_path / "other", SOURCE)
+    sandbox = Sandbox([task_file])
+    imported = b"[name for name in ('colorsys', 'wave') if name in sys.modules]"
+    parameters = encode(np.zeros(2, np.float32), {})
+
+    async def result(name: str, example: bytes) -> str:
+        with pytest.raises(JobFailed) as raised:
+            await sandbox.run(Job("train", name, parameters, (example,)), 300.0)
+        return raised.value.reason
+
+    async def attack() -> None:
+        await sandbox.start()
+        sandbox.add_bundle(one, structs.replace(file, manifest=named.encode()))
+        sandbox.add_bundle(other, second)
+        try:
+            assert f"result: {marker}" in await result(one, f"MARKER or {marker!r}".encode())
+            assert "result: ['wave']" in await result(one, imported)
+            assert "result: []" in await result(other, imported)
+            assert "result: ['colorsys']" in await result(str(task_file), imported)
+            parent = (await result(other, b"os.getppid()")).rpartition(" ")[2]
+            assert marker.encode() not in memory_of(int(parent))
+            assert b"papaya.learning.torch.engine" in memory_of(int(parent))
+        finally:
+            await sandbox.close()
+
+    asyncio.run(attack())
+
+
+def test_a_long_job_of_a_bundle_reports_its_progress(tmp_path: Path) -> None:
+    run, file = bundle_at(tmp_path / "run", SOURCE)
+    manifest = a_manifest(layout=(("value", (2,)),), clip=None)
+    single = structs.replace(manifest, client=ClientSGD(rate=0.1, batch_size=1, epochs=2))
+    sandbox = Sandbox([], report_interval_s=0.0)
+    sandbox.add_bundle(run, structs.replace(file, manifest=single.encode()))
+    steps: list[tuple[int, int]] = []
+    trained(sandbox, run, b"train", b"train", step_done=lambda *step: steps.append(step))
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def trained(
+    sandbox: Sandbox, run: str, *examples: bytes, step_done: StepDone = unwatched
+) -> JobResult:
     async def train() -> JobResult:
         await sandbox.start()
         try:
             parameters = encode(np.zeros(2, np.float32), {})
-            return await sandbox.run(Job("train", run, parameters, examples), 300.0)
+            return await sandbox.run(Job("train", run, parameters, examples), 300.0, step_done)
         finally:
             await sandbox.close()
 

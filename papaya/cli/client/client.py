@@ -39,6 +39,7 @@ from papaya.device.events import (
     NotEligible,
     SelectorReachable,
     SelectorUnreachable,
+    StepsTrained,
     Troubled,
     VisitEnded,
 )
@@ -360,6 +361,8 @@ class Printer:
                     print_data(printable(_line(event)))
                 if event.ending == "refused":
                     self._note_once(_REFUSED_HINT)
+            case StepsTrained():
+                note(f"{event.device}: {event.task}: {event.done:,} of {event.steps:,} steps")
             case NotEligible():
                 self._note_once(f"not eligible: {'; '.join(event.reasons)}")
                 self._note_once(_NOT_ELIGIBLE_HINT)

@@ -23,9 +23,11 @@ import torch
 
 from papaya.errors import OperatorError
 from papaya.learning.client_training import (
-    batches,
+    StepDone,
     diverged,
+    evaluation_batches,
     training_batches,
+    unwatched,
     update_bytes,
     used_examples,
 )
@@ -51,7 +53,13 @@ class TorchEngine:
             )
         self._parameters = trainable(self._module)
 
-    def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
+    def train(
+        self,
+        parameters: Vector,
+        examples: Sequence[bytes],
+        seed: int,
+        step_done: StepDone = unwatched,
+    ) -> tuple[bytes, int]:
         """The update, little-endian float32 in manifest order, and the number of examples."""
         used = used_examples(examples, self.task.client)
         self._set(parameters)
@@ -59,11 +67,17 @@ class TorchEngine:
         velocities: list[torch.Tensor | None] = [None] * len(self._parameters)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
-            for batch in training_batches(used, self.task.client, seed):
+            for batch in training_batches(used, self.task.client, seed, step_done):
                 self._descend(checked_loss(self.task, self._module, batch), velocities)
         return self._update(parameters), len(used)
 
-    def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
+    def evaluate(
+        self,
+        parameters: Vector,
+        examples: Sequence[bytes],
+        volume: int,
+        step_done: StepDone = unwatched,
+    ) -> bytes:
         """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
         used = used_examples(examples, self.task.client)
         self._set(parameters)
@@ -71,7 +85,7 @@ class TorchEngine:
         loss_sum = 0.0
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            for batch in batches(used, np.arange(len(used)), self.task.client.batch_size):
+            for batch in evaluation_batches(used, self.task.client, step_done):
                 loss_sum += len(batch) * float(checked_loss(self.task, self._module, batch))
         return evaluation_vector(volume, loss_sum, len(used)).tobytes()
 
