@@ -137,6 +137,10 @@ class BundleStore:
     def owners(self) -> tuple[str, ...]:
         return tuple(sorted(self._policies))
 
+    def may_use(self, collection: str) -> bool:
+        """Does a policy let an owner use this collection?"""
+        return any(policy.may_use(collection) for policy in self._policies.values())
+
     def lacks(self, head_key: str, now: float) -> bool:
         """Does this bundle have to be fetched? Also if its lease is over: it may be renewed."""
         found = self._ready.get(head_key)

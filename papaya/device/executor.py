@@ -59,10 +59,11 @@ class Job(Struct, frozen=True):
     `volume`: how many examples the device could train on. `manifest`: of the bundle; the executor
     sets it.
 
-    "load" calls the file's `load_examples` on the texts in `examples`.
+    "load" calls the file's `load_examples` on the texts in `examples`. "check" looks for the first
+    example that the task cannot use.
     """
 
-    kind: Literal["train", "evaluate", "load"]
+    kind: Literal["train", "evaluate", "load", "check"]
     task_file: str
     parameters: bytes
     examples: tuple[bytes, ...]
@@ -74,11 +75,19 @@ class Job(Struct, frozen=True):
 class JobResult(Struct, frozen=True):
     """Bytes to upload, and the weight: the examples trained on, or 1 for an evaluation.
 
-    For "load": the examples of each text, as MessagePack, and their number.
+    For "load": the examples of each text, as MessagePack, and their number. For "check": the
+    `UnfitExample` as MessagePack, or nothing.
     """
 
     update: bytes
     examples: int
+
+
+class UnfitExample(Struct, frozen=True):
+    """An example that a task cannot use, by its place in the list, and the problem."""
+
+    index: int
+    problem: str
 
 
 class JobFailed(Exception):
@@ -95,6 +104,10 @@ class TrainingEngine(Protocol):
 
     @property
     def manifest(self) -> Manifest: ...
+
+    def check(self, examples: Sequence[bytes]) -> None:
+        """Raises if the task cannot make a batch of these examples."""
+        ...
 
     def train(
         self, parameters: Vector, examples: Sequence[bytes], seed: int, step_done: StepDone

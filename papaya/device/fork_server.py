@@ -27,6 +27,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final, NoReturn, cast
@@ -37,7 +38,15 @@ from msgspec import structs
 from papaya.bundle.manifest import TaskManifest
 from papaya.bundle.owner import decode as decode_statement
 from papaya.device import confinement, frames
-from papaya.device.executor import LOADER, EngineName, Job, JobResult, TaskFile, TrainingEngine
+from papaya.device.executor import (
+    LOADER,
+    EngineName,
+    Job,
+    JobResult,
+    TaskFile,
+    TrainingEngine,
+    UnfitExample,
+)
 from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, StepsDone, Unloadable
 from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone
@@ -46,6 +55,7 @@ from papaya.learning.executorch.program_file import read_program
 from papaya.learning.parameters import decode
 
 _MAX_REASON: Final = 500
+_CHECKED_TOGETHER: Final = 64
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -217,6 +227,8 @@ def _run(job: Job, engine: TrainingEngine, step_done: StepDone) -> JobResult:
     random.seed(job.seed)
     if job.kind == "load":
         return _load_examples(job)
+    if job.kind == "check":
+        return _check_examples(job.examples, engine)
     parameters = decode(job.parameters, engine.manifest.length)
     if job.kind == "train":
         return JobResult(*engine.train(parameters, job.examples, job.seed, step_done))
@@ -230,6 +242,22 @@ def _load_examples(job: Job) -> JobResult:
         if not isinstance(example, bytes):
             raise TypeError(f"it returned a {type(example).__name__}, expected bytes")
     return JobResult(msgspec.msgpack.encode(loaded), sum(map(len, loaded)))
+
+
+def _check_examples(examples: Sequence[bytes], engine: TrainingEngine) -> JobResult:
+    """Many at a time. If that fails, one by one: good examples need not fit into one batch."""
+    for start in range(0, len(examples), _CHECKED_TOGETHER):
+        together = examples[start : start + _CHECKED_TOGETHER]
+        try:
+            engine.check(together)
+        except Exception:
+            for index, example in enumerate(together, start):
+                try:
+                    engine.check([example])
+                except Exception as error:
+                    unfit = UnfitExample(index, _problem(error).reason)
+                    return JobResult(msgspec.msgpack.encode(unfit), 0)
+    return JobResult(b"", len(examples))
 
 
 def _problem(error: BaseException) -> JobProblem:

@@ -371,7 +371,7 @@ def _update_bytes(job: Job, file: TaskFile) -> int | None:
             return 4 * file.model_length
         case "evaluate":
             return 4 * EVALUATION_LENGTH
-        case "load":
+        case "load" | "check":
             return None
 
 

@@ -20,7 +20,15 @@ from papaya.bundle.head import PROGRAM_FILE
 from papaya.client.work import Trained
 from papaya.device.bundles import Bundle
 from papaya.device.example_store import ExampleStore, Split
-from papaya.device.executor import LOADER, EngineName, Executor, Job, JobFailed, TaskFile
+from papaya.device.executor import (
+    LOADER,
+    EngineName,
+    Executor,
+    Job,
+    JobFailed,
+    TaskFile,
+    UnfitExample,
+)
 from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.client_training import StepDone, unwatched
@@ -183,6 +191,36 @@ class ExecutorTrainer:
                 ) from error
             loaded += msgpack.decode(result.update, type=list[list[bytes]])
         return loaded
+
+    @property
+    def collections(self) -> dict[TaskId, str]:
+        """The collection that each task uses."""
+        return {task: file.examples.collection for task, file in self._files.items()}
+
+    async def first_unfit(
+        self, collection: str, examples: Sequence[bytes]
+    ) -> tuple[TaskId, UnfitExample] | None:
+        """The first example that a task file of this collection cannot use.
+
+        It is found in a child process.
+        """
+        for task, file in self._files.items():
+            if file.examples.collection != collection:
+                continue
+            checked = 0
+            for lot in _lots(examples):
+                try:
+                    result = await self._executor.run(Job("check", file.path, b"", lot), _LOAD_S)
+                except JobFailed as error:
+                    raise OperatorError(
+                        f"cannot check the examples with {file.path}: {error.reason}",
+                        hint="check the function `batch` of the task file",
+                    ) from error
+                if result.update:
+                    unfit = msgpack.decode(result.update, type=UnfitExample)
+                    return task, UnfitExample(checked + unfit.index, unfit.problem)
+                checked += len(lot)
+        return None
 
     def _examples(
         self, program: TaskId, split: Split, store: ExampleStore

@@ -330,7 +330,7 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
             ]
             allowed = tasks if bundles is None else ["*"]  # owners have their own list
             await import_examples(
-                options.imports, devices, options.task, trainer, allowed, clock.now()
+                options.imports, devices, options.task, trainer, allowed, bundles, clock.now()
             )
             wanted = list(tasks)
             if bundles is not None:

@@ -42,6 +42,10 @@ class ExecuTorchEngine:
         self._file = file
         self._client = file.header.client
 
+    def check(self, examples: Sequence[bytes]) -> None:
+        """Raises if an example does not fit the task's fields."""
+        read_fields(self._file.header.fields, examples)
+
     def train(
         self,
         parameters: Vector,

@@ -35,7 +35,7 @@ from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.frozen import frozen_digest
-from papaya.learning.torch.module import checked_loss, make_module, trainable
+from papaya.learning.torch.module import checked_loss, make_module, trainable, tried_batch
 
 
 class TorchEngine:
@@ -52,6 +52,10 @@ class TorchEngine:
                 hint="restart, and do not replace the files that the model loads meanwhile",
             )
         self._parameters = trainable(self._module)
+
+    def check(self, examples: Sequence[bytes]) -> None:
+        """Raises if the task's `batch` does not accept these examples."""
+        tried_batch(self.task, examples)
 
     def train(
         self,
