@@ -133,8 +133,9 @@ class Sandbox:
             ) from None
         try:
             async with asyncio.timeout_at(deadline):
+                is_bundle = job.task_file in self._bundled
+                server = await (self._for_bundles if is_bundle else self._own).alive()
                 file = self._file_of(job)
-                server = await (self._for_bundles if file.manifest else self._own).alive()
                 cpu_s = math.ceil(min(timeout_s, _MAX_CPU_S)) + 1
                 return await server.run(job, file, cpu_s, step_done)
         except TimeoutError:
@@ -166,29 +167,39 @@ class _ForkServerKeeper:
         self.tasks: tuple[TaskFile, ...] = ()
         self._arguments = arguments
         self._restart_interval_s = restart_interval_s
-        self._starting = asyncio.Lock()
+        # The start of the current one; and the current one, or one that has died.
+        self._starting: asyncio.Task[_ForkServer] | None = None
         self._server: _ForkServer | None = None
         self._next_start = -math.inf
         self._closed = False
 
     async def alive(self) -> _ForkServer:
-        """The running fork-server. OperatorError if it cannot be started."""
-        async with self._starting:
-            if self._closed:
-                raise JobFailed("unavailable", _GONE)
-            if self._server is None or self._server.is_dead:
-                if self._server is not None:
-                    await self._server.close()
-                self._server = await self._start()
-            return self._server
+        """The running fork-server. OperatorError if it cannot be started.
+
+        A start goes on if the job that needs it is over: importing an engine may take longer.
+        """
+        if self._closed:
+            raise JobFailed("unavailable", _GONE)
+        if self._starting is None or _is_over(self._starting):
+            self._starting = asyncio.create_task(self._start())
+        try:
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._starting.cancelled():  # by `close`, not by the caller
+                raise JobFailed("unavailable", _GONE) from None
+            raise
 
     async def close(self) -> None:
         self._closed = True
-        async with self._starting:
-            if self._server is not None:
-                await self._server.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._server is not None:
+            await self._server.close()
 
     async def _start(self) -> _ForkServer:
+        if self._server is not None:
+            await self._server.close()
         clock = asyncio.get_running_loop()
         if (wait_s := self._next_start - clock.time()) > 0:
             await asyncio.sleep(wait_s)
@@ -205,8 +216,15 @@ class _ForkServerKeeper:
         except BaseException:
             await server.close()
             raise
-        self.tasks = server.tasks
+        self.tasks, self._server = server.tasks, server
         return server
+
+
+def _is_over(starting: asyncio.Task[_ForkServer]) -> bool:
+    """Did it fail, or is the fork-server that it started dead?"""
+    if not starting.done():
+        return False
+    return starting.cancelled() or starting.exception() is not None or starting.result().is_dead
 
 
 class _ForkServer:

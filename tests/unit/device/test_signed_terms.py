@@ -16,9 +16,11 @@ from papaya.client.work import Finish
 from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.events import Event, VisitEnded
 from papaya.device.training import ProtocolTrainer
+from papaya.errors import OperatorError
 from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.messages.participation import SecureOffer
+from papaya.messages.selection import Accepted
 from papaya.secagg.parameters import PublicParameters
 from tests.unit.bundle.builders import a_manifest
 from tests.unit.device.fake_selector import (
@@ -116,6 +118,29 @@ def test_a_planned_evaluation_in_the_clear_goes_on(tmp_path: Path) -> None:
 
     _, _, seen = visit(OneBundle(tmp_path), prepare)
     assert "report" in seen
+
+
+def test_a_device_whose_disk_is_full_takes_no_slot_for_an_hour(tmp_path: Path) -> None:
+    class FullDisk(OneBundle):
+        def lacks(self, head_key: str, now: float) -> bool:
+            return True
+
+        async def fetch(self, head_key: str, download: object, now: float) -> Bundle:
+            self.asked_at = now
+            raise OperatorError("cannot keep bundles: No space left on device", hint="free some")
+
+    key = f"next-word/0/bundle-1-{'0' * 24}12345678"
+
+    def prepare(fake: FakeSelector) -> None:
+        fake.replace["check-in"] = answer(Accepted(b"assignment", "next-word", "ab12", key))
+
+    bundles = FullDisk(tmp_path)
+    finish, detail, seen = visit(bundles, prepare)
+    assert finish.ending == "unprepared"
+    assert detail == "cannot keep bundles: No space left on device; hint: free some"
+    assert seen == ["check-in"]
+    assert bundles.refused(bundles.asked_at + 3599) == ("next-word@12345678",)
+    assert bundles.refused(bundles.asked_at + 3600) == ()
 
 
 @pytest.mark.parametrize(("clients", "is_sealed"), [(19, False), (20, True)])
