@@ -87,7 +87,6 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     # How it is trained, and on what.
     client: ClientSGD
     examples: Examples
-    metrics: tuple[str, ...]
     training_timeout_s: float
     # What leaves the device.
     secure: SecureTerms | None
@@ -96,6 +95,7 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     max_staleness: Number
     upload_timeout_s: float
     participation: Participation
+    # At least so many devices are in the sum of an evaluation; 0: no evaluations.
     evaluation_clients: Number
     privacy: None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from random import Random
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
 from papaya.client.history import History, evaluations_of
@@ -76,6 +76,14 @@ _NEVER = float("inf")
 _MIN_HEARTBEAT_S = 0.2
 
 
+class CountedAs(NamedTuple):
+    """An entry of the history, and the gap and the limit that apply to it."""
+
+    name: TaskId
+    gap_s: float
+    limit: int | None
+
+
 class AcceptedBundles(Protocol):
     """What the device has accepted of its owners, and what follows for participations."""
 
@@ -87,8 +95,8 @@ class AcceptedBundles(Protocol):
         """Does the device have to fetch this bundle before it can join?"""
         ...
 
-    def counted(self, joined: Joined) -> tuple[TaskId, float, int | None]:
-        """The name under which a participation counts, its gap and its limit."""
+    def counted(self, joined: Joined) -> tuple[CountedAs, ...]:
+        """The names under which a participation counts; all of them must allow it."""
         ...
 
 
@@ -101,9 +109,9 @@ class NoBundles:
     def lacks(self, bundle: BlobKey) -> bool:
         return False
 
-    def counted(self, joined: Joined) -> tuple[TaskId, float, int | None]:
+    def counted(self, joined: Joined) -> tuple[CountedAs, ...]:
         name = evaluations_of(joined.parameters) if joined.evaluates else joined.task
-        return name, joined.participation_gap_s, joined.max_participations
+        return (CountedAs(name, joined.participation_gap_s, joined.max_participations),)
 
 
 class Client:
@@ -135,10 +143,9 @@ class Client:
         self.task: TaskId | None = None
         self.joined: Joined | None = None
         self._ticket = b""
-        # The history entry of this participation: the task, or all evaluations of its program.
-        self._remembered_as = ""
-        # The gap and the limit of participations that apply to it.
-        self._limits: tuple[float, int | None] = (0.0, None)
+        # The history entries of this participation: the task, or all evaluations of its program,
+        # or the run and the task of an owner.
+        self._counted: tuple[CountedAs, ...] = ()
 
         # All selectors, and the index of the one in use. A failed request moves on to the next.
         self._selectors = selectors
@@ -334,11 +341,11 @@ class Client:
         self._ticket = joined.ticket
         if self._stopping:
             return self._leave("stopped", self._stopping)
-        self._remembered_as, gap_s, limit = self._bundles.counted(joined)
-        if self._remembered_as != joined.task:
-            self.history.learn(joined.task, self._remembered_as)
-        self._limits = gap_s, limit
-        if not self.history.allows(now, self._remembered_as, gap_s, limit):
+        self._counted = self._bundles.counted(joined)
+        for counted in self._counted:
+            if counted.name != joined.task:
+                self.history.learn(joined.task, counted.name)
+        if not all(self.history.allows(now, *counted) for counted in self._counted):
             return self._leave("gave_up", "this device has taken part too recently or too often")
         self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
@@ -402,8 +409,10 @@ class Client:
             return self._leave("failed", f"{self._chunks} chunks, the limit is {MAX_CHUNKS}")
         self._upload_id = f"{self._rng.getrandbits(64):016x}"
         self._to_send = list(range(self._chunks))
-        participated = self.history.record(now, self._remembered_as, *self._limits)
-        return [Remember(self._remembered_as, participated), *self._send_next(now)]
+        remembered = [
+            Remember(counted.name, self.history.record(now, *counted)) for counted in self._counted
+        ]
+        return [*remembered, *self._send_next(now)]
 
     @property
     def _chunks(self) -> int:

@@ -2,7 +2,7 @@
 
     bundles.db           marks and statements of owners; written before they count
     blobs/<sha256>       programs, in a cache of bounded size
-    programs/<sha256>/   the same, unpacked for the engine
+    programs/<sha256>/   the same, unpacked for the engine; counted with the blobs
 
 The signature is verified before a manifest is parsed, the hash of a blob before it is stored. A
 bundle that is refused is not asked for again until it changes or the device restarts, or for an
@@ -34,10 +34,10 @@ from papaya.bundle.manifest import (
     verified,
 )
 from papaya.bundle.owner import OwnerKeys, SignedStatement, key_id
-from papaya.client.client import NoBundles
+from papaya.client.client import CountedAs, NoBundles
 from papaya.device.device_file import DeviceFile
 from papaya.device.owners import OwnerPolicy
-from papaya.errors import OperatorError
+from papaya.errors import OperatorError, ProtocolError
 from papaya.learning.definition import TaskTerms
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.participation import Joined
@@ -46,7 +46,7 @@ MAX_NAMED: Final = 32
 """How many refused bundles a check-in names."""
 _MAX_REFUSED: Final = 256
 _ASK_AGAIN_S: Final = 3600.0
-_MAY_PASS: Final = ("expired", "too_far_ahead", "wrong_bytes")
+_MAY_PASS: Final = ("expired", "too_far_ahead", "wrong_bytes", "cannot_keep")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS mark (
     owner TEXT NOT NULL, task TEXT NOT NULL, recoveries INTEGER NOT NULL,
@@ -86,13 +86,21 @@ class Bundle(Struct, frozen=True):
             threshold=None if manifest.secure is None else manifest.secure.threshold,
         )
 
+    def check_evaluation(self, clients: int | None = None) -> None:
+        """ProtocolError unless the owner allows evaluations, and sums of so few clients."""
+        task, signed = self.manifest.task, self.manifest.evaluation_clients
+        if signed == 0:
+            raise ProtocolError(f"the owner of {task} has signed no evaluations")
+        if clients is not None and clients < signed:
+            raise ProtocolError(
+                f"an evaluation of {clients} clients; the owner of {task} has signed at least "
+                f"{signed}"
+            )
+
     @property
-    def counted_as(self) -> str:
-        """The name under which participations count: of the run, or of all runs of the task."""
-        manifest = self.manifest
-        if manifest.participation.scope == "run":
-            return self.run
-        return f"{manifest.owner}/{manifest.task}"
+    def task_name(self) -> str:
+        """The name under which the participations in all runs of the task count."""
+        return f"{self.manifest.owner}/{self.manifest.task}"
 
 
 FetchBlob: TypeAlias = Callable[[BlobKey, int], Awaitable[bytes]]
@@ -129,6 +137,10 @@ class BundleStore:
     def owners(self) -> tuple[str, ...]:
         return tuple(sorted(self._policies))
 
+    def may_use(self, collection: str) -> bool:
+        """Does a policy let an owner use this collection?"""
+        return any(policy.may_use(collection) for policy in self._policies.values())
+
     def lacks(self, head_key: str, now: float) -> bool:
         """Does this bundle have to be fetched? Also if its lease is over: it may be renewed."""
         found = self._ready.get(head_key)
@@ -146,13 +158,9 @@ class BundleStore:
             return "the owner has replaced this run"
         return "" if now < bundle.lease_until else "the lease of this run is over"
 
-    def limits(self, bundle: Bundle) -> tuple[float, int]:
-        """The gap between participations and their number, whatever a server says."""
-        return self._policies[bundle.manifest.owner].limits(bundle.manifest)
-
-    def min_gap_s(self, bundle: Bundle) -> float:
-        """The device's own gap, which holds for evaluations too."""
-        return self._policies[bundle.manifest.owner].min_gap_s
+    def policy_of(self, bundle: Bundle) -> OwnerPolicy:
+        """What the device allows the owner of a bundle, whatever a server says."""
+        return self._policies[bundle.manifest.owner]
 
     def refused(self, now: float) -> tuple[str, ...]:
         """The names of refused bundles, for a check-in, the newest first."""
@@ -209,13 +217,21 @@ class BundleStore:
         return manifest
 
     def has_blob(self, reference: BlobRef) -> bool:
-        return (self._folder / "blobs" / reference.sha256).is_file()
+        """Is this blob here, as the owner signed it? What the disk has damaged is fetched again."""
+        try:
+            reference.check((self._folder / "blobs" / reference.sha256).read_bytes(), "blob")
+        except (OSError, BundleError):
+            return False
+        return True
 
     def keep_blob(self, reference: BlobRef, data: bytes, what: str) -> None:
         """Store a downloaded blob, if it is the one that the owner signed."""
         reference.check(data, what)
-        self._make_room(len(data))
-        _write(self._folder / "blobs" / reference.sha256, data)
+        try:
+            self._make_room(2 * len(data))  # it will be unpacked: the files are no larger
+            _write(self._folder / "blobs" / reference.sha256, data)
+        except OSError as error:
+            raise _unusable(self._folder, error) from error
 
     def prepare(self, head_key: str, head: bytes, manifest: TaskManifest) -> Bundle:
         """Unpack the program. Now the device can take part in the run."""
@@ -304,28 +320,53 @@ class BundleStore:
             if _holds(folder, files):
                 return folder
             shutil.rmtree(folder, ignore_errors=True)  # a power loss left a part of it
-            temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unpacking-"))
-            for name, content in files.items():
-                path = temporary / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-            temporary.rename(folder)
+            _write_files(folder, files)
         except OSError as error:
             raise _unusable(self._folder, error) from error
         return folder
 
     def _make_room(self, needed: int) -> None:
         """Delete the blobs and programs that were used least recently, until this one fits."""
-        blobs = sorted((self._folder / "blobs").iterdir(), key=lambda path: path.stat().st_atime)
-        used = sum(path.stat().st_size for path in blobs)
+        cached = [
+            path for part in ("blobs", "programs") for path in (self._folder / part).iterdir()
+        ]
         in_use = {bundle.program.name for bundle in self._ready.values()}
-        for path in blobs:
+        used = sum(map(_size, cached))
+        for path in sorted(cached, key=lambda path: path.stat().st_atime):
             if used + needed <= self._max_bytes:
                 return
             if path.name not in in_use:
-                used -= path.stat().st_size
-                path.unlink()
-                shutil.rmtree(self._folder / "programs" / path.name, ignore_errors=True)
+                used -= _size(path)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        if used + needed > self._max_bytes:
+            raise OperatorError(
+                f"no room for {needed} bytes in the cache of {self._max_bytes} bytes in "
+                f"{self._folder}: {used} are in use",
+                hint="unpin an owner, or restart the device",
+            )
+
+
+def _size(path: Path) -> int:
+    """Of a file, or of all files in a folder. OSError if another process deletes it meanwhile."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder that appears complete or not at all."""
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".unpacking-"))
+    try:
+        for name, content in files.items():
+            path = temporary / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
@@ -352,33 +393,36 @@ class VisitBundles(NoBundles):
     def lacks(self, bundle: BlobKey) -> bool:
         return self._store.lacks(bundle, self._now())
 
-    def counted(self, joined: Joined) -> tuple[TaskId, float, int | None]:
+    def counted(self, joined: Joined) -> tuple[CountedAs, ...]:
         bundle = self._store.of_run(joined.parameters.partition("/")[0])
         if bundle is None:
             return super().counted(joined)
-        gap_s, limit = self._store.limits(bundle)
+        policy, manifest = self._store.policy_of(bundle), bundle.manifest
+        gap_s, limit = policy.limits(manifest)
         if joined.evaluates:
-            manifest = bundle.manifest
-            gap_s = max(joined.participation_gap_s, self._store.min_gap_s(bundle))
-            return f"{manifest.owner}/{manifest.task}/evaluate", gap_s, limit
-        return bundle.counted_as, gap_s, limit
+            gap_s = max(joined.participation_gap_s, policy.min_gap_s)
+            return (CountedAs(f"{bundle.task_name}/evaluate", gap_s, limit),)
+        if manifest.participation.scope == "task":
+            return (CountedAs(bundle.task_name, gap_s, limit),)
+        # The owner's limits start again with each run, those of the device do not.
+        return (
+            CountedAs(bundle.run, gap_s, limit),
+            CountedAs(bundle.task_name, policy.min_gap_s, policy.max_participations),
+        )
 
 
 def _write(path: Path, data: bytes) -> None:
     """Write a file that appears complete or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise _unusable(path.parent, error) from error
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _unusable(folder: Path, error: OSError) -> OperatorError:

@@ -1,11 +1,13 @@
 """Confines the calling process for the rest of its life, by means of the Linux kernel.
 
     Landlock     files: read below a list of paths, and nothing else
-    seccomp      system calls: only those on a list. There are none for sockets, for new programs
-                 and processes, for signals to others, or for a look into other processes
+    seccomp      system calls: only those on a list. There are none for sockets, for new programs,
+                 processes and threads, for signals to others, or for a look into other processes
     no_new_privs a set-uid program could not undo either
 
-Both are inherited by threads and cannot be taken back. Anything that is not allowed fails with
+Neither can be taken back. A filter cannot count threads, and RLIMIT_NPROC counts those of all
+processes of the user and does not hold for root: so there are no new threads at all. The engines
+compute on one. Anything that is not allowed fails with
 EPERM or EACCES, so a library that tries something optional goes on without it. Files that are open
 already stay open: close them first.
 
@@ -65,7 +67,7 @@ _ALLOWED: Final = {
     "eventfd2": 290, "restart_syscall": 219,
     # signals of this process
     "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "sigaltstack": 131,
-    # threads
+    # threads that exist: new ones need clone, which is not on the list
     "exit": 60, "exit_group": 231, "gettid": 186, "set_tid_address": 218,
     "set_robust_list": 273, "get_robust_list": 274, "membarrier": 324, "rseq": 334,
     "sched_getaffinity": 204, "sched_getparam": 143, "sched_getscheduler": 145,
@@ -78,13 +80,10 @@ _ALLOWED: Final = {
 # fmt: on
 _IOCTL: Final = 16
 _FCNTL: Final = 72
-_CLONE: Final = 56
 _PRCTL: Final = 157
 _TGKILL: Final = 234
 _PRLIMIT: Final = 302
-_CLONE3: Final = 435
 
-_CLONE_THREAD: Final = 0x10000
 # Is it a terminal? Close it in a new program. Python asks these of every file that it opens.
 _IOCTLS: Final = (0x5401, 0x5450, 0x5451)
 # Copy a descriptor, read and change its flags. With F_SETOWN and F_SETSIG, a write to a pipe could
@@ -95,12 +94,11 @@ _PRCTLS: Final = (15, 16, 0x53564D41)
 
 # -- the filter's machine code -------------------------------------------------------------------
 
-_LOAD, _IF_EQUAL, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
+_LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
 _X86_64: Final = 0xC000003E
 _ALLOW: Final = 0x7FFF0000
 _REFUSE: Final = 0x00050000 | errno.EPERM
-_ABSENT: Final = 0x00050000 | errno.ENOSYS
 _KILL: Final = 0x80000000
 
 
@@ -179,18 +177,15 @@ def _filter(pid: int) -> list[bytes]:
     return [
         # Another architecture has other numbers. The numbers of x32 are not on the list.
         _load(_ARCHITECTURE_AT),
-        _if(_IF_EQUAL, _X86_64, 1),
+        _if_equal(_X86_64, 1),
         _end(_KILL),
         _load(_NUMBER_AT),
         *plain,
-        *_on(_IOCTL, _if_argument(1, _IF_EQUAL, _IOCTLS)),
-        *_on(_FCNTL, _if_argument(1, _IF_EQUAL, _FCNTLS)),
-        *_on(_PRCTL, _if_argument(0, _IF_EQUAL, _PRCTLS)),
-        # A thread, not a process. Its flags cannot be seen in clone3: libraries then use clone.
-        *_on(_CLONE, _if_argument(0, _IF_ANY_BIT, (_CLONE_THREAD,))),
-        *_on(_CLONE3, [_end(_ABSENT)]),
+        *_on(_IOCTL, _if_argument(1, _IOCTLS)),
+        *_on(_FCNTL, _if_argument(1, _FCNTLS)),
+        *_on(_PRCTL, _if_argument(0, _PRCTLS)),
         # A signal to this process, such as abort() sends.
-        *_on(_TGKILL, _if_argument(0, _IF_EQUAL, (pid,))),
+        *_on(_TGKILL, _if_argument(0, (pid,))),
         # Read a limit of this process: without new values.
         *_on(_PRLIMIT, [*_if_null(2), _end(_REFUSE)]),
         _end(_REFUSE),
@@ -199,11 +194,11 @@ def _filter(pid: int) -> list[bytes]:
 
 def _on(number: int, then: list[bytes]) -> list[bytes]:
     """If this is the system call, do `then`, which must end."""
-    return [_if(_IF_EQUAL, number, 0, len(then)), *then]
+    return [_if_equal(number, 0, len(then)), *then]
 
 
-def _if_argument(place: int, test: int, values: Iterable[int]) -> list[bytes]:
-    allowed = [line for value in values for line in (_if(test, value, 0, 1), _end(_ALLOW))]
+def _if_argument(place: int, values: Iterable[int]) -> list[bytes]:
+    allowed = [line for value in values for line in (_if_equal(value, 0, 1), _end(_ALLOW))]
     return [_load(_ARGUMENTS_AT + 8 * place), *allowed, _end(_REFUSE)]
 
 
@@ -211,9 +206,9 @@ def _if_null(place: int) -> list[bytes]:
     low = _ARGUMENTS_AT + 8 * place
     return [
         _load(low),
-        _if(_IF_EQUAL, 0, 0, 3),
+        _if_equal(0, 0, 3),
         _load(low + 4),
-        _if(_IF_EQUAL, 0, 0, 1),
+        _if_equal(0, 0, 1),
         _end(_ALLOW),
     ]
 
@@ -222,8 +217,8 @@ def _load(offset: int) -> bytes:
     return _instruction(_LOAD, offset)
 
 
-def _if(test: int, value: int, skip_if_true: int, skip_if_false: int = 0) -> bytes:
-    return _instruction(test, value, skip_if_true, skip_if_false)
+def _if_equal(value: int, skip_if_true: int, skip_if_false: int = 0) -> bytes:
+    return _instruction(_IF_EQUAL, value, skip_if_true, skip_if_false)
 
 
 def _end(action: int) -> bytes:

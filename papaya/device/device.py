@@ -37,6 +37,7 @@ from papaya.device.events import (
     NotEligible,
     Notify,
     StageReached,
+    StepsTrained,
     Troubled,
     VisitEnded,
     VisitScheduled,
@@ -138,7 +139,10 @@ class Device:
             None if store is None else VisitBundles(store, now),
         )
         visit = self._visit = DeviceVisit(
-            machine, self._equipment, lambda stage: self._reached(machine, stage)
+            machine,
+            self._equipment,
+            lambda stage: self._reached(machine, stage),
+            lambda done, steps: self._step_done(machine, done, steps),
         )
         if self._stopping.is_set():
             visit.interrupt("the device was told to stop")
@@ -172,6 +176,8 @@ class Device:
         except PapayaError as error:
             if isinstance(error, BundleError):  # asking again does not help: exclude it
                 store.refuse(refused(task, head_key), error.reason, now)
+            elif isinstance(error, OperatorError):  # such as a full disk: hold no slot meanwhile
+                store.refuse(refused(task, head_key), "cannot_keep", now)
             self._failures += 1
             return in_words(error)
         try:
@@ -277,6 +283,10 @@ class Device:
     def _reached(self, machine: Client, stage: Stage) -> None:
         if stage is not Stage.OVER:
             self._notify(StageReached(self.name, self._process.now(), stage.value, machine.task))
+
+    def _step_done(self, machine: Client, done: int, steps: int) -> None:
+        at = self._process.now()
+        self._notify(StepsTrained(self.name, at, machine.task or "", done, steps))
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

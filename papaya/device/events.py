@@ -27,6 +27,14 @@ class StageReached(Event, frozen=True):
     task: str | None
 
 
+class StepsTrained(Event, frozen=True):
+    """A long training or evaluation has done this many of its steps."""
+
+    task: str
+    done: int
+    steps: int
+
+
 class VisitEnded(Event, frozen=True, tag="Ended"):
     """A visit is over. `detail` is not sent to the server; `task` is None if none was assigned."""
 

@@ -15,6 +15,7 @@ from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
+from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import Examples, TaskTerms
 from papaya.learning.parameters import Manifest, Vector
 from papaya.messages.base import TaskId
@@ -55,27 +56,38 @@ class TaskFile(Struct, frozen=True):
 class Job(Struct, frozen=True):
     """Train or evaluate with one task file, by its path, or with a bundle, by its run.
 
-    `volume`: how many examples the device could train on.
+    `volume`: how many examples the device could train on. `manifest`: of the bundle; the executor
+    sets it.
 
-    "load" calls the file's `load_examples` on the texts in `examples`.
+    "load" calls the file's `load_examples` on the texts in `examples`. "check" looks for the first
+    example that the task cannot use.
     """
 
-    kind: Literal["train", "evaluate", "load"]
+    kind: Literal["train", "evaluate", "load", "check"]
     task_file: str
     parameters: bytes
     examples: tuple[bytes, ...]
     seed: int = 0
     volume: int = 0
+    manifest: bytes = b""
 
 
 class JobResult(Struct, frozen=True):
     """Bytes to upload, and the weight: the examples trained on, or 1 for an evaluation.
 
-    For "load": the examples of each text, as MessagePack, and their number.
+    For "load": the examples of each text, as MessagePack, and their number. For "check": the
+    `UnfitExample` as MessagePack, or nothing.
     """
 
     update: bytes
     examples: int
+
+
+class UnfitExample(Struct, frozen=True):
+    """An example that a task cannot use, by its place in the list, and the problem."""
+
+    index: int
+    problem: str
 
 
 class JobFailed(Exception):
@@ -93,11 +105,19 @@ class TrainingEngine(Protocol):
     @property
     def manifest(self) -> Manifest: ...
 
-    def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
+    def check(self, examples: Sequence[bytes]) -> None:
+        """Raises if the task cannot make a batch of these examples."""
+        ...
+
+    def train(
+        self, parameters: Vector, examples: Sequence[bytes], seed: int, step_done: StepDone
+    ) -> tuple[bytes, int]:
         """The update and the number of examples."""
         ...
 
-    def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
+    def evaluate(
+        self, parameters: Vector, examples: Sequence[bytes], volume: int, step_done: StepDone
+    ) -> bytes:
         """The evaluation vector of a device with `volume` training examples."""
         ...
 
@@ -114,6 +134,9 @@ class Executor(Protocol):
         """Jobs may name this run from now on. OperatorError if code of bundles cannot be run."""
         ...
 
-    async def run(self, job: Job, timeout_s: float) -> JobResult:
-        """Return the result, or raise JobFailed within the timeout."""
+    async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
+        """Return the result, or raise JobFailed within the timeout.
+
+        If the job takes long, `step_done` is called from time to time.
+        """
         ...

@@ -26,6 +26,8 @@ import selectors
 import signal
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Final, NoReturn, cast
@@ -36,22 +38,36 @@ from msgspec import structs
 from papaya.bundle.manifest import TaskManifest
 from papaya.bundle.owner import decode as decode_statement
 from papaya.device import confinement, frames
-from papaya.device.executor import LOADER, EngineName, Job, JobResult, TaskFile, TrainingEngine
-from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, Unloadable
+from papaya.device.executor import (
+    LOADER,
+    EngineName,
+    Job,
+    JobResult,
+    TaskFile,
+    TrainingEngine,
+    UnfitExample,
+)
+from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, StepsDone, Unloadable
 from papaya.errors import OperatorError
+from papaya.learning.client_training import StepDone
 from papaya.learning.definition import TaskTerms
 from papaya.learning.executorch.program_file import read_program
 from papaya.learning.parameters import decode
 
 _MAX_REASON: Final = 500
+_CHECKED_TOGETHER: Final = 64
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class JobLimits(msgspec.Struct, frozen=True):
-    """`memory_mb` is address space beyond that of this process when it forks."""
+    """`memory_mb` is address space beyond that of this process when it forks.
+
+    `report_interval_s`: between two reports of a job's progress; a shorter job sends none.
+    """
 
     memory_mb: int
     niceness: int
+    report_interval_s: float
     confined: bool
 
 
@@ -150,12 +166,14 @@ def _be_a_job(
         try:
             _limit(channel, order.cpu_s, limits, parent)
             path = Path(order.task_file)
-            program = path.parent if order.manifest else path
+            program = path.parent if order.is_bundle else path
             if limits.confined:
                 confinement.confine((*confinement.engine_paths(), program))
+            job = _read_job(channel)
             if engine is None:
-                engine = _load_bundle(path, order.manifest, limits)
-            data = frames.frame(frames.Success(_run(_read_job(channel), engine)))
+                engine = _load_bundle(path, job.manifest, limits)
+            step_done = _reporting(channel, limits.report_interval_s)
+            data = frames.frame(frames.Success(_run(job, engine, step_done)))
         except BaseException as error:
             data = frames.frame(_problem(error))
         _write(channel, data)
@@ -192,14 +210,29 @@ def _address_space_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def _run(job: Job, engine: TrainingEngine) -> JobResult:
+def _reporting(channel: int, interval_s: float) -> StepDone:
+    """Tells the sandbox how far the job has come, from time to time."""
+    reported_at = time.monotonic()
+
+    def step_done(done: int, steps: int) -> None:
+        nonlocal reported_at
+        if time.monotonic() >= reported_at + interval_s:
+            reported_at = time.monotonic()
+            _write(channel, frames.frame(StepsDone(done, steps)))
+
+    return step_done
+
+
+def _run(job: Job, engine: TrainingEngine, step_done: StepDone) -> JobResult:
     random.seed(job.seed)
     if job.kind == "load":
         return _load_examples(job)
+    if job.kind == "check":
+        return _check_examples(job.examples, engine)
     parameters = decode(job.parameters, engine.manifest.length)
     if job.kind == "train":
-        return JobResult(*engine.train(parameters, job.examples, job.seed))
-    return JobResult(engine.evaluate(parameters, job.examples, job.volume), 1)
+        return JobResult(*engine.train(parameters, job.examples, job.seed, step_done))
+    return JobResult(engine.evaluate(parameters, job.examples, job.volume, step_done), 1)
 
 
 def _load_examples(job: Job) -> JobResult:
@@ -209,6 +242,22 @@ def _load_examples(job: Job) -> JobResult:
         if not isinstance(example, bytes):
             raise TypeError(f"it returned a {type(example).__name__}, expected bytes")
     return JobResult(msgspec.msgpack.encode(loaded), sum(map(len, loaded)))
+
+
+def _check_examples(examples: Sequence[bytes], engine: TrainingEngine) -> JobResult:
+    """Many at a time. If that fails, one by one: good examples need not fit into one batch."""
+    for start in range(0, len(examples), _CHECKED_TOGETHER):
+        together = examples[start : start + _CHECKED_TOGETHER]
+        try:
+            engine.check(together)
+        except Exception:
+            for index, example in enumerate(together, start):
+                try:
+                    engine.check([example])
+                except Exception as error:
+                    unfit = UnfitExample(index, _problem(error).reason)
+                    return JobResult(msgspec.msgpack.encode(unfit), 0)
+    return JobResult(b"", len(examples))
 
 
 def _problem(error: BaseException) -> JobProblem:
@@ -293,13 +342,15 @@ def _load(
 
 
 def main(arguments: list[str]) -> None:
-    """`fork_server <socket> <engine> <memory_mb> <niceness> <confined> <task file>...`"""
+    """`fork_server <socket> <engine> <memory_mb> <niceness> <report_interval_s> <confined> <task
+    file>...`
+    """
     name = cast(EngineName, arguments[1])
     host = socket.socket(fileno=int(arguments[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sandbox decides, and closes the socket
     with host, contextlib.suppress(ConnectionError):
         try:
-            engines, tasks = _load(name, arguments[5:])
+            engines, tasks = _load(name, arguments[6:])
         except OperatorError as error:
             host.sendall(frames.packet(Unloadable(str(error), error.hint)))
             return
@@ -308,12 +359,13 @@ def main(arguments: list[str]) -> None:
             host.sendall(frames.packet(Unloadable(f"cannot load engine {name}: {error}", hint)))
             return
         unconfined = (
-            confinement.missing() or "" if arguments[4] == "yes" else "confinement is disabled"
+            confinement.missing() or "" if arguments[5] == "yes" else "confinement is disabled"
         )
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
         host.sendall(frames.packet(Ready(tasks, unconfined)))
-        limits = JobLimits(int(arguments[2]), int(arguments[3]), not unconfined)
+        numbers = int(arguments[2]), int(arguments[3]), float(arguments[4])
+        limits = JobLimits(*numbers, not unconfined)
         ForkServer(host, engines, limits).serve()
 
 

@@ -2,22 +2,23 @@
 
 sandbox ── Start + one end of a socket pair ──▶ fork-server ── fork ──▶ job
    │    ◀── Ready | Unloadable, once; Ended ──                           │
-   └───────────── Job ──▶   ◀── Success | JobProblem ────────────────────┘
+   └───────────── Job ──▶   ◀── StepsDone, … , Success | JobProblem ─────┘
 
 Orders and answers of the fork-server are packets, one message in MessagePack each. A job and its
 result travel on the job's own socket pair, as frames: eight bytes of length, little-endian, and one
-message. So examples and updates never enter the fork-server, whose memory every later job inherits.
+message. So examples, manifests of bundles and updates never enter the fork-server, whose memory
+every later job inherits.
 
 Nothing is pickled. The job is not trusted: the sandbox bounds what it reads from it and decodes it
-into `JobOutcome` only.
+into `JobMessage` only.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from papaya.device.executor import FailureKind, Job, JobResult, TaskFile
 
@@ -25,17 +26,19 @@ HEADER_BYTES: Final = 8
 PACKET_BYTES: Final = 1 << 17
 """No packet is longer."""
 
+StepCount = Annotated[int, Meta(ge=0, le=2**53)]
+
 
 class Start(Struct, frozen=True, tag=True):
     """Fork a job for this task file, on the socket that comes with the packet.
 
-    `manifest`: of the bundle that the file belongs to; empty for a file of this device.
+    `is_bundle`: the file is the program of a bundle, whose manifest comes with the job.
     """
 
     id: int
     task_file: str
     cpu_s: int
-    manifest: bytes = b""
+    is_bundle: bool
 
 
 class Kill(Struct, frozen=True, tag=True):
@@ -61,6 +64,13 @@ class Ended(Struct, frozen=True, tag=True):
     status: int
 
 
+class StepsDone(Struct, frozen=True, tag=True):
+    """How far a long job has come. Only numbers: nothing of the examples reaches the log."""
+
+    done: StepCount
+    steps: StepCount
+
+
 class Success(Struct, frozen=True, tag=True):
     result: JobResult
 
@@ -73,15 +83,16 @@ class JobProblem(Struct, frozen=True, tag=True):
 Order = Start | Kill
 ForkServerReply = Ready | Unloadable | Ended
 JobOutcome = Success | JobProblem
+JobMessage = StepsDone | JobOutcome
 
 packet: Final = msgspec.msgpack.Encoder().encode
 orders: Final = msgspec.msgpack.Decoder(Order)
 answers: Final = msgspec.msgpack.Decoder(ForkServerReply)
 jobs: Final = msgspec.msgpack.Decoder(Job)
-outcomes: Final = msgspec.msgpack.Decoder(JobOutcome)
+job_messages: Final = msgspec.msgpack.Decoder(JobMessage)
 
 
-def frame(message: Job | JobOutcome) -> bytes:
+def frame(message: Job | JobMessage) -> bytes:
     """The bytes of one frame."""
     buffer = bytearray(HEADER_BYTES)
     msgspec.msgpack.Encoder().encode_into(message, buffer, HEADER_BYTES)

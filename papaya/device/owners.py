@@ -9,7 +9,7 @@ A TOML file of the person who runs the device, never of a server:
     engines = ["torch"]          # "torch" runs this owner's code on the device, confined
     max_examples = 1500          # per training
     max_training_s = 600
-    max_participations = 100     # in one task
+    max_participations = 100     # in one task, over all of its runs
     min_gap_s = 3600             # between two of them
 
 Refused: a manifest that asks for more than its owner is allowed.
@@ -65,13 +65,16 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         count = self.max_participations if asked.max_count is None else asked.max_count
         return max(asked.gap_s, self.min_gap_s), min(count, self.max_participations)
 
+    def may_use(self, collection: str) -> bool:
+        return any(fnmatchcase(collection, pattern) for pattern in self.collections)
+
     def check(self, manifest: TaskManifest) -> None:
         """BundleError with everything that the manifest asks for and this policy does not allow."""
         collection, seconds = manifest.examples.collection, manifest.training_timeout_s
         examples = manifest.client.max_examples
         allowed = {
             f"engine {manifest.engine}": manifest.engine in self.engines,
-            f"collection {collection!r}": any(fnmatchcase(collection, c) for c in self.collections),
+            f"collection {collection!r}": self.may_use(collection),
             f"{examples} examples": examples <= self.max_examples,
             f"{seconds:g} s of training": seconds <= self.max_training_s,
         }

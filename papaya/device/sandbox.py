@@ -1,9 +1,13 @@
 """Runs a device's jobs in child processes with limits; the device's process survives all of them.
 
-Jobs are forked from one fork-server that imported the engine once
-(`papaya/device/fork_server.py`). This side imports no engine, so a process with many devices
-stays small. The fork-server is a new program, not a fork of this process, which has threads and
-sockets.
+Jobs are forked from a fork-server that imported the engine once (`papaya/device/fork_server.py`).
+This side imports no engine, so a process with many devices stays small. A fork-server is a new
+program, not a fork of this process, which has threads and sockets.
+
+A job inherits the memory of its fork-server. So there are two: one imports the device's own task
+files, the other only the engine, and jobs of bundles come from that one. The code and the manifest
+of a bundle are read in its job and nowhere else, so owners can share the second one. It is started
+by the first job of a bundle; a device without task files of its own has only one.
 
 A job cannot outlive its timeout or this process, exceed its memory limit, write files, or block
 this process or the next job. If the fork-server dies, its jobs fail, and it is started again for
@@ -32,26 +36,31 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec import structs
 
 from papaya.device import frames
 from papaya.device.executor import LOADER, EngineName, Job, JobFailed, JobResult, TaskFile
 from papaya.device.frames import (
     Ended,
+    JobMessage,
     JobOutcome,
     JobProblem,
     Kill,
     Order,
     Ready,
     Start,
+    StepsDone,
     Success,
     Unloadable,
 )
 from papaya.errors import OperatorError
+from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.evaluation import EVALUATION_LENGTH
 from papaya.messages.base import TaskId
 
 _KILL_GRACE_S: Final = 5.0
 _RESTART_INTERVAL_S: Final = 5.0
+_REPORT_INTERVAL_S: Final = 5.0
 _MAX_CPU_S: Final = 1e6  # a timeout may be any finite number
 _PACKAGES: Final = str(Path(__file__).resolve().parents[2])
 _GONE: Final = "the sandbox is closed"
@@ -62,6 +71,7 @@ _PASSED_ON: Final = (
 _PASSED_ON_PREFIXES: Final = ("LC_", "PYTHON", "TORCH", "HF_", "OMP_", "MKL_")
 _SPARE_BYTES: Final = 1 << 16  # of a result's frame beside the update
 _LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
+_MAX_REPORTS: Final = 10_000  # of progress; honest jobs send one every few seconds
 
 
 class Sandbox:
@@ -77,19 +87,17 @@ class Sandbox:
         niceness: int = 10,
         confined: bool = True,
         restart_interval_s: float = _RESTART_INTERVAL_S,
+        report_interval_s: float = _REPORT_INTERVAL_S,
     ) -> None:
         """`confined=False` is INSECURE: then jobs have all the rights of this user."""
         files = [str(path) for path in dict.fromkeys(task_files)]
-        confinement = "yes" if confined else "no"
-        self._arguments = [engine, str(memory_mb), str(niceness), confinement, *files]
+        limits = [str(memory_mb), str(niceness), str(report_interval_s)]
+        settings = [engine, *limits, "yes" if confined else "no"]
         self._engine = engine
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
-        self._restart_interval_s = restart_interval_s
-        self._starting = asyncio.Lock()
-        self._server: _ForkServer | None = None
-        self._next_start = -math.inf
-        self._closed = False
-        self._tasks: tuple[TaskFile, ...] = ()
+        self._own = _ForkServerKeeper([*settings, *files], restart_interval_s)
+        # Nothing of a task file is in the memory of a bundle's jobs.
+        self._for_bundles = _ForkServerKeeper(settings, restart_interval_s) if files else self._own
         # Programs of bundles, by their run.
         self._bundled: dict[str, TaskFile] = {}
         # Why jobs are not confined, once started; empty if they are.
@@ -98,12 +106,11 @@ class Sandbox:
     @property
     def tasks(self) -> tuple[TaskFile, ...]:
         """The loaded task files."""
-        return self._tasks
+        return self._own.tasks
 
     async def start(self) -> None:
         """Load the task files, or raise OperatorError."""
-        server = await self._alive()
-        self._tasks, self.unconfined = server.tasks, server.unconfined
+        self.unconfined = (await self._own.alive()).unconfined
 
     def add_bundle(self, run: TaskId, file: TaskFile) -> None:
         """From now on jobs may name this run; it replaces an earlier revision."""
@@ -114,7 +121,7 @@ class Sandbox:
             )
         self._bundled[run] = file
 
-    async def run(self, job: Job, timeout_s: float) -> JobResult:
+    async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
         """Run a job. Waiting for a free place counts towards the timeout."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
@@ -126,9 +133,11 @@ class Sandbox:
             ) from None
         try:
             async with asyncio.timeout_at(deadline):
-                server = await self._alive()
+                is_bundle = job.task_file in self._bundled
+                server = await (self._for_bundles if is_bundle else self._own).alive()
+                file = self._file_of(job)
                 cpu_s = math.ceil(min(timeout_s, _MAX_CPU_S)) + 1
-                return await server.run(job, self._file_of(job, server.tasks), cpu_s)
+                return await server.run(job, file, cpu_s, step_done)
         except TimeoutError:
             raise JobFailed("timeout", f"training did not finish within {timeout_s:g} s") from None
         except OperatorError as error:
@@ -136,8 +145,8 @@ class Sandbox:
         finally:
             self._slots.release()
 
-    def _file_of(self, job: Job, loaded: Sequence[TaskFile]) -> TaskFile:
-        files = {file.path: file for file in loaded} | self._bundled
+    def _file_of(self, job: Job) -> TaskFile:
+        files = {file.path: file for file in self.tasks} | self._bundled
         if job.task_file not in files:
             raise JobFailed("refused", f"{job.task_file} is not a task file of this device")
         if job.kind == "load" and self._engine != "torch":
@@ -145,23 +154,52 @@ class Sandbox:
         return files[job.task_file]
 
     async def close(self) -> None:
-        """End all jobs and the fork-server."""
+        """End all jobs and the fork-servers."""
+        await self._own.close()
+        await self._for_bundles.close()
+
+
+class _ForkServerKeeper:
+    """Starts a fork-server when it is needed, and again if it died, but not too often."""
+
+    def __init__(self, arguments: list[str], restart_interval_s: float) -> None:
+        # The task files that it loaded when it was first started.
+        self.tasks: tuple[TaskFile, ...] = ()
+        self._arguments = arguments
+        self._restart_interval_s = restart_interval_s
+        # The start of the current one; and the current one, or one that has died.
+        self._starting: asyncio.Task[_ForkServer] | None = None
+        self._server: _ForkServer | None = None
+        self._next_start = -math.inf
+        self._closed = False
+
+    async def alive(self) -> _ForkServer:
+        """The running fork-server. OperatorError if it cannot be started.
+
+        A start goes on if the job that needs it is over: importing an engine may take longer.
+        """
+        if self._closed:
+            raise JobFailed("unavailable", _GONE)
+        if self._starting is None or _is_over(self._starting):
+            self._starting = asyncio.create_task(self._start())
+        try:
+            return await asyncio.shield(self._starting)
+        except asyncio.CancelledError:
+            if self._starting.cancelled():  # by `close`, not by the caller
+                raise JobFailed("unavailable", _GONE) from None
+            raise
+
+    async def close(self) -> None:
         self._closed = True
-        async with self._starting:
-            if self._server is not None:
-                await self._server.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._server is not None:
+            await self._server.close()
 
-    async def _alive(self) -> _ForkServer:
-        async with self._starting:
-            if self._closed:
-                raise JobFailed("unavailable", _GONE)
-            if self._server is None or self._server.is_dead:
-                if self._server is not None:
-                    await self._server.close()
-                self._server = await self._start_server()
-            return self._server
-
-    async def _start_server(self) -> _ForkServer:
+    async def _start(self) -> _ForkServer:
+        if self._server is not None:
+            await self._server.close()
         clock = asyncio.get_running_loop()
         if (wait_s := self._next_start - clock.time()) > 0:
             await asyncio.sleep(wait_s)
@@ -169,7 +207,7 @@ class Sandbox:
         server = await _ForkServer.start(self._arguments)
         try:
             await server.load()
-            if self._tasks and server.tasks != self._tasks:
+            if self.tasks and server.tasks != self.tasks:
                 raise OperatorError(
                     "a task file, or a file that its model loads, has changed since this device "
                     "started",
@@ -178,7 +216,15 @@ class Sandbox:
         except BaseException:
             await server.close()
             raise
+        self.tasks, self._server = server.tasks, server
         return server
+
+
+def _is_over(starting: asyncio.Task[_ForkServer]) -> bool:
+    """Did it fail, or is the fork-server that it started dead?"""
+    if not starting.done():
+        return False
+    return starting.cancelled() or starting.exception() is not None or starting.result().is_dead
 
 
 class _ForkServer:
@@ -222,7 +268,7 @@ class _ForkServer:
             raise OperatorError(answer.message, hint=answer.hint)
         self.tasks, self.unconfined = answer.tasks, answer.unconfined
 
-    async def run(self, job: Job, file: TaskFile, cpu_s: int) -> JobResult:
+    async def run(self, job: Job, file: TaskFile, cpu_s: int, step_done: StepDone) -> JobResult:
         id_ = next(self._ids)
         ended: asyncio.Future[int] = asyncio.Future()
         self._running[id_] = ended
@@ -231,8 +277,9 @@ class _ForkServer:
         try:
             with ours:
                 with theirs:
-                    self._send(Start(id_, file.path, cpu_s, file.manifest), theirs)
-                outcome = await _converse(ours, job, _update_bytes(job, file))
+                    self._send(Start(id_, file.path, cpu_s, bool(file.manifest)), theirs)
+                work = structs.replace(job, manifest=file.manifest)
+                outcome = await _converse(ours, work, _update_bytes(job, file), step_done)
         finally:
             await self._end(id_, ended)
         match outcome or _obituary(ended.result()):
@@ -292,23 +339,31 @@ class _ForkServer:
 
 
 async def _converse(
-    channel: socket.socket, job: Job, update_bytes: int | None
+    channel: socket.socket, job: Job, update_bytes: int | None, step_done: StepDone
 ) -> JobOutcome | None:
     """Give a job its work and return its result; None if it ends without one."""
     loop = asyncio.get_running_loop()
     most = (_LOADED_BYTES if update_bytes is None else update_bytes) + _SPARE_BYTES
     try:
         await loop.sock_sendall(channel, frames.frame(job))
-        header = await _received(channel, frames.HEADER_BYTES)
-        if frames.length(header) > most:
-            return JobProblem("crashed", "wrote more data than a result can have")
-        outcome: JobOutcome = frames.outcomes.decode(
-            await _received(channel, frames.length(header))
-        )
+        for _ in range(_MAX_REPORTS):
+            header = await _received(channel, frames.HEADER_BYTES)
+            if frames.length(header) > most:
+                return JobProblem("crashed", "wrote more data than a result can have")
+            message: JobMessage = frames.job_messages.decode(
+                await _received(channel, frames.length(header))
+            )
+            if not isinstance(message, StepsDone):
+                return _checked(message, update_bytes)
+            step_done(message.done, message.steps)
     except (ConnectionError, EOFError):
         return None
     except (msgspec.DecodeError, UnicodeDecodeError):
         return JobProblem("crashed", "wrote an invalid result")
+    return JobProblem("crashed", f"reported its progress {_MAX_REPORTS} times")
+
+
+def _checked(outcome: JobOutcome, update_bytes: int | None) -> JobOutcome:
     sizes = (None, len(outcome.result.update)) if isinstance(outcome, Success) else (update_bytes,)
     if update_bytes not in sizes:
         return JobProblem("crashed", "wrote an update of the wrong size")
@@ -334,7 +389,7 @@ def _update_bytes(job: Job, file: TaskFile) -> int | None:
             return 4 * file.model_length
         case "evaluate":
             return 4 * EVALUATION_LENGTH
-        case "load":
+        case "load" | "check":
             return None
 
 

@@ -20,9 +20,18 @@ from papaya.bundle.head import PROGRAM_FILE
 from papaya.client.work import Trained
 from papaya.device.bundles import Bundle
 from papaya.device.example_store import ExampleStore, Split
-from papaya.device.executor import LOADER, EngineName, Executor, Job, JobFailed, TaskFile
+from papaya.device.executor import (
+    LOADER,
+    EngineName,
+    Executor,
+    Job,
+    JobFailed,
+    TaskFile,
+    UnfitExample,
+)
 from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
@@ -37,7 +46,8 @@ class TrainingRequest(Struct, frozen=True):
     """What a visit asks of a trainer.
 
     `program` names the task whose model this is: `task` itself, or the one that `task` evaluates.
-    `parameters` is a safetensors file whose hash was checked; its content was not.
+    `parameters` is a safetensors file whose hash was checked; its content was not. A trainer that
+    takes long calls `step_done` from time to time, for the device's log.
     """
 
     task: TaskId
@@ -49,6 +59,7 @@ class TrainingRequest(Struct, frozen=True):
     evaluates: bool
     secure: bool
     timeout_s: float
+    step_done: StepDone = unwatched
 
 
 class Trainer(Protocol):
@@ -161,7 +172,7 @@ class ExecutorTrainer:
             volume=0 if assignment.secure else volume,
         )
         try:
-            result = await self._executor.run(job, assignment.timeout_s)
+            result = await self._executor.run(job, assignment.timeout_s, assignment.step_done)
         except JobFailed as error:
             raise OperatorError(f"{error.kind}: {error.reason}") from error
         return Trained(result.update, result.examples)
@@ -180,6 +191,36 @@ class ExecutorTrainer:
                 ) from error
             loaded += msgpack.decode(result.update, type=list[list[bytes]])
         return loaded
+
+    @property
+    def collections(self) -> dict[TaskId, str]:
+        """The collection that each task uses."""
+        return {task: file.examples.collection for task, file in self._files.items()}
+
+    async def first_unfit(
+        self, collection: str, examples: Sequence[bytes]
+    ) -> tuple[TaskId, UnfitExample] | None:
+        """The first example that a task file of this collection cannot use.
+
+        It is found in a child process.
+        """
+        for task, file in self._files.items():
+            if file.examples.collection != collection:
+                continue
+            checked = 0
+            for lot in _lots(examples):
+                try:
+                    result = await self._executor.run(Job("check", file.path, b"", lot), _LOAD_S)
+                except JobFailed as error:
+                    raise OperatorError(
+                        f"cannot check the examples with {file.path}: {error.reason}",
+                        hint="check the function `batch` of the task file",
+                    ) from error
+                if result.update:
+                    unfit = msgpack.decode(result.update, type=UnfitExample)
+                    return task, UnfitExample(checked + unfit.index, unfit.problem)
+                checked += len(lot)
+        return None
 
     def _examples(
         self, program: TaskId, split: Split, store: ExampleStore

@@ -14,6 +14,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from papaya.client.client import Client, Stage
 from papaya.client.work import (
     Answered,
@@ -32,17 +34,19 @@ from papaya.client.work import (
 )
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.bundles import BundleStore
+from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.device_file import DeviceHistory
 from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore
 from papaya.device.process import DeviceProcess
 from papaya.device.training import Trainer, TrainingRequest
 from papaya.errors import PapayaError, ProtocolError
+from papaya.learning.client_training import StepDone, unwatched
 from papaya.machine import Effects
 from papaya.messages.base import Message, TaskId
-from papaya.messages.participation import Leave
+from papaya.messages.participation import Leave, UploadGranted
 from papaya.messages.selection import CheckIn
+from papaya.secagg.parameters import PublicParameters
 
 _SENDING = (Stage.UPLOADING, Stage.COMPLETING)
 _LONGEST_WAIT_S = 3600.0
@@ -67,13 +71,18 @@ class DeviceVisit:
     """One visit. If cancelled, it stops without a message, like a device that lost its power."""
 
     def __init__(
-        self, machine: Client, equipment: Equipment, reached: Callable[[Stage], None]
+        self,
+        machine: Client,
+        equipment: Equipment,
+        reached: Callable[[Stage], None],
+        step_done: StepDone = unwatched,
     ) -> None:
         self.machine = machine
         self.detail = ""
         self._equipment = equipment
         self._process = equipment.process
         self._reached = reached
+        self._step_done = step_done
         self._stage: Stage | None = None
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[None], bool] = {}  # is it a goodbye?
@@ -162,8 +171,23 @@ class DeviceVisit:
         answer = await self._process.selectors.ask(
             effect.selector, self._equipment.token, message, timeout_s, moving
         )
+        if isinstance(answer, UploadGranted):
+            answer = self._within_signed_time(answer)
         outcome = Unanswered(effect.attempt) if answer is None else Answered(effect.attempt, answer)
         self._inbox.put_nowait(outcome)
+
+    def _within_signed_time(self, granted: UploadGranted) -> UploadGranted:
+        """Upload as long as the server allows, and not longer than the task's owner has signed."""
+        joined = self.machine.joined
+        bundle = None if joined is None else self._bundle(task_of(joined.parameters))
+        if bundle is None:
+            return granted
+        timeout_s = min(granted.upload_timeout_s, bundle.manifest.upload_timeout_s)
+        return structs.replace(granted, upload_timeout_s=timeout_s)
+
+    def _bundle(self, program: TaskId) -> Bundle | None:
+        bundles = self._equipment.bundles
+        return None if bundles is None else bundles.of_run(program)
 
     async def _download(self, effect: Download) -> None:
         try:
@@ -187,6 +211,9 @@ class DeviceVisit:
         bundles = self._equipment.bundles
         if bundles is not None and (reason := bundles.why_not(program, self._process.now())):
             raise ProtocolError(f"task {program!r}: {reason}")
+        bundle = self._bundle(program)
+        if bundle is not None and joined.evaluates:
+            bundle.check_evaluation()
         if not self._equipment.trainer.knows(program):
             # An app's own trainer need not list its tasks.
             names: tuple[TaskId, ...] = getattr(self._equipment.trainer, "tasks", ())
@@ -225,6 +252,7 @@ class DeviceVisit:
             effect.evaluates,
             joined.secure,
             self._training_s(task_of(effect.parameters), effect.timeout_s),
+            self._step_done,
         )
         try:
             async with self._process.training_slot():
@@ -237,8 +265,7 @@ class DeviceVisit:
 
     def _training_s(self, program: TaskId, asked_s: float) -> float:
         """The time that the server gives, and not more than the task's owner has signed."""
-        bundles = self._equipment.bundles
-        bundle = None if bundles is None else bundles.of_run(program)
+        bundle = self._bundle(program)
         return asked_s if bundle is None else min(asked_s, bundle.manifest.training_timeout_s)
 
     async def _seal(self, effect: Seal) -> None:
@@ -248,6 +275,10 @@ class DeviceVisit:
         try:
             if trust is None or terms is None:
                 raise ProtocolError(_NO_TRUST, hint=_TRUST_HINT)
+            bundle = self._bundle(task_of(joined.parameters))
+            if bundle is not None and joined.evaluates:
+                offered = PublicParameters.decode(effect.offer.parameters)
+                bundle.check_evaluation(offered.aggregation_goal)
             done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
         except Exception as error:  # whatever goes wrong, nothing was masked
             self._fail("no seal", in_words(error))

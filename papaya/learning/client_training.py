@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,9 @@ from papaya.errors import Diverged, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector, is_finite
 from papaya.learning.weighting import clipped, model_update
+
+StepDone: TypeAlias = Callable[[int, int], None]
+"""Called after each step with the number of steps so far and of all steps."""
 
 _LOWER = "lower client.rate, or scale the loss"
 
@@ -22,21 +27,41 @@ def used_examples(examples: Sequence[bytes], client: ClientSGD) -> Sequence[byte
     return examples[: client.max_examples]
 
 
+def unwatched(done: int, steps: int) -> None:
+    """No-op."""
+
+
 def training_batches(
-    examples: Sequence[bytes], client: ClientSGD, seed: int
+    examples: Sequence[bytes], client: ClientSGD, seed: int, step_done: StepDone = unwatched
 ) -> Iterator[list[bytes]]:
     """The batches of all epochs, in an order drawn from the seed."""
     rng = np.random.default_rng(seed)
-    for _ in range(client.epochs):
-        yield from batches(examples, rng.permutation(len(examples)), client.batch_size)
+    orders = (rng.permutation(len(examples)) for _ in range(client.epochs))
+    return _batches(examples, orders, client.epochs, client.batch_size, step_done)
 
 
-def batches(
-    examples: Sequence[bytes], order: npt.NDArray[np.int64], size: int
+def evaluation_batches(
+    examples: Sequence[bytes], client: ClientSGD, step_done: StepDone = unwatched
 ) -> Iterator[list[bytes]]:
-    """The examples in this order, `size` at a time; the last batch may be smaller."""
-    for start in range(0, len(order), size):
-        yield [examples[i] for i in order[start : start + size].tolist()]
+    """The examples once, as they come."""
+    order = iter([np.arange(len(examples))])
+    return _batches(examples, order, 1, client.batch_size, step_done)
+
+
+def _batches(
+    examples: Sequence[bytes],
+    orders: Iterator[npt.NDArray[np.int64]],
+    epochs: int,
+    size: int,
+    step_done: StepDone,
+) -> Iterator[list[bytes]]:
+    """The examples in each order, `size` at a time; the last batch of each may be smaller."""
+    done, steps = 0, epochs * math.ceil(len(examples) / size)
+    for order in orders:
+        for start in range(0, len(order), size):
+            yield [examples[i] for i in order[start : start + size].tolist()]
+            done += 1
+            step_done(done, steps)
 
 
 def diverged(what: str) -> Diverged:

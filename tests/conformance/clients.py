@@ -29,6 +29,7 @@ CONFIG = DeviceConfig(
 )
 PACING = CheckInPacing(pause_s=0.0, backoff_s=0.05, max_backoff_s=0.2, leave_s=5.0)
 _VISITS = 500  # a new task rejects devices until it wants clients
+_LATER_VISITS = 3  # a device that has taken part excludes the task, and is rejected for ever
 
 
 class KitTrainer(ProtocolTrainer):
@@ -73,6 +74,8 @@ async def reference_visit(
     setup: ClientSetup, trust: Callable[..., Trust] = Trust, config: DeviceConfig = CONFIG
 ) -> None:
     """One visit of the reference device, as long as it takes to be accepted."""
+    store = Path(setup.state) / "device.db"
+    visits = _LATER_VISITS if store.exists() else _VISITS
     trusted = trust(setup.policy, Path(setup.state) / "checkpoint", time.time)
     async with DeviceProcess(
         now=time.time, pacing=PACING, trust=trusted, eligibility=Eligibility(assume=CONDITIONS)
@@ -80,12 +83,12 @@ async def reference_visit(
         with Device(
             process,
             selectors=[setup.server],
-            store=Path(setup.state) / "device.db",
+            store=store,
             trainer=KitTrainer(setup),
             token=setup.token,
             config=config,
         ) as device:
-            for _ in range(_VISITS):
+            for _ in range(visits):
                 finish: Finish = await device.visit()
                 if finish.ending != "rejected":
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import socket
@@ -11,12 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.device import confinement
 from papaya.device.bundles import Bundle
 from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
 from papaya.device.sandbox import Sandbox
 from papaya.errors import OperatorError
+from papaya.learning.client_training import StepDone, unwatched
+from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import encode
 from tests.unit.bundle.builders import a_manifest
 
@@ -53,18 +57,6 @@ def own_memory(marker):
             except (OSError, ValueError):
                 pass
     return found - 1  # this function's own copy
-
-def in_a_thread(what):
-    results = []
-    def run():
-        try:
-            results.append(what())
-        except OSError as error:
-            results.append(error.strerror)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results[0]
 
 class Number(torch.nn.Module):
     def __init__(self):
@@ -163,8 +155,16 @@ def test_an_attempt_to_leave_fails(attacker: Attacker, expression: str) -> None:
     assert "Operation not permitted" in reason or "Permission denied" in reason
 
 
-def test_a_thread_is_confined_too(attacker: Attacker) -> None:
-    assert "result: Operation not permitted" in attacker.result("in_a_thread(socket.socket)")
+def test_a_thread_bomb_is_refused_at_its_first_thread(attacker: Attacker) -> None:
+    """Neither the filter nor a limit for the user could count the threads of one job."""
+    bomb = "[threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(100000)]"
+    assert "can't start new thread" in attacker.result(bomb)
+    assert "result: 1" in attacker.result("threading.active_count()")
+
+
+def test_a_fork_bomb_is_refused_at_its_first_process(attacker: Attacker) -> None:
+    bomb = "[os.fork() for _ in range(100000)]"
+    assert "Operation not permitted" in attacker.result(bomb)
 
 
 @pytest.mark.parametrize("limit", ["CPU", "FSIZE", "AS"])
@@ -191,8 +191,9 @@ def test_a_dangerous_system_call_is_refused(attacker: Attacker, number: int) -> 
 
 
 def test_new_processes_are_refused_however_they_are_asked_for(attacker: Attacker) -> None:
-    assert "Operation not permitted" in attacker.result("call(56, signal.SIGCHLD, 0, 0, 0, 0)")
-    assert "Function not implemented" in attacker.result("call(435, 0, 0)")
+    thread = "0x10f00"  # memory, files and signal handlers are shared
+    for attempt in ("56, signal.SIGCHLD", f"56, {thread}", "435, 0"):
+        assert "Operation not permitted" in attacker.result(f"call({attempt}, 0, 0, 0, 0)")
 
 
 def test_a_pipe_cannot_be_made_to_signal_another_process(attacker: Attacker) -> None:
@@ -253,12 +254,74 @@ def bundle_at(folder: Path, source: str) -> tuple[str, TaskFile]:
     )
 
 
-def trained(sandbox: Sandbox, run: str, *examples: bytes) -> JobResult:
+def memory_of(pid: int) -> bytes:
+    """Everything in the writable memory of a process."""
+    found = []
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            low, high = (int(place, 16) for place in span.split("-"))
+            if rights.startswith("rw"):
+                memory.seek(low)
+                with contextlib.suppress(OSError, ValueError):  # a region of the kernel
+                    found.append(memory.read(high - low))
+    return b"".join(found)
+
+
+def test_a_bundle_shares_no_memory_with_task_files_or_other_owners(tmp_path: Path) -> None:
+    """A job inherits what its fork-server has in memory."""
+    folder, marker = tmp_path / "one", f"marker-{os.urandom(8).hex()}"
+    task_file = tmp_path / "own.py"
+    task_file.write_text("import colorsys\n" + SOURCE)
+    one, file = bundle_at(folder, f"import wave\nMARKER = {marker!r}\n" + SOURCE)
+    named = structs.replace(a_manifest(layout=(("value", (2,)),)), task=marker)
+    other, second = bundle_at(tmp_path / "other", SOURCE)
+    sandbox = Sandbox([task_file])
+    imported = b"[name for name in ('colorsys', 'wave') if name in sys.modules]"
+    parameters = encode(np.zeros(2, np.float32), {})
+
+    async def result(name: str, example: bytes) -> str:
+        with pytest.raises(JobFailed) as raised:
+            await sandbox.run(Job("train", name, parameters, (example,)), 300.0)
+        return raised.value.reason
+
+    async def attack() -> None:
+        await sandbox.start()
+        sandbox.add_bundle(one, structs.replace(file, manifest=named.encode()))
+        sandbox.add_bundle(other, second)
+        try:
+            assert f"result: {marker}" in await result(one, f"MARKER or {marker!r}".encode())
+            assert "result: ['wave']" in await result(one, imported)
+            assert "result: []" in await result(other, imported)
+            assert "result: ['colorsys']" in await result(str(task_file), imported)
+            parent = (await result(other, b"os.getppid()")).rpartition(" ")[2]
+            assert marker.encode() not in memory_of(int(parent))
+            assert b"papaya.learning.torch.engine" in memory_of(int(parent))
+        finally:
+            await sandbox.close()
+
+    asyncio.run(attack())
+
+
+def test_a_long_job_of_a_bundle_reports_its_progress(tmp_path: Path) -> None:
+    run, file = bundle_at(tmp_path / "run", SOURCE)
+    manifest = a_manifest(layout=(("value", (2,)),), clip=None)
+    single = structs.replace(manifest, client=ClientSGD(rate=0.1, batch_size=1, epochs=2))
+    sandbox = Sandbox([], report_interval_s=0.0)
+    sandbox.add_bundle(run, structs.replace(file, manifest=single.encode()))
+    steps: list[tuple[int, int]] = []
+    trained(sandbox, run, b"train", b"train", step_done=lambda *step: steps.append(step))
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def trained(
+    sandbox: Sandbox, run: str, *examples: bytes, step_done: StepDone = unwatched
+) -> JobResult:
     async def train() -> JobResult:
         await sandbox.start()
         try:
             parameters = encode(np.zeros(2, np.float32), {})
-            return await sandbox.run(Job("train", run, parameters, examples), 300.0)
+            return await sandbox.run(Job("train", run, parameters, examples), 300.0, step_done)
         finally:
             await sandbox.close()
 

@@ -39,6 +39,7 @@ from papaya.device.events import (
     NotEligible,
     SelectorReachable,
     SelectorUnreachable,
+    StepsTrained,
     Troubled,
     VisitEnded,
 )
@@ -329,7 +330,7 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
             ]
             allowed = tasks if bundles is None else ["*"]  # owners have their own list
             await import_examples(
-                options.imports, devices, options.task, trainer, allowed, clock.now()
+                options.imports, devices, options.task, trainer, allowed, bundles, clock.now()
             )
             wanted = list(tasks)
             if bundles is not None:
@@ -360,6 +361,8 @@ class Printer:
                     print_data(printable(_line(event)))
                 if event.ending == "refused":
                     self._note_once(_REFUSED_HINT)
+            case StepsTrained():
+                note(f"{event.device}: {event.task}: {event.done:,} of {event.steps:,} steps")
             case NotEligible():
                 self._note_once(f"not eligible: {'; '.join(event.reasons)}")
                 self._note_once(_NOT_ELIGIBLE_HINT)

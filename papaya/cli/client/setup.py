@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -129,6 +130,7 @@ async def import_examples(
     task_files: Sequence[Path],
     trainer: Trainer,
     tasks: Sequence[str],
+    bundles: BundleStore | None,
     now: float,
 ) -> None:
     """Deal the files out to the devices: file 1 to device 1, and so on, starting over at the end.
@@ -142,6 +144,9 @@ async def import_examples(
                 device.store.declare({collection: UsePolicy(tasks=tuple(tasks))})
         files = files_in(path)
         found = await examples_of(files, task_files, trainer)
+        if isinstance(trainer, ExecutorTrainer):
+            await _check_fit(collection, files, found, trainer)
+            _warn_if_unused(collection, devices[0].store, trainer, bundles)
         stores = [device.store for device in devices]
         added = await asyncio.to_thread(_deal_out, found, stores, collection, now)
         what = f"{plural(len(files), 'file')} for collection {collection}"
@@ -154,6 +159,47 @@ async def import_examples(
                 f"collection {collection}"
             )
         )
+
+
+async def _check_fit(
+    collection: str,
+    files: Sequence[Path],
+    found: Sequence[Sequence[bytes]],
+    trainer: ExecutorTrainer,
+) -> None:
+    """Refuse an import with an example that a task file of this device cannot use."""
+    unfit = await trainer.first_unfit(collection, list(chain.from_iterable(found)))
+    if unfit is None:
+        return
+    task, index = unfit[0], unfit[1].index
+    for path, examples in zip(files, found, strict=True):
+        if index < len(examples):
+            raise OperatorError(
+                f"{_place(path, examples, index)}: task {task} cannot use this example: "
+                f"{unfit[1].problem}",
+                hint=f"nothing was imported into {collection}; correct or remove it and try again",
+            )
+        index -= len(examples)
+
+
+def _place(path: Path, examples: Sequence[bytes], index: int) -> str:
+    """FILE:LINE, or the number of the example if the task file made it of the text."""
+    text = _read(path)
+    numbers = [number for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    is_line = lines(text) == list(examples)
+    return f"{path}:{numbers[index]}" if is_line else f"{path}, example {index + 1}"
+
+
+def _warn_if_unused(
+    collection: str, store: ExampleStore, trainer: ExecutorTrainer, bundles: BundleStore | None
+) -> None:
+    policy = store.collections[collection]
+    tasks = [task for task, used in trainer.collections.items() if used == collection]
+    if any(map(policy.allows, tasks)) or (bundles is not None and bundles.may_use(collection)):
+        return
+    uses = "; ".join(f"{task} uses {used}" for task, used in trainer.collections.items())
+    reason = f"its policy allows none of {', '.join(tasks)}" if tasks else uses
+    note(f"warning: no task of this device may use collection {collection}: {reason}")
 
 
 def _deal_out(

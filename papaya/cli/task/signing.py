@@ -134,7 +134,6 @@ def first_manifest(
         layout=loaded.manifest.tensors,
         client=structs.replace(loaded.task.client, max_examples=config.max_examples),
         examples=loaded.task.examples,
-        metrics=(),
         weighting="examples",
         evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
         privacy=None,

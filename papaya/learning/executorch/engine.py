@@ -18,9 +18,11 @@ from contextlib import closing
 import numpy as np
 
 from papaya.learning.client_training import (
-    batches,
+    StepDone,
     diverged,
+    evaluation_batches,
     training_batches,
+    unwatched,
     update_bytes,
     used_examples,
 )
@@ -40,12 +42,22 @@ class ExecuTorchEngine:
         self._file = file
         self._client = file.header.client
 
-    def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
+    def check(self, examples: Sequence[bytes]) -> None:
+        """Raises if an example does not fit the task's fields."""
+        read_fields(self._file.header.fields, examples)
+
+    def train(
+        self,
+        parameters: Vector,
+        examples: Sequence[bytes],
+        seed: int,
+        step_done: StepDone = unwatched,
+    ) -> tuple[bytes, int]:
         """The update, little-endian float32 in manifest order, and the number of examples."""
         used = used_examples(examples, self._client)
         velocities: dict[str, Vector] = {}
         with self._loaded(parameters) as program:
-            for batch in training_batches(used, self._client, seed):
+            for batch in training_batches(used, self._client, seed, step_done):
                 loss, gradients = self._run(program, batch)
                 if not math.isfinite(loss):
                     raise diverged("loss")
@@ -55,12 +67,18 @@ class ExecuTorchEngine:
             )
         return update_bytes(trained, parameters, self._file.header.terms.clip), len(used)
 
-    def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
+    def evaluate(
+        self,
+        parameters: Vector,
+        examples: Sequence[bytes],
+        volume: int,
+        step_done: StepDone = unwatched,
+    ) -> bytes:
         """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
         used = used_examples(examples, self._client)
         loss_sum = 0.0
         with self._loaded(parameters) as program:
-            for batch in batches(used, np.arange(len(used)), self._client.batch_size):
+            for batch in evaluation_batches(used, self._client, step_done):
                 loss_sum += len(batch) * self._run(program, batch)[0]
         return evaluation_vector(volume, loss_sum, len(used)).tobytes()
 

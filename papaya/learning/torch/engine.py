@@ -23,9 +23,11 @@ import torch
 
 from papaya.errors import OperatorError
 from papaya.learning.client_training import (
-    batches,
+    StepDone,
     diverged,
+    evaluation_batches,
     training_batches,
+    unwatched,
     update_bytes,
     used_examples,
 )
@@ -33,7 +35,7 @@ from papaya.learning.evaluation import evaluation_vector
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.frozen import frozen_digest
-from papaya.learning.torch.module import checked_loss, make_module, trainable
+from papaya.learning.torch.module import checked_loss, make_module, trainable, tried_batch
 
 
 class TorchEngine:
@@ -51,7 +53,17 @@ class TorchEngine:
             )
         self._parameters = trainable(self._module)
 
-    def train(self, parameters: Vector, examples: Sequence[bytes], seed: int) -> tuple[bytes, int]:
+    def check(self, examples: Sequence[bytes]) -> None:
+        """Raises if the task's `batch` does not accept these examples."""
+        tried_batch(self.task, examples)
+
+    def train(
+        self,
+        parameters: Vector,
+        examples: Sequence[bytes],
+        seed: int,
+        step_done: StepDone = unwatched,
+    ) -> tuple[bytes, int]:
         """The update, little-endian float32 in manifest order, and the number of examples."""
         used = used_examples(examples, self.task.client)
         self._set(parameters)
@@ -59,11 +71,17 @@ class TorchEngine:
         velocities: list[torch.Tensor | None] = [None] * len(self._parameters)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
-            for batch in training_batches(used, self.task.client, seed):
+            for batch in training_batches(used, self.task.client, seed, step_done):
                 self._descend(checked_loss(self.task, self._module, batch), velocities)
         return self._update(parameters), len(used)
 
-    def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
+    def evaluate(
+        self,
+        parameters: Vector,
+        examples: Sequence[bytes],
+        volume: int,
+        step_done: StepDone = unwatched,
+    ) -> bytes:
         """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
         used = used_examples(examples, self.task.client)
         self._set(parameters)
@@ -71,7 +89,7 @@ class TorchEngine:
         loss_sum = 0.0
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            for batch in batches(used, np.arange(len(used)), self.task.client.batch_size):
+            for batch in evaluation_batches(used, self.task.client, step_done):
                 loss_sum += len(batch) * float(checked_loss(self.task, self._module, batch))
         return evaluation_vector(volume, loss_sum, len(used)).tobytes()
 

@@ -206,6 +206,14 @@ class AdminService:
                 f"{found.task} is itself an evaluation", hint="evaluate the original task instead"
             )
         plan = config.evaluation or EvaluationPlan()
+        signed = 0 if config.evaluation is None else plan.clients
+        is_signed = config.requirements.bundle is not None
+        if is_signed and (signed == 0 or (request.clients or signed) < signed):
+            raise Conflict(
+                f"devices refuse this evaluation: the owner of {task} has signed "
+                + (f"evaluations of at least {signed} clients" if signed else "no evaluations"),
+                hint=f"change it first: papaya task update {task} --set evaluation.clients=N",
+            )
         plan = EvaluationPlan(
             clients=request.clients or plan.clients,
             timeout_s=request.timeout_s or plan.timeout_s,

@@ -40,7 +40,6 @@ def a_manifest(**changes: Any) -> TaskManifest:
         "layout": (("weight", (2, 3)), ("bias", (3,))),
         "client": ClientSGD(rate=0.1),
         "examples": Examples("digits"),
-        "metrics": (),
         "training_timeout_s": 240.0,
         "secure": None,
         "weighting": "examples",

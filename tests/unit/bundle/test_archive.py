@@ -20,7 +20,7 @@ names = st.lists(parts, min_size=1, max_size=3).map("/".join)
 @given(st.dictionaries(names, st.binary(max_size=50), min_size=1, max_size=5))
 def test_files_come_back_as_they_were(files: dict[str, bytes]) -> None:
     if any(one.startswith(f"{other}/") for one in files for other in files):
-        with pytest.raises(BundleError, match="below another file"):
+        with pytest.raises(BundleError, match="inside another file"):
             pack(files)
         return
     packed = pack(files)

@@ -61,7 +61,7 @@ def test_the_encoding_and_the_digest_are_fixed() -> None:
     """Other implementations read these bytes: a change here is a change of the format."""
     manifest = a_manifest()
     assert list(json.loads(manifest.encode())) == sorted(structs.asdict(manifest))
-    assert manifest.digest == ("9b3f590dd086d8b0e26ef776e531ed9a6480798205b74f32d5cf33371532065e")
+    assert manifest.digest == ("734300caf14a051fd93d8e97df57fff336ab25681a8284a4a4c875adb2c7a4d5")
 
 
 def test_every_value_is_part_of_the_digest() -> None:
@@ -83,7 +83,6 @@ def test_every_value_is_part_of_the_digest() -> None:
         {"participation": Participation(3600.0, 5, "task")},
         {"participation": Participation(3600.0, None, "run")},
         {"evaluation_clients": 21},
-        {"metrics": ("accuracy",)},
     ]
     digests = [a_manifest(**change).digest for change in changes]
     assert len({a_manifest().digest, *digests}) == len(changes) + 1

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import cast
 
@@ -22,13 +23,18 @@ from papaya.cli.client import client, setup
 from papaya.cli.client.client import Printer
 from papaya.cli.client.setup import examples_of, files_in, import_examples
 from papaya.client.work import Ending
+from papaya.device.bundles import BundleStore
 from papaya.device.device import Device
-from papaya.device.events import NotEligible, VisitEnded
+from papaya.device.events import NotEligible, StepsTrained, VisitEnded
 from papaya.device.example_store import ExampleStore
-from papaya.device.training import ProtocolTrainer
+from papaya.device.executor import Job, JobResult, TaskFile, UnfitExample
+from papaya.device.owners import OwnerPolicy
+from papaya.device.training import ExecutorTrainer, ProtocolTrainer
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import OperatorError, PapayaError
 from papaya.learning import parameters
+from papaya.learning.client_training import StepDone, unwatched
+from papaya.learning.definition import Examples, TaskTerms
 from papaya.messages.participation import Completed, Report
 from papaya.messages.selection import CheckIn
 from tests.unit.attestation.builders import a_policy
@@ -270,9 +276,85 @@ def test_to_start_again_imports_nothing_twice(
             ExampleStore(tmp_path / "2.db", policies) as two,
         ):
             devices = cast(list[Device], [SimpleNamespace(store=one), SimpleNamespace(store=two)])
-            asyncio.run(import_examples([("words", texts)], devices, [], trainer, [], 0.0))
+            asyncio.run(import_examples([("words", texts)], devices, [], trainer, [], None, 0.0))
             assert [sum(store.counts("words", 0.0).values()) for store in (one, two)] == [2, 1]
         assert told in capsys.readouterr().err
+
+
+class CheckingExecutor:
+    """One task file, which cannot use the example b"bad"."""
+
+    def __init__(self) -> None:
+        terms = TaskTerms(False, 3, 1500, 50, None, None)
+        self.tasks = (TaskFile("opened.py", "opened", "sha256:ab", terms, Examples("numbers")),)
+
+    def add_bundle(self, run: str, file: TaskFile) -> None:
+        raise NotImplementedError
+
+    async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
+        assert job.kind == "check"
+        if b"bad" not in job.examples:
+            return JobResult(b"", len(job.examples))
+        unfit = UnfitExample(job.examples.index(b"bad"), "not a number")
+        return JobResult(msgspec.msgpack.encode(unfit), 0)
+
+
+def imported(
+    store: ExampleStore, collection: str, path: Path, bundles: BundleStore | None = None
+) -> None:
+    trainer = ExecutorTrainer(CheckingExecutor(), lambda: 0.0, Random(1))
+    devices = cast(list[Device], [SimpleNamespace(store=store)])
+    wanted = [(collection, path)]
+    asyncio.run(import_examples(wanted, devices, [], trainer, trainer.tasks, bundles, 0.0))
+
+
+def test_a_line_that_a_task_cannot_use_is_reported_with_its_number(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("1\n2\n")
+    (texts / "b.txt").write_text("3\n\n \nbad\n")
+    with ExampleStore(tmp_path / "device.db") as store:
+        with pytest.raises(OperatorError) as told:
+            imported(store, "numbers", texts)
+        problem = f"{texts / 'b.txt'}:4: task opened cannot use this example: not a number"
+        assert str(told.value) == problem
+        assert "nothing was imported into numbers" in told.value.hint
+        assert store.counts("numbers", 0.0)["train"] == 0
+        # Another collection is none of this task's business.
+        imported(store, "other", texts)
+
+
+@pytest.mark.parametrize(
+    ("collection", "policy", "owned", "warning"),
+    [
+        ("numbers", ("opened",), "mail", ""),
+        ("letters", ("*",), "letters", ""),
+        ("letters", ("*",), "mail", "may use collection letters: opened uses numbers"),
+        ("numbers", ("other",), "mail", "numbers: its policy allows none of opened"),
+    ],
+)
+def test_examples_that_no_task_uses_are_imported_with_a_warning(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    collection: str,
+    policy: tuple[str, ...],
+    owned: str,
+    warning: str,
+) -> None:
+    (tmp_path / "lines.txt").write_text("1\n2\n")
+    owner = OwnerPolicy(key="0" * 64, collections=(owned,))
+    bundles = BundleStore(tmp_path / "bundles", {"owner": owner})
+    with ExampleStore(tmp_path / "device.db", {collection: UsePolicy(tasks=policy)}) as store:
+        imported(store, collection, tmp_path / "lines.txt", bundles)
+    bundles.close()
+    shown = capsys.readouterr().err
+    assert "imported 2 new examples" in shown
+    assert ("warning: no task of this device" in shown, warning in shown) == (bool(warning), True)
+
+
+def test_the_progress_of_a_long_training_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    Printer("text").on_event(StepsTrained("phone", 0.0, "next-word", 1200, 5000))
+    assert capsys.readouterr().err == "phone: next-word: 1,200 of 5,000 steps\n"
 
 
 def test_lines_are_examples_and_folders_are_read_in_order(tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from papaya.client.client import Client
+from papaya.client.client import Client, CountedAs
 from papaya.client.history import History
 from papaya.client.work import Answered, Downloaded, Finish, Remember, SendRequest
 from papaya.config import DeviceConfig
-from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.base import BlobKey
 from papaya.messages.participation import Join, Joined
 from papaya.messages.selection import Accepted, CheckIn
 from tests.unit.client.builders import CAPABILITIES, GRANTED, SELECTORS, START, TRAINED, joined
@@ -27,8 +27,8 @@ class Accepting:
     def lacks(self, bundle: BlobKey) -> bool:
         return bundle not in self._ready
 
-    def counted(self, joined: Joined) -> tuple[TaskId, float, int | None]:
-        return "owner/next-word", 60.0, 2
+    def counted(self, joined: Joined) -> tuple[CountedAs, ...]:
+        return (CountedAs("owner/next-word", 60.0, 2),)
 
 
 def a_client(bundles: Accepting, history: History | None = None) -> Client:

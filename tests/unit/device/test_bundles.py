@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,11 +26,16 @@ from papaya.bundle.owner import (
     SignedStatement,
     key_id,
 )
+from papaya.client.client import Client
+from papaya.client.history import History
+from papaya.client.work import Answered, Download, Downloaded, Remember, Trained
+from papaya.config import DeviceConfig
 from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.owners import OwnerPolicy, parse_owners
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.messages.base import BlobKey
-from papaya.messages.participation import Joined
+from papaya.messages.participation import Joined, UploadGranted
+from papaya.messages.selection import Accepted, Capabilities
 from tests.unit.bundle.builders import (
     ARCHIVE,
     KEY,
@@ -334,15 +343,90 @@ def test_a_program_that_is_no_archive_is_refused(opened: Open, server: Server) -
     assert refusal(opened(), server, key).reason == "encoding"
 
 
-def test_the_cache_is_bounded(opened: Open, server: Server, tmp_path: Path) -> None:
-    store = opened(max_bytes=3_000)
+def offered(server: Server, number: int, size: int = 900) -> BlobKey:
+    """The bundle of another task, with a program of its own."""
+    data = archive.pack({"task.py": bytes([65 + number]) * size})
+    program = BlobRef(archive.digest(data), len(data))
+    return server.offer(a_manifest(task=f"task-{number}", program=program), program=data)
+
+
+def cached_bytes(folder: Path) -> int:
+    parts = (folder / "blobs", folder / "programs")
+    return sum(f.stat().st_size for part in parts for f in part.rglob("*") if f.is_file())
+
+
+def test_the_cache_is_bounded_with_its_unpacked_copies(
+    opened: Open, server: Server, tmp_path: Path
+) -> None:
+    (tmp_path / "bundles" / "programs" / ".unpacking-1").mkdir(parents=True)
+    (tmp_path / "bundles" / "programs" / ".unpacking-1" / "left").write_bytes(bytes(2_000))
     for number in range(8):
-        data = archive.pack({"task.py": bytes([65 + number]) * 900})
-        reference = BlobRef(archive.digest(data), len(data))
-        store.keep_blob(reference, data, "program")
-    kept = list((tmp_path / "bundles" / "blobs").iterdir())
-    assert sum(path.stat().st_size for path in kept) <= 3_000
-    assert kept
+        store = opened(max_bytes=4_500)  # a restart: nothing is in use
+        fetch(store, server, offered(server, number))
+        store.close()
+        assert 1_800 < cached_bytes(tmp_path / "bundles") <= 4_500
+    assert not (tmp_path / "bundles" / "programs" / ".unpacking-1").exists()
+
+
+def test_a_cache_full_of_programs_in_use_takes_no_other(
+    opened: Open, server: Server, tmp_path: Path
+) -> None:
+    store = opened(max_bytes=4_500)
+    keys = [offered(server, number) for number in range(3)]
+    used = [fetch(store, server, key) for key in keys[:2]]
+    with pytest.raises(OperatorError, match=r"no room for .* in the cache of 4500 bytes"):
+        fetch(store, server, keys[2])
+    assert cached_bytes(tmp_path / "bundles") <= 4_500
+    assert all((bundle.program / "task.py").stat().st_size == 900 for bundle in used)
+
+
+@pytest.mark.parametrize("where", ["fsync", "write_bytes"])
+def test_a_full_disk_has_a_reason_and_leaves_nothing_behind(
+    opened: Open, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """While the blob is written, or while it is unpacked."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store, key = opened(), server.offer(a_manifest())
+    with monkeypatch.context() as broken:
+        broken.setattr(os if where == "fsync" else Path, where, full)
+        with pytest.raises(
+            OperatorError, match=r"cannot keep bundles in .*: No space left"
+        ) as told:
+            fetch(store, server, key)
+    assert "--bundles DIR" in told.value.hint
+    assert store.lacks(key, NOW)
+    assert list((tmp_path / "bundles" / "programs").iterdir()) == []
+    assert len(list((tmp_path / "bundles" / "blobs").iterdir())) == (where == "write_bytes")
+    assert (fetch(store, server, key).program / "task.py").read_bytes() == b"task = 1\n"
+
+
+@pytest.mark.parametrize("what", ["blob", "temporary blob", "unpacked file", "unpacked folder"])
+def test_a_device_that_died_at_any_byte_of_a_write_goes_on(
+    opened: Open, server: Server, tmp_path: Path, what: str
+) -> None:
+    manifest = a_manifest()
+    key, folder = server.offer(manifest), tmp_path / "bundles"
+    for size in range(0, len(ARCHIVE), 3):
+        store = opened()
+        fetch(store, server, key)
+        store.close()
+        blob = folder / "blobs" / manifest.program.sha256
+        task_file = folder / "programs" / blob.name / "task.py"
+        if what == "temporary blob":
+            blob.rename(folder / "blobs" / ".half")
+            shutil.rmtree(task_file.parent)
+        if what == "unpacked folder":
+            shutil.rmtree(task_file.parent / "tools")
+        left = {"blob": blob, "temporary blob": folder / "blobs" / ".half"}.get(what, task_file)
+        os.truncate(left, min(size, left.stat().st_size))
+        store = opened()
+        bundle = fetch(store, server, key)
+        assert (bundle.program / "task.py").read_bytes() == b"task = 1\n"
+        assert (bundle.program / "tools" / "words.py").read_bytes() == b"words = ()\n"
+        store.close()
 
 
 def test_a_disk_that_cannot_be_written_is_the_operators_business(tmp_path: Path) -> None:
@@ -379,7 +463,7 @@ def test_the_signed_limits_count_whatever_a_server_says(opened: Open, server: Se
     store = opened()
     fetch(store, server, server.offer(manifest))
     found = VisitBundles(store, lambda: NOW).counted(joined(manifest))
-    assert found == (f"{PIN.owner}/digits", 60.0, 5)
+    assert found == ((f"{PIN.owner}/digits", 60.0, 5),)
 
 
 def test_the_device_may_be_stricter_than_the_owner(opened: Open, server: Server) -> None:
@@ -388,19 +472,58 @@ def test_the_device_may_be_stricter_than_the_owner(opened: Open, server: Server)
     store = opened(policy)
     fetch(store, server, server.offer(manifest))
     found = VisitBundles(store, lambda: NOW).counted(joined(manifest))
-    assert found == (run_of(manifest), 3600.0, 2)
+    assert found == ((run_of(manifest), 3600.0, 2), (f"{PIN.owner}/digits", 3600.0, 2))
+
+
+def test_new_runs_do_not_raise_the_limit_of_the_device(opened: Open, server: Server) -> None:
+    """The owner counts each run alone, the device all runs of the task."""
+    store, history = opened(structs.replace(POLICY, max_participations=3)), History(0.0)
+    taken_part = []
+    for run in range(5):
+        manifest = a_manifest(
+            run=a_manifest().run + run, participation=Participation(0.0, 2, "run")
+        )
+        key = server.offer(manifest)
+        fetch(store, server, key)
+        for _ in range(3):
+            client = Client(
+                ["selector"],
+                Capabilities("torch", ()),
+                history,
+                DeviceConfig(participation_floor_s=0.0),
+                Random(1),
+                VisitBundles(store, lambda: NOW),
+            )
+            if uploads(client, manifest, key):
+                taken_part.append(run)
+    assert taken_part == [0, 0, 1]
+
+
+def uploads(client: Client, manifest: TaskManifest, key: BlobKey) -> bool:
+    """Does a visit to this run come to its upload?"""
+    update, run = bytes(4 * 9), run_of(manifest)
+    client.start(NOW)
+    client.receive(NOW, Answered(1, Accepted(b"", run, "s", key)))
+    [effect] = client.receive(NOW, Answered(2, joined(manifest)))[:1]
+    if not isinstance(effect, Download):
+        return False
+    client.receive(NOW, Downloaded())
+    client.receive(NOW, Trained(update, 1))
+    granted = UploadGranted(b"", 1, 36, 60.0)
+    effects = client.receive(NOW, Answered(3, granted))
+    return any(isinstance(effect, Remember) for effect in effects)
 
 
 def test_evaluations_count_together_across_runs(opened: Open, server: Server) -> None:
     store, manifest = opened(), a_manifest()
     fetch(store, server, server.offer(manifest))
-    name, _, _ = VisitBundles(store, lambda: NOW).counted(joined(manifest, evaluates=True))
-    assert name == f"{PIN.owner}/digits/evaluate"
+    [found] = VisitBundles(store, lambda: NOW).counted(joined(manifest, evaluates=True))
+    assert found.name == f"{PIN.owner}/digits/evaluate"
 
 
 def test_a_task_without_a_bundle_counts_as_before(opened: Open) -> None:
     found = VisitBundles(opened(), lambda: NOW).counted(joined(a_manifest(), participation_gap_s=7))
-    assert found == (run_of(a_manifest()), 7.0, None)
+    assert found == ((run_of(a_manifest()), 7.0, None),)
 
 
 # -- the file of the device's policy -----------------------------------------------------------

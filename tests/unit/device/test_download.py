@@ -101,6 +101,19 @@ def test_a_broken_download_is_resumed_where_it_broke() -> None:
     asyncio.run(scenario())
 
 
+def test_a_download_that_breaks_after_any_number_of_bytes_ends_whole_or_not_at_all() -> None:
+    """From each source it breaks once, at every seventh byte; what arrives is never a part."""
+
+    async def scenario() -> None:
+        async with serving() as first, serving() as second:
+            second.replace["parameters"] = ranged
+            for after in range(0, len(PARAMETERS), 7):
+                first.replace["parameters"] = breaking(PARAMETERS, after=after)
+                assert await fetched(first, second) == PARAMETERS
+
+    asyncio.run(scenario())
+
+
 def test_another_source_goes_on_where_one_broke() -> None:
     async def scenario() -> None:
         async with serving() as first, serving() as second:

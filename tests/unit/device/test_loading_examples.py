@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from papaya.device import training as training_module
-from papaya.device.executor import Job, JobFailed
+from papaya.device.executor import Job, JobFailed, UnfitExample
 from papaya.device.sandbox import Sandbox
 from papaya.device.training import ExecutorTrainer
 from papaya.errors import OperatorError
@@ -29,9 +29,15 @@ def load_examples(text):
         return ["not", "bytes"]
     return (word.encode() for word in text.split())
 
+def lengths(examples):
+    if b"bad" in examples:
+        raise ValueError("a bad word")
+    # Words of different lengths do not fit into one tensor.
+    return (torch.tensor([list(example) for example in examples]),)
+
 task = Task(
-    name="words", model=lambda: torch.nn.Linear(1, 1), batch=lambda examples: (),
-    loss=lambda module: module.weight.sum(), examples=Examples("words"),
+    name="words", model=lambda: torch.nn.Linear(1, 1), batch=lengths,
+    loss=lambda module, words: module.weight.sum(), examples=Examples("words"),
     client=ClientSGD(rate=1.0), concurrency=2,
 )
 """
@@ -50,6 +56,10 @@ class Loader:
         trainer = ExecutorTrainer(self.sandbox, lambda: 0.0, Random(1))
         return self._runner.run(trainer.load_examples(self.file, texts))
 
+    def first_unfit(self, collection: str, *examples: bytes) -> tuple[str, UnfitExample] | None:
+        trainer = ExecutorTrainer(self.sandbox, lambda: 0.0, Random(1))
+        return self._runner.run(trainer.first_unfit(collection, examples))
+
 
 @pytest.fixture(scope="module")
 def loader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
@@ -63,6 +73,21 @@ def loader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
 def test_texts_become_what_the_file_makes_of_them(loader: Loader) -> None:
     assert loader.load("a b", "", "c ü") == [[b"a", b"b"], [], [b"c", "ü".encode()]]
     assert loader.load() == []
+
+
+def test_the_first_example_that_the_task_cannot_use_is_found(
+    loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert loader.first_unfit("words", b"a", b"bb", b"a") is None
+    assert loader.first_unfit("words", *[b"a"] * 100, b"bb", b"bad") == (
+        "words",
+        UnfitExample(101, "ValueError: a bad word"),
+    )
+    assert loader.first_unfit("other", b"bad") is None
+    monkeypatch.setattr(training_module, "_LOAD_BYTES", 4)
+    found = loader.first_unfit("words", b"a", b"bbb", b"c", b"bad")
+    assert found is not None
+    assert found[1].index == 3
 
 
 def test_many_texts_go_in_lots(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:

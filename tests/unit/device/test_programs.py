@@ -109,7 +109,7 @@ def test_its_terms_are_those_of_the_task(programs: Programs) -> None:
 
 
 def test_the_training_process_does_not_contain_torch(programs: Programs) -> None:
-    server = programs.sandbox._server
+    server = programs.sandbox._own._server
     assert server is not None
     maps = Path(f"/proc/{server._process.pid}/maps").read_text()
     assert "libpapaya_executorch" in maps

@@ -20,6 +20,7 @@ import pytest
 from papaya.device.executor import Job, JobFailed, JobResult
 from papaya.device.sandbox import Sandbox
 from papaya.errors import OperatorError
+from papaya.learning.client_training import unwatched
 from papaya.learning.definition import Examples
 from papaya.learning.evaluation import EVALUATION_LENGTH, summarize
 from papaya.learning.parameters import encode
@@ -64,6 +65,14 @@ def misbehave(example):
             try:
                 while True:
                     os.write(number, b"\\xff" * 65536)
+            except OSError:
+                pass
+    if what == "reports":
+        from papaya.device.frames import StepsDone, frame
+        for number in range(3, 256):
+            try:
+                while True:
+                    os.write(number, frame(StepsDone(1, 2)))
             except OSError:
                 pass
     if what == "garbage":
@@ -122,8 +131,8 @@ class Bench:
 
     @property
     def server_pid(self) -> int:
-        assert self.sandbox._server is not None
-        return self.sandbox._server._process.pid
+        assert self.sandbox._own._server is not None
+        return self.sandbox._own._server._process.pid
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +192,7 @@ def test_jobs_run_side_by_side_and_beyond_the_limit_in_turn(bench: Bench) -> Non
         ("python-memory", "memory", "MemoryError"),
         ("torch-memory", "memory", "allocate memory"),
         ("flood", "crashed", "wrote"),
+        ("reports", "crashed", "reported its progress 10000 times"),
         ("garbage", "crashed", "invalid result"),
         ("descriptors", "refused", r"ValueError: \[0, 1, 2, \d+\]"),
         ("environment", "refused", r"ValueError: \[\]"),
@@ -207,10 +217,10 @@ def test_a_job_that_takes_too_long_is_ended(bench: Bench) -> None:
 
 
 def test_a_job_that_uses_too_much_processor_time_is_ended(bench: Bench) -> None:
-    assert bench.sandbox._server is not None
+    assert bench.sandbox._own._server is not None
     [file] = bench.sandbox.tasks
     with pytest.raises(JobFailed, match="CPU time limit"):
-        bench.do(bench.sandbox._server.run(bench.job("spin"), file, cpu_s=1))
+        bench.do(bench.sandbox._own._server.run(bench.job("spin"), file, 1, unwatched))
 
 
 @pytest.mark.parametrize(
@@ -310,6 +320,15 @@ def test_a_fork_server_that_dies_takes_its_jobs_along_and_is_started_again(tmp_p
         os.kill(bench.server_pid, signal.SIGKILL)
         failures = [bench.failure("ok"), bench.failure("ok")]
         assert "has changed" in failures[-1].reason
+        runner.run(bench.sandbox.close())
+
+
+def test_a_job_that_is_over_does_not_stop_the_start_that_it_asked_for(tmp_path: Path) -> None:
+    """Otherwise a device that imports its engine slowly would begin again with every job."""
+    with asyncio.Runner() as runner:
+        bench = Bench(runner, tmp_path, restart_interval_s=1000.0)
+        assert bench.failure("ok", timeout_s=0.01).kind == "timeout"
+        assert bench.run("ok").examples == 1
         runner.run(bench.sandbox.close())
 
 

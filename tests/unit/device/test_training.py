@@ -18,6 +18,7 @@ from papaya.device.training import ExecutorTrainer, ProtocolTrainer, TrainingReq
 from papaya.device.trust import Trust
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import Examples, TaskTerms
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.parameters import FLOAT32
@@ -39,7 +40,7 @@ class FakeExecutor:
     def add_bundle(self, run: str, file: TaskFile) -> None:
         raise NotImplementedError
 
-    async def run(self, job: Job, timeout_s: float) -> JobResult:
+    async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
         self.jobs.append((job, timeout_s))
         if self._failure is not None:
             raise self._failure

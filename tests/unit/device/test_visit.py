@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from papaya.client.work import Finish, Trained
-from papaya.device.events import Event, StageReached, VisitEnded
+from papaya.device.events import Event, StageReached, StepsTrained, VisitEnded
 from papaya.device.example_store import ExampleStore
 from papaya.device.limits import DeviceLimits
 from papaya.device.training import ProtocolTrainer, TrainingRequest
@@ -44,6 +44,7 @@ class Recorder(ProtocolTrainer):
 
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         self.given.append(assignment)
+        assignment.step_done(3, 9)
         return await super().train(assignment, store)
 
 
@@ -82,6 +83,8 @@ def test_a_visit_from_check_in_to_counted() -> None:
         stages = [event.stage for event in events if isinstance(event, StageReached)]
         assert stages[0] == "checking in"
         assert stages[-1] == "completing"
+        [progress] = [event for event in events if isinstance(event, StepsTrained)]
+        assert (progress.task, progress.done, progress.steps) == ("next-word", 3, 9)
         assert isinstance(events[-1], VisitEnded)
         assert (events[-1].ending, events[-1].task) == ("counted", "next-word")
         assert "secret-7" not in repr(events)

@@ -14,12 +14,12 @@ from msgspec import structs
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import Participation, TaskManifest, run_id
-from papaya.config import AsyncFL, Requirements, SyncFL, TaskConfig
+from papaya.config import AsyncFL, EvaluationPlan, Requirements, SyncFL, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.storage import FenceRow, Transaction, fence_key
 from papaya.server.admin import bundles, submissions
 from papaya.server.admin.problems import Conflict, NotFound
-from papaya.server.admin.views import NewTask, Revision, TaskView
+from papaya.server.admin.views import Evaluate, NewTask, Revision, TaskView
 from tests.unit.bundle.builders import ARCHIVE, KEY, NOW, STRANGER, a_lease, a_manifest
 from tests.unit.server.admin.builders import System, a_system, encoded
 
@@ -27,7 +27,12 @@ LAYOUT = (("embed.weight", (2, 2)), ("out.bias", (2,)))
 
 
 def signed_manifest(**changes: Any) -> TaskManifest:
-    values = {"layout": LAYOUT, "participation": Participation(3600.0, None, "task"), "clip": None}
+    values: dict[str, Any] = {
+        "layout": LAYOUT,
+        "participation": Participation(3600.0, None, "task"),
+        "clip": None,
+        "evaluation_clients": 0,
+    }
     return a_manifest(**(values | changes))
 
 
@@ -98,6 +103,7 @@ def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
         ({"clip": 3.0}, "clip"),
         ({"regime": AsyncFL(4, max_staleness=49)}, "max_staleness"),
         ({"requirements": Requirements(engine="other")}, "engine"),
+        ({"evaluation": EvaluationPlan(clients=3)}, "evaluation.clients"),
     ],
 )
 def test_settings_that_differ_from_the_signature_are_refused(
@@ -107,6 +113,31 @@ def test_settings_that_differ_from_the_signature_are_refused(
         with pytest.raises(OperatorError, match=f"the signed manifest says {field}"):
             await submit(system, signed_manifest(), **change)
         assert await system.service.tasks() == ()
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("signed", "asked", "problem"),
+    [
+        (0, None, "has signed no evaluations"),
+        (20, 19, "has signed evaluations of at least 20 clients"),
+        (20, None, None),
+        (20, 21, None),
+    ],
+)
+def test_an_evaluation_that_devices_would_refuse_is_not_started(
+    tmp_path: Path, signed: int, asked: int | None, problem: str | None
+) -> None:
+    async def test(system: System) -> None:
+        plan = EvaluationPlan(clients=signed) if signed else None
+        await submit(system, signed_manifest(evaluation_clients=signed), evaluation=plan)
+        started = system.service.evaluate("digits", Evaluate(clients=asked))
+        if problem is None:
+            assert (await started).version == 0
+        else:
+            with pytest.raises(Conflict, match=problem):
+                await started
 
     run(tmp_path, test)
 
