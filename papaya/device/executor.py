@@ -57,10 +57,11 @@ class Job(Struct, frozen=True):
 
     `volume`: how many examples the device could train on.
 
-    "load" calls the file's `load_examples` on the texts in `examples`.
+    "load" calls the file's `load_examples` on the texts in `examples`. "check" only loads the
+    program, to find out whether it can be trained here.
     """
 
-    kind: Literal["train", "evaluate", "load"]
+    kind: Literal["train", "evaluate", "load", "check"]
     task_file: str
     parameters: bytes
     examples: tuple[bytes, ...]
@@ -99,6 +100,10 @@ class TrainingEngine(Protocol):
 
     def evaluate(self, parameters: Vector, examples: Sequence[bytes], volume: int) -> bytes:
         """The evaluation vector of a device with `volume` training examples."""
+        ...
+
+    def check(self) -> None:
+        """OperatorError if it could not train, whatever the examples are."""
         ...
 
 

@@ -94,6 +94,8 @@ class Sandbox:
         self._bundled: dict[str, TaskFile] = {}
         # Why jobs are not confined, once started; empty if they are.
         self.unconfined = ""
+        # Of the engine, once started.
+        self.engine_version = ""
 
     @property
     def tasks(self) -> tuple[TaskFile, ...]:
@@ -104,6 +106,7 @@ class Sandbox:
         """Load the task files, or raise OperatorError."""
         server = await self._alive()
         self._tasks, self.unconfined = server.tasks, server.unconfined
+        self.engine_version = server.engine_version
 
     def add_bundle(self, run: TaskId, file: TaskFile) -> None:
         """From now on jobs may name this run; it replaces an earlier revision."""
@@ -187,6 +190,7 @@ class _ForkServer:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self.tasks: tuple[TaskFile, ...] = ()
         self.unconfined = ""
+        self.engine_version = ""
         self._process = process
         self._control = control
         self._ids = itertools.count(1)
@@ -221,6 +225,7 @@ class _ForkServer:
         if isinstance(answer, Unloadable):
             raise OperatorError(answer.message, hint=answer.hint)
         self.tasks, self.unconfined = answer.tasks, answer.unconfined
+        self.engine_version = answer.engine_version
 
     async def run(self, job: Job, file: TaskFile, cpu_s: int) -> JobResult:
         id_ = next(self._ids)
@@ -336,6 +341,8 @@ def _update_bytes(job: Job, file: TaskFile) -> int | None:
             return 4 * EVALUATION_LENGTH
         case "load":
             return None
+        case "check":
+            return 0
 
 
 def _obituary(status: int) -> JobProblem:
