@@ -254,7 +254,8 @@ def _introduction(
         f"{type(regime).__name__}: {len(texts)} devices in {where}, {options.concurrency} "
         f"at a time, each with one text of Python's library ({min(sizes_kb)} to "
         f"{max(sizes_kb)} kB).\nDevices train with {trains}.\n"
-        "A DEMONSTRATION: devices are assumed to be idle, charging and on an unmetered network, and may take part again immediately.\n"
+        "A DEMONSTRATION: devices are assumed to be idle, charging and on an unmetered network, "
+        "and may take part again immediately.\n"
     )
 
 
