@@ -146,7 +146,9 @@ def _show(options: FormatOptions, path: Path) -> int:
     print_data(f"owner {found.owner}\nkey   {public}")
     note(
         "\ndevices pin it in the file of `papaya client --owners FILE`:\n\n"
-        f'[owners.me]\nkey = "{public}"\ncollections = ["digits"]\nengines = ["torch"]'
+        f'[owners.me]\nkey = "{public}"\n'
+        'collections = ["COLLECTION"]  # of your tasks: examples=Examples("COLLECTION")\n'
+        'engines = ["torch", "executorch"]  # "torch" lets the device run your code'
     )
     return 0
 

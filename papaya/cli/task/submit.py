@@ -166,7 +166,11 @@ def run(options: TaskSubmitOptions) -> int:
         print_json(view)
     else:
         if found is not None:
-            note(f"signed by owner {found.owner}: devices that have pinned it train this task")
+            collection = loaded.task.examples.collection
+            note(
+                f"signed by owner {found.owner}: devices that have pinned it, and allow it "
+                f"collection {collection} and engine {config.requirements.engine}, train this task"
+            )
         clients, name = plural(config.concurrency, "client"), view.name or view.task
         print_data(f"{name} is {view.state}: {clients} at a time")
         note(f"\nto watch it: papaya task watch {name}")

@@ -433,3 +433,10 @@ def test_an_invalid_list_of_owners_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
         parse_owners(text.encode(), "owners.toml")
     assert raised.value.hint
+    assert "regex" not in str(raised.value)
+
+
+def test_a_key_that_is_no_key_is_named_in_words() -> None:
+    text = f'[owners.a]\nkey = "{"0" * 63}"\n'
+    with pytest.raises(ConfigError, match=r"owners.toml: key = '0{63}': must be 64 hex digits"):
+        parse_owners(text.encode(), "owners.toml")
