@@ -90,7 +90,7 @@ _POLL_S = 0.05
 _DOCUMENTATION = Path("pydoc_data", "topics.py")
 _EVALUATE_UPDATES = 50
 _EXTRAS = {"aiohttp": "device", "torch": "torch", "matplotlib": "sim", "rich": "sim"}
-_EXPORTER = ("flatbuffers", "packaging", "ruamel.yaml", "tabulate")  # the extra `executorch`
+_EXPORTER = ("flatbuffers", "packaging", "ruamel", "tabulate")  # the extra `executorch`
 _ASSUMED = "idle,charging,unmetered"
 # Short intervals, because the demo lasts a minute.
 _SERVER = """\
