@@ -187,13 +187,13 @@ def add_to(commands: Commands) -> None:
 
 def run(options: DemoOptions) -> int:
     _require_extras()
-    engine = _engine(options.engine)
     regime = _regime(options)
     texts = find_texts(options.devices, options.seed)
     if options.checkpoint is not None and not options.checkpoint.is_file():
         raise OperatorError(
             f"there is no file {options.checkpoint}", hint="check --checkpoint FILE"
         )
+    engine = usable_engine(options.engine)
     output = make_folder(output_of(options))
     logs = make_folder(output / "logs")
     note(_introduction(options, engine, regime, texts))
@@ -218,7 +218,7 @@ def run(options: DemoOptions) -> int:
     return 0
 
 
-def _engine(asked: EngineName | None) -> EngineName:
+def usable_engine(asked: EngineName | None) -> EngineName:
     """The engine of the devices: without torch, unless this machine cannot."""
     problem = None if asked == "torch" else _why_not_compiled()
     if problem is None:
