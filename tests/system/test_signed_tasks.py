@@ -130,7 +130,7 @@ class SignedWorld:
         for path in self.folder.glob("lines-*.txt"):
             path.rename(examples / path.name)
         log = self.folder / "devices.log"
-        command = (
+        command: tuple[str, ...] = (
             *("--server", f"http://{self._server.addresses['devices']}"),
             *("--owners", str(owners), "--bundles", str(self.folder / "bundles")),
             *("--import", f"numbers={examples}", "--store", str(self.folder / "stores")),
