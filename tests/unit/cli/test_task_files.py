@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -116,6 +117,8 @@ def test_a_task_is_submitted_for_devices_with_its_program(
     needs = server.call(server.system.service.task("sums")).config.requirements
     assert (needs.engine, needs.module) == ("executorch", name)
 
+    clock = SimpleNamespace(time=server.system.service.now)
+    monkeypatch.setattr("papaya.cli.task.signing.time", clock)
     signed = ("--engine", "executorch", "--owner", tmp_path / "owner.key", "--name", "signed")
     create_key(tmp_path / "owner.key")
     assert run(server, "task", "submit", file, *signed) == 0
