@@ -33,7 +33,7 @@ format: $(DEV) ## Format the code and apply the linter's fixes
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-demo: $(DEMO) ## Train a model for about a minute, with a server and devices on this machine (ARGS=--sync for SyncFL)
+demo: $(DEMO) ## Train a model for about a minute, with a server and devices on this machine (ARGS=--sync, ARGS="--engine torch")
 	@$(BIN)/papaya demo $(ARGS)
 
 soak: $(DEV) ## The tests and simulation seeds that take many minutes
@@ -59,13 +59,15 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 # torch comes first and alone, under the constraint: nothing that depends on it may choose another build.
+# executorch asks for a hundred megabytes that only its other uses need: the extra `executorch` names the rest.
 $(DEMO): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo 'Installing Papaya into $(VENV) (the first time takes some minutes: torch is large)' >&2
 	@$(PIP) install --quiet --constraint constraints.txt torch
-	@$(PIP) install --quiet --constraint constraints.txt safetensors --editable '.[serve,device,torch,sim]'
+	@$(PIP) install --quiet --constraint constraints.txt --no-deps executorch \
+	  || echo 'There is no executorch for this machine: the demo will use --engine torch' >&2
+	@$(PIP) install --quiet --constraint constraints.txt safetensors --editable '.[serve,device,torch,executorch,sim]'
 	@touch $@
 
-# executorch asks for a hundred megabytes that only its other uses need: the extra `executorch` names the rest.
 $(DEV): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) install --constraint constraints.txt torch
 	$(PIP) install --constraint constraints.txt --no-deps executorch

@@ -17,6 +17,7 @@ BundleReason: TypeAlias = Literal[
     "too_far_ahead",
     "not_allowed",
     "wrong_bytes",
+    "engine",
 ]
 
 
@@ -33,6 +34,7 @@ class BundleError(ProtocolError):
     too_far_ahead    a run or revision that no owner can have reached yet
     not_allowed      it asks for more than this device's policy allows
     wrong_bytes      a blob that is not the one named in the manifest
+    engine           the engine of this device cannot run the program
     """
 
     def __init__(self, reason: BundleReason, message: str, *, hint: str | None = None) -> None:

@@ -12,7 +12,9 @@ from papaya.bundle.owner import SignedStatement
 
 MAX_HEAD_BYTES: Final = 1 << 19
 PROGRAM_FILE: Final = "task.py"
-"""The file of a program that defines the task."""
+COMPILED_FILE: Final = "task.program"
+PROGRAM_FILES: Final = {"torch": PROGRAM_FILE, "executorch": COMPILED_FILE}
+"""The file of a program that defines the task, for each engine."""
 
 
 class BundleHead(Struct, frozen=True):

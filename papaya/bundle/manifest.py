@@ -23,6 +23,7 @@ from msgspec import Meta, Struct
 from papaya.bundle.errors import BundleError
 from papaya.bundle.owner import OwnerKeys, SignedStatement, Statement
 from papaya.config.checks import require
+from papaya.config.versions import EngineVersion
 from papaya.learning.definition import ClientSGD, Examples
 
 DAY_S: Final = 86_400.0
@@ -34,7 +35,6 @@ _MAX_CLOCK_ERROR_S: Final = 3_600.0
 Hex = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 OwnerId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 TaskName = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9_-]{0,63}\Z")]
-EngineVersion = Annotated[str, Meta(pattern=r"\A[0-9]{1,4}(\.[0-9]{1,4}){0,3}\Z")]
 Size = Annotated[int, Meta(ge=1, le=2**40)]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 

@@ -93,7 +93,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run_key(options: OwnerKeyOptions) -> int:
-    _create(options.output)
+    create_key(options.output)
     note(f"created {options.output}; keep a backup, and keep it secret")
     return _show(options, options.output)
 
@@ -109,7 +109,7 @@ def run_successor(options: OwnerSuccessorOptions) -> int:
     else:
         authority = signer(options.recovery)
         old_public = _old_public(options)
-    new = _create(options.output)
+    new = create_key(options.output)
     public, old_id = new.public_key().public_bytes_raw(), key_id(old_public)
     statements = [
         *statements_beside(options.key),
@@ -146,12 +146,15 @@ def _show(options: FormatOptions, path: Path) -> int:
     print_data(f"owner {found.owner}\nkey   {public}")
     note(
         "\ndevices pin it in the file of `papaya client --owners FILE`:\n\n"
-        f'[owners.me]\nkey = "{public}"\ncollections = ["digits"]\nengines = ["torch"]'
+        f'[owners.me]\nkey = "{public}"\n'
+        'collections = ["COLLECTION"]  # of your tasks: examples=Examples("COLLECTION")\n'
+        'engines = ["torch", "executorch"]  # "torch" lets the device run your code'
     )
     return 0
 
 
-def _create(path: Path) -> Ed25519PrivateKey:
+def create_key(path: Path) -> Ed25519PrivateKey:
+    """A new key, in a file that only its user can read."""
     key = Ed25519PrivateKey.generate()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

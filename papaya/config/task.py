@@ -23,6 +23,7 @@ from papaya.config.checks import (
     require_count,
     require_positive_s,
 )
+from papaya.config.versions import EngineVersion
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 from papaya.secagg.parameters import EXTRA_WORDS, MAX_GOAL, PublicParameters
@@ -95,6 +96,7 @@ class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
 
     A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
     owner, who has signed a bundle: `bundle` and `program` are the keys of its blobs.
+    `engine_version` is the oldest version of the engine that will do.
     """
 
     engine: str | None = None
@@ -104,6 +106,7 @@ class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
     owner: str | None = None
     bundle: str | None = None
     program: str | None = None
+    engine_version: EngineVersion | None = None
 
 
 class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):

@@ -46,7 +46,7 @@ MAX_NAMED: Final = 32
 """How many refused bundles a check-in names."""
 _MAX_REFUSED: Final = 256
 _ASK_AGAIN_S: Final = 3600.0
-_MAY_PASS: Final = ("expired", "too_far_ahead", "wrong_bytes", "cannot_keep")
+_MAY_PASS: Final = ("expired", "too_far_ahead", "wrong_bytes", "cannot_keep", "engine")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS mark (
     owner TEXT NOT NULL, task TEXT NOT NULL, recoveries INTEGER NOT NULL,
@@ -105,6 +105,9 @@ class Bundle(Struct, frozen=True):
 
 FetchBlob: TypeAlias = Callable[[BlobKey, int], Awaitable[bytes]]
 """Downloads a blob of at most this many bytes."""
+
+AcceptBundle: TypeAlias = Callable[[Bundle], Awaitable[None]]
+"""Raises BundleError if the device cannot run the program."""
 
 
 class BundleStore:
@@ -180,11 +183,13 @@ class BundleStore:
 
     # -- accepting --------------------------------------------------------------------------
 
-    async def fetch(self, head_key: BlobKey, download: FetchBlob, now: float) -> Bundle:
+    async def fetch(
+        self, head_key: BlobKey, download: FetchBlob, accept: AcceptBundle, now: float
+    ) -> Bundle:
         """Get a bundle and everything that it names, verify and keep it.
 
-        Raises BundleError if this device must not use it, another PapayaError if it could not be
-        fetched now.
+        `accept` is called with a bundle before the device may take part with it. Raises BundleError
+        if this device must not use it, another PapayaError if it could not be fetched now.
         """
         async with self._fetching:
             if not self.lacks(head_key, now):
@@ -202,7 +207,12 @@ class BundleStore:
             if not self.has_blob(program):
                 data = await download(BundleHead.decode(head).program, program.size)
                 await asyncio.to_thread(self.keep_blob, program, data, "program")
-            return await asyncio.to_thread(self.prepare, head_key, head, manifest)
+            lease_until = Lease.verify(BundleHead.decode(head).lease).expires
+            folder = await asyncio.to_thread(self._unpacked, program)
+            bundle = Bundle(manifest, lease_until, folder)
+            await accept(bundle)
+            self._keep(head_key, bundle)
+            return bundle
 
     def check(self, data: bytes, run: str, now: float) -> TaskManifest:
         """Verify the head of a bundle for this run, and remember its revision. BundleError."""
@@ -233,12 +243,9 @@ class BundleStore:
         except OSError as error:
             raise _unusable(self._folder, error) from error
 
-    def prepare(self, head_key: str, head: bytes, manifest: TaskManifest) -> Bundle:
-        """Unpack the program. Now the device can take part in the run."""
-        lease_until = Lease.verify(BundleHead.decode(head).lease).expires
-        bundle = Bundle(manifest, lease_until, self._unpacked(manifest.program))
-        # Whatever it replaces must not be trained any more.
-        same = (manifest.owner, manifest.task)
+    def _keep(self, head_key: BlobKey, bundle: Bundle) -> None:
+        """Now the device can take part in the run; not in what it replaces any more."""
+        same = (bundle.manifest.owner, bundle.manifest.task)
         self._ready = {
             key: other
             for key, other in self._ready.items()
@@ -246,7 +253,6 @@ class BundleStore:
         }
         self._ready[head_key] = bundle
         self._runs[bundle.run] = None
-        return bundle
 
     def _keys_for(self, head: BundleHead) -> tuple[OwnerPolicy, OwnerKeys]:
         """The pinned owner for whom the key of this head signs."""

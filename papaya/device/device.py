@@ -92,6 +92,7 @@ class Device:
             declared,
             trust_policy=trusts,
             owners=() if bundles is None else bundles.owners,
+            engine_version=trainer.engine_version,
         )
         self._notify = notify
         self._rng = rng or Random()
@@ -172,18 +173,12 @@ class Device:
 
         now = self._process.now()
         try:
-            bundle = await store.fetch(head_key, download, now)
+            bundle = await store.fetch(head_key, download, self._trainer.add_bundle, now)
         except PapayaError as error:
             if isinstance(error, BundleError):  # asking again does not help: exclude it
                 store.refuse(refused(task, head_key), error.reason, now)
             elif isinstance(error, OperatorError):  # such as a full disk: hold no slot meanwhile
                 store.refuse(refused(task, head_key), "cannot_keep", now)
-            self._failures += 1
-            return in_words(error)
-        try:
-            self._trainer.add_bundle(bundle)
-        except OperatorError as error:  # this machine cannot run it
-            store.refuse(refused(task, head_key), "not_allowed", now)
             self._failures += 1
             return in_words(error)
         self._failures = 0

@@ -1,10 +1,10 @@
-"""Downloads parameters by key, from a CDN or the selectors, once for all devices of a process.
+"""Downloads parameters and bundles by key, once for all devices of a process.
 
-A key ends in the hash of its content, so any source will do: bytes with another hash are dropped
-and the next source is tried. A download that broke is resumed with `Range`, at the same source or
-the next one; the hash is that of the whole. A download is bounded by the length of the model. A key
-of an unknown form is refused. No token is sent: parameters are public under their hash, and a CDN
-must not learn the token.
+A key ends in the hash of its content, so any source will do, a CDN or a selector: bytes with
+another hash are dropped and the next source is tried. A download that broke is resumed with
+`Range`, at the same source or the next one; the hash is that of the whole. A download is bounded by
+the length of the model or the size in the manifest. A key of an unknown form is refused. No token
+is sent: blobs are public under their hash, and a CDN must not learn the token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from papaya.errors import ProtocolError
 from papaya.messages.base import BlobKey, TaskId
 
 _KEY = re.compile(
-    r"(?P<task>[a-z0-9][a-z0-9_-]{0,63})/[0-9]{1,18}/[a-z]{1,16}-[0-9]{1,18}-(?P<hash>[0-9a-f]{32})"
+    r"(?P<task>[a-z0-9][a-z0-9_-]{0,63})/[0-9]{1,18}/"
+    r"(?P<kind>[a-z]{1,16})-[0-9]{1,18}-(?P<hash>[0-9a-f]{32})"
 )
 _HEADER_BYTES = 8 + (64 << 10)
 _STALLED_S = 30.0
@@ -38,7 +39,7 @@ def task_of(key: BlobKey) -> TaskId:
 
 def _parse(key: BlobKey) -> re.Match[str]:
     if (parsed := _KEY.fullmatch(key)) is None:
-        raise ProtocolError("the server sent a parameters key of an unknown form")
+        raise ProtocolError("the server sent a key of an unknown form")
     return parsed
 
 
@@ -88,7 +89,8 @@ class Downloads:
             task.exception()  # retrieve the exception, also if no device waits any more
 
     async def _download(self, key: BlobKey, limit: int, selectors: Sequence[str]) -> bytes:
-        digest = _parse(key)["hash"]
+        parsed = _parse(key)
+        digest, kind = parsed["hash"], parsed["kind"]
         sources = [f"{selector}/v1/parameters" for selector in selectors]
         if self._blobs_url is not None:
             sources.insert(0, self._blobs_url)
@@ -106,7 +108,8 @@ class Downloads:
                 body = bytes(begun)
                 self._keep(key, body)
                 return body
-        raise ProtocolError(f"cannot download the parameters: {problem}")
+        what = "parameters" if kind == "version" else kind
+        raise ProtocolError(f"cannot download the {what} of {parsed['task']}: {problem}")
 
     async def _finish(self, url: str, digest: str, limit: int, begun: bytearray) -> None:
         """Add to `begun`, which may come from another source, until its hash is right."""

@@ -60,10 +60,11 @@ class Job(Struct, frozen=True):
     sets it.
 
     "load" calls the file's `load_examples` on the texts in `examples`. "check" looks for the first
-    example that the task cannot use.
+    example that the task cannot use. "try" only loads the program, to find out whether it can be
+    trained here.
     """
 
-    kind: Literal["train", "evaluate", "load", "check"]
+    kind: Literal["train", "evaluate", "load", "check", "try"]
     task_file: str
     parameters: bytes
     examples: tuple[bytes, ...]
@@ -119,6 +120,10 @@ class TrainingEngine(Protocol):
         self, parameters: Vector, examples: Sequence[bytes], volume: int, step_done: StepDone
     ) -> bytes:
         """The evaluation vector of a device with `volume` training examples."""
+        ...
+
+    def try_program(self) -> None:
+        """OperatorError if it could not train, whatever the examples are."""
         ...
 
 

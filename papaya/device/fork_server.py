@@ -35,6 +35,7 @@ from typing import Final, NoReturn, cast
 import msgspec
 from msgspec import structs
 
+from papaya.bundle.compiled import signed_program
 from papaya.bundle.manifest import TaskManifest
 from papaya.bundle.owner import decode as decode_statement
 from papaya.device import confinement, frames
@@ -51,7 +52,7 @@ from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, StepsDon
 from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone
 from papaya.learning.definition import TaskTerms
-from papaya.learning.executorch.program_file import read_program
+from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
 from papaya.learning.parameters import decode
 
 _MAX_REASON: Final = 500
@@ -229,6 +230,9 @@ def _run(job: Job, engine: TrainingEngine, step_done: StepDone) -> JobResult:
         return _load_examples(job)
     if job.kind == "check":
         return _check_examples(job.examples, engine)
+    if job.kind == "try":
+        engine.try_program()
+        return JobResult(b"", 0)
     parameters = decode(job.parameters, engine.manifest.length)
     if job.kind == "train":
         return JobResult(*engine.train(parameters, job.examples, job.seed, step_done))
@@ -269,12 +273,16 @@ def _problem(error: BaseException) -> JobProblem:
 
 def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngine:
     """Run the code of a bundle, in this confined job. The manifest replaces its settings."""
-    from papaya.learning.task import load_task
-    from papaya.learning.torch.engine import TorchEngine
-
     if not limits.confined:
         raise OperatorError("the code of a bundle runs only in a confined job", hint="")
     manifest = decode_statement(TaskManifest, encoded)
+    if manifest.engine == "executorch":
+        from papaya.learning.executorch.engine import ExecuTorchEngine
+
+        return ExecuTorchEngine(signed_program(read_program(path), manifest))
+    from papaya.learning.task import load_task
+    from papaya.learning.torch.engine import TorchEngine
+
     sys.path.insert(0, str(path.parent))  # a program may have several files
     loaded = load_task(path)
     if loaded.manifest.tensors != manifest.layout:
@@ -330,11 +338,25 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
     return ExecuTorchEngine(program), file
 
 
+def _start_engine(engine: EngineName) -> str:
+    """Import the engine, once, also for the bundles to come. Returns its version."""
+    if engine == "torch":
+        import torch
+
+        import papaya.learning.torch.engine
+
+        return str(torch.__version__)
+    import papaya.learning.executorch.engine  # noqa: F401
+    from papaya.learning.executorch.runtime import library
+    from papaya.learning.executorch.shim import shim_library
+
+    library(shim_library())
+    return EXECUTORCH_VERSION
+
+
 def _load(
     engine: EngineName, paths: list[str]
 ) -> tuple[dict[str, TrainingEngine], tuple[TaskFile, ...]]:
-    if engine == "torch":
-        import papaya.learning.torch.engine  # noqa: F401 - once, also for the bundles to come
     load = _load_task if engine == "torch" else _load_program
     loaded = {path: load(path) for path in paths}
     engines = {path: ready for path, (ready, _) in loaded.items()}
@@ -350,6 +372,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sandbox decides, and closes the socket
     with host, contextlib.suppress(ConnectionError):
         try:
+            version = _start_engine(name)
             engines, tasks = _load(name, arguments[6:])
         except OperatorError as error:
             host.sendall(frames.packet(Unloadable(str(error), error.hint)))
@@ -363,7 +386,7 @@ def main(arguments: list[str]) -> None:
         )
         gc.collect()
         gc.freeze()  # collections in children then leave these pages shared
-        host.sendall(frames.packet(Ready(tasks, unconfined)))
+        host.sendall(frames.packet(Ready(tasks, unconfined, version)))
         numbers = int(arguments[2]), int(arguments[3]), float(arguments[4])
         limits = JobLimits(*numbers, not unconfined)
         ForkServer(host, engines, limits).serve()

@@ -50,6 +50,7 @@ class Ready(Struct, frozen=True, tag=True):
 
     tasks: tuple[TaskFile, ...]
     unconfined: str
+    engine_version: str
 
 
 class Unloadable(Struct, frozen=True, tag=True):

@@ -17,12 +17,12 @@ Refused: a manifest that asks for more than its owner is allowed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.manifest import TaskManifest
@@ -34,14 +34,14 @@ from papaya.errors import ConfigError
 MAX_OWNERS = 32
 """A check-in names the pinned owners, and no more than these."""
 
-KeyText = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one owner's tasks may do on this device."""
 
-    key: KeyText
-    recovery: KeyText | None = None
+    key: str
+    recovery: str | None = None
     collections: tuple[str, ...] = ()
     engines: tuple[EngineName, ...] = ("executorch",)
     max_examples: int = 1500
@@ -50,6 +50,11 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     min_gap_s: float = 0.0
 
     def __post_init__(self) -> None:
+        for field in ("key", "recovery"):
+            value = getattr(self, field)
+            is_valid = value is None or _KEY.fullmatch(value) is not None
+            remedy = "copy it from: papaya owner show"
+            require(is_valid, field, value, "must be 64 hex digits", remedy)
         for field in ("max_examples", "max_participations"):
             require_count(field, getattr(self, field))
         require_positive_s("max_training_s", self.max_training_s)

@@ -102,6 +102,8 @@ class Sandbox:
         self._bundled: dict[str, TaskFile] = {}
         # Why jobs are not confined, once started; empty if they are.
         self.unconfined = ""
+        # Of the engine, once started.
+        self.engine_version = ""
 
     @property
     def tasks(self) -> tuple[TaskFile, ...]:
@@ -110,7 +112,8 @@ class Sandbox:
 
     async def start(self) -> None:
         """Load the task files, or raise OperatorError."""
-        self.unconfined = (await self._own.alive()).unconfined
+        server = await self._own.alive()
+        self.unconfined, self.engine_version = server.unconfined, server.engine_version
 
     def add_bundle(self, run: TaskId, file: TaskFile) -> None:
         """From now on jobs may name this run; it replaces an earlier revision."""
@@ -233,6 +236,7 @@ class _ForkServer:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self.tasks: tuple[TaskFile, ...] = ()
         self.unconfined = ""
+        self.engine_version = ""
         self._process = process
         self._control = control
         self._ids = itertools.count(1)
@@ -267,6 +271,7 @@ class _ForkServer:
         if isinstance(answer, Unloadable):
             raise OperatorError(answer.message, hint=answer.hint)
         self.tasks, self.unconfined = answer.tasks, answer.unconfined
+        self.engine_version = answer.engine_version
 
     async def run(self, job: Job, file: TaskFile, cpu_s: int, step_done: StepDone) -> JobResult:
         id_ = next(self._ids)
@@ -391,6 +396,8 @@ def _update_bytes(job: Job, file: TaskFile) -> int | None:
             return 4 * EVALUATION_LENGTH
         case "load" | "check":
             return None
+        case "try":
+            return 0
 
 
 def _obituary(status: int) -> JobProblem:

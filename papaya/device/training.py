@@ -16,8 +16,10 @@ from typing import Protocol
 
 from msgspec import Struct, msgpack
 
-from papaya.bundle.head import PROGRAM_FILE
+from papaya.bundle.errors import BundleError
+from papaya.bundle.head import PROGRAM_FILES
 from papaya.client.work import Trained
+from papaya.config.versions import is_at_least
 from papaya.device.bundles import Bundle
 from papaya.device.example_store import ExampleStore, Split
 from papaya.device.executor import (
@@ -40,6 +42,7 @@ logger = logging.getLogger("papaya.device")
 
 _LOAD_S = 600.0
 _LOAD_BYTES = 8 << 20  # of text per job
+_MAX_CHECK_S = 120.0  # to load the program of a bundle
 
 
 class TrainingRequest(Struct, frozen=True):
@@ -67,6 +70,11 @@ class Trainer(Protocol):
     def engine(self) -> str: ...
 
     @property
+    def engine_version(self) -> str:
+        """Empty if it is unknown; then the device gets no task that needs a version."""
+        ...
+
+    @property
     def modules(self) -> tuple[str, ...]:
         """The hashes of this device's task files."""
         ...
@@ -76,8 +84,8 @@ class Trainer(Protocol):
         """Those of `modules` that need secure aggregation."""
         ...
 
-    def add_bundle(self, bundle: Bundle) -> None:
-        """The device has accepted this bundle: it can be trained from now on."""
+    async def add_bundle(self, bundle: Bundle) -> None:
+        """From now on this bundle can be trained. BundleError if it cannot be, on this device."""
         ...
 
     def knows(self, program: TaskId) -> bool: ...
@@ -106,8 +114,10 @@ class ExecutorTrainer:
         rng: Random,
         aliases: Mapping[TaskId, TaskId] | None = None,
         engine: EngineName = "torch",
+        engine_version: str = "",
     ) -> None:
         self.engine = engine
+        self.engine_version = engine_version
         self.modules = tuple(dict.fromkeys(file.module_hash for file in executor.tasks))
         secure = (file.module_hash for file in executor.tasks if file.terms.secure)
         self.secure_modules = tuple(dict.fromkeys(secure))
@@ -129,18 +139,36 @@ class ExecutorTrainer:
     def tasks(self) -> tuple[TaskId, ...]:
         return tuple(self._files)
 
-    def add_bundle(self, bundle: Bundle) -> None:
-        manifest = bundle.manifest
+    async def add_bundle(self, bundle: Bundle) -> None:
+        """Load the program once, in a job, before the device takes anybody's place."""
+        manifest, run = bundle.manifest, bundle.run
+        has_engine = manifest.engine == self.engine
+        if not (has_engine and is_at_least(self.engine_version, manifest.engine_version)):
+            raise BundleError(
+                "engine",
+                f"{manifest.task}: needs {manifest.engine} {manifest.engine_version} or newer, "
+                f"this device has {self.engine} {self.engine_version}",
+                hint="update this device, or start it with another --engine",
+            )
         file = TaskFile(
-            path=str(bundle.program / PROGRAM_FILE),
+            path=str(bundle.program / PROGRAM_FILES[manifest.engine]),
             task=manifest.task,
             module_hash="",
             terms=bundle.terms,
             examples=manifest.examples,
             manifest=manifest.encode(),
         )
-        self._executor.add_bundle(bundle.run, file)
-        self._files[bundle.run] = file
+        timeout_s = min(manifest.training_timeout_s, _MAX_CHECK_S)
+        try:
+            self._executor.add_bundle(run, file)
+            await self._executor.run(Job("try", run, b"", ()), timeout_s)
+        except (JobFailed, OperatorError) as error:
+            if run in self._files:  # an earlier revision, which a session may still train
+                self._executor.add_bundle(run, self._files[run])
+            if isinstance(error, JobFailed) and error.kind == "unavailable":
+                raise OperatorError(f"{manifest.task}: {error.reason}") from error
+            raise BundleError("engine", f"{manifest.task}: {error}") from error
+        self._files[run] = file
 
     def knows(self, program: TaskId) -> bool:
         return program in self._files
@@ -264,7 +292,7 @@ async def sandboxed(
                 "INSECURE: training jobs are not confined (%s); they have the rights of this user",
                 sandbox.unconfined,
             )
-        yield ExecutorTrainer(sandbox, now, Random(), aliases, engine)
+        yield ExecutorTrainer(sandbox, now, Random(), aliases, engine, sandbox.engine_version)
     finally:
         await sandbox.close()
 
@@ -277,6 +305,7 @@ class ProtocolTrainer:
     """
 
     engine = "torch"
+    engine_version = "9999"  # it trains nothing, so it can train everything
 
     def __init__(
         self,
@@ -291,7 +320,7 @@ class ProtocolTrainer:
         self._seconds = seconds
         self._examples = examples
 
-    def add_bundle(self, bundle: Bundle) -> None:
+    async def add_bundle(self, bundle: Bundle) -> None:
         """It trains nothing, so it needs no program."""
 
     def knows(self, program: TaskId) -> bool:

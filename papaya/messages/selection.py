@@ -14,6 +14,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from papaya.config import Requirements
+from papaya.config.versions import is_at_least
 from papaya.messages.base import (
     BlobKey,
     Count,
@@ -43,6 +44,7 @@ class Capabilities(Struct, frozen=True, gc=False):
     trust_policy: bool = True
     owners: Names = ()
     """The ids of owners that the device has pinned."""
+    engine_version: Name = ""
 
 
 class DeviceClass(Struct, frozen=True, gc=False):
@@ -63,6 +65,7 @@ class DeviceClass(Struct, frozen=True, gc=False):
             and (not requirements.bundle or refused(task, requirements.bundle) not in self.excluded)
             and (device.trust_policy or not is_secure)
             and requirements.engine in (None, device.engine)
+            and is_at_least(device.engine_version, requirements.engine_version)
             and has_program
             and requirements.min_memory_mb <= device.memory_mb
             and all(label in device.labels for label in requirements.labels)

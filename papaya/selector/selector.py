@@ -23,6 +23,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from papaya.config import ServerConfig
+from papaya.config.versions import is_at_least, version_number
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
 from papaya.messages.base import PROTOCOL_VERSION, BlobKey, Message, NodeId, SessionId, TaskId
@@ -71,6 +72,8 @@ class Distinctions:
         wanted = [offer.requirements for offer in advertised]
         self._tasks = frozenset(offer.task for offer in advertised)
         self._engines = frozenset(need.engine for need in wanted)
+        versions = {need.engine_version for need in wanted if need.engine_version}
+        self._engine_versions = sorted(versions, key=version_number)
         self._modules = frozenset(need.module for need in wanted)
         self._owners = frozenset(need.owner for need in wanted)
         self._bundles = frozenset(
@@ -96,6 +99,7 @@ class Distinctions:
     def _classify(self, check_in: CheckIn) -> DeviceClass:
         device = check_in.capabilities
         enough = bisect_right(self._memory_mb, device.memory_mb) - 1
+        reached = [v for v in self._engine_versions if is_at_least(device.engine_version, v)]
         capabilities = Capabilities(
             engine=device.engine if device.engine in self._engines else "",
             modules=tuple(sorted(m for m in device.modules if m in self._modules)),
@@ -103,6 +107,7 @@ class Distinctions:
             labels=tuple(sorted(label for label in device.labels if label in self._labels)),
             owners=tuple(sorted(owner for owner in device.owners if owner in self._owners)),
             trust_policy=device.trust_policy or not self._has_secure,
+            engine_version=reached[-1] if reached else "",
         )
         known = self._tasks | self._bundles
         excluded = tuple(sorted(task for task in check_in.excluded if task in known))
@@ -119,6 +124,10 @@ def lacking_for(offer: Advertised, device: DeviceClass) -> str:
 
     if not declared.trust_policy and would_fit(trust_policy=True):
         return f"task {offer.task} is secure, and this device has no trust policy"
+    if not is_at_least(declared.engine_version, needs.engine_version) and would_fit(
+        engine_version=needs.engine_version
+    ):
+        return f"task {offer.task} needs {needs.engine} {needs.engine_version} or newer"
     file = (needs.module or "").partition(".")[0]
     has_file = any(module.partition(".")[0] == file for module in declared.modules)
     if has_file and would_fit(modules=(needs.module,)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 from uuid import uuid4
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
+from papaya.device import confinement
 from papaya.learning.task import load_task
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +27,23 @@ SMALL = ["--devices", "6", "--concurrency", "4", "--goal", "2", "--minutes", "3"
 MARK = "DEMO_TEST"
 LIMIT_S = 240.0
 GONE_S = 20.0
+# Python reads it at the start of every process: it notes who is there, and who imports torch.
+WATCH = """
+import os, sys
+
+def note(what):
+    with open(os.path.join(os.path.dirname(__file__), "seen"), "a") as file:
+        with open("/proc/self/cmdline") as command:
+            file.write(what + " ".join(command.read().replace(chr(0), " ").split()) + chr(10))
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            note("torch in ")
+
+sys.meta_path.insert(0, Watch())
+note("start of ")
+"""
 
 
 def environment(tmp_path: Path, mark: str) -> dict[str, str]:
@@ -53,14 +73,18 @@ def left_behind(mark: str) -> list[str]:
     return found
 
 
-def test_a_short_demo_learns_and_leaves_only_its_results(tmp_path: Path) -> None:
-    mark, output = uuid4().hex, tmp_path / "results"
+@pytest.mark.skipif(confinement.missing() is not None, reason="devices refuse signed programs")
+def test_a_short_demo_learns_without_torch_and_leaves_only_its_results(tmp_path: Path) -> None:
+    mark, output, watch = uuid4().hex, tmp_path / "results", tmp_path / "watch"
+    watch.mkdir()
+    (watch / "sitecustomize.py").write_text(WATCH)
+    paths = os.pathsep.join((str(watch), str(ROOT)))
     done = subprocess.run(
         [*DEMO, *SMALL, "--versions", "4", "--output", str(output), "--format", "json"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment(tmp_path, mark),
+        env={**environment(tmp_path, mark), "PYTHONPATH": paths},
         timeout=LIMIT_S,
         check=False,
     )
@@ -68,7 +92,14 @@ def test_a_short_demo_learns_and_leaves_only_its_results(tmp_path: Path) -> None
     assert left_behind(mark) == []
     assert list((tmp_path / "temporary").iterdir()) == []
 
+    seen = (watch / "seen").read_text().splitlines()
+    for device in (" client --server ", r"papaya\.device\.fork_server \d+ executorch "):
+        assert any(re.search(f"start of .*{device}", line) for line in seen)
+        assert not any(re.search(f"torch in .*{device}", line) for line in seen)
+    assert any(re.search("torch in .* task submit ", line) for line in seen), "the owner uses it"
+
     summary = json.loads(done.stdout)
+    assert summary["engine"] == "executorch"
     assert summary["regime"] == "AsyncFL"
     assert (summary["devices"], summary["concurrency"], summary["aggregation_goal"]) == (6, 4, 2)
     assert summary["version"] >= 4
@@ -77,8 +108,8 @@ def test_a_short_demo_learns_and_leaves_only_its_results(tmp_path: Path) -> None
     assert summary["threshold"] == 2
     assert "INSECURE: the TSA runs in software" in done.stderr
     # The demo looks ten times a second: on a busy machine it may see none of so few.
-    seen = summary["masked_sample"]
-    assert seen is None or seen["bits_per_byte"] > 7.99
+    sample = summary["masked_sample"]
+    assert sample is None or sample["bits_per_byte"] > 7.99
     assert summary["perplexity"]["0"] > summary["perplexity"][str(summary["version"])] > 1
 
     loaded = load_task(ROOT / "examples" / "next_word.py")
@@ -97,7 +128,7 @@ def a_running_demo(tmp_path: Path, mark: str) -> Iterator[subprocess.Popen[str]]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process = subprocess.Popen(
-            [*DEMO, *SMALL, "--output", str(tmp_path / "results")],
+            [*DEMO, *SMALL, "--engine", "torch", "--output", str(tmp_path / "results")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

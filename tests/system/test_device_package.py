@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from papaya.cli.demo.demo import write_trust
+from papaya.cli.owner import create_key
+from papaya.device import confinement
 from tests.system.admin import Admin
 from tests.system.processes import Installation, run_to_the_end
 from tests.unit.learning.executorch.small_program import EXAMPLES, SOURCE, program_bytes
@@ -129,10 +131,15 @@ def test_training_the_model_of_the_demo_takes_little_memory(
     assert float(package.run("-c", TRAIN, str(program))) < MAX_TRAINING_MB
 
 
+@pytest.mark.skipif(confinement.missing() is not None, reason="devices refuse signed programs")
 def test_its_devices_take_part_in_a_secure_task(package: DevicePackage, tmp_path: Path) -> None:
-    source, program = tmp_path / "sums.py", tmp_path / "sums.program"
+    """They know only the owner's key: the program comes in a signed bundle."""
+    source, key, owners = (tmp_path / name for name in ("sums.py", "owner.key", "owners.toml"))
+    program = tmp_path / "sums.program"
     source.write_text(SOURCE)
     program.write_bytes(program_bytes())
+    public = create_key(key).public_key().public_bytes_raw().hex()
+    owners.write_text(f'[owners.me]\nkey = "{public}"\ncollections = ["numbers"]\n')
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(3):
@@ -143,7 +150,9 @@ def test_its_devices_take_part_in_a_secure_task(package: DevicePackage, tmp_path
         url = f"http://{server.addresses['admin']}"
         owner = ("--admin", url, "--token-file", str(installation.data / "admin.token"))
         submitted = run_to_the_end(
-            *("task", "submit", str(source), "--program", str(program), *owner), seconds=STEP_S
+            *("task", "submit", str(source), "--program", str(program), "--owner", str(key)),
+            *owner,
+            seconds=STEP_S,
         )
         assert submitted.returncode == 0, submitted.stderr
         write_trust(tmp_path / "trust.toml", installation.data, server.addresses["devices"], goal=2)
@@ -151,7 +160,8 @@ def test_its_devices_take_part_in_a_secure_task(package: DevicePackage, tmp_path
         with out.open("wb") as stdout, err.open("wb") as stderr:
             devices = subprocess.Popen(
                 [
-                    *(str(package.bin / "papaya-device"), "--task", str(program)),
+                    *(str(package.bin / "papaya-device"), "--owners", str(owners)),
+                    *("--bundles", str(tmp_path / "bundles")),
                     *("--server", f"http://{server.addresses['devices']}"),
                     *("--token-file", str(installation.data / "device.token")),
                     *("--trust", str(tmp_path / "trust.toml")),
@@ -171,4 +181,6 @@ def test_its_devices_take_part_in_a_secure_task(package: DevicePackage, tmp_path
                 devices.send_signal(signal.SIGTERM)
                 devices.wait(STEP_S)
         assert server.stop() == 0
-        assert "counted sums" in out.read_text(), err.read_text()
+        told = out.read_text()
+        assert "fetched the bundle of sums" in told, err.read_text()
+        assert "counted sums-" in told

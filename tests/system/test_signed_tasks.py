@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from papaya.cli.demo.demo import write_trust
 from papaya.device import confinement
+from papaya.device.executor import EngineName
 from tests.system.admin import Admin
 from tests.system.processes import PAPAYA, Installation, ServerProcess, Toml, run_to_the_end
 
@@ -34,6 +36,25 @@ task = Task(
     participation_gap_s=0.0,
 )
 """
+# The same on devices without torch: fields instead of a function, and a sample to compare with.
+COMPILED = """
+import torch
+from helper import FIELDS
+from papaya.learning.task import AsyncFL, ClientSGD, Examples, SecureAggregation, Task
+
+task = Task(
+    name="opened", model=lambda: torch.nn.Linear(1, 1), batch=FIELDS,
+    loss=lambda module, x, y: (module(x) - y).square()[:, 0], examples=Examples("numbers"),
+    client=ClientSGD(rate=0.01), regime=AsyncFL(aggregation_goal=2), concurrency=3,
+    participation_gap_s=0.0, clip=5.0, secure_aggregation=SecureAggregation(),
+    sample=[b"1,2", b"2,5", b"-1,0"],
+)
+"""
+FIELDS = """
+from papaya.learning.example_fields import Numbers
+
+FIELDS = (Numbers(1), Numbers(1, start=1))
+"""
 HELPER = """
 import torch
 
@@ -46,8 +67,16 @@ def to_tensors(examples):
 class SignedWorld:
     """A server, an owner with a key, and devices that have pinned it."""
 
-    def __init__(self, folder: Path, server: ServerProcess, installation: Installation) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        server: ServerProcess,
+        installation: Installation,
+        engine: EngineName = "torch",
+    ) -> None:
         self.folder = folder
+        self._engine = engine
+        self._data = installation.data
         self.admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
         self._server = server
         self._token = folder / "admin.token"
@@ -58,20 +87,27 @@ class SignedWorld:
         self._device_token.chmod(0o600)
         self.program = folder / "program"
         self.program.mkdir()
-        (self.program / "task.py").write_text(TASK)
-        (self.program / "helper.py").write_text(HELPER)
+        texts = (TASK, HELPER) if engine == "torch" else (COMPILED, FIELDS)
+        for name, text in zip(("task.py", "helper.py"), texts, strict=True):
+            (self.program / name).write_text(text)
         self.key = folder / "owner.key"
         shown = self._run("owner", "key", "--output", str(self.key), "--format", "json")
         self.owner = json.loads(shown)
 
     def task(self, *arguments: str) -> Any:
         """A command of the owner; its answer."""
-        action, what, *rest = arguments
+        return json.loads(self._run(*self._owned(*arguments), "--format", "json"))
+
+    def _owned(self, *arguments: str) -> tuple[str, ...]:
         place = ("--admin", f"http://{self._server.addresses['admin']}")
         signed = ("--owner", str(self.key), "--token-file", str(self._token))
-        return json.loads(
-            self._run("task", action, what, *rest, *place, *signed, "--format", "json")
-        )
+        return ("task", *arguments, *place, *signed)
+
+    def refused(self, *arguments: str) -> str:
+        """A command of the owner that fails; its message."""
+        ended = run_to_the_end(*self._owned(*arguments), seconds=STEP_S)
+        assert ended.returncode != 0
+        return ended.stderr
 
     def _run(self, *arguments: str) -> str:
         ended = run_to_the_end(*arguments, seconds=STEP_S)
@@ -79,12 +115,12 @@ class SignedWorld:
         return ended.stdout
 
     @contextmanager
-    def devices(self) -> Iterator[Path]:
+    def devices(self, *, secure: bool = False) -> Iterator[Path]:
         """Devices that know no task file, only the owner's key. Yields their log."""
         owners = self.folder / "owners.toml"
         owners.write_text(
             f'[owners.me]\nkey = "{self.owner["key"]}"\ncollections = ["numbers"]\n'
-            'engines = ["torch"]\n'
+            f'engines = ["{self._engine}"]\n'
         )
         for number in range(DEVICES):
             lines = "\n".join(f"{x},{2 * x + number}" for x in range(40))
@@ -94,14 +130,18 @@ class SignedWorld:
         for path in self.folder.glob("lines-*.txt"):
             path.rename(examples / path.name)
         log = self.folder / "devices.log"
-        command = (
+        command: tuple[str, ...] = (
             *("--server", f"http://{self._server.addresses['devices']}"),
             *("--owners", str(owners), "--bundles", str(self.folder / "bundles")),
             *("--import", f"numbers={examples}", "--store", str(self.folder / "stores")),
             *("--devices", str(DEVICES), "--assume", "idle,charging,unmetered"),
             *("--participation-floor", "0", "--pause", "0.2"),
-            *("--token-file", str(self._device_token)),
+            *("--token-file", str(self._device_token), "--engine", self._engine),
         )
+        if secure:
+            trust = self.folder / "trust.toml"
+            write_trust(trust, self._data, self._server.addresses["devices"], goal=2)
+            command = (*command, "--trust", str(trust))
         with (
             log.open("wb") as output,
             subprocess.Popen(
@@ -142,6 +182,29 @@ def test_a_task_is_submitted_changed_and_repeated_without_touching_a_device(
             assert world.admin.task(first["task"])["state"] == "cancelled"
             world.until_version(second["task"], 2)
             assert world.admin.task("opened")["task"] == second["task"]
+        told = log.read_text()
+        assert f"counted {first['task']}" in told
+        assert f"counted {second['task']}" in told
+        assert server.stop() == 0
+
+
+def test_a_signed_task_reaches_devices_without_torch(tmp_path: Path) -> None:
+    """Submitted from Python files; the devices get a program, and sums stay masked."""
+    with Installation(tmp_path) as installation:
+        server = installation.add(server=CALM).start()
+        world = SignedWorld(tmp_path, server, installation, "executorch")
+        submit = ("submit", str(world.program), "--engine", "executorch")
+        first = world.task(*submit)
+        with world.devices(secure=True) as log:
+            world.until_version(first["task"], 2)
+
+            refused = world.refused("update", "opened", "--set", "client.batch_size=8")
+            assert "has a batch size of 32" in refused
+            changed = world.task("update", "opened", "--set", "client.rate=0.005")
+            world.until_version(first["task"], changed["version"] + 2)
+
+            second = world.task(*submit, "--replace")
+            world.until_version(second["task"], 1)
         told = log.read_text()
         assert f"counted {first['task']}" in told
         assert f"counted {second['task']}" in told

@@ -1,10 +1,13 @@
 """`papaya demo`: the real system on one machine, for a minute.
 
-It runs the usual commands: `papaya serve`; `papaya task submit` with a copy of
-examples/next_word.py to which the settings of this run are appended; a few `papaya client` with
-some devices each; `papaya task export`. These are real processes and sockets, and a real model on
-real texts: the sources and documentation of Python's standard library, one text per device. Every
-number that is printed was measured.
+It runs the usual commands: `papaya serve`; `papaya task submit` with examples/next_word.py; a few
+`papaya client` with some devices each; `papaya task export`. These are real processes and sockets,
+and a real model on real texts: the sources and documentation of Python's standard library, one text
+per device. Every number that is printed was measured.
+
+The task is compiled and signed, and the devices, which know only the owner's key, fetch its program
+and train it without torch. With --engine torch they have a copy of the task file, to which the
+settings of this run are appended.
 
 Secure aggregation is on unless --clear is given: the server sees masked updates and sums of at
 least K. The TSA is a child of the server with INSECURE software evidence, which the devices of the
@@ -17,6 +20,7 @@ Exits with 1 if the model did not learn.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -30,9 +34,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from typing import NamedTuple, get_args
+
+import msgspec
 
 import papaya
-from papaya.cli.admin_client import AdminClient
+from papaya.cli.admin_client import AdminClient, task_path
 from papaya.cli.demo.processes import Processes, interrupted_by_signals, wait_s
 from papaya.cli.demo.show import (
     SOFTWARE,
@@ -60,11 +67,15 @@ from papaya.cli.output import (
     whole,
     writing,
 )
+from papaya.cli.owner import create_key
 from papaya.cli.task.export import all_points
 from papaya.cli.task.watch import follow
 from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.device import confinement
+from papaya.device.executor import EngineName
 from papaya.device.texts import LEAST_BYTES, LIBRARY, library_texts
 from papaya.errors import OperatorError, PapayaError
+from papaya.learning.executorch.shim import shim_library
 from papaya.server.admin.views import TaskDetail
 
 TASK = "next-word"
@@ -79,6 +90,7 @@ _POLL_S = 0.05
 _DOCUMENTATION = Path("pydoc_data", "topics.py")
 _EVALUATE_UPDATES = 50
 _EXTRAS = {"aiohttp": "device", "torch": "torch", "matplotlib": "sim", "rich": "sim"}
+_EXPORTER = ("flatbuffers", "packaging", "ruamel", "tabulate")  # the extra `executorch`
 _ASSUMED = "idle,charging,unmetered"
 # Short intervals, because the demo lasts a minute.
 _SERVER = """\
@@ -97,6 +109,7 @@ max_retry_s = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(FormatOptions):
+    engine: EngineName | None = None  # None: executorch, if this machine can
     sync: bool = False
     clear: bool = False
     devices: int = 48
@@ -114,6 +127,12 @@ def add_to(commands: Commands) -> None:
         "demo",
         description="Start a server and a few dozen devices on this machine, train a next-word "
         "model on the source code of Python's standard library, and save it.",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=get_args(EngineName),
+        help="what devices train with: a compiled program, without PyTorch (executorch, the "
+        "default), or the task file (torch)",
     )
     parser.add_argument(
         "--sync", action="store_true", help="train with SyncFL (in rounds) instead of AsyncFL"
@@ -174,16 +193,17 @@ def run(options: DemoOptions) -> int:
         raise OperatorError(
             f"there is no file {options.checkpoint}", hint="check --checkpoint FILE"
         )
+    engine = usable_engine(options.engine)
     output = make_folder(output_of(options))
     logs = make_folder(output / "logs")
-    note(_introduction(options, regime, texts))
+    note(_introduction(options, engine, regime, texts))
     note("In the clear: the server sees every update.\n" if options.clear else f"{SOFTWARE}\n")
     with (
         interrupted_by_signals(),
         tempfile.TemporaryDirectory(prefix="papaya-demo-", ignore_cleanup_errors=True) as folder,
         Processes(logs) as processes,
     ):
-        summary = _train(options, regime, texts, Path(folder), output, processes)
+        summary = _train(options, engine, regime, texts, Path(folder), output, processes)
         with telling("stopping the devices and the server"):
             processes.stop()
     if options.is_json:
@@ -198,15 +218,44 @@ def run(options: DemoOptions) -> int:
     return 0
 
 
-def _introduction(options: DemoOptions, regime: AsyncFL | SyncFL, texts: list[Path]) -> str:
+def usable_engine(asked: EngineName | None) -> EngineName:
+    """The engine of the devices: without torch, unless this machine cannot."""
+    problem = None if asked == "torch" else _why_not_compiled()
+    if problem is None:
+        return asked or "executorch"
+    if asked is not None:
+        raise OperatorError(problem, hint="papaya demo --engine torch")
+    note(f"{problem}: using --engine torch\n")
+    return "torch"
+
+
+def _why_not_compiled() -> str | None:
+    """Why this machine cannot compile the task, or run signed programs; None if it can."""
+    if (lacking := confinement.missing()) is not None:
+        return lacking
+    if missing := [name for name in _EXPORTER if find_spec(name) is None]:
+        return f"compiling the task needs {', '.join(missing)}, which are not installed"
+    try:
+        with telling("preparing the engine of the devices (compiled once)"):
+            shim_library()
+    except OperatorError as error:
+        return str(error)
+    return None
+
+
+def _introduction(
+    options: DemoOptions, engine: EngineName, regime: AsyncFL | SyncFL, texts: list[Path]
+) -> str:
+    trains = "a compiled program, without PyTorch" if engine == "executorch" else "PyTorch"
     sizes_kb = [round(path.stat().st_size / 1000) for path in texts]
     processes = _processes(len(texts))
     where = "one process" if processes == 1 else f"{processes} processes"
     return (
         f"{type(regime).__name__}: {len(texts)} devices in {where}, {options.concurrency} "
         f"at a time, each with one text of Python's library ({min(sizes_kb)} to "
-        f"{max(sizes_kb)} kB).\nA DEMONSTRATION: devices are assumed to be idle, "
-        "charging and on an unmetered network, and may take part again immediately.\n"
+        f"{max(sizes_kb)} kB).\nDevices train with {trains}.\n"
+        "A DEMONSTRATION: devices are assumed to be idle, charging and on an unmetered network, "
+        "and may take part again immediately.\n"
     )
 
 
@@ -247,8 +296,47 @@ def _regime(options: DemoOptions) -> AsyncFL | SyncFL:
     return SyncFL() if goal is None else SyncFL(over_selection=concurrency / goal - 1)
 
 
+class _Preparation(NamedTuple):
+    """How the task reaches the devices: words of `task submit`, and options of `client`."""
+
+    submit: list[str]
+    client: dict[str, str]
+
+
+def _prepare(
+    options: DemoOptions, engine: EngineName, regime: AsyncFL | SyncFL, folder: Path
+) -> _Preparation:
+    if engine == "torch":
+        task_file = folder / TASK_FILE.name
+        write_task(task_file, TASK_FILE, regime, options.concurrency, is_clear=options.clear)
+        return _Preparation([str(task_file), "--unsigned"], {"--task": str(task_file)})
+    key, owners = folder / "owner.key", folder / "owners.toml"
+    public = create_key(key).public_key().public_bytes_raw().hex()
+    owners.write_text(f'[owners.demo]\nkey = "{public}"\ncollections = ["text"]\n')
+    settings: dict[str, object] = {"regime": regime, "concurrency": options.concurrency}
+    if options.clear:
+        settings["secure_aggregation"] = None
+    words = [str(TASK_FILE), "--engine", engine, "--owner", str(key)]
+    for field, value in settings.items():
+        words += ["--set", f"{field}={msgspec.json.encode(value).decode()}"]
+    return _Preparation(words, {"--engine": engine, "--owners": str(owners)})
+
+
+async def _write_examples(texts: Sequence[Path]) -> None:
+    """Turn texts into examples, one per line: a device without torch has no `load_examples`."""
+    from papaya.device.training import sandboxed
+
+    async with sandboxed([TASK_FILE], time.time) as trainer:
+        read = [text.read_text(encoding="utf-8", errors="replace") for text in texts]
+        found = await trainer.load_examples(TASK_FILE, read)
+    for text, examples in zip(texts, found, strict=True):
+        with writing(text):
+            text.write_bytes(b"".join(example + b"\n" for example in examples))
+
+
 def _train(
     options: DemoOptions,
+    engine: EngineName,
     regime: AsyncFL | SyncFL,
     texts: list[Path],
     folder: Path,
@@ -256,23 +344,30 @@ def _train(
     processes: Processes,
 ) -> Summary:
     (folder / "papaya.toml").write_text(_SERVER, encoding="utf-8")
-    task_file = folder / TASK_FILE.name
-    write_task(task_file, TASK_FILE, regime, options.concurrency, is_clear=options.clear)
+    prepared = _prepare(options, engine, regime, folder)
+    places = [folder / f"texts-{number + 1}" for number in range(_processes(len(texts)))]
+    devices = deal_out(texts, places)
     with telling("starting the server"):
         addresses = processes.start_server("server", "--config", str(folder / "papaya.toml"))
     admin, token = f"http://{addresses['admin']}", folder / "data" / "admin.token"
     owner = ("--admin", admin, "--token-file", str(token))
     settings = _settings(options, _goal(options, regime))
     trust = None if options.clear else folder / "trust.toml"
-    with telling("submitting the task (importing PyTorch takes a few seconds)"):
-        processes.start("submit", "task", "submit", "--unsigned", str(task_file), *owner, *settings)
+    compiling = "" if engine == "torch" else "; compiling the task takes longer, once"
+    with telling(f"submitting the task (importing PyTorch takes a few seconds{compiling})"):
+        processes.start("submit", "task", "submit", *prepared.submit, *owner, *settings)
         import_module("matplotlib.figure")  # takes a second, which would be lost later
+        if engine == "executorch":
+            asyncio.run(_write_examples([text for place in places for text in place.iterdir()]))
         processes.finish("submit")
         if trust is not None:
             write_trust(trust, folder / "data", addresses["devices"], _goal(options, regime))
-    _start_devices(addresses["devices"], task_file, trust, texts, folder, processes)
+    if trust is not None:
+        prepared.client["--trust"] = str(trust)
+    _start_devices(addresses["devices"], prepared.client, devices, folder, processes)
     client = AdminClient(admin, token.read_text(encoding="ascii").strip())
-    onlooker = Onlooker(folder / "data" / "blobs", TASK)
+    run_id = client.get(task_path(TASK), TaskDetail).task.task
+    onlooker = Onlooker(folder / "data" / "blobs", run_id)
     with view_for(partial(_done, options)) as view:
         recorder = DemoRecorder(client, view, 60 * options.minutes + _PATIENCE_S)
         detail = follow(
@@ -325,32 +420,26 @@ def _settings(options: DemoOptions, goal: int) -> list[str]:
 
 
 def _start_devices(
-    address: str,
-    task_file: Path,
-    trust: Path | None,
-    texts: list[Path],
-    folder: Path,
-    processes: Processes,
+    address: str, shared: dict[str, str], devices: list[int], folder: Path, processes: Processes
 ) -> None:
-    places = [folder / f"texts-{number + 1}" for number in range(_processes(len(texts)))]
-    parallel = max(1, len(os.sched_getaffinity(0)) // len(places))
-    for number, devices in enumerate(deal_out(texts, places)):
+    """Start a process for each number of devices; their texts are in a folder of this number."""
+    parallel = max(1, len(os.sched_getaffinity(0)) // len(devices))
+    for number, count in enumerate(devices, 1):
         options = {
             "--server": f"http://{address}",
-            "--task": str(task_file),
             "--token-file": str(folder / "data" / "device.token"),
-            "--devices": str(devices),
-            "--store": str(folder / f"devices-{number + 1}"),
-            "--import": f"text={places[number]}",
+            "--devices": str(count),
+            "--store": str(folder / f"devices-{number}"),
+            "--bundles": str(folder / f"bundles-{number}"),
+            "--import": f"text={folder / f'texts-{number}'}",
             "--assume": _ASSUMED,
             "--participation-floor": "0",
             "--pause": "0",
             "--max-parallel": str(parallel),
+            **shared,
         }
-        if trust is not None:
-            options["--trust"] = str(trust)
         words = [word for option in options.items() for word in option]
-        processes.start(f"devices-{number + 1}", "client", *words)
+        processes.start(f"devices-{number}", "client", *words)
 
 
 def _processes(devices: int) -> int:

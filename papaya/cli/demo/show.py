@@ -141,7 +141,8 @@ def happening(samples: list[DemoSample], detail: TaskDetail) -> str:
     if task.state != "running":
         return "evaluating the last version"
     if not samples or not (samples[-1].active or after_warm_up(samples)):
-        return "devices are starting (each process imports PyTorch)"
+        imports = detail.config.requirements.engine == "torch"
+        return "devices are starting" + (" (each process imports PyTorch)" if imports else "")
     last = samples[-1]
     updates = f"{last.updates} of {task.aggregation_goal} updates for the next version"
     return f"{plural(last.active, 'device')} active, {updates}"
@@ -288,6 +289,7 @@ def bits_per_byte(words: Words) -> float:
 class Summary(Struct, frozen=True, kw_only=True):
     """The result of a demo, which is also its JSON output."""
 
+    engine: str
     regime: str
     devices: int
     concurrency: int
@@ -342,6 +344,7 @@ def summarize(
     counted = sum(point.members for point in made)
     model, plot, metrics = map(str, files)
     return Summary(
+        engine=detail.config.requirements.engine or "",
         regime=task.regime,
         devices=devices,
         concurrency=task.concurrency,
@@ -376,6 +379,7 @@ def text_of(summary: Summary) -> str:
     command = sys.argv[0] if Path(sys.argv[0]).name == "papaya" else "papaya"
     sync = " --sync" if summary.regime == "SyncFL" else ""
     clear = " --clear" if summary.threshold is None else ""
+    torch = " --engine torch" if summary.engine == "torch" else ""
     lines = {
         "perplexity": f"{fall}  {clients}",
         "versions": f"{summary.version}, {summary.versions_per_minute:.0f} per minute",
@@ -386,7 +390,7 @@ def text_of(summary: Summary) -> str:
         "model": f"{model}, version {summary.version}",
         "plot": f"{shlex.quote(summary.plot)}; all versions: {shlex.quote(summary.metrics)}",
         "load it": f"safetensors.torch.load_file({summary.model!r})",
-        "continue": f"{shlex.quote(command)} demo{sync}{clear} --checkpoint {model}",
+        "continue": f"{shlex.quote(command)} demo{torch}{sync}{clear} --checkpoint {model}",
     }
     head = f"{summary.title}: {summary.seconds:.0f} s of training"
     told = [f"  {name:12} {words}".rstrip() for name, words in lines.items()]

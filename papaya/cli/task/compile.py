@@ -2,7 +2,8 @@
 
 The file is imported here, on the owner's machine. The program has the forward and the backward
 pass of the model and the loss, and the settings that a device needs; it has no Python code and no
-parameters. Give it to devices, then submit the task with it.
+parameters. Give it to devices, then submit the task with it. A signed task needs no such step:
+`papaya task submit my_task.py --engine executorch`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from papaya.bundle import archive
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -19,6 +21,7 @@ from papaya.cli.output import (
     print_data,
     print_json,
 )
+from papaya.cli.task.signing import program_files
 from papaya.errors import OperatorError
 
 
@@ -55,8 +58,9 @@ def run(options: TaskCompileOptions) -> int:
     loaded = load_task(options.file)
     from papaya.learning.torch.export import compile_task
 
-    note("compiling; this takes from half a minute to a few minutes")
-    data = compile_task(loaded, cache_folder() / "programs")
+    note("compiling, unless this was done before; it takes from ten seconds to a few minutes")
+    content = archive.digest(archive.pack(program_files(options.file)))
+    data = compile_task(loaded, cache_folder() / "programs", content)
     output = options.output or options.file.with_suffix(".program")
     try:
         output.write_bytes(data)
@@ -71,6 +75,6 @@ def run(options: TaskCompileOptions) -> int:
         print_data(f"{output}: {len(data):,} bytes, {program.name}")
         note(
             f"\non devices: papaya client --engine executorch --task {output}"
-            f"\nto submit it: papaya task submit {options.file} --program {output}"
+            f"\nto submit it: papaya task submit {options.file} --program {output} --unsigned"
         )
     return 0

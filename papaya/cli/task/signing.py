@@ -30,13 +30,16 @@ from papaya.bundle.manifest import (
 from papaya.bundle.owner import KeySuccessor, SignedStatement, key_id
 from papaya.config import TaskConfig
 from papaya.credentials.token_files import read as read_secret
+from papaya.device.executor import EngineName
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning.definition import ClientSGD
+from papaya.learning.executorch.program_file import EXECUTORCH_VERSION
 
 if TYPE_CHECKING:
     from papaya.learning.task import LoadedTask
 
-_ENGINE_VERSION = "2.0"  # of torch: a program may need a newer one only for its own code
+# The oldest version that runs a program. Compiled ones have no stable format.
+_ENGINE_VERSIONS = {"torch": "2.6", "executorch": EXECUTORCH_VERSION}
 
 
 class OwnerSigner(NamedTuple):
@@ -122,13 +125,14 @@ def first_manifest(
     owner: str, loaded: LoadedTask, config: TaskConfig, program: bytes
 ) -> TaskManifest:
     """The first revision of a new run; `config.task` is the name of the task."""
+    engine: EngineName = "torch" if config.requirements.engine == "torch" else "executorch"
     return TaskManifest(
         owner=owner,
         task=config.task,
         run=int(time.time() * 1000),
         revision=1,
-        engine="torch",
-        engine_version=_ENGINE_VERSION,
+        engine=engine,
+        engine_version=_ENGINE_VERSIONS[engine],
         program=BlobRef(archive.digest(program), len(program)),
         frozen=loaded.frozen.hex() or None,
         layout=loaded.manifest.tensors,

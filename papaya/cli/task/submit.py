@@ -1,8 +1,9 @@
 """`papaya task submit my_task.py`: start a task from the owner's file.
 
 The file is imported here, on the owner's machine. With an owner's key the command signs the task
-and sends its files in a bundle: devices that have pinned the key train it, and need no file. The
-server stores the bundle and runs nothing of it. Without a key only the file's hash is sent.
+and sends its files in a bundle, or, for devices without torch, the program that it compiles from
+them: devices that have pinned the key train it, and need no file. The server stores the bundle and
+runs nothing of it. Without a key only the file's hash is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from papaya.bundle import archive
-from papaya.bundle.head import PROGRAM_FILE
+from papaya.bundle.head import COMPILED_FILE, PROGRAM_FILE
 from papaya.cli.admin_client import (
     AdminClient,
     ConnectionOptions,
@@ -37,6 +38,7 @@ from papaya.cli.task.signing import (
     signer,
 )
 from papaya.config import TaskConfig
+from papaya.device.executor import EngineName
 from papaya.errors import ConfigError, OperatorError
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
@@ -48,13 +50,15 @@ _NOT_TO_SET = {
     "model_length": "the model determines it: change the model in the file",
     "evaluates": "papaya task evaluate TASK",
     "requirements.module": "it is the hash of the file: change the file",
-    "requirements.engine": "the file determines it: change the file",
+    "requirements.engine": "use --engine",
+    "requirements.engine_version": "the engine determines it: use --engine",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSubmitOptions(ConnectionOptions):
     file: Path
+    engine: EngineName = "torch"
     program: Path | None = None
     checkpoint: Path | None = None
     name: str | None = None
@@ -78,11 +82,17 @@ def add_to(actions: Commands) -> None:
         help="Python file of the task, or a folder with a task.py and the files that it imports",
     )
     parser.add_argument(
+        "--engine",
+        choices=get_args(EngineName),
+        help="what devices train with: the files themselves (torch), or a program that is compiled "
+        "from them (executorch), on devices without torch",
+    )
+    parser.add_argument(
         "--program",
         type=Path,
         metavar="FILE",
-        help="program that `papaya task compile` made from the file: submit the task for devices "
-        "that have this program, instead of the file",
+        help="program that `papaya task compile` made from the file, instead of compiling it; "
+        "implies --engine executorch",
     )
     parser.add_argument(
         "--checkpoint",
@@ -121,7 +131,7 @@ def add_to(actions: Commands) -> None:
 
 def run(options: TaskSubmitOptions) -> int:
     from papaya.learning import parameters
-    from papaya.learning.executorch.program_file import read_program
+    from papaya.learning.executorch.program_file import decode_program
     from papaya.learning.task import load_task  # here: it imports torch
 
     client = client_for(options)
@@ -131,10 +141,8 @@ def run(options: TaskSubmitOptions) -> int:
         loaded = load_task(options.file / PROGRAM_FILE)
     else:
         loaded = load_task(options.file)
-    if options.program is None:
-        file = loaded.config()
-    else:
-        file = loaded.config_for(read_program(options.program))
+    compiled = _compiled(options, loaded, is_signed=found is not None)
+    file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
     config = changed(file, options.name, options.set)
     warnings = config.warnings()
     if found is None:
@@ -145,7 +153,8 @@ def run(options: TaskSubmitOptions) -> int:
         note(f"warning: {warning}")
     bundle = b""
     if found is not None:
-        config, bundle = _bundled(client, found, loaded, config, options.file)
+        files = program_files(options.file) if compiled is None else {COMPILED_FILE: compiled}
+        config, bundle = _bundled(client, found, loaded, config, archive.pack(files))
     vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
     data = parameters.encode(vector, {"task": config.task, "version": "0"})
     note(f"sending {config.model_length:,} parameters")
@@ -157,7 +166,11 @@ def run(options: TaskSubmitOptions) -> int:
         print_json(view)
     else:
         if found is not None:
-            note(f"signed by owner {found.owner}: devices that have pinned it train this task")
+            collection = loaded.task.examples.collection
+            note(
+                f"signed by owner {found.owner}: devices that have pinned it, and allow it "
+                f"collection {collection} and engine {config.requirements.engine}, train this task"
+            )
         clients, name = plural(config.concurrency, "client"), view.name or view.task
         print_data(f"{name} is {view.state}: {clients} at a time")
         note(f"\nto watch it: papaya task watch {name}")
@@ -166,20 +179,43 @@ def run(options: TaskSubmitOptions) -> int:
 
 def _signer(options: TaskSubmitOptions) -> OwnerSigner | None:
     path = options.owner or default_key()
-    if options.unsigned or options.program is not None:  # bundles hold task files, not programs yet
+    if options.unsigned:
         return None
     if options.owner is None and not path.exists():
-        note("not signed: only devices that have the same task file take part")
+        what = "task file" if options.program is None else "program"
+        note(f"not signed: only devices that have the same {what} take part")
         note("to reach devices without it, create a key: papaya owner key")
         return None
     return signer(path)
 
 
+def _compiled(options: TaskSubmitOptions, loaded: LoadedTask, *, is_signed: bool) -> bytes | None:
+    """The program file for devices without torch; None for devices that train the task's files."""
+    from papaya.learning.executorch.program_file import read_program
+    from papaya.learning.executorch.shim import cache_folder
+
+    if options.program is not None:
+        read_program(options.program)
+        return options.program.read_bytes()
+    if options.engine == "torch":
+        return None
+    if not is_signed:
+        raise OperatorError(
+            "an unsigned task reaches only devices that have its program",
+            hint=f"papaya task compile {options.file}, give the program to the devices, and submit "
+            "the task with --program FILE; or create a key: papaya owner key",
+        )
+    from papaya.learning.torch.export import compile_task  # imports executorch
+
+    note("compiling, unless this was done before; it takes from ten seconds to a few minutes")
+    content = archive.digest(archive.pack(program_files(options.file)))
+    return compile_task(loaded, cache_folder() / "programs", content)
+
+
 def _bundled(
-    client: AdminClient, found: OwnerSigner, loaded: LoadedTask, config: TaskConfig, path: Path
+    client: AdminClient, found: OwnerSigner, loaded: LoadedTask, config: TaskConfig, program: bytes
 ) -> tuple[TaskConfig, bytes]:
     """Store the program and sign the manifest. Returns the settings of the new run."""
-    program = archive.pack(program_files(path))
     manifest = first_manifest(found.owner, loaded, config, program)
     run = run_of(manifest)
     stored = client.put(task_path(run, "program"), program, Stored)

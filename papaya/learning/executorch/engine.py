@@ -82,6 +82,11 @@ class ExecuTorchEngine:
                 loss_sum += len(batch) * self._run(program, batch)[0]
         return evaluation_vector(volume, loss_sum, len(used)).tobytes()
 
+    def try_program(self) -> None:
+        """Load the program, with parameters that are zero."""
+        with self._loaded(np.zeros(self.manifest.length, FLOAT32)):
+            pass
+
     def _loaded(self, parameters: Vector) -> closing[LoadedProgram]:
         return closing(LoadedProgram(self._file, self.manifest.unflatten(parameters)))
 

@@ -16,6 +16,7 @@ another size or digest, a header that contradicts itself.
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Final
 
@@ -81,7 +82,8 @@ def read_program(path: Path) -> ProgramFile:
     """Read and check a program file. Raises OperatorError."""
     try:
         with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
+            # read(limit) would allocate the limit, which is more than a job may have.
+            data = file.read(min(os.fstat(file.fileno()).st_size, _MAX_FILE_BYTES) + 1)
     except OSError as error:
         raise OperatorError(
             f"cannot read program file {path}: {error.strerror}", hint="check the path"

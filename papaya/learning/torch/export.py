@@ -25,6 +25,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 from msgspec import structs
@@ -76,10 +77,13 @@ _REFUSED: Final = {
 """Beginnings of operator names, the digit of pooling left out: the problem and the remedy."""
 
 
-def compile_task(loaded: LoadedTask, cache: Path | None = None) -> bytes:
-    """The program file of a task. `cache` is a folder of earlier results, by content."""
+def compile_task(loaded: LoadedTask, cache: Path | None = None, content: str = "") -> bytes:
+    """The program file of a task. `cache` is a folder of earlier results, by content.
+
+    `content` names the content of all files of a task that has several.
+    """
     _require_versions()
-    place = None if cache is None else cache / f"{_content_digest(loaded)}.program"
+    place = None if cache is None else cache / f"{_content_digest(loaded, content)}.program"
     if place is not None:
         with suppress(OSError, OperatorError):  # not there, or damaged
             data = place.read_bytes()
@@ -103,10 +107,15 @@ def _require_versions() -> None:
         )
 
 
-def _content_digest(loaded: LoadedTask) -> str:
-    inputs = (loaded.module_hash, __version__, TORCH_VERSION, EXECUTORCH_VERSION)
-    source = Path(__file__).read_bytes()
-    return hashlib.sha256("\0".join(inputs).encode() + source).hexdigest()[:32]
+def _content_digest(loaded: LoadedTask, content: str) -> str:
+    """Of everything that a program depends on, also what the file read when it was imported."""
+    task = loaded.task
+    settings = (task.fields, task.client, task.examples, TaskTerms.of(loaded.config()))
+    inputs = (
+        *(loaded.module_hash, content, __version__, TORCH_VERSION, EXECUTORCH_VERSION),
+        *(loaded.manifest, settings, tuple(task.sample), Path(__file__).read_text()),
+    )
+    return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:32]
 
 
 def _compiled(loaded: LoadedTask) -> bytes:

@@ -61,7 +61,12 @@ async def keep(
     key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
     await service.blobs.put(key, data)
     needs = structs.replace(
-        config.requirements, module=None, owner=manifest.owner, bundle=key, program=head.program
+        config.requirements,
+        module=None,
+        owner=manifest.owner,
+        bundle=key,
+        program=head.program,
+        engine_version=manifest.engine_version,
     )
     return structs.replace(config, requirements=needs), manifest
 
@@ -97,6 +102,11 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
     earlier = TaskManifest.verify(
         BundleHead.decode(await service.blobs.get(before.bundle)).manifest
     )
+    if earlier.engine == "executorch" and manifest.client.batch_size != earlier.client.batch_size:
+        raise Conflict(
+            f"the program of {task} has a batch size of {earlier.client.batch_size}",
+            hint="to change it, submit the task again: papaya task submit FILE --replace",
+        )
     is_renewal = manifest == earlier
     if not is_renewal and manifest.revision != earlier.revision + 1:
         raise Conflict(

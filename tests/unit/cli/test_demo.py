@@ -38,6 +38,7 @@ from papaya.cli.demo.show import (
 )
 from papaya.cli.main import main
 from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, SyncFL, TaskConfig
+from papaya.device import confinement
 from papaya.device.texts import LIBRARY
 from papaya.device.trust import read_policy
 from papaya.errors import OperatorError
@@ -206,8 +207,8 @@ def test_between_evaluations_a_log_says_what_happens() -> None:
     for active in (0, 0, 0, 0, 1, 24):
         view.update([DemoSample(1.0, active, 0, active // 3, 0)], detail)
     assert stream.getvalue().splitlines() == [
-        "   0 s  version 0: devices are starting (each process imports PyTorch)",
-        "   3 s  version 0: devices are starting (each process imports PyTorch)",
+        "   0 s  version 0: devices are starting",
+        "   3 s  version 0: devices are starting",
         "   5 s  version 0: 24 devices active, 8 of 10 updates for the next version",
     ]
 
@@ -402,3 +403,32 @@ def test_each_kind_of_run_has_a_folder_of_its_own(
     monkeypatch.setattr(demo, "run", run)
     assert main(["demo", *arguments]) == 0
     assert demo.output_of(found[0]) == Path(folder)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(confinement, "missing", lambda: None)
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler_the_demo_says_so_and_uses_torch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert demo.usable_engine(None) == "torch"
+    told = capsys.readouterr().err
+    assert "needs a C++ compiler" in told
+    assert "using --engine torch" in told
+    assert demo.usable_engine("torch") == "torch"
+    with pytest.raises(OperatorError, match=r"needs a C\+\+ compiler") as refused:
+        demo.usable_engine("executorch")
+    assert refused.value.hint == "papaya demo --engine torch"
+
+
+def test_a_machine_that_cannot_confine_jobs_uses_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(confinement, "missing", lambda: "there is no Landlock")
+    assert demo.usable_engine(None) == "torch"
+    assert "there is no Landlock: using --engine torch" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from papaya.bundle.head import BundleHead
 from papaya.bundle.owner import OwnerKeys, OwnerPin
 from papaya.cli.main import main
 from papaya.cli.task.signing import own_manifest, program_files, signer
+from papaya.device.owners import parse_owners
 from papaya.errors import ConfigError, OperatorError
 from tests.unit.bundle.builders import a_manifest
 
@@ -93,3 +94,16 @@ def test_a_folder_needs_a_task_file(tmp_path: Path) -> None:
         program_files(tmp_path)
     (tmp_path / "task.py").write_text("task = 1")
     assert sorted(program_files(tmp_path)) == ["helper.py", "task.py"]
+
+
+def test_what_devices_pin_does_not_guess_the_collection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text can be copied, and says what to put in."""
+    path = tmp_path / "owner.key"
+    assert main(["owner", "key", "--output", str(path)]) == 0
+    text = capsys.readouterr().err.partition("FILE`:\n\n")[2]
+    assert 'collections = ["COLLECTION"]' in text
+    filled = text.replace("COLLECTION", "numbers")
+    [policy] = parse_owners(filled.encode(), "owners.toml").values()
+    assert policy.collections == ("numbers",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -15,11 +16,12 @@ from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
 from papaya.cli.admin_client import TOKEN_VARIABLE
+from papaya.cli.owner import create_key
 from papaya.cli.task.submit import changed, refusals
 from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EvaluationResult, Share
-from papaya.learning.executorch.program_file import read_program
+from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
 from papaya.messages.storage import PointRow, Transaction, point_key
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
 from tests.unit.learning.executorch.small_program import SOURCE as SUMS
@@ -114,6 +116,19 @@ def test_a_task_is_submitted_for_devices_with_its_program(
     assert run(server, "task", "submit", file, "--program", program) == 0
     needs = server.call(server.system.service.task("sums")).config.requirements
     assert (needs.engine, needs.module) == ("executorch", name)
+
+    clock = SimpleNamespace(time=server.system.service.now)
+    monkeypatch.setattr("papaya.cli.task.signing.time", clock)
+    signed = ("--engine", "executorch", "--owner", tmp_path / "owner.key", "--name", "signed")
+    create_key(tmp_path / "owner.key")
+    assert run(server, "task", "submit", file, *signed) == 0
+    assert "collection numbers and engine executorch" in capsys.readouterr().err
+    needs = server.call(server.system.service.task("signed")).config.requirements
+    assert (needs.engine, needs.engine_version) == ("executorch", EXECUTORCH_VERSION)
+    assert needs.module is None
+    assert len(list((tmp_path / "cache/papaya/programs").iterdir())) == 1, "compiled once"
+    with pytest.raises(OperatorError, match="reaches only devices that have its program"):
+        run(server, "task", "submit", file, "--engine", "executorch", "--unsigned")
 
     file.write_text(SUMS + "\n# changed\n")
     with pytest.raises(OperatorError, match="the program was compiled from sha256:"):

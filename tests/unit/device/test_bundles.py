@@ -117,7 +117,11 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Open:
 
 
 def fetch(store: BundleStore, server: Server, key: BlobKey, now: float = NOW) -> Bundle:
-    return asyncio.run(store.fetch(key, server.download, now))
+    return asyncio.run(store.fetch(key, server.download, anything, now))
+
+
+async def anything(_: Bundle) -> None:
+    """A device that can run every program."""
 
 
 def refusal(store: BundleStore, server: Server, key: BlobKey, now: float = NOW) -> BundleError:
@@ -552,3 +556,10 @@ def test_an_invalid_list_of_owners_is_refused(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as raised:
         parse_owners(text.encode(), "owners.toml")
     assert raised.value.hint
+    assert "regex" not in str(raised.value)
+
+
+def test_a_key_that_is_no_key_is_named_in_words() -> None:
+    text = f'[owners.a]\nkey = "{"0" * 63}"\n'
+    with pytest.raises(ConfigError, match=r"owners.toml: key = '0{63}': must be 64 hex digits"):
+        parse_owners(text.encode(), "owners.toml")

@@ -67,6 +67,23 @@ def test_bad_bytes_are_thrown_away_and_the_next_source_is_asked(bad: Handler) ->
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("kind", ["bundle", "program"])
+def test_an_altered_bundle_is_not_called_parameters(kind: str) -> None:
+    key = KEY.replace("/version-", f"/{kind}-")
+    assert key != KEY
+
+    async def scenario() -> None:
+        async with serving() as hostile, open_session() as session:
+            hostile.replace["parameters"] = raw(b"other bytes")
+            downloads = Downloads(session, 10.0)
+            problem = f"cannot download the {kind} .*: the bytes do not match the hash"
+            with pytest.raises(ProtocolError, match=problem):
+                await downloads.blob(key, 1000, [hostile.url])
+            await downloads.aclose()
+
+    asyncio.run(scenario())
+
+
 def breaking(content: bytes, *, after: int, with_ranges: bool = True) -> Handler:
     """Sends at most `after` bytes of an answer, then breaks the connection."""
 

@@ -125,7 +125,9 @@ def test_a_device_whose_disk_is_full_takes_no_slot_for_an_hour(tmp_path: Path) -
         def lacks(self, head_key: str, now: float) -> bool:
             return True
 
-        async def fetch(self, head_key: str, download: object, now: float) -> Bundle:
+        async def fetch(
+            self, head_key: str, download: object, accept: object, now: float
+        ) -> Bundle:
             self.asked_at = now
             raise OperatorError("cannot keep bundles: No space left on device", hint="free some")
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from papaya.machine import Reply
 from papaya.messages.base import PROTOCOL_VERSION
-from papaya.messages.selection import Accepted, Capabilities, CheckIn, DeviceClass, refused
+from papaya.messages.selection import (
+    Accepted,
+    Capabilities,
+    CheckIn,
+    DeviceClass,
+    Rejected,
+    refused,
+)
+from papaya.selector.selector import Distinctions
 from tests.unit.selector.builders import BOOT, TASK, a_selector, advertised, assign, orders
 
 OWNER, OTHER = "a" * 32, "b" * 32
@@ -37,3 +45,28 @@ def test_a_device_that_refused_the_bundle_is_of_another_class() -> None:
     [rejection] = selector.receive(BOOT, check_in, "phone")
     assert isinstance(rejection, Reply)
     assert type(rejection.message).__name__ == "Rejected"
+
+
+def test_versions_that_no_task_distinguishes_are_of_one_class() -> None:
+    needs = [advertised(engine="torch", engine_version=v) for v in ("2.6", "2.10")]
+    found = {
+        version: Distinctions(tuple(needs)).class_of(
+            CheckIn(PROTOCOL_VERSION, Capabilities("torch", engine_version=version))
+        )
+        for version in ("2.5", "", "2.6", "2.9.1", "2.10.0", "2.13.0+cpu")
+    }
+    assert found["2.5"] == found[""]
+    assert found["2.6"] == found["2.9.1"] != found["2.5"]
+    assert found["2.10.0"] == found["2.13.0+cpu"] != found["2.6"]
+
+
+def test_a_device_with_an_older_engine_is_told_which_it_needs() -> None:
+    selector = a_selector()
+    selector.wake(BOOT)
+    offer = advertised(engine="torch", engine_version="2.6", owner=OWNER, bundle=BUNDLE)
+    selector.receive(BOOT, orders(0, advertised=(offer,)))
+    old = Capabilities("torch", owners=(OWNER,), engine_version="2.5")
+    [answer] = selector.receive(BOOT, CheckIn(PROTOCOL_VERSION, old), "phone")
+    assert isinstance(answer, Reply)
+    assert isinstance(answer.message, Rejected)
+    assert answer.message.reason == f"task {TASK} needs torch 2.6 or newer"

@@ -148,6 +148,8 @@ def test_a_program_is_compiled_once_and_a_damaged_copy_again(
     kept.write_bytes(first[:-1])
     again = export.compile_task(loaded, tmp_path / "programs")
     assert len(compiled) == 2
+    export.compile_task(loaded, tmp_path / "programs", "another file beside the task's own")
+    assert len(compiled) == 3
     assert decode_program(again).header.task == "squares"
 
 
