@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -36,11 +38,13 @@ from papaya.bundle.manifest import (
 from papaya.bundle.owner import OwnerKeys, SignedStatement, key_id
 from papaya.client.client import NoBundles
 from papaya.device.device_file import DeviceFile
+from papaya.device.example_store import ExampleStore
 from papaya.device.owners import OwnerPolicy
 from papaya.errors import OperatorError
 from papaya.learning.definition import TaskTerms
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.participation import Joined
+from papaya.messages.selection import refused
 
 MAX_NAMED: Final = 32
 """How many refused bundles a check-in names."""
@@ -112,8 +116,8 @@ class BundleStore:
         self._ready: dict[BlobKey, Bundle] = {}
         # Runs that came from a bundle, whether or not it may still be used.
         self._runs: dict[TaskId, None] = {}
-        # Refused bundles by the name in a check-in: the reason, and when.
-        self._refused: dict[str, tuple[str, float]] = {}
+        # Refused bundles by the name in a check-in: the reason, when, and in words.
+        self._refused: dict[str, tuple[str, float, str]] = {}
         self._fetching = asyncio.Lock()
         try:
             for part in ("blobs", "programs"):
@@ -154,19 +158,28 @@ class BundleStore:
         """The device's own gap, which holds for evaluations too."""
         return self._policies[bundle.manifest.owner].min_gap_s
 
-    def refused(self, now: float) -> tuple[str, ...]:
-        """The names of refused bundles, for a check-in, the newest first."""
-        names = [
-            name
-            for name, (reason, at) in self._refused.items()
+    def refused(self, now: float) -> dict[str, str]:
+        """Refused bundles by the name for a check-in, the newest first, and why, in words."""
+        found = [
+            (name, words)
+            for name, (reason, at, words) in self._refused.items()
             if reason not in _MAY_PASS or now < at + _ASK_AGAIN_S
         ]
-        return tuple(reversed(names[-MAX_NAMED:]))
+        return dict(reversed(found[-MAX_NAMED:]))
 
-    def refuse(self, name: str, reason: str, now: float) -> None:
+    def without_examples(self, store: ExampleStore) -> dict[str, str]:
+        """Accepted bundles for which a device has nothing to train on, and why, as in `refused`."""
+        found = {}
+        for key, bundle in list(self._ready.items()):
+            manifest = bundle.manifest
+            if problem := store.why_none(manifest.examples.collection, manifest.task):
+                found[refused(bundle.run, key)] = f"{manifest.task}: {problem}"
+        return found
+
+    def refuse(self, name: str, reason: str, now: float, words: str) -> None:
         """Do not ask for this bundle again."""
         self._refused.pop(name, None)
-        self._refused[name] = (reason, now)
+        self._refused[name] = (reason, now, words)
         while len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
 
@@ -328,6 +341,26 @@ class BundleStore:
                 shutil.rmtree(self._folder / "programs" / path.name, ignore_errors=True)
 
 
+def check_engine(manifest: TaskManifest) -> None:
+    """OperatorError if the installed engine is older than the owner requires."""
+    try:
+        installed = version(manifest.engine)
+    except PackageNotFoundError:  # compiled into the device, or the trainer's own
+        return
+    if _numbers(installed) < _numbers(manifest.engine_version):
+        raise OperatorError(
+            f"needs engine {manifest.engine} ≥ {manifest.engine_version}, this device has "
+            f"{installed}",
+            hint=f"pip install --upgrade {manifest.engine}",
+        )
+
+
+def _numbers(version_text: str) -> tuple[int, ...]:
+    """2.6.0+cpu is (2, 6, 0); what follows the numbers does not count."""
+    found = re.match(r"[0-9]{1,9}(\.[0-9]{1,9})*", version_text)
+    return () if found is None else tuple(map(int, found[0].split(".")))
+
+
 def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
     """Are exactly these files in the folder?"""
     found = {
@@ -341,13 +374,15 @@ def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
 class VisitBundles(NoBundles):
     """What the client machine asks of the bundles, during one visit."""
 
-    def __init__(self, store: BundleStore, now: Callable[[], float]) -> None:
+    def __init__(
+        self, store: BundleStore, now: Callable[[], float], excluded: Iterable[str] = ()
+    ) -> None:
         self._store = store
         self._now = now
-        self._refused = store.refused(now())
+        self._excluded = tuple(excluded)
 
     def refused(self) -> tuple[str, ...]:
-        return self._refused
+        return self._excluded
 
     def lacks(self, bundle: BlobKey) -> bool:
         return self._store.lacks(bundle, self._now())

@@ -31,7 +31,7 @@ from papaya.client.client import Client, Stage
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.bundles import BundleStore, VisitBundles
+from papaya.device.bundles import BundleStore, VisitBundles, check_engine
 from papaya.device.device_file import DeviceHistory
 from papaya.device.events import (
     NotEligible,
@@ -129,13 +129,14 @@ class Device:
             self._process.limits.max_exclusion_s,
         )
         store, now = self._bundles, self._process.now
+        excluded = {} if store is None else await asyncio.to_thread(self._excluded, store)
         machine = Client(
             self._equipment.selectors,
             self._capabilities,
             history,
             self._config,
             self._rng,
-            None if store is None else VisitBundles(store, now),
+            None if store is None else VisitBundles(store, now, excluded),
         )
         visit = self._visit = DeviceVisit(
             machine, self._equipment, lambda stage: self._reached(machine, stage)
@@ -149,13 +150,19 @@ class Device:
             self._visit = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-        detail = visit.detail
+        detail = visit.detail or finish.detail
         if finish.ending == "unprepared":
             assert machine.task is not None
             detail = await self._prepare(machine.task, finish.reason)
-        ended = (finish.ending, finish.reason, machine.task, detail)
+        if finish.ending == "rejected":
+            detail = "; ".join(dict.fromkeys(filter(None, (detail, *excluded.values()))))
+        ended = (finish.ending, finish.reason, machine.task, detail, visit.explanation)
         self._notify(VisitEnded(self.name, self._process.now(), *ended))
         return finish
+
+    def _excluded(self, store: BundleStore) -> dict[str, str]:
+        """Bundles that this device does not train now, as a check-in names them, and why."""
+        return store.refused(self._process.now()) | store.without_examples(self.store)
 
     async def _prepare(self, task: TaskId, head_key: BlobKey) -> str:
         """Fetch the bundle of a task, outside any session. Returns the problem, if there is one."""
@@ -171,13 +178,17 @@ class Device:
             bundle = await store.fetch(head_key, download, now)
         except PapayaError as error:
             if isinstance(error, BundleError):  # asking again does not help: exclude it
-                store.refuse(refused(task, head_key), error.reason, now)
+                # Rejections are explained for tasks of pinned owners only.
+                words = "" if error.reason == "unknown_owner" else in_words(error)
+                store.refuse(refused(task, head_key), error.reason, now, words)
             self._failures += 1
             return in_words(error)
         try:
+            check_engine(bundle.manifest)
             self._trainer.add_bundle(bundle)
         except OperatorError as error:  # this machine cannot run it
-            store.refuse(refused(task, head_key), "not_allowed", now)
+            words = f"{bundle.manifest.task}: {in_words(error)}"
+            store.refuse(refused(task, head_key), "not_allowed", now, words)
             self._failures += 1
             return in_words(error)
         self._failures = 0

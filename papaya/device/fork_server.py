@@ -26,6 +26,7 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 from itertools import chain
 from pathlib import Path
 from typing import Final, NoReturn, cast
@@ -38,12 +39,13 @@ from papaya.bundle.owner import decode as decode_statement
 from papaya.device import confinement, frames
 from papaya.device.executor import LOADER, EngineName, Job, JobResult, TaskFile, TrainingEngine
 from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, Unloadable
-from papaya.errors import OperatorError
+from papaya.errors import Diverged, OperatorError
 from papaya.learning.definition import TaskTerms
 from papaya.learning.executorch.program_file import read_program
 from papaya.learning.parameters import decode
 
 _MAX_REASON: Final = 500
+_MAX_TRACEBACK: Final = 8000
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -215,7 +217,10 @@ def _problem(error: BaseException) -> JobProblem:
     text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return JobProblem("memory", f"exceeded its memory limit: {text}")
-    return JobProblem("refused", str(error) if isinstance(error, OperatorError) else text)
+    if isinstance(error, OperatorError):
+        return JobProblem("diverged" if isinstance(error, Diverged) else "refused", str(error))
+    raised = "".join(traceback.format_exception(error))
+    return JobProblem("refused", text, raised[-_MAX_TRACEBACK:])
 
 
 def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngine:

@@ -68,6 +68,7 @@ class Success(Struct, frozen=True, tag=True):
 class JobProblem(Struct, frozen=True, tag=True):
     kind: FailureKind
     reason: str
+    traceback: str = ""
 
 
 Order = Start | Kill

@@ -289,9 +289,11 @@ def test_two_histories_of_one_task_end_up_the_same(tmp_path: Path) -> None:
             }
             first, second = TaskHistory(system.state), TaskHistory(system.state)
             await second.points("next-word")  # it believes that there is none
-            await first.record("next-word", dict(list(rows.items())[:100]))
-            await second.record("next-word", rows)
-            await second.record("next-word", rows)
+            task = system.store.read(("task/",))["task/next-word"]
+            assert isinstance(task, TaskRow)
+            await first.record(task, dict(list(rows.items())[:100]))
+            await second.record(task, rows)
+            await second.record(task, rows)
             assert sorted(await second.points("next-word")) == list(range(150))
             first.forget("next-word")
             assert await first.points("next-word") == await second.points("next-word")
