@@ -63,8 +63,8 @@ def describe(status: SystemStatus) -> str:
     elif status.leads:
         leader += ", this server" + (", recovering" if status.recovers else "")
     elif status.leader:
-        where = status.leader_admin or "the address of its admin API"
-        leader += f"; ask it for live numbers: papaya status --admin {where}"
+        leader += "; ask its admin API for live numbers"
+        leader += f": papaya status --admin {status.leader_admin}" if status.leader_admin else ""
     lines = [f"roles here   {', '.join(status.roles)}", f"leader       {leader}"]
     lines += [
         f"aggregator   {server.node}, heard {server.heard_s_ago:.0f} s ago, "

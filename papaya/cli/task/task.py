@@ -80,7 +80,7 @@ class TaskListOptions(ConnectionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskShowOptions(OneTaskOptions):
-    run: int | None = None
+    number: int | None = None  # of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def add_to(commands: Commands) -> None:
     bind(listing, TaskListOptions, run_list)
     showing = _add(actions, "show", "show the settings, versions and history of a task")
     showing.add_argument(
-        "--run", type=whole(1), metavar="N", help="run to show (default: the newest)"
+        "--run", dest="number", type=whole(1), metavar="N", help="run to show (default: the newest)"
     )
     bind(showing, TaskShowOptions, run_show)
     watch.add_to(actions)
@@ -132,7 +132,11 @@ def add_to(commands: Commands) -> None:
     _add_change(actions, "cancel", "end a task and keep its versions")
     delete = _add(actions, "delete", "delete a run that is over: its versions and its history")
     delete.add_argument(
-        "--run", type=whole(1), metavar="N", help="run to delete (default: the newest)"
+        "--run",
+        dest="number",
+        type=whole(1),
+        metavar="N",
+        help="run to delete (default: the newest)",
     )
     bind(delete, TaskShowOptions, run_delete)
     _add_versioned(actions)
@@ -238,7 +242,7 @@ def lease_warning(view: TaskView, now: float) -> str:
 
 def run_show(options: TaskShowOptions) -> int:
     client = client_for(options)
-    task = run_named(client, options.task, options.run)
+    task = run_named(client, options.task, options.number)
     detail = client.get(task_path(task), TaskDetail)
     versions = client.get(task_path(task, "versions"), tuple[VersionView, ...])
     if options.is_json:
@@ -366,7 +370,7 @@ def run_change(action: Change, options: TaskChangeOptions) -> int:
 
 def run_delete(options: TaskShowOptions) -> int:
     client = client_for(options)
-    task = run_named(client, options.task, options.run)
+    task = run_named(client, options.task, options.number)
     deleted = client.post(task_path(task, "delete"), ChangeReason(), Deletion)
     wait_s = deleted.gone_after - time.time()
     when = f"at {_date(deleted.gone_after)}, when its last tickets expire" if wait_s > 0 else "now"
