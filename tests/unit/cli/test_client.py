@@ -38,7 +38,6 @@ ASSUMED = ["--assume", "idle,charging,unmetered", "--participation-floor", "0", 
 WAITING = [*ASSUMED, "--protocol-only", "0.01"]
 TASK = """
 from papaya.learning.task import *
-from papaya.messages.reasons import in_words
 import torch
 
 def batch(examples):
@@ -315,11 +314,12 @@ def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> Non
         ("stopped", "stopped", "next-word", "the device was told to stop"),
     ):
         printer.on_event(VisitEnded("phone", 0.0, cast(Ending, ending), reason, task, detail))
+    memory = "training exceeded the device's memory limit"
     assert capsys.readouterr().out.splitlines() == [
         "phone counted next-word",
         "phone rejected (no compatible task needs clients now)",
         "phone aborted next-word (the task ended)",
-        f"phone failed next-word ({in_words('left_out_of_memory')}; memory: it took 2 GB)",
+        f"phone failed next-word ({memory}; memory: it took 2 GB)",
         "phone stopped next-word (the device was told to stop)",
     ]
     printer.summarize()
