@@ -371,9 +371,12 @@ class Server:
         """Store where the admin API of this coordinator is, for `papaya status` elsewhere."""
         if (coordinator := self._hosts.get("coordinator")) is not None:
             scheme = "http" if self._tls is None else "https"
-            url = AdminAddressRow(f"{scheme}://{self.addresses['admin']}")
+            host, _, port = self.addresses["admin"].rpartition(":")
+            if host in ("0.0.0.0", "[::]") and "servers" in self.addresses:
+                host = self.addresses["servers"].rpartition(":")[0]
             key = admin_address_key(coordinator.machine.node)
-            await self._resources.state.transact(Transaction(put=((key, url),)))
+            address = AdminAddressRow(f"{scheme}://{host}:{port}")
+            await self._resources.state.transact(Transaction(put=((key, address),)))
 
     def _devices_routes(self) -> list[HttpRoute]:
         shared, selector = self._resources, self._hosts["selector"]

@@ -110,7 +110,7 @@ class Supervisor:
             with _one_error_at_a_time(f"deleted task {task}"):
                 await self._delete(task, tombstone, rows)
         with _one_error_at_a_time("the numbers of endings"):
-            await self._count_endings(rows)
+            await self._count_endings({t: row for t, row in rows.items() if t not in deleted})
 
     async def _look_after_any(self, row: TaskRow, rows: dict[TaskId, TaskRow]) -> None:
         if row.config.evaluates is not None:
