@@ -115,13 +115,17 @@ def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> li
     thing that is missing on a device with the task's file. What it excludes itself is left out.
     """
     needs, declared = offer.requirements, device.capabilities
-    file = (needs.module or "").partition(".")[0]
-    has_file = not file or any(module.partition(".")[0] == file for module in declared.modules)
-    if offer.task in device.excluded or not (
-        has_file if needs.owner is None else needs.owner in declared.owners
+    if offer.task in device.excluded or (
+        needs.bundle and refused(offer.task, needs.bundle) in device.excluded
     ):
         return []
-    if needs.bundle and refused(offer.task, needs.bundle) in device.excluded:
+    if needs.owner is None:
+        file = (needs.module or "").partition(".")[0]
+        has_file = not file or any(module.partition(".")[0] == file for module in declared.modules)
+        may_know = is_wanting and has_file
+    else:
+        may_know = needs.owner in declared.owners
+    if not may_know:
         return []
     found: list[tuple[str, str]] = []
     if needs.engine not in (None, declared.engine):
@@ -133,7 +137,7 @@ def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> li
         found.append(("trust_policy", ""))
     if needs.owner is None and needs.module is not None and needs.module not in declared.modules:
         found.append(("frozen", ""))
-    if needs.owner is None and (not is_wanting or len(found) != 1 or found[0][0] not in _UNSIGNED):
+    if needs.owner is None and (len(found) != 1 or found[0][0] not in _UNSIGNED):
         return []
     if not found and not is_wanting:
         found.append(("no_demand", ""))

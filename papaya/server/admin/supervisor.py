@@ -162,7 +162,7 @@ class Supervisor:
         """End an evaluation that is done, and write its result to the task's history."""
         now = self._now()
         made = await self._version(row.config.task, 1)
-        if made is not None:
+        if made is not None and of is not None:
             await self._take_result(row, made)
         elif of is None or of.state == "cancelled":
             await self._end(row, "its task was cancelled")

@@ -446,6 +446,21 @@ def test_a_task_is_not_deleted_while_it_runs_or_is_evaluated(tmp_path: Path) -> 
     asyncio.run(test())
 
 
+def test_an_evaluation_of_a_deleted_task_ends(tmp_path: Path) -> None:
+    """Another supervisor may have started it just before the deletion."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+            started = await system.service.evaluate("next-word", Evaluate(clients=2))
+            version(system, started.task, 1, b"a result")
+            system.change(Transaction(delete=(task_key("next-word"),)))
+            await system.turn()
+            assert task_row(system, started.task).state == "cancelled"
+
+    asyncio.run(test())
+
+
 # -- endings ------------------------------------------------------------------------------------
 
 
