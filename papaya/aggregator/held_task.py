@@ -81,6 +81,7 @@ from papaya.messages.participation import (
     Ticketed,
     UploadGranted,
 )
+from papaya.messages.reasons import is_ending, leave_code
 from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
 from papaya.messages.tickets import (
     AnyTicket,
@@ -488,6 +489,7 @@ class HeldTask:
             version=self.ledger.version if self.has_served else 0,
             drained=self.is_drained,
             awaited=self._awaited if self.has_served and now < self.adopts_until else 0,
+            endings=tuple((name, n) for name, n in self.counters.items() if is_ending(name)),
         )
 
     # -- requests of clients ----------------------------------------------------------------
@@ -528,7 +530,7 @@ class HeldTask:
                     return self._report(now, session, request, reply_to)
                 case Leave():
                     session = self._participant(now, request.ticket, claim)
-                    return self._leave(session, reply_to)
+                    return self._leave(session, request, reply_to)
         except SessionEnded as ended:
             has_left = isinstance(request, Leave) and ended.answer == Aborted("left")
             return [Reply(reply_to, Left() if has_left else ended.answer)]
@@ -812,10 +814,11 @@ class HeldTask:
         self.counters["trips"] += 1
         return [*effects, *self._place(session)]
 
-    def _leave(self, session: Session, reply_to: Handle) -> Effects:
+    def _leave(self, session: Session, request: Leave, reply_to: Handle) -> Effects:
         if session.is_complete:
             # The update is being folded and cannot be withdrawn: answer with how it ends.
             return session.await_answer(reply_to)
+        self.counters[f"left_{leave_code(request.reason)}"] += 1
         return [*self._abort(session, "left"), Reply(reply_to, Left()), *self._place_overflow()]
 
     # -- sessions ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from msgspec import Struct
 
@@ -26,6 +26,7 @@ from papaya.messages.participation import (
     Join,
     Joined,
     Leave,
+    LeaveReason,
     Left,
     Refused,
     Report,
@@ -194,6 +195,13 @@ def _leaves(t: Transcript) -> Iterator[RuleFinding]:
         yield _verdict("leave", [] if is_over or has_left else [problem])
 
 
+def _reasons(t: Transcript) -> Iterator[RuleFinding]:
+    given = [s.message.reason for s in t.of(Leave) if isinstance(s.message, Leave)]
+    texts = [reason for reason in given if reason not in get_args(LeaveReason)]
+    if given:
+        yield _verdict("reason", [f"Leave has the reason {text!r}" for text in texts])
+
+
 def _rejections(t: Transcript) -> Iterator[RuleFinding]:
     for seen in t.answered(Rejected):
         assert isinstance(seen.answer, Rejected)
@@ -313,6 +321,7 @@ _CHECKS: tuple[Callable[[Transcript], Iterator[RuleFinding]], ...] = (
     _retries,
     _endings,
     _leaves,
+    _reasons,
     _rejections,
     _heartbeats,
     _chunks,

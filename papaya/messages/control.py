@@ -25,6 +25,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     `version` is the newest committed version.
     `drained`: every update that was folded is in a record, and no other will be folded here.
     `awaited`: clients of earlier holders that have not come yet, for which room is kept.
+    `endings`: how often sessions ended at this holder, by ending (`papaya/messages/reasons.py`).
     """
 
     task: TaskId
@@ -37,6 +38,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     version: int = 0
     drained: bool = False
     awaited: int = 0
+    endings: tuple[tuple[str, int], ...] = ()
 
 
 class AggregatorReport(Message, frozen=True):

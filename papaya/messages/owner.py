@@ -3,6 +3,7 @@
     running ◀──▶ paused          mark      keep a version, whatever its age
        └──┬────────┘             rollback  continue from an earlier version
     completed, cancelled         evaluate  evaluate a version in a task of its own (docs/adr/0016)
+       └──▶ deleted
 
 Each transaction requires exactly the rows that it was made from. One that is late or repeated is
 refused and changes nothing. The caller writes the blobs that a transaction names before it.
@@ -36,6 +37,7 @@ from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
     ConsumedRow,
+    DeletedRow,
     FenceRow,
     OptimizerRow,
     PointRow,
@@ -46,6 +48,7 @@ from papaya.messages.storage import (
     Transaction,
     VersionRow,
     consumed_key,
+    deleted_key,
     fence_key,
     holder_prefixes,
     optimizer_key,
@@ -53,6 +56,7 @@ from papaya.messages.storage import (
     record_key,
     submission,
     task_key,
+    task_prefixes,
     version_key,
 )
 
@@ -122,9 +126,12 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
     )
 
 
-def revise(rows: TaskRows, config: TaskConfig, *, moves: bool) -> Transaction:
+def revise(
+    rows: TaskRows, config: TaskConfig, *, moves: bool, revision: int = 0, lease_until: float = 0.0
+) -> Transaction:
     """Replace the settings of a running task; its model, buffers and clients stay.
 
+    `revision` and `lease_until` are those that the owner has signed.
     `moves`: a new fence makes the holder let go, and whoever holds the task next reads the new
     settings and adopts its clients. Refused: settings that stored data depends on.
     """
@@ -152,10 +159,11 @@ def revise(rows: TaskRows, config: TaskConfig, *, moves: bool) -> Transaction:
         )
     # Convert it as a read would: an int in a float field comes back from the store as a float.
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
+    row = structs.replace(rows.row, config=config, revision=revision, lease_until=lease_until)
     return Transaction(
         require=((task_key(task), rows.row), (fence_key(task), rows.fence)),
         put=(
-            (task_key(task), structs.replace(rows.row, config=config)),
+            (task_key(task), row),
             *([(fence_key(task), FenceRow(rows.fence.seq + 1, "", 0.0))] if moves else []),
         ),
     )
@@ -315,21 +323,42 @@ def end_evaluation(
     )
 
 
+def delete(row: TaskRow, now: float) -> Transaction:
+    """Delete a task that is over. The supervisor removes its rows and blobs, see `forget`.
+
+    Nothing can use its id again: tickets of its clients and names of its blobs would fit.
+    """
+    task = row.config.task
+    if not row.is_over:
+        raise OperatorError(
+            f"task {task} is {row.state} and cannot be deleted",
+            hint=f"end it first: papaya task cancel {row.name or task}",
+        )
+    return Transaction(
+        require=((task_key(task), row), (deleted_key(task), None)),
+        put=((deleted_key(task), DeletedRow(now)),),
+    )
+
+
 def forget(row: TaskRow, rows: Mapping[str, Row]) -> Transaction:
-    """Delete all rows of an evaluation that has ended. Its result stays as a point."""
-    if not row.is_over or row.config.evaluates is None:
+    """Delete these rows of a task that has ended; among them must be all of `holder_prefixes`.
+
+    A holder that has not heard of the end may write until its fence is deleted. What it writes
+    after these rows were read would stay without a task, so they must not have changed.
+    """
+    if not row.is_over:
         raise OperatorError(
             f"task {row.config.task} is {row.state} and cannot be deleted",
-            hint="only evaluations that have ended can be deleted",
+            hint="only tasks that have ended can be deleted",
         )
-    task, kinds = row.config.task, ("record", "version", "consumed")
-    exact = (task_key(task), fence_key(task), optimizer_key(task))
-    under = tuple(f"{kind}/{task}/" for kind in kinds)
-    # A read by prefix also finds tasks whose id starts with this one.
+    task = row.config.task
+    exact = tuple(key.rstrip("/") for key in task_prefixes(task))
+    under = tuple(f"{key}/" for key in exact)
     own = tuple(key for key in rows if key in exact or key.startswith(under))
-    # A holder that has not heard of the end may write until its fence is deleted. What it writes
-    # after this read would stay without a task. An evaluation has one record, that of version 1.
-    written = (optimizer_key(task), record_key(task, 1))
+    versions = [found.version for key in own if isinstance(found := rows[key], VersionRow)]
+    head = max(versions, default=0)
+    written = [optimizer_key(task), record_key(task, head + 1), record_key(task, head + 2)]
+    written += [version_key(task, version) for version in versions]
     return Transaction(
         require=((task_key(task), row), *((key, rows.get(key)) for key in written)), delete=own
     )

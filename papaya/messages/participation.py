@@ -60,6 +60,27 @@ DiscardReason = Literal[
     "trusted_party_lost",
     "already_counted",
 ]
+LeaveReason = Literal[
+    "stopped",
+    "timed_out",
+    "no_parameters",
+    "no_program",
+    "mismatch",
+    "no_examples",
+    "diverged",
+    "training_failed",
+    "out_of_memory",
+    "crashed",
+    "unavailable",
+    "declined",
+    "untrusted",
+    "storage",
+    "protocol",
+    "other",
+]
+"""`declined`: what the device's policies, history or budgets do not allow, without saying which.
+`papaya/messages/reasons.py` has the words for all reasons.
+"""
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
 
@@ -179,6 +200,8 @@ class Completed(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
+    """`reason` is a `LeaveReason`. Text of earlier clients is counted as "other", never kept."""
+
     ticket: SealedTicket
     reason: ShortText
 

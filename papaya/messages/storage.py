@@ -10,7 +10,7 @@ needs this one primitive, atomic and durable. A blob is written before the row t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -54,6 +54,7 @@ class TaskRow(Row, frozen=True):
     `name`: that of the task, if its id is that of one run of an owner's task; else empty.
     `pseudonym_key` makes the pseudonyms of devices in this task's tickets and rows. It is secret,
     and deleted when the task ends: then nobody can link them to devices any more.
+    `run`, `revision`, `lease_until`: what the owner has signed last; 0 without an owner.
     """
 
     config: TaskConfig
@@ -63,6 +64,9 @@ class TaskRow(Row, frozen=True):
     ended: float = 0.0
     name: str = ""
     pseudonym_key: bytes = b""
+    run: int = 0
+    revision: int = 0
+    lease_until: float = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -183,6 +187,65 @@ class PointRow(Row, frozen=True):
     """The complete result of the evaluation, as JSON."""
 
 
+class RevisionRow(Row, frozen=True):
+    """One revision of a run: its settings, and the signed manifest as JSON. Kept with the run."""
+
+    revision: int
+    created: float
+    config: TaskConfig
+    manifest: bytes
+
+
+class EndingsRow(Row, frozen=True):
+    """How often participations in a task ended, by ending (`papaya/messages/reasons.py`).
+
+    `current`: at the holder with this `seq`, by its last report. `earlier`: at holders before it.
+    """
+
+    seq: int = 0
+    current: dict[str, int] = {}
+    earlier: dict[str, int] = {}
+
+    @property
+    def total(self) -> dict[str, int]:
+        return _added(self.earlier, self.current)
+
+    def heard(self, seq: int, endings: Mapping[str, int]) -> EndingsRow:
+        """With the numbers that a holder reported. An old or repeated report changes nothing."""
+        if seq < self.seq:
+            return self
+        if seq > self.seq:
+            return EndingsRow(seq, dict(endings), self.total)
+        highest = {
+            ending: max(self.current.get(ending, 0), endings.get(ending, 0))
+            for ending in (*self.current, *(e for e in endings if e not in self.current))
+        }
+        return EndingsRow(seq, highest, self.earlier)
+
+
+def _added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    found = dict(first)
+    for ending, times in second.items():
+        found[ending] = found.get(ending, 0) + times
+    return found
+
+
+class DeletedRow(Row, frozen=True):
+    """The owner has deleted a task. Its id is never used again, so the row stays.
+
+    `is_done`: no row and no blob of the task is left.
+    """
+
+    at: float
+    is_done: bool = False
+
+
+class AdminAddressRow(Row, frozen=True):
+    """Where the admin API of a node is, as its operator has configured it."""
+
+    url: str
+
+
 class Transaction(Struct, frozen=True, gc=False):
     require: tuple[tuple[str, Row | None], ...] = ()
     put: tuple[tuple[str, Row], ...] = ()
@@ -222,6 +285,8 @@ BOOTS = "boot/"
 TICKET_KEYS = "ticket-key/"
 CLUSTER_KEY = "cluster-key"
 REVOKED = "revoked/"
+ENDINGS = "endings/"
+DELETED = "deleted/"
 
 
 def task_key(task: TaskId) -> str:
@@ -268,6 +333,22 @@ def revoked_key(device: str) -> str:
     return f"{REVOKED}{device}"
 
 
+def revision_key(task: TaskId, revision: int) -> str:
+    return f"revision/{task}/{revision:012d}"
+
+
+def endings_key(task: TaskId) -> str:
+    return f"{ENDINGS}{task}"
+
+
+def deleted_key(task: TaskId) -> str:
+    return f"{DELETED}{task}"
+
+
+def admin_address_key(node: NodeId) -> str:
+    return f"admin-address/{node}"
+
+
 def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
     """The identities of the revoked devices among these rows."""
     return tuple(key.removeprefix(REVOKED) for key, row in rows if isinstance(row, RevokedRow))
@@ -285,15 +366,25 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
     )
 
 
+def task_prefixes(task: TaskId) -> tuple[str, ...]:
+    """All rows of a task. A read by prefix also finds tasks whose id starts with this one."""
+    others = ("manifest", "endings")
+    return (
+        *holder_prefixes(task),
+        *(f"{kind}/{task}" for kind in others),
+        f"point/{task}/",
+        f"revision/{task}/",
+    )
+
+
 def submission(
     config: TaskConfig,
     parameters: BlobKey,
     optimizer: BlobKey,
     now: float,
     pseudonym_key: bytes = b"",
-    name: str = "",
 ) -> Transaction:
-    """A new task at version 0, not placed yet. Refused if the task exists.
+    """A new task at version 0, not placed yet. Refused if the task exists, or existed.
 
     `pseudonym_key` is random. Without it, devices of this task are not told apart.
     """
@@ -301,12 +392,9 @@ def submission(
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     task = config.task
     return Transaction(
-        require=((task_key(task), None),),
+        require=((task_key(task), None), (deleted_key(task), None)),
         put=(
-            (
-                task_key(task),
-                TaskRow(config, submitted=now, name=name, pseudonym_key=pseudonym_key),
-            ),
+            (task_key(task), TaskRow(config, submitted=now, pseudonym_key=pseudonym_key)),
             (fence_key(task), FenceRow(seq=0, aggregator="", boot=0.0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),

@@ -38,6 +38,10 @@ _rows = msgspec.json.Decoder(
     | storage.ClusterKeyRow
     | storage.RevokedRow
     | storage.PointRow
+    | storage.RevisionRow
+    | storage.EndingsRow
+    | storage.DeletedRow
+    | storage.AdminAddressRow
 )
 
 

@@ -174,7 +174,7 @@ class SimulatedDevice:
         else:
             for observe in self.cluster.hooks.missing_download:
                 observe(self, parameters)
-            self.deliver(WorkFailed("the parameters are gone"))
+            self.deliver(WorkFailed("no_parameters"))
 
     def _train(self, effect: Train) -> None:
         self._engine.after(self.visit.execution_s, self._trained, effect)
@@ -189,8 +189,8 @@ class SimulatedDevice:
     def _seal(self, effect: Seal) -> None:
         try:
             done: Message = self.cluster.seal(self, effect)
-        except SecureAggregationError as error:
-            done = WorkFailed(str(error))
+        except SecureAggregationError:
+            done = WorkFailed("untrusted")
         self._engine.after(_SEAL_S, self.deliver, done)
 
     def _remember(self, effect: Remember) -> None:

@@ -8,21 +8,30 @@ learns of it, and not a fleet of devices.
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
+import msgspec
 from msgspec import structs
 
 from papaya.aggregator.shards import blob_key
 from papaya.bundle import archive
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import Lease, TaskManifest, run_id
+from papaya.bundle.owner import SignedStatement
 from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages import owner
 from papaya.messages.base import TaskId
-from papaya.messages.storage import FenceRow, Transaction, fence_key
+from papaya.messages.storage import FenceRow, RevisionRow, Transaction, fence_key, revision_key
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.views import Revision, SignedBundle, Stored, TaskView
+from papaya.server.admin.views import (
+    Revision,
+    RevisionView,
+    SignedBundle,
+    Stored,
+    TaskView,
+)
 
 
 async def store_program(service: AdminService, task: TaskId, data: bytes) -> Stored:
@@ -43,13 +52,26 @@ async def _fence(service: AdminService, task: TaskId) -> int:
     return row.seq if isinstance(row, FenceRow) else 0
 
 
-async def keep(
-    service: AdminService, config: TaskConfig, data: bytes
-) -> tuple[TaskConfig, TaskManifest]:
-    """Store the head of a bundle. Returns the settings that name it, and its manifest."""
+class KeptBundle(NamedTuple):
+    """A stored bundle: the settings that name it, its manifest, and the end of its lease."""
+
+    config: TaskConfig
+    manifest: TaskManifest
+    lease_until: float
+    signed: SignedStatement
+
+    def revision_row(self, now: float) -> tuple[str, RevisionRow]:
+        number, signed = self.manifest.revision, msgspec.json.encode(self.signed)
+        key = revision_key(self.config.task, number)
+        return key, RevisionRow(number, now, self.config, signed)
+
+
+async def keep(service: AdminService, config: TaskConfig, data: bytes) -> KeptBundle:
+    """Store the head of a bundle."""
     head = BundleHead.decode(data)
     manifest = TaskManifest.verify(head.manifest)
-    Lease.verify(head.lease).check(manifest, service.now())
+    lease = Lease.verify(head.lease)
+    lease.check(manifest, service.now())
     _check_agreement(manifest, config)
     if not head.program.startswith(f"{config.task}/"):
         raise OperatorError("the program belongs to another task", hint="submit the task again")
@@ -68,7 +90,8 @@ async def keep(
         program=head.program,
         engine_version=manifest.engine_version,
     )
-    return structs.replace(config, requirements=needs), manifest
+    config = structs.replace(config, requirements=needs)
+    return KeptBundle(config, manifest, lease.expires, head.manifest)
 
 
 async def end_earlier_run(
@@ -91,11 +114,23 @@ async def newest(service: AdminService, task: TaskId) -> SignedBundle:
     return SignedBundle(b"" if key is None else await service.blobs.get(key))
 
 
+async def revisions(service: AdminService, task: TaskId) -> tuple[RevisionView, ...]:
+    """All revisions of a run, the first one first."""
+    found = await service.rows(task)
+    rows = await service.state.read((revision_key(found.task, 0)[:-12],))
+    return tuple(
+        RevisionView(row.revision, row.created, row.config, row.manifest)
+        for row in rows.values()
+        if isinstance(row, RevisionRow)
+    )
+
+
 async def revise(service: AdminService, task: TaskId, revision: Revision) -> TaskView:
     """Replace the settings of a running task by the next revision, or renew its lease."""
     found = await service.rows(task)
     config = structs.replace(revision.config, task=found.task)
-    config, manifest = await keep(service, config, revision.bundle)
+    kept = await keep(service, config, revision.bundle)
+    manifest = kept.manifest
     before = found.row.config.requirements
     if before.bundle is None or before.owner != manifest.owner:
         raise Conflict(f"task {task} was not signed by this owner", hint="papaya owner show")
@@ -114,9 +149,18 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
             hint="run the command again: it starts from the newest revision",
         )
     try:
-        change = owner.revise(found, config, moves=not is_renewal)
+        change = owner.revise(
+            found,
+            kept.config,
+            moves=not is_renewal,
+            revision=manifest.revision,
+            lease_until=kept.lease_until,
+        )
     except OperatorError as error:
         raise Conflict(str(error), hint=error.hint) from error
+    if not is_renewal:
+        put = (*change.put, kept.revision_row(service.now()))
+        change = structs.replace(change, put=put)
     await service.write(change)
     return (await service.task(found.task)).task
 

@@ -72,6 +72,8 @@ def _value(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.lists(_value(item), max_size=4).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*[_value(item) for item in items])
+        case inspect.DictType(key_type=key, value_type=item):
+            return st.dictionaries(_value(key), _value(item), max_size=4)
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
     return _scalar(kind)

@@ -67,7 +67,10 @@ def test_tasks_and_fences_are_found_under_their_prefix() -> None:
 
 def test_a_submission_begins_at_version_0_with_nobody_holding_it() -> None:
     transaction = storage.submission(CONFIG, "parameters", "optimizer", now=5.0)
-    assert transaction.require == ((storage.task_key("next-word"), None),)
+    assert transaction.require == (
+        (storage.task_key("next-word"), None),
+        (storage.deleted_key("next-word"), None),
+    )
     assert transaction.delete == ()
     assert dict(transaction.put) == {
         storage.task_key("next-word"): TaskRow(CONFIG, "running", submitted=5.0),

@@ -9,6 +9,7 @@ from papaya.messages.selection import (
     Capabilities,
     CheckIn,
     DeviceClass,
+    Lack,
     Rejected,
     refused,
 )
@@ -69,4 +70,4 @@ def test_a_device_with_an_older_engine_is_told_which_it_needs() -> None:
     [answer] = selector.receive(BOOT, CheckIn(PROTOCOL_VERSION, old), "phone")
     assert isinstance(answer, Reply)
     assert isinstance(answer.message, Rejected)
-    assert answer.message.reason == f"task {TASK} needs torch 2.6 or newer"
+    assert answer.message.lacks == (Lack(TASK, "engine_version", "torch ≥ 2.6"),)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
@@ -14,6 +15,8 @@ from msgspec import structs
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import Participation, TaskManifest, run_id
+from papaya.bundle.owner import SignedStatement
+from papaya.cli.task.diff import differences
 from papaya.config import AsyncFL, EvaluationPlan, Requirements, SyncFL, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.storage import FenceRow, Transaction, fence_key
@@ -213,6 +216,19 @@ def test_a_revision_replaces_the_settings_and_moves_the_task(tmp_path: Path) -> 
         needs = detail.config.requirements
         assert needs.bundle is not None
         assert needs.bundle.startswith(f"{view.task}/1/bundle-4-"), "not swept by the holder"
+        assert (detail.task.run, detail.task.revision) == (manifest.run, 4)
+        both = await bundles.revisions(system.service, "digits")
+        assert [each.revision for each in both] == [manifest.revision, 4]
+        assert [each.config.regime for each in both][1] == SyncFL(over_selection=0.0)
+        signed = [msgspec.json.decode(each.manifest, type=SignedStatement) for each in both]
+        manifests = [TaskManifest.verify(each) for each in signed]
+        assert manifests == [manifest, following]
+        sides = [(each.config, found) for each, found in zip(both, manifests, strict=True)]
+        assert differences(sides[0], sides[0]) == {}
+        changed = differences(sides[0], sides[1])
+        assert changed["regime.type"] == ("async", "sync")
+        assert "revision" not in changed
+        assert not any(field.startswith("requirements") for field in changed)
 
     run(tmp_path, test)
 
@@ -227,6 +243,9 @@ def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
         await bundles.revise(system.service, "digits", Revision(settings(manifest), head))
         assert fence_of(system, view.task) == before
         assert (await bundles.newest(system.service, "digits")).bundle == head
+        renewed = (await system.service.task("digits")).task
+        assert renewed.lease_until == view.lease_until + 1000.0
+        assert len(await bundles.revisions(system.service, "digits")) == 1
 
     run(tmp_path, test)
 
