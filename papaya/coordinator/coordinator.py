@@ -65,7 +65,7 @@ class Coordinator:
     """A candidate for leader. Invariant, per task: reported active + leases <= C."""
 
     def __init__(
-        self, node: NodeId, boot: float, now: float, config: ServerConfig, rng: Random
+        self, node: NodeId, boot: int, now: float, config: ServerConfig, rng: Random
     ) -> None:
         self.node = node
         self.boot = boot

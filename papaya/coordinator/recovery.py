@@ -25,7 +25,7 @@ from papaya.messages.storage import (
 class Leadership:
     """One candidate's view of the lease."""
 
-    def __init__(self, node: NodeId, boot: float, config: ServerConfig) -> None:
+    def __init__(self, node: NodeId, boot: int, config: ServerConfig) -> None:
         self._node = node
         self._boot = boot
         self._config = config

@@ -14,7 +14,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from papaya.config import Requirements
-from papaya.messages.base import Message, NodeId, SessionId, TaskId
+from papaya.messages.base import Boot, Message, NodeId, SessionId, TaskId
 from papaya.messages.selection import DeviceClass
 
 
@@ -47,7 +47,7 @@ class AggregatorReport(Message, frozen=True):
     """
 
     node: NodeId
-    boot: float
+    boot: Boot
     number: int
     at: float
     epoch: int
@@ -78,7 +78,7 @@ class AggregatorOrders(Message, frozen=True):
 
     epoch: int
     leader: NodeId
-    boot: float
+    boot: Boot
     number: int
     acked: int
     tasks: tuple[Placement, ...]
@@ -108,7 +108,7 @@ class SelectorReport(Message, frozen=True):
     """
 
     node: NodeId
-    boot: float
+    boot: Boot
     number: int
     epoch: int
     acked: int
@@ -155,7 +155,7 @@ class SelectorOrders(Message, frozen=True):
 
     epoch: int
     leader: NodeId
-    boot: float
+    boot: Boot
     number: int
     acked: int
     advertised: tuple[Advertised, ...]

@@ -247,7 +247,7 @@ class Selector:
     def __init__(
         self,
         node: NodeId,
-        boot: float,
+        boot: int,
         now: float,
         config: ServerConfig,
         keyring: Keyring,

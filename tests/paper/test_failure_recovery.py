@@ -26,7 +26,7 @@ class Servers:
 
     def lead(self, name: str) -> Office:
         """A coordinator starts; the one before, if any, is gone."""
-        self.office = Office(node=name, store=self.world.store, boot=self.world.now)
+        self.office = Office(node=name, store=self.world.store, now=self.world.now)
         self.office.wake()
         return self.office
 

@@ -96,7 +96,7 @@ class World:
         self.store = Store()
         self.blobs: dict[BlobKey, bytes] = {}
         self.nodes: list[Node] = []
-        self.boots = 0.0
+        self.boots = 0
         self.answers: dict[int, Message] = {}
         self._handles = 0
         self._sessions = 0

@@ -42,7 +42,7 @@ def test_a_task_is_taken_when_orders_name_it_and_the_row_agrees() -> None:
 def test_orders_alone_give_no_authority() -> None:
     """The row names somebody else: then nothing else that was read may be believed."""
     world = World(a_task())
-    world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0.0)
+    world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0)
     node = world.start()
     node.order([Placement(TASK, 1)])
     assert node.machine.tasks == {}
@@ -53,7 +53,7 @@ def test_the_row_must_name_this_boot() -> None:
     world = World(a_task())
     world.now = 50.0
     node = world.start()
-    world.store.rows[fence_key(TASK)] = FenceRow(1, "agg-1", 49.0)
+    world.store.rows[fence_key(TASK)] = FenceRow(1, "agg-1", 49)
     node.order([Placement(TASK, 1)])
     assert node.machine.tasks == {}
 
@@ -168,7 +168,7 @@ def test_without_a_coordinator_an_aggregator_goes_on() -> None:
 
 
 def test_a_report_goes_out_every_heartbeat_to_every_candidate() -> None:
-    machine = Aggregator("agg", 1.0, 0.0, SERVER, KEYRING, ["c-1", "c-2"])
+    machine = Aggregator("agg", 1, 0.0, SERVER, KEYRING, ["c-1", "c-2"])
     seen = []
     for beat in range(3):
         assert machine.next_wake() == beat * H

@@ -72,14 +72,15 @@ class Office:
         *tasks: TaskConfig,
         node: NodeId = "c-1",
         store: Store | None = None,
-        boot: float = 0.0,
+        boot: int = 0,
+        now: float = 0.0,
         seed: int = 1,
     ) -> None:
-        self.now = boot
+        self.now = now
         self.store = Store() if store is None else store
         for config in tasks:
-            self.store.apply(submission(config, f"{config.task}-p", f"{config.task}-o", boot))
-        self.machine = Coordinator(node, boot, boot, SERVER, Random(seed))
+            self.store.apply(submission(config, f"{config.task}-p", f"{config.task}-o", now))
+        self.machine = Coordinator(node, boot, now, SERVER, Random(seed))
         self.sent: list[Send] = []
         self.log: list[Effect] = []
         self.held_back: deque[Effect] = deque()
@@ -179,7 +180,7 @@ class Office:
         self,
         node: NodeId,
         *tasks: TaskReport,
-        boot: float = 0.0,
+        boot: int = 0,
         heartbeat: bool = True,
         load: float = 0.0,
         number: int | None = None,
@@ -205,7 +206,7 @@ class Office:
         held: Mapping[DeviceClass, int] | int = 0,
         unfilled: tuple[SessionId, ...] = (),
         acked: int = 0,
-        boot: float = 0.0,
+        boot: int = 0,
         number: int | None = None,
         at: float | None = None,
     ) -> list[Send]:
