@@ -15,6 +15,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Sequence
+from random import Random
 from statistics import median
 
 import uvloop
@@ -80,7 +81,10 @@ async def pause_beats(log: Log, tasks: Sequence[str], since: float) -> float:
             await asyncio.sleep(HEARTBEAT_S / 20)
 
 
-async def kill(installation: Installation, log: Log, number: int, *, with_holder: bool) -> float:
+async def kill(
+    installation: Installation, log: Log, number: int, wait_s: float, *, with_holder: bool
+) -> float:
+    await asyncio.sleep(wait_s)
     leader = row(installation, LEADER_KEY)
     assert isinstance(leader, LeaderRow)
     victims, tasks = [process_of(installation, leader.holder)], ALL_TASKS
@@ -95,7 +99,6 @@ async def kill(installation: Installation, log: Log, number: int, *, with_holder
     beats = await pause_beats(log, tasks, killed_at)
     for victim in victims:
         await asyncio.to_thread(victim.start)
-    await asyncio.sleep(SETTLE_S)
     return beats
 
 
@@ -109,8 +112,15 @@ async def measure(
         async with asyncio.timeout(PATIENCE_S):
             while log.endings["counted"] < sum(task.concurrency for task in TASKS):
                 await asyncio.sleep(HEARTBEAT_S / 10)
+        rng = Random(SEED)
         beats = [
-            await kill(installation, log, number, with_holder=with_holder)
+            await kill(
+                installation,
+                log,
+                number,
+                SETTLE_S + rng.uniform(0, HEARTBEAT_S),  # at any time between two renewals
+                with_holder=with_holder,
+            )
             for number in range(kills)
         ]
         await asyncio.sleep(SERVER.dead_after_s)

@@ -115,8 +115,9 @@ class Promises:
     promised + inherited never exceeds C.
     """
 
-    def __init__(self, seq: int, leases: Iterable[SessionId]) -> None:
+    def __init__(self, seq: int, epoch: int, leases: Iterable[SessionId]) -> None:
         self._seq = seq
+        self._epoch = epoch
         # Leases under an earlier holder that have not come. Some may have joined there, unreported.
         self._inherited = dict.fromkeys(leases)
         # Demand that was reported and not taken yet.
@@ -134,13 +135,22 @@ class Promises:
         """Is a slot kept for this session because its lease was made under an earlier holder?"""
         return session in self._inherited
 
+    def begin_epoch(self, epoch: int) -> None:
+        """A new leader leads, and does not know what was leased before: all that is reported from
+        now on may be leased again. So earlier assignments have no claim to a slot any more.
+        """
+        self._epoch = epoch
+        self.count = 0
+
     def cover(self, assignment: AssignmentTicket) -> bool:
         """Is a slot kept for this assignment?
 
         An assignment under an earlier holder is covered only if the Coordinator listed its lease:
         otherwise it may already have been used at that holder.
         """
-        return assignment.seq == self._seq or self.inherits(assignment.session)
+        is_older = 0 < assignment.epoch < self._epoch
+        is_own = assignment.seq == self._seq and not is_older
+        return is_own or self.inherits(assignment.session)
 
     def keep(self, session: SessionId) -> None:
         """The session has come and takes the slot that was kept for it."""
@@ -197,6 +207,7 @@ class HeldTask:
         self,
         task: TaskId,
         fence: FenceRow,
+        epoch: int,
         leases: Sequence[SessionId],
         predecessors_active: int | None,
         server: ServerConfig,
@@ -218,7 +229,7 @@ class HeldTask:
         # Offers of the TSA in stock; None unless the task uses secure aggregation.
         self.offers: Offers | None = None
         # Slots that leased clients may be coming for.
-        self.promises = Promises(fence.seq, leases)
+        self.promises = Promises(fence.seq, epoch, leases)
         # Joins that the Coordinator still has to hear of.
         self.confirmations = Confirmations()
         # Sessions whose complete uploads wait for a buffer with room, in order of arrival.

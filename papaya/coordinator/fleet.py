@@ -51,9 +51,10 @@ class AggregatorView:
 
     def __init__(self, boot: Boot) -> None:
         self.boot = boot
-        # The number of the last report, and when it arrived.
+        # The number of the last report, when it arrived, and the epoch of the leader it was for.
         self.number = -1
         self.heard_at = 0.0
+        self.epoch = 0
         # Its process is about to stop.
         self.is_draining = False
         # Consecutive heartbeats with a load above 1.
@@ -66,6 +67,7 @@ class AggregatorView:
     def update(self, now: float, report: AggregatorReport) -> None:
         self.number = report.number
         self.heard_at = now
+        self.epoch = report.epoch
         self.is_draining = report.draining
         self.tasks = {task.task: task for task in report.tasks}
         if report.heartbeat:

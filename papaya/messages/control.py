@@ -6,7 +6,8 @@
                ◀── SelectorOrders ────                 assignments, task list, assignment map
 
 These are one-way messages that may be lost, duplicated or late. Reports are numbered within a boot
-of their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored.
+of their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored, and the
+first orders of a new one are answered with a report at once.
 """
 
 from __future__ import annotations
@@ -149,8 +150,8 @@ class Assignment(Struct, frozen=True, gc=False):
 
 class SelectorOrders(Message, frozen=True):
     """`wanting`: tasks with demand. `over`: tasks that ended but whose clients may still ask.
-    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long the leader still
-    recovers and assigns no client.
+    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long a new leader that
+    no holder has reported to may assign no client.
     """
 
     epoch: int

@@ -186,13 +186,15 @@ class Office:
         number: int | None = None,
         at: float | None = None,
         draining: bool = False,
+        epoch: int | None = None,
     ) -> list[Send]:
+        """A report. Without `epoch`, its sender follows this leader."""
         report = AggregatorReport(
             node=node,
             boot=boot,
             number=self._number(node) if number is None else number,
             at=self.now if at is None else at,
-            epoch=0,
+            epoch=self.machine.leadership.epoch if epoch is None else epoch,
             load=load,
             heartbeat=heartbeat,
             tasks=tasks,
@@ -209,13 +211,14 @@ class Office:
         boot: int = 0,
         number: int | None = None,
         at: float | None = None,
+        epoch: int | None = None,
     ) -> list[Send]:
         counts = {PHONE: held} if isinstance(held, int) else held
         report = SelectorReport(
             node=node,
             boot=boot,
             number=self._number(node) if number is None else number,
-            epoch=0,
+            epoch=self.machine.leadership.epoch if epoch is None else epoch,
             acked=acked,
             held=tuple(Held(kind, count) for kind, count in counts.items()),
             unfilled=unfilled,
