@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from hmac import compare_digest
 
+from msgspec.structs import replace
+
 from papaya.aggregator import regime
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.offers import Offers
@@ -576,7 +578,7 @@ class HeldTask:
             return self._uploader(now, sealed, claim)
         ticket = self._keyring.open(sealed, SessionTicket)
         self._raise_if_ended(ticket)
-        if now >= ticket.expires:
+        if now >= max(ticket.expires, _kept_until(ticket, session)):
             raise TicketError("the session has expired")
         if session is None:
             if ticket.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
@@ -593,7 +595,7 @@ class HeldTask:
         if session is None or not compare_digest(sealed, session.upload_sealed):
             ticket = self._keyring.open(sealed, UploadTicket)
             self._raise_if_ended(ticket)
-            if now >= ticket.upload_by:
+            if now >= max(ticket.upload_by, _kept_until(ticket, session)):
                 raise TicketError("the upload deadline has passed")
             if not regime.accepts(self.config, ticket.version, self.ledger.version + 1):
                 raise SessionEnded(Aborted("round_over"))
@@ -1011,7 +1013,9 @@ class HeldTask:
         """The client is not at fault: keep its session long enough for a whole upload."""
         keep_s = session.keep(now, self.config.upload_timeout_s)
         after_s = self._server.heartbeat_s / 4 if self._waits_for_tsa else _BUSY_RETRY_S
-        return Retry("waiting for the TSA", after_s, keep_s)
+        # With this ticket, a successor keeps the session for as long.
+        ticket = replace(session.upload_ticket or session.ticket, kept_until=session.kept_until)
+        return Retry("waiting for the TSA", after_s, keep_s, self._keyring.seal(ticket))
 
     def _on_unanswered(self, now: float, session: Session, message: Folded) -> Effects:
         """The TSA did not answer. It may have taken the seed into this group, where only a member
@@ -1131,6 +1135,11 @@ class HeldTask:
 def _is_known(sealed: bytes, session: Session) -> bool:
     """Is it exactly the ticket that was sealed before? Then it need not be opened again."""
     return compare_digest(sealed, session.sealed) or compare_digest(sealed, session.upload_sealed)
+
+
+def _kept_until(ticket: SessionTicket | UploadTicket, session: Session | None) -> float:
+    """The client may show its first ticket although the session was kept longer since."""
+    return ticket.kept_until if session is None else max(ticket.kept_until, session.kept_until)
 
 
 def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:

@@ -73,10 +73,18 @@ class AssignmentTicket(_Confirmable, frozen=True, kw_only=True):
     epoch: int = 0
 
 
-class SessionTicket(Ticket, frozen=True):
+class _Expiring(Ticket, frozen=True):
     version: int
     parameters: BlobKey
     expires: float
+
+
+class SessionTicket(_Expiring, frozen=True, kw_only=True):
+    """`kept_until`: the session continues until then, past its deadline (`Retry.keep_s`). Last,
+    because tickets of the version before do not have it.
+    """
+
+    kept_until: float = 0.0
 
 
 class UploadTicket(SessionTicket, frozen=True):
