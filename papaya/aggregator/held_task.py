@@ -606,9 +606,11 @@ class HeldTask:
             if not session.is_complete:
                 # A duplicate of the report may have been granted a second ticket here, with
                 # another offer. The client works with the ticket that it shows.
+                known = session.upload_ticket
+                if known is None or known.offer != ticket.offer:
+                    session.offer = None
                 self.sessions.rebase(session, ticket, b"")
                 self.sessions.reported(session, ticket, sealed)
-                session.offer = None
         session.seen_at = now
         return session
 

@@ -170,7 +170,8 @@ class SlotAuditor:
         known = held.sessions
         for session, lease in list(leases.items()):
             is_late = lease.seq == held.fence.seq and lease.confirm_by < host.now
-            if is_late or session in known.active or session in known.ended:
+            has_moved = lease.seq < held.fence.seq
+            if is_late or has_moved or session in known.active or session in known.ended:
                 del leases[session]
         on_their_way = sum(
             lease.seq == held.fence.seq and lease.epoch >= aggregator.epoch
