@@ -106,7 +106,7 @@ class TaskBooks:
         # Every assigned session, and the identity of the device that got it.
         self.assigned: dict[SessionId, str] = {}
         self.trained_from: dict[SessionId, int] = {}
-        self.tickets: dict[bytes, None] = {}
+        self.tickets: dict[UploadTicket, None] = {}
         self.granted_at: dict[SessionId, list[int]] = {}
         self.acknowledged: dict[SessionId, None] = {}
         self.dropped = 0
@@ -552,11 +552,12 @@ class Auditor(Observer):
         books = self.books[ticket.task]
         assert isinstance(host.machine, Aggregator)
         version = host.machine.tasks[ticket.task].ledger.version
-        if granted.ticket not in books.tickets:
-            books.tickets[granted.ticket] = None
+        assert isinstance(ticket, UploadTicket)
+        first = structs.replace(ticket, kept_until=0.0)  # a renewed one is not another grant
+        if first not in books.tickets:
+            books.tickets[first] = None
             books.granted_at.setdefault(ticket.session, []).append(version)
             if self._secure.audits(ticket.task):
-                assert isinstance(ticket, UploadTicket)
                 self._secure.on_granted(ticket.session, ticket.offer, version, granted.secure)
 
     def _on_acknowledged(self, reply: Reply) -> None:
