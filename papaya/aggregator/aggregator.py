@@ -44,7 +44,7 @@ class Aggregator:
     def __init__(
         self,
         node: NodeId,
-        boot: float,
+        boot: int,
         now: float,
         config: ServerConfig,
         keyring: Keyring,
@@ -251,6 +251,10 @@ class Aggregator:
     def _on_orders(self, now: float, orders: AggregatorOrders) -> Effects:
         if orders.boot != self.boot or (orders.epoch, orders.number) <= (self.epoch, self._orders):
             return []
+        if orders.epoch > self.epoch:
+            for held in self.tasks.values():
+                held.promises.begin_epoch(orders.epoch)
+            self._report_due = now  # the new leader assigns no client to these tasks before
         self.epoch, self._orders = orders.epoch, orders.number
         self._is_last = orders.is_last
         self.led_at = now
@@ -277,6 +281,7 @@ class Aggregator:
         held = HeldTask(
             placement.task,
             fence,
+            self.epoch,
             placement.leases,
             placement.active,
             self._config,

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from hmac import compare_digest
 
+from msgspec.structs import replace
+
 from papaya.aggregator import regime
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.offers import Offers
@@ -116,8 +118,9 @@ class Promises:
     promised + inherited never exceeds C.
     """
 
-    def __init__(self, seq: int, leases: Iterable[SessionId]) -> None:
+    def __init__(self, seq: int, epoch: int, leases: Iterable[SessionId]) -> None:
         self._seq = seq
+        self._epoch = epoch
         # Leases under an earlier holder that have not come. Some may have joined there, unreported.
         self._inherited = dict.fromkeys(leases)
         # Demand that was reported and not taken yet.
@@ -135,13 +138,22 @@ class Promises:
         """Is a slot kept for this session because its lease was made under an earlier holder?"""
         return session in self._inherited
 
+    def begin_epoch(self, epoch: int) -> None:
+        """A new leader leads, and does not know what was leased before: all that is reported from
+        now on may be leased again. So earlier assignments have no claim to a slot any more.
+        """
+        self._epoch = epoch
+        self.count = 0
+
     def cover(self, assignment: AssignmentTicket) -> bool:
         """Is a slot kept for this assignment?
 
         An assignment under an earlier holder is covered only if the Coordinator listed its lease:
         otherwise it may already have been used at that holder.
         """
-        return assignment.seq == self._seq or self.inherits(assignment.session)
+        is_older = 0 < assignment.epoch < self._epoch
+        is_own = assignment.seq == self._seq and not is_older
+        return is_own or self.inherits(assignment.session)
 
     def keep(self, session: SessionId) -> None:
         """The session has come and takes the slot that was kept for it."""
@@ -198,6 +210,7 @@ class HeldTask:
         self,
         task: TaskId,
         fence: FenceRow,
+        epoch: int,
         leases: Sequence[SessionId],
         predecessors_active: int | None,
         server: ServerConfig,
@@ -219,7 +232,7 @@ class HeldTask:
         # Offers of the TSA in stock; None unless the task uses secure aggregation.
         self.offers: Offers | None = None
         # Slots that leased clients may be coming for.
-        self.promises = Promises(fence.seq, leases)
+        self.promises = Promises(fence.seq, epoch, leases)
         # Joins that the Coordinator still has to hear of.
         self.confirmations = Confirmations()
         # Sessions whose complete uploads wait for a buffer with room, in order of arrival.
@@ -567,7 +580,7 @@ class HeldTask:
             return self._uploader(now, sealed, claim)
         ticket = self._keyring.open(sealed, SessionTicket)
         self._raise_if_ended(ticket)
-        if now >= ticket.expires:
+        if now >= max(ticket.expires, _kept_until(ticket, session)):
             raise TicketError("the session has expired")
         if session is None:
             if ticket.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
@@ -584,7 +597,7 @@ class HeldTask:
         if session is None or not compare_digest(sealed, session.upload_sealed):
             ticket = self._keyring.open(sealed, UploadTicket)
             self._raise_if_ended(ticket)
-            if now >= ticket.upload_by:
+            if now >= max(ticket.upload_by, _kept_until(ticket, session)):
                 raise TicketError("the upload deadline has passed")
             if not regime.accepts(self.config, ticket.version, self.ledger.version + 1):
                 raise SessionEnded(Aborted("round_over"))
@@ -595,9 +608,11 @@ class HeldTask:
             if not session.is_complete:
                 # A duplicate of the report may have been granted a second ticket here, with
                 # another offer. The client works with the ticket that it shows.
+                known = session.upload_ticket
+                if known is None or known.offer != ticket.offer:
+                    session.offer = None
                 self.sessions.rebase(session, ticket, b"")
                 self.sessions.reported(session, ticket, sealed)
-                session.offer = None
         session.seen_at = now
         return session
 
@@ -1003,7 +1018,9 @@ class HeldTask:
         """The client is not at fault: keep its session long enough for a whole upload."""
         keep_s = session.keep(now, self.config.upload_timeout_s)
         after_s = self._server.heartbeat_s / 4 if self._waits_for_tsa else _BUSY_RETRY_S
-        return Retry("waiting for the TSA", after_s, keep_s)
+        # With this ticket, a successor keeps the session for as long.
+        ticket = replace(session.upload_ticket or session.ticket, kept_until=session.kept_until)
+        return Retry("waiting for the TSA", after_s, keep_s, self._keyring.seal(ticket))
 
     def _on_unanswered(self, now: float, session: Session, message: Folded) -> Effects:
         """The TSA did not answer. It may have taken the seed into this group, where only a member
@@ -1123,6 +1140,11 @@ class HeldTask:
 def _is_known(sealed: bytes, session: Session) -> bool:
     """Is it exactly the ticket that was sealed before? Then it need not be opened again."""
     return compare_digest(sealed, session.sealed) or compare_digest(sealed, session.upload_sealed)
+
+
+def _kept_until(ticket: SessionTicket | UploadTicket, session: Session | None) -> float:
+    """The client may show its first ticket although the session was kept longer since."""
+    return ticket.kept_until if session is None else max(ticket.kept_until, session.kept_until)
 
 
 def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:

@@ -97,7 +97,7 @@ class Session:
         self.sealed_seed = b""
         self.seed_group: int | None = None
         # Until then the session continues past its deadline, because it had to wait for the TSA.
-        self.kept_until = 0.0
+        self.kept_until = ticket.kept_until
         # Requests that wait for the outcome of the update.
         self.answer_to: list[Handle] = []
 
@@ -196,6 +196,7 @@ class Sessions:
         """
         self._forget_training(session)
         session.ticket, session.sealed = ticket, sealed
+        session.kept_until = max(session.kept_until, ticket.kept_until)
         self._training.setdefault(session.version, {})[session.id] = session
         self.refile(session)
 

@@ -15,6 +15,8 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
+from msgspec.structs import replace
+
 from papaya.client.history import History, evaluations_of
 from papaya.client.work import (
     Answered,
@@ -308,6 +310,9 @@ class Client:
                 return self._retry_heartbeat(now, answer.after_s)
             case Retry():
                 self._extend_stage(now, answer.keep_s)
+                if answer.ticket and isinstance(self._pending, Report | Chunk | Complete):
+                    self._ticket = answer.ticket
+                    self._pending = replace(self._pending, ticket=answer.ticket)
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
                 return []

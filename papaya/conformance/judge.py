@@ -106,8 +106,13 @@ def _messages(t: Transcript) -> Iterator[RuleFinding]:
 
 
 def _tickets(t: Transcript) -> Iterator[RuleFinding]:
-    """Which ticket a request needs depends on its type; that of a heartbeat is the newest."""
+    """Which ticket a request needs depends on its type; that of a heartbeat is the newest.
+
+    A client may also use the renewed ticket of a `Retry`.
+    """
     given: list[tuple[float, str, bytes]] = []
+    retries = [s.answer for s in t.seen if isinstance(s.answer, Retry)]
+    renewed = [retry.ticket for retry in retries if retry.ticket]
     for seen in t.seen:
         if isinstance(seen.answer, Accepted | Joined | UploadGranted):
             kind = type(seen.answer).__name__
@@ -129,7 +134,7 @@ def _tickets(t: Transcript) -> Iterator[RuleFinding]:
             settled = [ticket for at, _, ticket in before if at <= seen.at - t.grace_s]
             late = [ticket for at, _, ticket in before if at > seen.at - t.grace_s]
             right = [*settled[-1:], *late]
-        if message.ticket not in right:
+        if message.ticket not in (*right, *renewed):
             problems.append(f"{seen.kind} did not have the newest ticket that it may use")
     if asked:
         yield _verdict("ticket", problems)

@@ -12,6 +12,9 @@ TaskId: TypeAlias = str
 NodeId: TypeAlias = str
 SessionId: TypeAlias = str
 BlobKey: TypeAlias = str
+# The number of a node's start, from its row `boot/<node>`. In rows and messages of earlier versions
+# it is a float, in those of 0.3.0 even a time.
+Boot: TypeAlias = int | float
 
 # Limits on what an untrusted peer can make a server hold.
 MAX_EXCLUDED = 64

@@ -228,11 +228,14 @@ class Retry(Message, frozen=True):
 
     `keep_s`: the server keeps the session for at least so long, past its deadline if need be,
     because the client is not the reason for the delay.
+    `ticket`: if not empty, use it from now on, also in this request. It tells another server of
+    `keep_s`.
     """
 
     reason: ShortText
     after_s: Seconds
     keep_s: Seconds = 0.0
+    ticket: SealedTicket = b""
 
 
 Request = Join | Heartbeat | Report | Chunk | Complete | Leave

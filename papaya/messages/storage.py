@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from papaya.config import TaskConfig
-from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
+from papaya.messages.base import BlobKey, Boot, Message, NodeId, SessionId, TaskId
 
 
 class Row(Struct, frozen=True, gc=False, tag=True):
@@ -28,7 +28,7 @@ class LeaderRow(Row, frozen=True):
     """Who leads. Every renewal changes the row, which shows that the leader is alive."""
 
     holder: NodeId
-    boot: float
+    boot: Boot
     epoch: int
     renewal: int
 
@@ -78,7 +78,7 @@ class FenceRow(Row, frozen=True):
 
     seq: int
     aggregator: NodeId
-    boot: float
+    boot: Boot
 
 
 class Member(Struct, frozen=True, gc=False, array_like=True):
@@ -395,7 +395,7 @@ def submission(
         require=((task_key(task), None), (deleted_key(task), None)),
         put=(
             (task_key(task), TaskRow(config, submitted=now, pseudonym_key=pseudonym_key)),
-            (fence_key(task), FenceRow(seq=0, aggregator="", boot=0.0)),
+            (fence_key(task), FenceRow(seq=0, aggregator="", boot=0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),
         ),

@@ -272,7 +272,7 @@ class Selector:
     def __init__(
         self,
         node: NodeId,
-        boot: float,
+        boot: int,
         now: float,
         config: ServerConfig,
         keyring: Keyring,
@@ -538,6 +538,7 @@ class Selector:
             return []
         if orders.epoch > epoch:
             self._seen.clear()
+            self._report_due = now  # a new leader waits for it
         if orders.number in self._seen:
             return []  # a duplicate
         self._seen[orders.number] = now
@@ -547,7 +548,7 @@ class Selector:
             self._assigns_at = now + orders.assigns_in_s
         effects: Effects = []
         for assignment in orders.assignments:
-            effects += self._forward_clients(now, assignment)
+            effects += self._forward_clients(now, assignment, orders.epoch)
         return effects + self._report_if_due(now)
 
     def _forget_orders(self, now: float) -> None:
@@ -569,7 +570,7 @@ class Selector:
             self._distinctions = Distinctions(orders.advertised)
             self._bundles = {o.task: o.requirements.bundle or "" for o in orders.advertised}
 
-    def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
+    def _forward_clients(self, now: float, assignment: Assignment, epoch: int) -> Effects:
         effects: Effects = []
         if now > assignment.confirm_by:
             return effects  # too late: no client could confirm it in time
@@ -590,6 +591,7 @@ class Selector:
                 assignment.confirm_by,
                 assignment.version,
                 pseudonym=pseudonym_of(waiting.device, assignment.pseudonym_key),
+                epoch=epoch,
             )
             bundle = self._bundles.get(assignment.task, "")
             accepted = Accepted(self._keyring.seal(ticket), assignment.task, session, bundle)

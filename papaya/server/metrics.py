@@ -207,7 +207,7 @@ class CoordinatorCollector(Collector):
             (
                 "recovering",
                 "1 in a leader's recovery period.",
-                leads and leadership.recovers(at),
+                leads and coordinator.recovers(at),
             ),
             ("aggregators", "Aggregators that reported lately.", len(fleet.live_aggregators(at))),
             ("selectors", "Selectors that reported lately.", len(fleet.selectors)),

@@ -286,7 +286,7 @@ class Server:
             'of each coordinator: coordinators = ["host:8752"]',
         )
 
-    def _make_host(self, role: Role, boot: float) -> Host:
+    def _make_host(self, role: Role, boot: int) -> Host:
         shared, server = self._resources, self.deployment.server
         start = (self._node(role), boot, shared.clock.now(), server)
         keyring = shared.keys.keyring

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from papaya.aggregator import masked_sum as masked
-from papaya.aggregator.held_task import HeldTask, TaskPhase
+from papaya.aggregator.held_task import HeldTask, Promises, TaskPhase
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
@@ -30,7 +30,7 @@ from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import Complete, SecureOffer
 from papaya.messages.storage import Member, RecordRow, Row, Transaction, record_key
-from papaya.messages.tickets import AnyTicket, Keyring, claim_of, pseudonym_of
+from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
 from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.parameters import PublicParameters
@@ -83,6 +83,10 @@ def _demand_at_once(self: HeldTask, now: float) -> int:
 
 def _all_room(self: HeldTask) -> int:
     return self.config_demand
+
+
+def _cover_every_epoch(self: Promises, assignment: AssignmentTicket) -> bool:
+    return assignment.seq == self._seq or self.inherits(assignment.session)
 
 
 def _open_unchecked(self: Keyring, sealed: bytes, kind: type) -> AnyTicket:
@@ -305,6 +309,10 @@ BUGS: dict[str, Bug] = {
             (HeldTask, "demand", _demand_at_once),
             (HeldTask, "room", property(_all_room)),
         ),
+    ),
+    "earlier-leaders-assignments-kept": Bug(
+        "an assignment of an earlier leader takes a slot that was reported to the new one",
+        ((Promises, "cover", _cover_every_epoch),),
     ),
     "adoption-without-a-ticket-check": Bug(
         "tickets are accepted without verifying their seal", ((Keyring, "open", _open_unchecked),)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import SyncFL, TaskConfig
@@ -25,7 +27,7 @@ from papaya.learning.weighting import WeightedSum
 from papaya.machine import Reply
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
-from papaya.messages.control import AggregatorReport
+from papaya.messages.control import AggregatorReport, SelectorOrders, SelectorReport
 from papaya.messages.participation import (
     Completed,
     Leave,
@@ -104,7 +106,7 @@ class TaskBooks:
         # Every assigned session, and the identity of the device that got it.
         self.assigned: dict[SessionId, str] = {}
         self.trained_from: dict[SessionId, int] = {}
-        self.tickets: dict[bytes, None] = {}
+        self.tickets: dict[UploadTicket, None] = {}
         self.granted_at: dict[SessionId, list[int]] = {}
         self.acknowledged: dict[SessionId, None] = {}
         self.dropped = 0
@@ -113,6 +115,74 @@ class TaskBooks:
     def steps(self) -> int:
         """Versions that differ from their predecessors."""
         return self.version - self.dropped
+
+
+class _Lease(NamedTuple):
+    """`epoch`: of the leader that granted it. `seq`: of the holder it is for."""
+
+    epoch: int
+    seq: int
+    confirm_by: float
+
+
+class SlotAuditor:
+    """Active clients and clients on their way stay within C, also when the leader changes.
+
+    A client is on its way from its assignment until it joins, until its selector returns it
+    unfilled, or until it is too late by the holder's clock. Once a holder follows a new leader,
+    earlier assignments have no claim to a slot and do not count.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._leases: dict[TaskId, dict[SessionId, _Lease]] = {}
+
+    def on_sent(self, message: Message) -> None:
+        if isinstance(message, SelectorReport):
+            for session in message.unfilled:
+                for leases in self._leases.values():
+                    leases.pop(session, None)
+        elif isinstance(message, SelectorOrders):
+            for assignment in message.assignments:
+                lease = _Lease(message.epoch, assignment.seq, assignment.confirm_by)
+                leases = self._leases.setdefault(assignment.task, {})
+                leases.update(dict.fromkeys(assignment.sessions, lease))
+                self._check_holder(assignment.task)
+
+    def after_event(self, host: SimulatedHost) -> None:
+        if isinstance(host.machine, Aggregator):
+            for held in host.machine.tasks.values():
+                self._check(host, host.machine, held)
+
+    def _check_holder(self, task: TaskId) -> None:
+        fence = self._cluster.state.rows[fence_key(task)]
+        assert isinstance(fence, FenceRow)
+        host = self._cluster.hosts[fence.aggregator]
+        if host.is_alive and isinstance(host.machine, Aggregator):
+            held = host.machine.tasks.get(task)
+            if held is not None:
+                self._check(host, host.machine, held)
+
+    def _check(self, host: SimulatedHost, aggregator: Aggregator, held: HeldTask) -> None:
+        leases = self._leases.get(held.task)
+        if not leases or held.phase is not TaskPhase.SERVING:
+            return
+        known = held.sessions
+        for session, lease in list(leases.items()):
+            is_late = lease.seq == held.fence.seq and lease.confirm_by < host.now
+            has_moved = lease.seq < held.fence.seq
+            if is_late or has_moved or session in known.active or session in known.ended:
+                del leases[session]
+        on_their_way = sum(
+            lease.seq == held.fence.seq and lease.epoch >= aggregator.epoch
+            for lease in leases.values()
+        )
+        active, limit = len(known.active), held.config.concurrency
+        demand(
+            active + on_their_way <= limit,
+            f"{held.task} at {host.node} has {active} active clients, and {on_their_way} are on "
+            f"their way, above its concurrency of {limit}",
+        )
 
 
 class Auditor(Observer):
@@ -133,6 +203,7 @@ class Auditor(Observer):
         self.engine, self.state, self.blobs = cluster.engine, cluster.state, cluster.blobs
         self.books = {task.task: TaskBooks(task) for task in cluster.config.tasks}
         self._secure = SecureAuditor(cluster.config.tasks, self.state.rows, cluster.tsa)
+        self._slots = SlotAuditor(cluster)
         for row in self.state.rows.values():
             self._name(row, +1)
 
@@ -151,9 +222,11 @@ class Auditor(Observer):
     def on_sent(self, source: NodeId, target: NodeId, message: Message) -> None:
         self._trace.update(f"{self.engine.now.hex()} {source} {target} ".encode())
         self._trace.update(wire.encode(_without_free_text(message)))
+        self._slots.on_sent(message)
 
     def after_event(self, host: SimulatedHost) -> None:
         host.machine.check()
+        self._slots.after_event(host)
 
     def on_departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         ending = "dropped" if finish is None else finish.ending
@@ -479,11 +552,12 @@ class Auditor(Observer):
         books = self.books[ticket.task]
         assert isinstance(host.machine, Aggregator)
         version = host.machine.tasks[ticket.task].ledger.version
-        if granted.ticket not in books.tickets:
-            books.tickets[granted.ticket] = None
+        assert isinstance(ticket, UploadTicket)
+        first = structs.replace(ticket, kept_until=0.0)  # a renewed one is not another grant
+        if first not in books.tickets:
+            books.tickets[first] = None
             books.granted_at.setdefault(ticket.session, []).append(version)
             if self._secure.audits(ticket.task):
-                assert isinstance(ticket, UploadTicket)
                 self._secure.on_granted(ticket.session, ticket.offer, version, granted.secure)
 
     def _on_acknowledged(self, reply: Reply) -> None:

@@ -192,13 +192,13 @@ class Cluster:
         coordinators = [f"coordinator-{i}" for i in range(config.coordinators)]
         self.selectors = [f"selector-{i}" for i in range(config.selectors)]
 
-        def coordinator(node: NodeId, boot: float, now: float) -> Coordinator:
+        def coordinator(node: NodeId, boot: int, now: float) -> Coordinator:
             return Coordinator(node, boot, now, server, self._rng(f"{node}@{boot}"))
 
-        def selector(node: NodeId, boot: float, now: float) -> Selector:
+        def selector(node: NodeId, boot: int, now: float) -> Selector:
             return Selector(node, boot, now, server, self.keyring, coordinators)
 
-        def aggregator(node: NodeId, boot: float, now: float) -> Aggregator:
+        def aggregator(node: NodeId, boot: int, now: float) -> Aggregator:
             own = (self.keyring, coordinators, config.upload_bytes)
             return Aggregator(node, boot, now, server, *own)
 

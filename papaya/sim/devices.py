@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
 
 _SEAL_S = 0.05
+NOBODY: NodeId = "nobody"
+"""Whoever makes requests that are not those of a device."""
 
 
 class Path:
@@ -59,7 +61,7 @@ class Path:
 
     @property
     def device_name(self) -> NodeId:
-        return "nobody" if self._device is None else self._device.name
+        return NOBODY if self._device is None else self._device.name
 
     @property
     def identity(self) -> str:

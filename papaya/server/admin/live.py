@@ -77,7 +77,7 @@ class CoordinatorLive:
         return self._coordinator.leadership.is_led(self._now())
 
     def recovers(self) -> bool:
-        return self.leads() and self._coordinator.leadership.recovers(self._now())
+        return self.leads() and self._coordinator.recovers(self._now())
 
     def task(self, row: TaskRow) -> LiveTask | None:
         coordinator, task = self._coordinator, row.config.task

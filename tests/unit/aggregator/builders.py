@@ -96,7 +96,7 @@ class World:
         self.store = Store()
         self.blobs: dict[BlobKey, bytes] = {}
         self.nodes: list[Node] = []
-        self.boots = 0.0
+        self.boots = 0
         self.answers: dict[int, Message] = {}
         self._handles = 0
         self._sessions = 0
@@ -349,7 +349,9 @@ class Phone:
         held = node.machine.tasks[task]
         version = held.ledger.version if held.has_served else 0
         confirm_by = world.now + world.server.confirm_by_s
-        ticket = AssignmentTicket(task, session, held.fence.seq, confirm_by, version)
+        ticket = AssignmentTicket(
+            task, session, held.fence.seq, confirm_by, version, epoch=node.machine.epoch
+        )
         self.assignment = KEYRING.seal(ticket)
         self.ticket = b""
         self.version = -1

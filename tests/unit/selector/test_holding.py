@@ -153,7 +153,7 @@ def test_a_device_is_answered_soon_after_its_time_however_busy_the_selector() ->
     due = {number: BOOT + 21 + number / 100 for number in range(300)}
     for number, at in due.items():
         selector.receive(at - 20.0, check_in(), number)
-    now, wakes, late_s = BOOT + 4, 0, []
+    now, wakes, late_s = BOOT + 4.0, 0, []
     while selector.held_count:
         now, wakes = max(now, selector.next_wake()), wakes + 1
         gone = rejected(selector.wake(now))

@@ -206,13 +206,13 @@ def test_a_revision_replaces_the_settings_and_moves_the_task(tmp_path: Path) -> 
     async def test(system: System) -> None:
         manifest = signed_manifest()
         view = await submit(system, manifest)
-        held = FenceRow(1, "aggregator", 7.0)
+        held = FenceRow(1, "aggregator", 7)
         system.change(Transaction(put=((fence_key(view.task), held),)))
         following = signed_manifest(revision=4, max_staleness=0)
         await revise(system, following, regime=SyncFL(over_selection=0.0))
         detail = await system.service.task("digits")
         assert detail.config.regime == SyncFL(over_selection=0.0)
-        assert fence_of(system, view.task) == FenceRow(2, "", 0.0)
+        assert fence_of(system, view.task) == FenceRow(2, "", 0)
         needs = detail.config.requirements
         assert needs.bundle is not None
         assert needs.bundle.startswith(f"{view.task}/1/bundle-4-"), "not swept by the holder"
