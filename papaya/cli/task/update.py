@@ -86,6 +86,11 @@ def run_update(options: TaskUpdateOptions) -> int:
     )
     for warning in config.warnings():
         note(f"warning: {warning}")
+    if config.is_secure and detail.open_updates:
+        note(
+            f"warning: this may cost up to {detail.open_updates} acknowledged updates: a secure "
+            "buffer is given up if too few clients of the revision before are left to fill it"
+        )
     following = next_manifest(manifest, config, training)
     revision = Revision(config, found.head(following, head.program))
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)

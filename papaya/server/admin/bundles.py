@@ -19,7 +19,15 @@ from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages import owner
 from papaya.messages.base import TaskId
-from papaya.messages.storage import FenceRow, Transaction, fence_key
+from papaya.messages.storage import (
+    TASKS,
+    FenceRow,
+    RunRow,
+    TaskRow,
+    Transaction,
+    fence_key,
+    run_key,
+)
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import Revision, SignedBundle, Stored, TaskView
@@ -61,24 +69,34 @@ async def keep(
     key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
     await service.blobs.put(key, data)
     needs = structs.replace(
-        config.requirements, module=None, owner=manifest.owner, bundle=key, program=head.program
+        config.requirements,
+        module=None,
+        owner=manifest.owner,
+        bundle=key,
+        program=head.program,
+        manifest=manifest.digest,
     )
     return structs.replace(config, requirements=needs), manifest
 
 
-async def end_earlier_run(
-    service: AdminService, manifest: TaskManifest, *, replace: bool
+async def follow_earlier_run(
+    service: AdminService, task: TaskId, manifest: TaskManifest, *, replace: bool
 ) -> Transaction:
-    """What a new run changes about the one before it."""
+    """Make `task` the newest run of its name, and end the one before it."""
+    key = run_key(manifest.owner, manifest.task)
+    # Read before the runs: if another submission starts one after this, the row changes.
+    found = (await service.state.read((key,))).get(key)
+    follows = Transaction(require=((key, found),), put=((key, RunRow(task)),))
     earlier = await service.newest_run(manifest.task, manifest.owner)
     if earlier is None or earlier.is_over:
-        return Transaction()
+        return follows
     if not replace:
         raise Conflict(
             f"a run of {manifest.task} is {earlier.state}",
             hint="end it and start the new one: papaya task submit FILE --replace",
         )
-    return owner.change_state(earlier, "cancelled", service.now(), "replaced by a new run")
+    ended = owner.change_state(earlier, "cancelled", service.now(), "replaced by a new run")
+    return Transaction(require=follows.require + ended.require, put=follows.put + ended.put)
 
 
 async def newest(service: AdminService, task: TaskId) -> SignedBundle:
@@ -104,11 +122,26 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
             hint="run the command again: it starts from the newest revision",
         )
     try:
-        change = owner.revise(found, config, moves=not is_renewal)
+        if is_renewal:
+            change = owner.renew(found.row, config.requirements)
+        else:
+            running = await _running_evaluations(service, found.task)
+            change = owner.revise(found, config, running, service.now())
     except OperatorError as error:
         raise Conflict(str(error), hint=error.hint) from error
     await service.write(change)
     return (await service.task(found.task)).task
+
+
+async def _running_evaluations(service: AdminService, task: TaskId) -> list[TaskRow]:
+    rows = [r for r in (await service.state.read((TASKS,))).values() if isinstance(r, TaskRow)]
+    return [
+        row
+        for row in rows
+        if not row.is_over
+        and row.config.evaluates is not None
+        and row.config.evaluates.task == task
+    ]
 
 
 def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:

@@ -69,7 +69,9 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
     if new.bundle:
         config, manifest = await bundles.keep(service, config, new.bundle)
         name = manifest.task
-        earlier = await bundles.end_earlier_run(service, manifest, replace=new.replace)
+        earlier = await bundles.follow_earlier_run(
+            service, config.task, manifest, replace=new.replace
+        )
     optimizer = server_optimizer(config.optimizer)
     state = optimizer.encode_state(optimizer.initial_state(config.model_length))
     key = blob_key(config.task, 0, "optimizer-0", state)

@@ -128,6 +128,8 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
     """The newest points, in order of version."""
     versions_per_minute: float
     warnings: tuple[str, ...]
+    open_updates: int = 0
+    """Acknowledged updates that are not in a version yet."""
 
 
 class VersionView(Struct, frozen=True):

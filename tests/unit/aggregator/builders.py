@@ -348,8 +348,10 @@ class Phone:
         self.session = session
         held = node.machine.tasks[task]
         version = held.ledger.version if held.has_served else 0
+        self.manifest = held.config.manifest if held.has_served else b""
         confirm_by = world.now + world.server.confirm_by_s
-        ticket = AssignmentTicket(task, session, held.fence.seq, confirm_by, version)
+        seq, manifest = held.fence.seq, self.manifest
+        ticket = AssignmentTicket(task, session, seq, confirm_by, version, manifest=manifest)
         self.assignment = KEYRING.seal(ticket)
         self.ticket = b""
         self.version = -1
