@@ -129,16 +129,17 @@ class Device:
             self._process.limits.max_exclusion_s,
         )
         store, now = self._bundles, self._process.now
+        bundles = None if store is None else VisitBundles(store, now)
         machine = Client(
             self._equipment.selectors,
             self._capabilities,
             history,
             self._config,
             self._rng,
-            None if store is None else VisitBundles(store, now),
+            bundles,
         )
         visit = self._visit = DeviceVisit(
-            machine, self._equipment, lambda stage: self._reached(machine, stage)
+            machine, self._equipment, lambda stage: self._reached(machine, stage), bundles
         )
         if self._stopping.is_set():
             visit.interrupt("the device was told to stop")
