@@ -160,7 +160,7 @@ _REQUESTS: tuple[Case, ...] = (
         },
         "excluded": ["next-word"],
     },
-    {"type": "CheckIn", "protocol": 1, "capabilities": {}},
+    {"type": "CheckIn", "protocol": 2, "capabilities": {}},
     {"type": "Join", "ticket": _TICKET},
     {"type": "Heartbeat", "ticket": _TICKET},
     {"type": "Report", "ticket": _TICKET, "examples": 2**31},
