@@ -131,6 +131,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "owner": "Set by `papaya task submit FILE`: the id of the owner who has signed the task.",
         "bundle": "The key of the blob with what the owner has signed.",
         "program": "The key of the blob with the program of the bundle.",
+        "manifest": "The digest of the signed manifest, in hex. The server sets it.",
     },
     SecureAggregation: {
         "threshold": "Minimum number of clients whose sum may be revealed. None: K.",
