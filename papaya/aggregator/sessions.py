@@ -110,6 +110,11 @@ class Session:
         return self.ticket.pseudonym
 
     @property
+    def manifest(self) -> bytes:
+        """The digest of the signed manifest under which the client trains."""
+        return self.ticket.manifest
+
+    @property
     def is_training(self) -> bool:
         return self.upload_ticket is None
 

@@ -147,10 +147,13 @@ class Coordinator:
         for task, row in self.tasks.items():
             report = self._report_of(task)
             active = 0 if report is None else report.active
-            if active + self.leases.count(task) > row.config.concurrency:
+            # Leases from before a revision that lowered it are refused by the holder.
+            before = (earlier.config.concurrency for earlier in row.earlier)
+            most = max((row.config.concurrency, *before))
+            if active + self.leases.count(task) > most:
                 raise InvariantError(
                     f"{self.node}: task {task} has {active} active and {self.leases.count(task)} "
-                    f"leased clients, above its concurrency of {row.config.concurrency}"
+                    f"leased clients, above its concurrency of {most}"
                 )
 
     # -- leadership -------------------------------------------------------------------------

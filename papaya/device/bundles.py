@@ -87,6 +87,8 @@ class Bundle(Struct, frozen=True):
             max_staleness=manifest.max_staleness,
             clip=manifest.clip,
             threshold=None if manifest.secure is None else manifest.secure.threshold,
+            manifest=manifest.digest,
+            aggregation_goal=None if manifest.secure is None else manifest.secure.aggregation_goal,
         )
 
     def check_evaluation(self, clients: int | None = None) -> None:
@@ -152,6 +154,9 @@ class BundleStore:
         """Does this bundle have to be fetched? Also if its lease is over: it may be renewed."""
         found = self._ready.get(head_key)
         return found is None or found.lease_until <= now
+
+    def get(self, head_key: str) -> Bundle | None:
+        return self._ready.get(head_key)
 
     def of_run(self, run: str) -> Bundle | None:
         return next((b for b in reversed(self._ready.values()) if b.run == run), None)
@@ -407,11 +412,15 @@ class VisitBundles(NoBundles):
         self._store = store
         self._now = now
         self._excluded = tuple(excluded)
+        # What the owner has signed about the task to which the device was assigned.
+        self.accepted: TaskManifest | None = None
 
     def refused(self) -> tuple[str, ...]:
         return self._excluded
 
     def lacks(self, bundle: BlobKey) -> bool:
+        found = self._store.get(bundle)
+        self.accepted = None if found is None else found.manifest
         return self._store.lacks(bundle, self._now())
 
     def counted(self, joined: Joined) -> tuple[CountedAs, ...]:

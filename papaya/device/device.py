@@ -132,19 +132,21 @@ class Device:
         )
         store, now = self._bundles, self._process.now
         excluded = {} if store is None else await self._excluded(store)
+        bundles = None if store is None else VisitBundles(store, now, excluded)
         machine = Client(
             self._equipment.selectors,
             self._capabilities,
             history,
             self._config,
             self._rng,
-            None if store is None else VisitBundles(store, now, excluded),
+            bundles,
         )
         visit = self._visit = DeviceVisit(
             machine,
             self._equipment,
             lambda stage: self._reached(machine, stage),
             lambda done, steps: self._step_done(machine, done, steps),
+            bundles,
         )
         if self._stopping.is_set():
             visit.interrupt("the device was told to stop")

@@ -37,7 +37,7 @@ from papaya.client.work import (
 )
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.bundles import Bundle, BundleStore
+from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.device_file import DeviceHistory
 from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore, UseRefused
@@ -80,8 +80,11 @@ class DeviceVisit:
         equipment: Equipment,
         reached: Callable[[Stage], None],
         step_done: StepDone = unwatched,
+        bundles: VisitBundles | None = None,
     ) -> None:
+        """`bundles` are those that the machine asks, if the device trusts owners."""
         self.machine = machine
+        self._bundles = bundles
         # What went wrong, in a line, and all that is known about it.
         self.detail = ""
         self.explanation = ""
@@ -220,6 +223,7 @@ class DeviceVisit:
         bundles = self._equipment.bundles
         if bundles is not None and (reason := bundles.why_not(program, self._process.now())):
             raise GivenUp("declined", f"task {program!r}: {reason}")
+        self._check_manifest(program)
         bundle = self._bundle(program)
         if bundle is not None and joined.evaluates:
             bundle.check_evaluation()
@@ -251,6 +255,18 @@ class DeviceVisit:
                 f"{joined.update_length} values, above this device's limit of {limit} bytes",
             )
 
+    def _check_manifest(self, program: TaskId) -> None:
+        """The server knows under which manifest this device joined. Another visit of this process
+        may have replaced it since: then what this one computes would be weighed by the wrong one.
+        """
+        accepted = None if self._bundles is None else self._bundles.accepted
+        if accepted is None:
+            return
+        assert self._equipment.bundles is not None
+        newest = self._equipment.bundles.of_run(program)
+        if newest is None or newest.manifest != accepted:
+            raise GivenUp("mismatch", f"task {program!r}: the owner has replaced this revision")
+
     async def _train(self, effect: Train) -> None:
         joined = self.machine.joined
         assert joined is not None
@@ -268,6 +284,7 @@ class DeviceVisit:
         )
         try:
             async with self._process.training_slot():
+                self._check_manifest(assignment.program)
                 trained = await self._equipment.trainer.train(assignment, self._equipment.store)
             _check_update(trained, joined.update_length)
         except Exception as error:  # `knows` and `terms` are the app's code
@@ -283,11 +300,13 @@ class DeviceVisit:
     async def _seal(self, effect: Seal) -> None:
         joined, trust = self.machine.joined, self._process.trust
         assert joined is not None
-        terms = self._equipment.trainer.terms(task_of(joined.parameters))
+        program = task_of(joined.parameters)
+        terms = self._equipment.trainer.terms(program)
         try:
+            self._check_manifest(program)
             if trust is None or terms is None:
                 raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)
-            bundle = self._bundle(task_of(joined.parameters))
+            bundle = self._bundle(program)
             if bundle is not None and joined.evaluates:
                 offered = PublicParameters.decode(effect.offer.parameters)
                 bundle.check_evaluation(offered.aggregation_goal)

@@ -6,7 +6,11 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+OLDEST_PROTOCOL = 1
+"""Devices of this version and later may take part."""
+SIGNED_TASKS_SINCE = 2
+"""Devices of earlier versions get only tasks that nobody has signed."""
 
 TaskId: TypeAlias = str
 NodeId: TypeAlias = str

@@ -50,6 +50,7 @@ AbortReason = Literal[
     "task_over",
     "replaced",
     "revoked",
+    "revised",
 ]
 DiscardReason = Literal[
     "round_over",
@@ -59,6 +60,7 @@ DiscardReason = Literal[
     "seed_refused",
     "trusted_party_lost",
     "already_counted",
+    "revised",
 ]
 LeaveReason = Literal[
     "stopped",

@@ -46,6 +46,7 @@ _ENDINGS: Final = {
     "aborted_task_over": "the task ended",
     "aborted_replaced": "the device joined again",
     "aborted_revoked": "the device was revoked",
+    "aborted_revised": "the owner changed the task meanwhile",
     "discarded_round_over": "the round already had its updates",
     "discarded_wrong_size": "the update has the wrong size",
     "discarded_not_finite": "the update contains NaN or infinity",
@@ -53,6 +54,7 @@ _ENDINGS: Final = {
     "discarded_seed_refused": "the TSA refused the seed of the mask",
     "discarded_trusted_party_lost": "the TSA was restarted",
     "discarded_already_counted": "another update of the device is in the same version",
+    "discarded_revised": "the owner changed the task meanwhile",
 }
 _LACKS: Final = {
     "engine": "needs engine {}",

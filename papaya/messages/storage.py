@@ -45,6 +45,13 @@ class EpochRow(Row, frozen=True):
     epoch: int
 
 
+class EarlierRevision(Struct, frozen=True, gc=False):
+    """Settings that a revision has replaced, and when. Clients may still train under them."""
+
+    config: TaskConfig
+    replaced: float
+
+
 TaskState = Literal["running", "paused", "completed", "cancelled"]
 
 
@@ -55,6 +62,7 @@ class TaskRow(Row, frozen=True):
     `pseudonym_key` makes the pseudonyms of devices in this task's tickets and rows. It is secret,
     and deleted when the task ends: then nobody can link them to devices any more.
     `run`, `revision`, `lease_until`: what the owner has signed last; 0 without an owner.
+    `earlier`: the settings before the last few revisions, the newest first.
     """
 
     config: TaskConfig
@@ -67,6 +75,7 @@ class TaskRow(Row, frozen=True):
     run: int = 0
     revision: int = 0
     lease_until: float = 0.0
+    earlier: tuple[EarlierRevision, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -100,12 +109,16 @@ class Member(Struct, frozen=True, gc=False, array_like=True):
 
 
 class RecordRow(Row, frozen=True):
-    """The durable part of the buffer that will become version `target`."""
+    """The durable part of the buffer that will become version `target`.
+
+    `manifest`: of a secure task, the digest of what all members have agreed to; else empty.
+    """
 
     target: int
     sum: BlobKey
     members: tuple[Member, ...]
     weight: float
+    manifest: bytes = b""
 
 
 class VersionRow(Row, frozen=True):
@@ -171,6 +184,14 @@ class RevokedRow(Row, frozen=True):
     """A device that may not take part, although its token is valid. The key has its identity."""
 
     at: float
+
+
+class RunRow(Row, frozen=True):
+    """The newest run of an owner's task. A submission replaces the row that it has read, so two at
+    the same time cannot both start a run.
+    """
+
+    task: TaskId
 
 
 class PointRow(Row, frozen=True):
@@ -327,6 +348,10 @@ def point_key(task: TaskId, version: int) -> str:
 
 def ticket_key_key(key_id: int) -> str:
     return f"{TICKET_KEYS}{key_id:012d}"
+
+
+def run_key(owner: str, name: str) -> str:
+    return f"run/{owner}/{name}"
 
 
 def revoked_key(device: str) -> str:

@@ -10,7 +10,8 @@ TicketError for anything that was not sealed as this kind of ticket by one of th
 check the expiry, since they know the time.
 
 Tickets carry a pseudonym of the device if its token identifies it, so that one device can be
-limited (docs/adr/0035). Only whoever has the task's key can tell which device it belongs to.
+limited (docs/adr/0035). Only whoever has the task's key can tell which device it belongs to. They
+also carry the digest of the signed manifest under which the client trains (docs/adr/0045).
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ def pseudonym_of(device: str, key: bytes) -> bytes:
     return hmac.digest(key, device.encode(), "sha256")[:_PSEUDONYM_BYTES]
 
 
-class _Pseudonymous(Struct, frozen=True, gc=False, tag=True, array_like=True, kw_only=True):
-    """Comes after all other elements except those that were added later, in every ticket.
+class _LastElements(Struct, frozen=True, gc=False, tag=True, array_like=True, kw_only=True):
+    """Come after all other elements except those that were added later, in every ticket.
 
-    Empty if tokens do not identify devices.
+    `pseudonym` is empty if tokens do not identify devices, `manifest` if nobody signed the task.
     """
 
     pseudonym: bytes = b""
+    manifest: bytes = b""
 
 
-class Ticket(_Pseudonymous, frozen=True):
+class Ticket(_LastElements, frozen=True):
     task: TaskId
     session: SessionId
     seq: int

@@ -37,6 +37,7 @@ _rows = msgspec.json.Decoder(
     | storage.TicketKeyRow
     | storage.ClusterKeyRow
     | storage.RevokedRow
+    | storage.RunRow
     | storage.PointRow
     | storage.RevisionRow
     | storage.EndingsRow

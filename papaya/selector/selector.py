@@ -20,11 +20,21 @@ from collections.abc import Sequence
 from heapq import nlargest
 from typing import TypeAlias
 
-from papaya.config import ServerConfig
+from msgspec.structs import replace
+
+from papaya.config import Requirements, ServerConfig
 from papaya.config.versions import is_at_least, version_number
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
-from papaya.messages.base import PROTOCOL_VERSION, BlobKey, Message, NodeId, SessionId, TaskId
+from papaya.messages.base import (
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
+    SIGNED_TASKS_SINCE,
+    Message,
+    NodeId,
+    SessionId,
+    TaskId,
+)
 from papaya.messages.control import (
     Advertised,
     Assignment,
@@ -304,11 +314,11 @@ class Selector:
         # When the last orders arrived; the start of the process before that.
         self.led_at = now
         self._seen: dict[int, float] = {}
-        # What follows from the newest orders: routes, device classes, the bundles of tasks, and a
+        # What follows from the newest orders: routes, device classes, what tasks require, and a
         # cache of which classes fit a task that needs clients.
         self._map = AssignmentMap()
         self._distinctions = Distinctions()
-        self._bundles: dict[TaskId, BlobKey] = {}
+        self._needs: dict[TaskId, Requirements] = {}
         self._welcome: dict[DeviceClass, bool] = {}
         self._pacing = Pacing(now, config)
         # Assigned sessions for which no client was held: the report that names each of them first,
@@ -409,9 +419,12 @@ class Selector:
     def _on_check_in(
         self, now: float, check_in: CheckIn, reply_to: Handle, device: str = ""
     ) -> Effects:
-        if check_in.protocol != PROTOCOL_VERSION:
-            reason = f"protocol {check_in.protocol} is not supported, only {PROTOCOL_VERSION}"
+        if not OLDEST_PROTOCOL <= check_in.protocol <= PROTOCOL_VERSION:
+            supported = f"only {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
+            reason = f"protocol {check_in.protocol} is not supported, {supported}"
             return [Reply(reply_to, Refused(reason, "update the client"))]
+        if check_in.protocol < SIGNED_TASKS_SINCE:
+            check_in = replace(check_in, capabilities=replace(check_in.capabilities, owners=()))
         if reply_to in self._in_order:
             return []  # a duplicate of a request that is already held
         self._pacing.arrived()
@@ -568,12 +581,14 @@ class Selector:
         if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
             self._distinctions = Distinctions(orders.advertised)
-            self._bundles = {o.task: o.requirements.bundle or "" for o in orders.advertised}
+            self._needs = {offer.task: offer.requirements for offer in orders.advertised}
 
     def _forward_clients(self, now: float, assignment: Assignment, epoch: int) -> Effects:
         effects: Effects = []
         if now > assignment.confirm_by:
             return effects  # too late: no client could confirm it in time
+        needs = self._needs.get(assignment.task, Requirements())
+        manifest = bytes.fromhex(needs.manifest or "")
         for session in assignment.sessions:
             queue = self._held.get(assignment.device_class)
             if not queue:
@@ -592,9 +607,10 @@ class Selector:
                 assignment.version,
                 pseudonym=pseudonym_of(waiting.device, assignment.pseudonym_key),
                 epoch=epoch,
+                manifest=manifest,
             )
-            bundle = self._bundles.get(assignment.task, "")
-            accepted = Accepted(self._keyring.seal(ticket), assignment.task, session, bundle)
+            sealed = self._keyring.seal(ticket)
+            accepted = Accepted(sealed, assignment.task, session, needs.bundle or "")
             effects.append(Reply(waiting.handle, accepted))
         return effects
 

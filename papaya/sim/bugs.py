@@ -23,6 +23,7 @@ from papaya.aggregator.shards import NewBlobs, Shards
 from papaya.aggregator.tsa import TsaAdapter
 from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOffer
 from papaya.client.client import Client
+from papaya.config import TaskConfig
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError
 from papaya.learning.weighting import BytesLike
@@ -126,6 +127,14 @@ def _fold_before_accept(self: Shards, work: Fold, pieces: list[BytesLike]) -> An
         return _member(self, work, pieces)
     except TsaError:
         return pieces
+
+
+def _take_any(self: Pipeline, buffer: Buffer, manifest: bytes) -> bool:
+    return True
+
+
+def _newest_terms(self: HeldTask, session: Session) -> TaskConfig:
+    return self.config
 
 
 _release = TsaAdapter.release
@@ -343,6 +352,14 @@ BUGS: dict[str, Bug] = {
     "fold-before-accept": Bug(
         "a masked update is added although the TSA refused its seed",
         ((Shards, "_member", _fold_before_accept),),
+    ),
+    "manifests-mixed-in-a-buffer": Bug(
+        "a masked update is added to those of clients that have agreed to another manifest",
+        ((Pipeline, "_takes", _take_any),),
+    ),
+    "revised-client-weighed-by-the-new-manifest": Bug(
+        "the updates of clients that joined before a revision are weighed by the settings after it",
+        ((HeldTask, "_terms", _newest_terms),),
     ),
     "release-of-another-list": Bug(
         "masks are released for fewer members than the buffer has",

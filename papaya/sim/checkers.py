@@ -92,6 +92,13 @@ def _without_free_text(message: Message) -> Message:
     return message
 
 
+def _is_within_clip(config: TaskConfig, session: SessionId) -> bool:
+    """Does this clip allow what the device of the session uploads in the clear?"""
+    if config.clip is None or config.evaluates is not None:
+        return True
+    return float(np.linalg.norm(protocol_vector(session, config.model_length))) <= config.clip
+
+
 def _row_without_free_text(row: Row) -> Row:
     return structs.replace(row, why="") if isinstance(row, TaskRow) else row
 
@@ -100,7 +107,12 @@ class TaskBooks:
     """What the auditor knows of one task."""
 
     def __init__(self, config: TaskConfig) -> None:
+        # The current settings, and all that the task ever had by the digest of their manifest.
         self.config = config
+        self.terms = {config.manifest: config}
+        # The manifest of each session, and the examples that its client has reported.
+        self.manifest_of: dict[SessionId, bytes] = {}
+        self.reported: dict[SessionId, int] = {}
         self.version = 0
         self.counted: dict[SessionId, int] = {}
         # Every assigned session, and the identity of the device that got it.
@@ -110,6 +122,15 @@ class TaskBooks:
         self.granted_at: dict[SessionId, list[int]] = {}
         self.acknowledged: dict[SessionId, None] = {}
         self.dropped = 0
+
+    def terms_of(self, session: SessionId) -> TaskConfig:
+        """The settings under which the session's client trains."""
+        return self.terms[self.manifest_of[session]]
+
+    def goal_of(self, record: RecordRow) -> int:
+        """A secure buffer has the goal that its members have agreed to."""
+        config = self.terms[record.manifest] if self.config.is_secure else self.config
+        return config.aggregation_goal
 
     @property
     def steps(self) -> int:
@@ -250,6 +271,7 @@ class Auditor(Observer):
             return
         if isinstance(message, Report):
             self.books[joined.task].trained_from[joined.session] = joined.version
+            self.books[joined.task].reported[joined.session] = message.examples
         if self._secure.audits(joined.task):
             chunk_bytes = self.cluster.config.server.chunk_bytes
             self._secure.on_request(joined.session, message, chunk_bytes)
@@ -262,8 +284,9 @@ class Auditor(Observer):
 
     def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
-            case Accepted(task=task, session=session):
+            case Accepted(task=task, session=session, ticket=sealed):
                 self.books[task].assigned[session] = reply.to.identity
+                self.books[task].manifest_of[session] = claim_of(sealed).manifest
             case UploadGranted():
                 self._on_granted(host, reply.message)
             case Completed(discarded=None):
@@ -271,6 +294,11 @@ class Auditor(Observer):
             case Completed(discarded="trusted_party_lost"):
                 ticket = claim_of(reply.to.request.ticket)
                 self._secure.check_discarded_as_lost(ticket.session)
+            case Completed(discarded="over_norm"):
+                ticket = claim_of(reply.to.request.ticket)
+                terms = self.books[ticket.task].terms_of(ticket.session)
+                is_due = terms.evaluates is not None or not _is_within_clip(terms, ticket.session)
+                demand(is_due, f"{ticket.session} was discarded, but its manifest allows its norm")
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
@@ -310,6 +338,8 @@ class Auditor(Observer):
                 demand(row.config.task not in self.books, f"{key} is used a second time")
                 self.books[row.config.task] = TaskBooks(row.config)
                 self._secure.watch(row.config)
+            case TaskRow() if row.config != self.books[row.config.task].config:
+                self._check_revision(row, before[key])
             case FenceRow():
                 self._check_fence(key, row, before.get(key))
             case LeaderRow():
@@ -326,11 +356,23 @@ class Auditor(Observer):
                 self._check_holder(writer, _task_in(key))
                 self._check_version(writer, _task_in(key), row, before)
             case ConsumedRow():
-                self._check_consumed(_task_in(key), row)
+                self._check_consumed(_task_in(key), row, before)
             case OptimizerRow():
                 old = before.get(key)
                 if isinstance(old, OptimizerRow):
                     demand(row.settled >= old.settled, f"{key}: {old.settled=} {row.settled=}")
+
+    def _check_revision(self, row: TaskRow, old: Row) -> None:
+        """The holder must not go on with the settings before: the fence moves with the row."""
+        assert isinstance(old, TaskRow)
+        books, task = self.books[row.config.task], row.config.task
+        demand(row.earlier[0].config == old.config, f"{task} forgot the settings of its clients")
+        demand(row.config.manifest not in books.terms, f"{task} has two revisions of one digest")
+        fence = self.state.rows[fence_key(task)]
+        assert isinstance(fence, FenceRow)
+        demand(not fence.aggregator, f"{task} was revised and {fence.aggregator} still holds it")
+        books.config = books.terms[row.config.manifest] = row.config
+        self._secure.watch(row.config)
 
     def _check_pinned(self, writer: Writer, key: str, row: VersionRow, old: Row) -> None:
         """All that an owner changes about a version is how long it is kept."""
@@ -356,14 +398,16 @@ class Auditor(Observer):
     def _check_record(self, task: TaskId, row: RecordRow, old: Row | None) -> None:
         books = self.books[task]
         demand(row.target > books.version, f"record {row.target} of {task} is of the past")
-        goal, last = books.config.aggregation_goal, books.config.stop.versions
+        last = books.config.stop.versions
         demand(last is None or row.target <= last, f"record {row.target} of {task} after {last=}")
-        demand(len(row.members) <= goal, f"record {row.target} of {task} is over its goal")
+        before = old.members if isinstance(old, RecordRow) else ()
+        # A revision in the clear may lower the goal below what a record has already.
+        most = max(books.goal_of(row), len(before))
+        demand(len(row.members) <= most, f"record {row.target} of {task} is over its goal")
         sessions = {member.session: None for member in row.members}
         demand(len(sessions) == len(row.members), f"a session is twice in record {row.target}")
-        if isinstance(old, RecordRow):
-            for member in old.members:
-                demand(member.session in sessions, f"{member.session} fell out of its record")
+        for member in before:
+            demand(member.session in sessions, f"{member.session} fell out of its record")
         for key in (record_key(task, t) for t in (row.target - 1, row.target + 1)):
             other = self.state.rows.get(key)
             if isinstance(other, RecordRow):
@@ -371,6 +415,11 @@ class Auditor(Observer):
                     demand(member.session not in sessions, f"{member.session} is in two records")
         for member in row.members:
             self._check_member(task, member, row.target)
+        if isinstance(books.config.regime, SyncFL):
+            # Members from before a switch to SyncFL stay.
+            for member in row.members[len(before) :]:
+                is_of_round = member.version == row.target - 1
+                demand(is_of_round, f"{member.session} is of another round than {row.target}")
         self._check_devices(task, row)
         if self._secure.audits(task):
             self._secure.check_record(task, row, self.blobs.get(row.sum))
@@ -401,12 +450,23 @@ class Auditor(Observer):
             member.version + member.staleness in granted_at,
             f"{session} has staleness {member.staleness} from {base}, reported at {granted_at}",
         )
+        terms = books.terms_of(session)
+        # In the clear, the settings when the client reported decide; a device decides by its own.
+        limits = [terms] if terms.is_secure else books.terms.values()
+        limit = max(config.max_staleness for config in limits)
         demand(
-            0 <= member.staleness <= books.config.max_staleness,
-            f"{session} has staleness {member.staleness}, above {books.config.max_staleness}",
+            0 <= member.staleness <= limit,
+            f"{session} has staleness {member.staleness}, above {limit}",
         )
-        if isinstance(books.config.regime, SyncFL):
-            demand(member.version == target - 1, f"{session} is of another round than {target}")
+        counted = min(books.reported[session], terms.max_examples)
+        demand(
+            member.examples == counted,
+            f"{session} weighs {member.examples} examples, by its manifest {counted}",
+        )
+        demand(
+            terms.is_secure or _is_within_clip(terms, session),
+            f"{session} is counted, above the clip of its manifest",
+        )
 
     def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
         """Each update is in the sum once: integers that name their session, weighted here again."""
@@ -491,10 +551,12 @@ class Auditor(Observer):
             f"version {row.version} of {config.task} is not one step from its predecessor",
         )
 
-    def _check_consumed(self, task: TaskId, row: ConsumedRow) -> None:
+    def _check_consumed(self, task: TaskId, row: ConsumedRow, before: dict[str, Row]) -> None:
         books = self.books[task]
-        goal = books.config.aggregation_goal
-        is_whole = len(row.members) == goal or self._secure.is_dropped(task, row.version)
+        record = before[record_key(task, row.version)]
+        assert isinstance(record, RecordRow)
+        is_full = len(row.members) >= books.goal_of(record)
+        is_whole = is_full or self._secure.is_dropped(task, row.version)
         demand(is_whole, f"version {row.version} has {len(row.members)} members")
         for member in row.members:
             self._check_member(task, member, row.version)
@@ -559,6 +621,7 @@ class Auditor(Observer):
             books.granted_at.setdefault(ticket.session, []).append(version)
             if self._secure.audits(ticket.task):
                 self._secure.on_granted(ticket.session, ticket.offer, version, granted.secure)
+                self._secure.check_agreed(ticket, granted.secure)
 
     def _on_acknowledged(self, reply: Reply) -> None:
         ticket = claim_of(reply.to.request.ticket)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from papaya.client.client import Client
+from papaya.client.client import Client, NoBundles
 from papaya.client.work import (
     Answered,
     Download,
@@ -23,7 +23,7 @@ from papaya.client.work import (
     WorkFailed,
 )
 from papaya.machine import Effects
-from papaya.messages.base import Message, NodeId
+from papaya.messages.base import BlobKey, Message, NodeId
 from papaya.messages.participation import Join
 from papaya.messages.selection import CheckIn, IdentifiedCheckIn
 from papaya.secagg.errors import SecureAggregationError
@@ -79,6 +79,20 @@ class Path:
             self._device.deliver(answered)
 
 
+class SimulatedBundles(NoBundles):
+    """Lacks nothing, and keeps what the owner has signed about the task of this visit."""
+
+    __slots__ = ("manifest",)
+
+    def __init__(self) -> None:
+        # Simulated owners put the digest into the key of the bundle (revisions.py).
+        self.manifest = ""
+
+    def lacks(self, bundle: BlobKey) -> bool:
+        self.manifest = bundle.rpartition("-")[2]
+        return False
+
+
 class SimulatedDevice:
     """One visit of one device."""
 
@@ -86,13 +100,17 @@ class SimulatedDevice:
         "_armed_for",
         "_engine",
         "assigned_s",
+        "bundles",
         "cluster",
         "is_present",
         "machine",
         "visit",
     )
 
-    def __init__(self, cluster: Cluster, visit: Visit, machine: Client) -> None:
+    def __init__(
+        self, cluster: Cluster, visit: Visit, machine: Client, bundles: SimulatedBundles
+    ) -> None:
+        self.bundles = bundles
         self.cluster = cluster
         self.visit = visit
         self.machine = machine

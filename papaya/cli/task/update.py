@@ -82,6 +82,11 @@ def run_update(options: TaskUpdateOptions) -> int:
     config, following = next_revision(own_manifest(found, head), detail.config, options.set)
     for warning in config.warnings():
         note(f"warning: {warning}")
+    if config.is_secure and detail.open_updates:
+        note(
+            f"warning: this may cost up to {detail.open_updates} acknowledged updates: a secure "
+            "buffer is given up if too few clients of the revision before are left to fill it"
+        )
     revision = Revision(config, found.head(following, head.program))
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
     _print(options, view, following)

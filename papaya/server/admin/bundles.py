@@ -22,7 +22,17 @@ from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages import owner
 from papaya.messages.base import TaskId
-from papaya.messages.storage import FenceRow, RevisionRow, Transaction, fence_key, revision_key
+from papaya.messages.storage import (
+    TASKS,
+    FenceRow,
+    RevisionRow,
+    RunRow,
+    TaskRow,
+    Transaction,
+    fence_key,
+    revision_key,
+    run_key,
+)
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import (
@@ -89,24 +99,30 @@ async def keep(service: AdminService, config: TaskConfig, data: bytes) -> KeptBu
         bundle=key,
         program=head.program,
         engine_version=manifest.engine_version,
+        manifest=manifest.digest,
     )
     config = structs.replace(config, requirements=needs)
     return KeptBundle(config, manifest, lease.expires, head.manifest)
 
 
-async def end_earlier_run(
-    service: AdminService, manifest: TaskManifest, *, replace: bool
+async def follow_earlier_run(
+    service: AdminService, task: TaskId, manifest: TaskManifest, *, replace: bool
 ) -> Transaction:
-    """What a new run changes about the one before it."""
+    """Make `task` the newest run of its name, and end the one before it."""
+    key = run_key(manifest.owner, manifest.task)
+    # Read before the runs: if another submission starts one after this, the row changes.
+    found = (await service.state.read((key,))).get(key)
+    follows = Transaction(require=((key, found),), put=((key, RunRow(task)),))
     earlier = await service.newest_run(manifest.task, manifest.owner)
     if earlier is None or earlier.is_over:
-        return Transaction()
+        return follows
     if not replace:
         raise Conflict(
             f"a run of {manifest.task} is {earlier.state}",
             hint="end it and start the new one: papaya task submit FILE --replace",
         )
-    return owner.change_state(earlier, "cancelled", service.now(), "replaced by a new run")
+    ended = owner.change_state(earlier, "cancelled", service.now(), "replaced by a new run")
+    return Transaction(require=follows.require + ended.require, put=follows.put + ended.put)
 
 
 async def newest(service: AdminService, task: TaskId) -> SignedBundle:
@@ -149,13 +165,18 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
             hint="run the command again: it starts from the newest revision",
         )
     try:
-        change = owner.revise(
-            found,
-            kept.config,
-            moves=not is_renewal,
-            revision=manifest.revision,
-            lease_until=kept.lease_until,
-        )
+        if is_renewal:
+            change = owner.renew(found.row, kept.config.requirements, kept.lease_until)
+        else:
+            running = await _running_evaluations(service, found.task)
+            change = owner.revise(
+                found,
+                kept.config,
+                running,
+                service.now(),
+                revision=manifest.revision,
+                lease_until=kept.lease_until,
+            )
     except OperatorError as error:
         raise Conflict(str(error), hint=error.hint) from error
     if not is_renewal:
@@ -163,6 +184,17 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
         change = structs.replace(change, put=put)
     await service.write(change)
     return (await service.task(found.task)).task
+
+
+async def _running_evaluations(service: AdminService, task: TaskId) -> list[TaskRow]:
+    rows = [r for r in (await service.state.read((TASKS,))).values() if isinstance(r, TaskRow)]
+    return [
+        row
+        for row in rows
+        if not row.is_over
+        and row.config.evaluates is not None
+        and row.config.evaluates.task == task
+    ]
 
 
 def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:

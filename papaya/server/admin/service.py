@@ -124,6 +124,7 @@ class AdminService:
             versions_per_minute=versions_per_minute(recent, found.row, self.now()),
             warnings=tuple(found.row.config.warnings()),
             endings=endings.total if isinstance(endings, EndingsRow) else {},
+            open_updates=sum(len(record.members) for record in found.records.values()),
         )
 
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:

@@ -78,7 +78,9 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
     pseudonym_key = token_bytes(PSEUDONYM_KEY_BYTES)
     change = submission(config, new.parameters, key, service.now(), pseudonym_key)
     if kept is not None:
-        earlier = await bundles.end_earlier_run(service, kept.manifest, replace=new.replace)
+        earlier = await bundles.follow_earlier_run(
+            service, config.task, kept.manifest, replace=new.replace
+        )
         change = structs.replace(
             change,
             require=change.require + earlier.require,

@@ -159,6 +159,8 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     endings: dict[str, int] = {}
     """How many participations ended in which way (`papaya/messages/reasons.py`)."""
+    open_updates: int = 0
+    """Acknowledged updates that are not in a version yet."""
 
 
 class VersionView(Struct, frozen=True):

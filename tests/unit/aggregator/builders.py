@@ -348,9 +348,11 @@ class Phone:
         self.session = session
         held = node.machine.tasks[task]
         version = held.ledger.version if held.has_served else 0
+        self.manifest = held.config.manifest if held.has_served else b""
         confirm_by = world.now + world.server.confirm_by_s
+        seq, manifest, epoch = held.fence.seq, self.manifest, node.machine.epoch
         ticket = AssignmentTicket(
-            task, session, held.fence.seq, confirm_by, version, epoch=node.machine.epoch
+            task, session, seq, confirm_by, version, manifest=manifest, epoch=epoch
         )
         self.assignment = KEYRING.seal(ticket)
         self.ticket = b""

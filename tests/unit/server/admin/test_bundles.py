@@ -14,12 +14,19 @@ from msgspec import structs
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
-from papaya.bundle.manifest import Participation, TaskManifest, run_id
+from papaya.bundle.manifest import Participation, SecureTerms, TaskManifest, run_id
 from papaya.bundle.owner import SignedStatement
 from papaya.cli.task.diff import differences
-from papaya.config import AsyncFL, EvaluationPlan, Requirements, SyncFL, TaskConfig
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    Requirements,
+    SecureAggregation,
+    SyncFL,
+    TaskConfig,
+)
 from papaya.errors import OperatorError
-from papaya.messages.storage import FenceRow, Transaction, fence_key
+from papaya.messages.storage import EarlierRevision, FenceRow, Transaction, fence_key
 from papaya.server.admin import bundles, submissions
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.views import Evaluate, NewTask, Revision, TaskView
@@ -90,6 +97,7 @@ def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
         assert system.blobs.get(needs.program) == ARCHIVE
         head = BundleHead.decode(system.blobs.get(needs.bundle))
         assert TaskManifest.verify(head.manifest) == manifest
+        assert needs.manifest == manifest.digest
         assert (await bundles.newest(system.service, "digits")).bundle == head.encode()
 
     run(tmp_path, test)
@@ -188,6 +196,25 @@ def test_a_new_run_starts_when_the_earlier_one_is_over_or_replaced(tmp_path: Pat
     run(tmp_path, test)
 
 
+def test_two_submissions_of_one_name_at_once_start_one_run(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        both = [signed_manifest(run=int(NOW * 1000) + n) for n in range(2)]
+        found = await asyncio.gather(*(submit(system, m) for m in both), return_exceptions=True)
+        assert sorted(type(each).__name__ for each in found) == ["Conflict", "TaskView"]
+        [running] = await system.service.tasks()
+        assert running.state == "running"
+        system.time += 1
+        [third, fourth] = [signed_manifest(run=int(NOW * 1000) + n) for n in (2, 3)]
+        found = await asyncio.gather(
+            *(submit(system, m, replace=True) for m in (third, fourth)), return_exceptions=True
+        )
+        assert sorted(type(each).__name__ for each in found) == ["Conflict", "TaskView"]
+        states = [view.state for view in await system.service.tasks()]
+        assert sorted(states) == ["cancelled", "running"]
+
+    run(tmp_path, test)
+
+
 async def revise(system: System, manifest: TaskManifest, **changes: Any) -> TaskView:
     head = await head_of(system, manifest)
     revision = Revision(settings(manifest, **changes), head)
@@ -233,6 +260,24 @@ def test_a_revision_replaces_the_settings_and_moves_the_task(tmp_path: Path) -> 
     run(tmp_path, test)
 
 
+def test_a_revision_may_change_the_clip_and_keeps_the_settings_of_clients(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        manifest = signed_manifest()
+        view = await submit(system, manifest)
+        started = await system.service.evaluate("digits", Evaluate())
+        before = (await system.service.rows("digits")).row.config
+        following = signed_manifest(revision=4, clip=2.0)
+        system.time += 5
+        await revise(system, following, clip=2.0)
+        row = (await system.service.rows(view.task)).row
+        assert (row.config.clip, row.config.requirements.manifest) == (2.0, following.digest)
+        assert row.earlier == (EarlierRevision(before, system.time),)
+        ended = (await system.service.task(started.task)).task
+        assert (ended.state, ended.why) == ("cancelled", "the task was revised")
+
+    run(tmp_path, test)
+
+
 def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         manifest = signed_manifest()
@@ -255,7 +300,11 @@ def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
     [
         (signed_manifest(revision=5), {}, "does not follow revision 3"),
         (signed_manifest(revision=2), {}, "does not follow revision 3"),
-        (signed_manifest(revision=4, clip=2.0), {"clip": 2.0}, "cannot change clip"),
+        (
+            signed_manifest(revision=4, clip=2.0, secure=SecureTerms(4, 4)),
+            {"clip": 2.0, "secure_aggregation": SecureAggregation()},
+            "cannot change secure_aggregation",
+        ),
     ],
 )
 def test_a_revision_that_does_not_fit_is_refused(
