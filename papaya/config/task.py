@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from papaya.config.checks import (
     MAX_COUNT,
@@ -28,7 +28,7 @@ from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 from papaya.secagg.parameters import EXTRA_WORDS, MAX_GOAL, PublicParameters
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
 _STALENESS_OF_DEVICES = 1000  # the default limit of a device's own policy
@@ -109,16 +109,7 @@ class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
     bundle: str | None = None
     program: str | None = None
     engine_version: EngineVersion | None = None
-    manifest: str | None = None
-
-    def __post_init__(self) -> None:
-        require(
-            self.manifest is None or _DIGEST.fullmatch(self.manifest) is not None,
-            "requirements.manifest",
-            self.manifest,
-            "must be 64 lower-case hex digits",
-            "submit the task again",
-        )
+    manifest: Digest | None = None
 
 
 class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):

@@ -208,9 +208,11 @@ def test_two_submissions_of_one_name_at_once_start_one_run(tmp_path: Path) -> No
         found = await asyncio.gather(
             *(submit(system, m, replace=True) for m in (third, fourth)), return_exceptions=True
         )
-        assert sorted(type(each).__name__ for each in found) == ["Conflict", "TaskView"]
+        # Either they collide, or the later one replaces the earlier one.
+        submitted = sum(isinstance(each, TaskView) for each in found)
+        assert submitted + sum(isinstance(each, Conflict) for each in found) == 2
         states = [view.state for view in await system.service.tasks()]
-        assert sorted(states) == ["cancelled", "running"]
+        assert sorted(states) == ["cancelled"] * submitted + ["running"]
 
     run(tmp_path, test)
 
@@ -262,13 +264,14 @@ def test_a_revision_replaces_the_settings_and_moves_the_task(tmp_path: Path) -> 
 
 def test_a_revision_may_change_the_clip_and_keeps_the_settings_of_clients(tmp_path: Path) -> None:
     async def test(system: System) -> None:
-        manifest = signed_manifest()
-        view = await submit(system, manifest)
+        manifest = signed_manifest(evaluation_clients=3)
+        plan = EvaluationPlan(clients=3)
+        view = await submit(system, manifest, evaluation=plan)
         started = await system.service.evaluate("digits", Evaluate())
         before = (await system.service.rows("digits")).row.config
-        following = signed_manifest(revision=4, clip=2.0)
+        following = signed_manifest(revision=4, clip=2.0, evaluation_clients=3)
         system.time += 5
-        await revise(system, following, clip=2.0)
+        await revise(system, following, clip=2.0, evaluation=plan)
         row = (await system.service.rows(view.task)).row
         assert (row.config.clip, row.config.requirements.manifest) == (2.0, following.digest)
         assert row.earlier == (EarlierRevision(before, system.time),)
