@@ -180,13 +180,19 @@ def revise(
     )
 
 
-def renew(row: TaskRow, requirements: Requirements, lease_until: float) -> Transaction:
-    """Name a bundle with another lease on the same manifest. Nothing else changes."""
+def renew(rows: TaskRows, requirements: Requirements, lease_until: float) -> Transaction:
+    """Name a bundle with another lease on the same manifest. Nothing else changes.
+
+    It requires the fence under which the bundle was stored: a later holder may have deleted it.
+    """
+    row, task = rows.row, rows.task
     _require_running(row)
-    key = task_key(row.config.task)
     config = structs.replace(row.config, requirements=requirements)
     renewed = structs.replace(row, config=config, lease_until=lease_until)
-    return Transaction(require=((key, row),), put=((key, renewed),))
+    return Transaction(
+        require=((task_key(task), row), (fence_key(task), rows.fence)),
+        put=((task_key(task), renewed),),
+    )
 
 
 def _require_running(row: TaskRow) -> None:

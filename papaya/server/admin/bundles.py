@@ -21,7 +21,7 @@ from papaya.bundle.owner import SignedStatement
 from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages import owner
-from papaya.messages.base import TaskId
+from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
     TASKS,
     FenceRow,
@@ -76,20 +76,25 @@ class KeptBundle(NamedTuple):
         return key, RevisionRow(number, now, self.config, signed)
 
 
-async def keep(service: AdminService, config: TaskConfig, data: bytes) -> KeptBundle:
-    """Store the head of a bundle."""
+async def keep(
+    service: AdminService, config: TaskConfig, data: bytes, named: BlobKey | None = None
+) -> KeptBundle:
+    """Store the head of a bundle. `named`: the program that the task's row names already."""
     head = BundleHead.decode(data)
     manifest = TaskManifest.verify(head.manifest)
     lease = Lease.verify(head.lease)
     lease.check(manifest, service.now())
     _check_agreement(manifest, config)
+    seq = await _fence(service, config.task)
     if not head.program.startswith(f"{config.task}/"):
         raise OperatorError("the program belongs to another task", hint="submit the task again")
+    if head.program != named and not head.program.startswith(f"{config.task}/{seq}/"):
+        # Nothing names it, so the holder may be about to delete it.
+        raise Conflict("the task moved while its program was stored", hint="run the command again")
     try:
         manifest.program.check(await service.blobs.get(head.program), "program")
     except MissingBlob as error:
         raise NotFound(str(error), hint="submit the task again") from error
-    seq = await _fence(service, config.task)
     key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
     await service.blobs.put(key, data)
     needs = structs.replace(
@@ -145,7 +150,7 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
     """Replace the settings of a running task by the next revision, or renew its lease."""
     found = await service.rows(task)
     config = structs.replace(revision.config, task=found.task)
-    kept = await keep(service, config, revision.bundle)
+    kept = await keep(service, config, revision.bundle, found.row.config.requirements.program)
     manifest = kept.manifest
     before = found.row.config.requirements
     if before.bundle is None or before.owner != manifest.owner:
@@ -166,7 +171,7 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
         )
     try:
         if is_renewal:
-            change = owner.renew(found.row, kept.config.requirements, kept.lease_until)
+            change = owner.renew(found, kept.config.requirements, kept.lease_until)
         else:
             running = await _running_evaluations(service, found.task)
             change = owner.revise(

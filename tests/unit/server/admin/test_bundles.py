@@ -281,6 +281,26 @@ def test_a_revision_may_change_the_clip_and_keeps_the_settings_of_clients(tmp_pa
     run(tmp_path, test)
 
 
+def test_no_revision_names_a_program_of_an_earlier_fence_that_no_row_names(tmp_path: Path) -> None:
+    """The holder deletes such blobs when it loads the task."""
+
+    async def test(system: System) -> None:
+        view = await submit(system, signed_manifest())
+        following = signed_manifest(revision=4)
+
+        def move(seq: int) -> None:
+            moved = FenceRow(seq, "a", 1)
+            system.store.transact(Transaction(put=((fence_key(view.task), moved),)))
+
+        move(1)
+        head = await head_of(system, following)
+        move(2)
+        with pytest.raises(Conflict, match="the task moved while its program was stored"):
+            await bundles.revise(system.service, "digits", Revision(settings(following), head))
+
+    run(tmp_path, test)
+
+
 def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         manifest = signed_manifest()
