@@ -178,8 +178,8 @@ class SlotAuditor:
     def _check_holder(self, task: TaskId) -> None:
         fence = self._cluster.state.rows[fence_key(task)]
         assert isinstance(fence, FenceRow)
-        host = self._cluster.hosts[fence.aggregator]
-        if host.is_alive and isinstance(host.machine, Aggregator):
+        host = self._cluster.hosts.get(fence.aggregator)  # none: a revision has just ended its hold
+        if host is not None and host.is_alive and isinstance(host.machine, Aggregator):
             held = host.machine.tasks.get(task)
             if held is not None:
                 self._check(host, host.machine, held)
@@ -199,8 +199,9 @@ class SlotAuditor:
             for lease in leases.values()
         )
         active, limit = len(known.active), held.config.concurrency
+        # A revision may lower C below the number of active clients: then nobody may be on the way.
         demand(
-            active + on_their_way <= limit,
+            not on_their_way or active + on_their_way <= limit,
             f"{held.task} at {host.node} has {active} active clients, and {on_their_way} are on "
             f"their way, above its concurrency of {limit}",
         )
