@@ -127,6 +127,7 @@ class Auditor(Observer):
         self._lies = lies
         self._trace = blake2b(digest_size=16)
         self._named: dict[BlobKey, int] = {}
+        self._lost_blobs: set[BlobKey] = set()  # deleted, or lost with a power failure
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
@@ -201,6 +202,7 @@ class Auditor(Observer):
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
+        self._lost_blobs.add(blob)
         if self.cluster.clocks_were_right:
             for row in self.state.rows.values():
                 if isinstance(row, TaskRow) and not row.is_over:
@@ -225,6 +227,9 @@ class Auditor(Observer):
             self._name(row, +1)
             for blob in _blobs_of(row):
                 demand(blob in self.blobs.blobs, f"row {key} names blob {blob}, which is missing")
+                # A store may keep a deleted blob for days and then remove it (docs/adr/0049).
+                is_reused = blob in self._lost_blobs
+                demand(not is_reused, f"row {key} names blob {blob}, which was deleted before")
             self._check_put(writer, key, row, before)
 
     def _name(self, row: Row, count: int) -> None:

@@ -43,8 +43,23 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ATTEMPTS = 100
 
 
+def check_key(key: BlobKey) -> None:
+    if _key_form.fullmatch(key) is None:
+        raise ProtocolError(
+            f"invalid blob key: {key[:_QUOTED]!r}",
+            hint="use a key that the server returned; its form is task/seq/what-hash",
+        )
+
+
+def check_task(task: TaskId) -> None:
+    if _task_form.fullmatch(task) is None:
+        raise ProtocolError(f"invalid task id: {task[:_QUOTED]!r}")
+
+
 class FolderBlobs:
     """Immutable bytes by key. Threads may share it."""
+
+    is_remote = False
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).resolve()
@@ -85,8 +100,7 @@ class FolderBlobs:
             return path
 
     def keys(self, task: TaskId) -> list[BlobKey]:
-        if _task_form.fullmatch(task) is None:
-            raise ProtocolError(f"invalid task id: {task[:_QUOTED]!r}")
+        check_task(task)
         folder = self.root / task
         try:
             found = [f"{task}/{seq}/{name}" for seq, name in _names_under(folder)]
@@ -112,11 +126,7 @@ class FolderBlobs:
                 self.delete(key)
 
     def _path(self, key: BlobKey) -> Path:
-        if _key_form.fullmatch(key) is None:
-            raise ProtocolError(
-                f"invalid blob key: {key[:_QUOTED]!r}",
-                hint="use a key that the server returned; its form is task/seq/what-hash",
-            )
+        check_key(key)
         return self.root / key
 
     @contextmanager
