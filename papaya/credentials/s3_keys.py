@@ -49,7 +49,5 @@ def _read(path: Path) -> dict[str, str]:
     found = {name.strip(): value.strip() for name, value in pairs}
     for name in ("aws_access_key_id", "aws_secret_access_key"):
         if not found.get(name):
-            raise OperatorError(
-                f"{path} has no {name}", hint=f"write one line: {name} = <the key>"
-            )
+            raise OperatorError(f"{path} has no {name}", hint=f"write one line: {name} = <the key>")
     return found

@@ -16,10 +16,11 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
@@ -60,12 +61,16 @@ from papaya.server.tsa import TsaConnection
 from papaya.server.uploads import Uploads
 from papaya.server.workers import Workers, threaded_shards
 
+if TYPE_CHECKING:
+    from papaya.store.s3_blobs import S3Blobs
+
 logger = logging.getLogger("papaya.server")
 
 _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
 _KEY_LIFE_S = 7 * 86400.0
 _TELLS_PER_HEARTBEAT = 4
+_REMOVE_EVERY_S = 3600.0
 
 
 class Server:
@@ -128,6 +133,8 @@ class Server:
             await self._open_doors()
             self._look_after(self._refresh())
             self._look_after(self._watch_boots(boots))
+            if (bucket := self._resources.bucket) is not None:
+                self._look_after(self._remove_deleted(bucket))
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -204,6 +211,18 @@ class Server:
             except OperatorError as error:
                 self.failure = error
                 return
+
+    async def _remove_deleted(self, bucket: S3Blobs) -> None:
+        """Remove blobs whose time has come. Any process may do it, and several at a time."""
+        keep_s = self.deployment.keep_deleted_s
+        while True:
+            before = datetime.fromtimestamp(self._clock.now() - keep_s, UTC)
+            try:
+                removed = await asyncio.to_thread(bucket.remove_expired, before)
+                logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
+            except PapayaError as error:
+                logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
+            await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))
 
     async def _watch_clocks(self, live: CoordinatorLive) -> None:
         """Log each clock that differs from the leader's, once."""
@@ -360,7 +379,7 @@ class Server:
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
         driver = self._operations.driver
-        door = Door(selector, auth, shared.blobs, driver)
+        door = Door(selector, auth, shared.blobs, driver, shared.locator())
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
         log = Path(self.deployment.log or shared.data / "log")
         return [*door.routes(), uploads.route(), public_log.route(log)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 
 from papaya.messages.base import BlobKey
-from papaya.store.folders import make_folder, unusable
+from papaya.store.folders import make_folder
 
 MAX_CACHE_BYTES = 4 << 30
 
@@ -29,11 +29,7 @@ class BlobCache:
         self._lock = Lock()  # guards the fields below
         self._sizes: OrderedDict[BlobKey, int] = OrderedDict()
         self._downloads: dict[BlobKey, Lock] = {}
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            make_folder(folder)
-        except OSError as error:
-            raise unusable(folder, error) from error
+        self._is_ready = False
 
     def path(self, key: BlobKey, pieces: Callable[[], Iterable[bytes]]) -> Path:
         """The file of a blob; `pieces` downloads it if there is no copy."""
@@ -42,6 +38,7 @@ class BlobCache:
             if key in self._sizes:
                 self._sizes.move_to_end(key)
                 return path
+            self._make_ready()
             download = self._downloads.setdefault(key, Lock())
         with download:
             with self._lock:
@@ -53,6 +50,13 @@ class BlobCache:
     def remove(self, key: BlobKey) -> None:
         with self._lock:
             self._forget(key)
+
+    def _make_ready(self) -> None:
+        """Remove what an earlier process has left, before the first download."""
+        if not self._is_ready:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            make_folder(self._folder)
+            self._is_ready = True
 
     def _download(self, key: BlobKey, path: Path, pieces: Callable[[], Iterable[bytes]]) -> None:
         try:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from papaya.errors import MissingBlob, OperatorError, ProtocolError
 from papaya.messages.base import BlobKey, TaskId
@@ -36,11 +36,35 @@ _SEQ = r"(?:0|[1-9][0-9]{0,17})"
 _NAME = r"[a-z][a-z0-9-]{0,95}-[0-9a-f]{32}"
 _task_form = re.compile(_TASK)
 _key_form = re.compile(f"{_TASK}/{_SEQ}/{_NAME}")
+# What devices download. Sums and optimizer states are for servers only.
+PUBLIC_KEY = re.compile(
+    f"{_TASK}/{_SEQ}/(?:version|bundle|program)-[0-9]{{1,18}}-(?P<hash>[0-9a-f]{{32}})"
+)
 _INCOMING = ".incoming-"
 _QUOTED = 100
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How often a put creates its folder again after another process removed it.
 _ATTEMPTS = 100
+
+
+class Blobs(Protocol):
+    """A blob store of server processes; tests/contracts/test_blob_store.py has its rules.
+
+    No caller writes a key again that it has deleted.
+    """
+
+    is_remote: bool
+    """Every call may take seconds, and fails while the network does."""
+
+    def put(self, key: BlobKey, data: Piece | Sequence[Piece]) -> None: ...
+
+    def get(self, key: BlobKey) -> bytes: ...
+
+    def path(self, key: BlobKey) -> Path: ...
+
+    def delete(self, key: BlobKey) -> None: ...
+
+    def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None: ...
 
 
 def check_key(key: BlobKey) -> None:

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.store.blob_cache import BlobCache
-from papaya.store.blobs import Piece, check_key, check_task
+from papaya.store.blobs import PUBLIC_KEY, Piece, check_key, check_task
 
 try:
     import obstore
@@ -43,9 +43,8 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from obstore import Attributes
     from obstore.store import RetryConfig, S3Config, S3Credential
-
-PUBLIC_KEY = re.compile(r"[^/]+/[0-9]+/(version|bundle|program)-[0-9]+-[0-9a-f]{32}")
 
 # A larger blob is sent in parts, so that no copy of it is in memory.
 _SINGLE_BYTES = 32 << 20
@@ -230,7 +229,6 @@ class S3Blobs:
 
     def _create(self, path: str, data: bytes | list[memoryview]) -> bool:
         """Write an object. False if it exists."""
-        attributes = {"Cache-Control": _FOREVER} if path.startswith("public/") else None
         try:
             with self._reporting():
                 obstore.put(
@@ -238,7 +236,7 @@ class S3Blobs:
                     path,
                     data,
                     mode="create",
-                    attributes=attributes,  # type: ignore[arg-type]
+                    attributes=_attributes(path),
                     use_multipart=False,
                 )
         except AlreadyExistsError:
@@ -252,7 +250,7 @@ class S3Blobs:
                 self._store,
                 path,
                 parts,
-                attributes={"Cache-Control": _FOREVER} if path.startswith("public/") else None,
+                attributes=_attributes(path),
                 use_multipart=True,
                 chunk_size=_PART_BYTES,
                 max_concurrency=_PARTS_AT_ONCE,
@@ -320,6 +318,10 @@ class S3Blobs:
 def _path(key: BlobKey) -> str:
     check_key(key)
     return f"{'public' if PUBLIC_KEY.fullmatch(key) else 'private'}/{key}"
+
+
+def _attributes(path: str) -> Attributes:
+    return {"Cache-Control": _FOREVER} if path.startswith("public/") else {}
 
 
 def _starts(view: memoryview) -> range:

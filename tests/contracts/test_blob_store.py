@@ -7,7 +7,7 @@ that they have deleted: a store may refuse it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from random import Random
@@ -128,10 +128,8 @@ def test_what_was_deleted_is_not_listed_and_keeps_no_other_content(blobs: Store)
     blobs.delete(a_key())
     blobs.delete(a_key(1, "never-put"))
     assert blobs.keys("task") == []
-    try:
+    with suppress(MissingBlob):
         assert blobs.get(a_key()) == b"first"
-    except MissingBlob as missing:
-        assert a_key() in str(missing)
 
 
 def test_a_sweep_takes_only_what_earlier_holders_left_without_a_row(blobs: Store) -> None:

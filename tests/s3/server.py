@@ -95,7 +95,7 @@ class Faulty:
 
 
 def main(folder: Path) -> None:
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
     from werkzeug.test import Client
 
@@ -103,7 +103,8 @@ def main(folder: Path) -> None:
     app = DomainDispatcherApplication(create_backend_app)
     Client(app).put(f"/{BUCKET}", headers={"Host": "127.0.0.1"})
     server = make_server("127.0.0.1", 0, Faulty(app, folder / "fault"), threaded=True)
-    print(server.server_port, flush=True)
+    sys.stdout.write(f"{server.server_port}\n")
+    sys.stdout.flush()
     server.serve_forever()
 
 
