@@ -60,6 +60,7 @@ from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
 from papaya.server.uploads import Uploads
 from papaya.server.workers import Workers, threaded_shards
+from papaya.verifiable_log.errors import LogError
 
 if TYPE_CHECKING:
     from papaya.store.s3_blobs import S3Blobs
@@ -71,6 +72,7 @@ _QUIET_POLL_S = 0.05
 _KEY_LIFE_S = 7 * 86400.0
 _TELLS_PER_HEARTBEAT = 4
 _REMOVE_EVERY_S = 3600.0
+_PUBLISH_EVERY_S = 30.0
 
 
 class Server:
@@ -135,6 +137,7 @@ class Server:
             self._look_after(self._watch_boots(boots))
             if (bucket := self._resources.bucket) is not None:
                 self._look_after(self._remove_deleted(bucket))
+                self._look_after(self._publish_log(bucket))
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -223,6 +226,16 @@ class Server:
             except PapayaError as error:
                 logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
             await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))
+
+    async def _publish_log(self, bucket: S3Blobs) -> None:
+        """Keep the copy of the public log in the bucket up to date, if this machine has it."""
+        published: set[str] = set()
+        while True:
+            try:
+                await asyncio.to_thread(public_log.publish, self._log, bucket, published)
+            except (PapayaError, LogError, OSError) as error:
+                logger.warning("cannot publish the log: %s", error)
+            await asyncio.sleep(_PUBLISH_EVERY_S)
 
     async def _watch_clocks(self, live: CoordinatorLive) -> None:
         """Log each clock that differs from the leader's, once."""
@@ -381,8 +394,11 @@ class Server:
         driver = self._operations.driver
         door = Door(selector, auth, shared.blobs, driver, shared.locator())
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
-        log = Path(self.deployment.log or shared.data / "log")
-        return [*door.routes(), uploads.route(), public_log.route(log)]
+        return [*door.routes(), uploads.route(), public_log.route(self._log)]
+
+    @property
+    def _log(self) -> Path:
+        return Path(self.deployment.log or self._resources.data / "log")
 
     def _to_aggregator(self, message: Message, waiting: WaitingDevice) -> None:
         self._hosts["aggregator"].deliver(message, waiting)

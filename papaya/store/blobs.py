@@ -67,8 +67,12 @@ class Blobs(Protocol):
     def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None: ...
 
 
+def is_key(text: str) -> bool:
+    return _key_form.fullmatch(text) is not None
+
+
 def check_key(key: BlobKey) -> None:
-    if _key_form.fullmatch(key) is None:
+    if not is_key(key):
         raise ProtocolError(
             f"invalid blob key: {key[:_QUOTED]!r}",
             hint="use a key that the server returned; its form is task/seq/what-hash",
@@ -130,7 +134,7 @@ class FolderBlobs:
             found = [f"{task}/{seq}/{name}" for seq, name in _names_under(folder)]
         except OSError as error:
             raise unusable(folder, error) from error
-        return sorted(key for key in found if _key_form.fullmatch(key))
+        return sorted(key for key in found if is_key(key))
 
     def delete(self, key: BlobKey) -> None:
         """No-op if the blob does not exist: it may have been deleted before a crash."""

@@ -4,6 +4,7 @@
     <prefix>/public/<task>/<seq>/<name>  what devices download: versions, bundles, programs
     <prefix>/private/<task>/<seq>/<name> sums and optimizer states, never under a public URL
     <prefix>/deleted/<task>/<seq>/<name> a marker: this blob was deleted at the marker's time
+    <prefix>/log/<path>                  files of the public log of TSA binaries
 
 A put is durable when the store has answered. A blob is written on the condition that its key does
 not exist; a large one in parts, without this condition, after a look at its key. A delete only
@@ -20,21 +21,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
-from papaya.errors import MissingBlob, OperatorError
+from papaya.errors import MissingBlob, OperatorError, PapayaError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.store.blob_cache import BlobCache
-from papaya.store.blobs import PUBLIC_KEY, Piece, check_key, check_task
+from papaya.store.blobs import PUBLIC_KEY, Piece, check_key, check_task, is_key
 
 try:
     import obstore
-    from obstore.exceptions import AlreadyExistsError, BaseError
+    from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
     from obstore.store import S3Store
 except ImportError as error:
     raise OperatorError(
@@ -43,7 +44,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from obstore import Attributes
+    from obstore import Attributes, UpdateVersion
     from obstore.store import RetryConfig, S3Config, S3Credential
 
 # A larger blob is sent in parts, so that no copy of it is in memory.
@@ -188,7 +189,7 @@ class S3Blobs:
         check_task(task)
         deleted = set(self._names(f"deleted/{task}/"))
         found = {*self._names(f"public/{task}/"), *self._names(f"private/{task}/")}
-        return sorted(found - deleted)
+        return sorted(key for key in found - deleted if is_key(key))
 
     def delete(self, key: BlobKey) -> None:
         """Mark the blob as deleted. The first marker decides when it is removed."""
@@ -224,6 +225,33 @@ class S3Blobs:
             raise MissingBlob(f"blob {key} is not public")
         with self._reporting():
             return obstore.sign(self._store, "GET", path, timedelta(seconds=valid_s))
+
+    # -- files of the log ---------------------------------------------------------------------
+
+    def publish(self, path: str, data: bytes) -> None:
+        """A file that never changes. No-op if it exists."""
+        self._create(f"log/{path}", data)
+
+    def publish_newest(self, path: str, data: bytes, follows: Callable[[bytes], bool]) -> None:
+        """A file that changes, unless `follows` says that the one in the bucket is newer."""
+        place = f"log/{path}"
+        if self._create(place, data):
+            return
+        with self._reporting():
+            found = obstore.get(self._store, place)
+            if not follows(found.bytes().to_bytes()):
+                return
+            known: UpdateVersion = {"e_tag": found.meta["e_tag"]}
+            # Refused if another process was faster; its file is compared next time.
+            with suppress(PreconditionError):
+                obstore.put(
+                    self._store,
+                    place,
+                    data,
+                    mode=known,
+                    attributes=_attributes(place),
+                    use_multipart=False,
+                )
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -321,7 +349,9 @@ def _path(key: BlobKey) -> str:
 
 
 def _attributes(path: str) -> Attributes:
-    return {"Cache-Control": _FOREVER} if path.startswith("public/") else {}
+    if path == "log/checkpoint":
+        return {"Cache-Control": "no-cache"}
+    return {"Cache-Control": _FOREVER} if path.startswith(("public/", "log/")) else {}
 
 
 def _starts(view: memoryview) -> range:
@@ -333,7 +363,7 @@ def _reporting(where: str) -> Iterator[None]:
     """Let pass that an object is missing or exists; explain everything else."""
     try:
         yield
-    except AlreadyExistsError:
+    except (AlreadyExistsError, PreconditionError, PapayaError):
         raise
     except FileNotFoundError as error:
         if "<Code>NoSuchBucket</Code>" in str(error):

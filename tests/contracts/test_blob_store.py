@@ -20,13 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from papaya.aggregator.shards import blob_key
+from papaya.credentials.s3_keys import s3_keys
 from papaya.errors import MissingBlob
 from papaya.messages.base import BlobKey
 from papaya.sim.storage import BlobTwin
 from papaya.store.blob_cache import BlobCache
 from papaya.store.blobs import FolderBlobs
 from papaya.store.s3_blobs import S3Blobs
-from tests.s3.server import BUCKET, KEY_ID, SECRET, S3Server, s3_server
+from tests.s3.server import BUCKET, S3Server, key_file, s3_server
 
 
 class Store(Protocol):
@@ -64,13 +65,9 @@ def bucket() -> Iterator[Store]:
     with TemporaryDirectory() as cache:
         yield S3Blobs.open(
             f"s3://{BUCKET}/{token_hex(8)}/blobs",
-            BlobCache(Path(cache)),
+            BlobCache(Path(cache) / "copies"),
             endpoint=Servers.s3.endpoint,
-            credentials=lambda: {
-                "access_key_id": KEY_ID,
-                "secret_access_key": SECRET,
-                "expires_at": None,
-            },
+            credentials=s3_keys(key_file(Path(cache))),
         )
 
 

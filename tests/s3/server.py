@@ -26,7 +26,15 @@ from typing import Any
 
 BUCKET = "papaya"
 KEY_ID, SECRET = "TESTKEYTESTKEYTESTKE", "secretsecretsecretsecretsecretsecretsecr"
-ENVIRONMENT = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
+
+
+def key_file(folder: Path) -> Path:
+    """A file for `blobs_credentials`."""
+    file = folder / "bucket.keys"
+    file.touch(mode=0o600)
+    lines = ["[default]", f"aws_access_key_id = {KEY_ID}", f"aws_secret_access_key = {SECRET}"]
+    file.write_text("\n".join(lines) + "\n", encoding="ascii")
+    return file
 
 
 class S3Server:

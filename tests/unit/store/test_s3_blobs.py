@@ -17,7 +17,7 @@ from papaya.errors import MissingBlob, OperatorError
 from papaya.store import s3_blobs
 from papaya.store.blob_cache import BlobCache
 from papaya.store.s3_blobs import S3Blobs
-from tests.s3.server import BUCKET, KEY_ID, SECRET, S3Server, s3_server
+from tests.s3.server import BUCKET, KEY_ID, SECRET, S3Server, key_file, s3_server
 
 VERSION = f"task/1/version-3-{'0' * 32}"
 SUM = f"task/1/sum-3-2-{'0' * 32}"
@@ -32,11 +32,7 @@ def s3() -> Iterator[S3Server]:
 
 @pytest.fixture
 def keys(tmp_path: Path) -> Path:
-    file = tmp_path / "keys"
-    file.touch(mode=0o600)
-    lines = [f"aws_access_key_id = {KEY_ID}", f"aws_secret_access_key = {SECRET}"]
-    file.write_text("[default]\n" + "\n".join(lines) + "\n", encoding="ascii")
-    return file
+    return key_file(tmp_path)
 
 
 def opened(s3: S3Server, keys: Path, url: str = "", endpoint: str = "") -> S3Blobs:
