@@ -46,6 +46,7 @@ from papaya.messages.storage import (
     TaskRow,
     Transaction,
     VersionRow,
+    blobs_of,
     fence_key,
     optimizer_key,
     record_key,
@@ -64,17 +65,6 @@ from papaya.sim.storage import OWNER, Writer
 
 def _task_in(key: str) -> TaskId:
     return key.split("/")[1]
-
-
-def _blobs_of(row: Row) -> tuple[BlobKey, ...]:
-    match row:
-        case VersionRow():
-            return (row.parameters,)
-        case OptimizerRow():
-            return (row.state,)
-        case RecordRow():
-            return (row.sum,)
-    return ()
 
 
 def _without_free_text(message: Message) -> Message:
@@ -225,7 +215,7 @@ class Auditor(Observer):
             if key in before:
                 self._name(before[key], -1)
             self._name(row, +1)
-            for blob in _blobs_of(row):
+            for blob in blobs_of(row):
                 demand(blob in self.blobs.blobs, f"row {key} names blob {blob}, which is missing")
                 # A store may keep a deleted blob for days and then remove it (docs/adr/0049).
                 is_reused = blob in self._lost_blobs
@@ -233,7 +223,7 @@ class Auditor(Observer):
             self._check_put(writer, key, row, before)
 
     def _name(self, row: Row, count: int) -> None:
-        for blob in _blobs_of(row):
+        for blob in blobs_of(row):
             self._named[blob] = self._named.get(blob, 0) + count
 
     def _check_put(self, writer: Writer, key: str, row: Row, before: dict[str, Row]) -> None:
