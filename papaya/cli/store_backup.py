@@ -99,7 +99,7 @@ def _lines(plan: backup.RestorePlan) -> list[str]:
     lines += [f"missing blob: {key}" for key in plan.missing]
     lines += [
         f"{name}: signed, revision {revision}. If its owner signed later revisions, devices refuse "
-        f"this one: papaya task update"
+        f"this one: papaya task update {name}"
         for name, revision in plan.signed
     ]
     return lines or ["the backup has no tasks that run"]

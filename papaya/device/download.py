@@ -136,10 +136,10 @@ class Downloads:
                     if response.status != HTTPStatus.OK:
                         return None  # this installation has no URLs
                     located = wire.located.parse(await read_bounded(response, _MAX_LOCATED_BYTES))
+                assert isinstance(located, Located)
+                return located.url if self._may_use(located.url, key, selector) else None
             except (ProtocolError, *BROKEN):
                 continue
-            assert isinstance(located, Located)
-            return located.url if self._may_use(located.url, key, selector) else None
         return None
 
     def _may_use(self, url: str, key: BlobKey, selector: str) -> bool:

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Coroutine
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -216,13 +215,12 @@ class Server:
                 return
 
     async def _remove_deleted(self, bucket: S3Blobs) -> None:
-        """Remove blobs whose time has come. Any process may do it, and several at a time."""
+        """Remove blobs that were deleted long enough ago."""
         keep_s = self.deployment.keep_deleted_s
         while True:
-            before = datetime.fromtimestamp(self._clock.now() - keep_s, UTC)
             try:
-                removed = await asyncio.to_thread(bucket.remove_expired, before)
-                logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
+                if removed := await asyncio.to_thread(bucket.remove_expired, keep_s):
+                    logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
             except PapayaError as error:
                 logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
             await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))

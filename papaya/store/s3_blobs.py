@@ -53,7 +53,7 @@ _PART_BYTES = 16 << 20
 _PARTS_AT_ONCE = 2
 _READ_BYTES = 1 << 20
 _CONNECT_TIMEOUT = timedelta(seconds=5)
-_REQUEST_TIMEOUT = timedelta(seconds=60)
+_REQUEST_TIMEOUT = timedelta(seconds=30)
 _RETRIES: RetryConfig = {
     "max_retries": 4,
     "retry_timeout": timedelta(seconds=10),
@@ -203,8 +203,12 @@ class S3Blobs:
             if key not in keep and int(key.split("/")[1]) < below_seq:
                 self.delete(key)
 
-    def remove_expired(self, before: datetime) -> int:
-        """Remove the blobs that were deleted before this time; returns how many."""
+    def remove_expired(self, keep_s: float) -> int:
+        """Remove the blobs that were deleted this long ago, by the store's clock; returns how many.
+
+        Several processes may do it at the same time.
+        """
+        before = self._time() - timedelta(seconds=keep_s)
         with self._reporting():
             expired = [
                 marker["path"].removeprefix("deleted/")
@@ -307,6 +311,12 @@ class S3Blobs:
             return False
         return True
 
+    def _time(self) -> datetime:
+        """The time of the store, as its objects show it. The clock of this machine may be wrong."""
+        with self._probe() as probe, self._reporting():
+            self._create(probe, b"")
+            return obstore.head(self._store, probe)["last_modified"]
+
     def _names(self, under: str) -> Iterator[BlobKey]:
         """The blob keys of all objects under a prefix, which ends at a slash."""
         kind = under.split("/")[0]
@@ -317,14 +327,20 @@ class S3Blobs:
 
     def _check_conditions(self) -> None:
         """Refuse a store that overwrites an object although the request forbids it."""
-        probe = f"probe-{token_hex(8)}"
-        try:
+        with self._probe() as probe:
             if not self._create(probe, b"first") or self._create(probe, b"second"):
                 raise OperatorError(
                     f"the store of {self.where} ignores conditional writes (If-None-Match: *)",
                     hint="use a store that supports them, such as Amazon S3, Ceph or MinIO; "
                     "rclone serve s3 does not",
                 )
+
+    @contextmanager
+    def _probe(self) -> Iterator[str]:
+        """The path of an object that is deleted afterwards."""
+        probe = f"probe-{token_hex(8)}"
+        try:
+            yield probe
         finally:
             with self._reporting():
                 obstore.delete(self._store, probe)

@@ -228,6 +228,8 @@ def test_without_named_hosts_no_selector_is_asked_for_a_url() -> None:
         "http://127.0.0.1:{port}/v1/parameters/other",
         "http://127.0.0.1:{port}/?/{key}",
         "ftp://127.0.0.1:{port}/v1/parameters/{key}",
+        "http://[127.0.0.1:{port}/v1/parameters/{key}",
+        "http://127.0.0.1:99999/v1/parameters/{key}",
         "http://127.0.0.1:{port}/" + "x" * 2048 + "/{key}",
     ],
 )
