@@ -140,7 +140,9 @@ class S3Blobs:
         if self._create("cluster", cluster.encode()):
             return
         with self._reporting():
-            found = bytes(obstore.get(self._store, "cluster").bytes()).decode("ascii", "replace")
+            found = (
+                obstore.get(self._store, "cluster").bytes().to_bytes().decode("ascii", "replace")
+            )
         if found != cluster:
             raise OperatorError(
                 f"{self.where} belongs to another cluster ({found[:64]!r}, this is {cluster!r})",
@@ -210,16 +212,16 @@ class S3Blobs:
         """
         before = self._time() - timedelta(seconds=keep_s)
         with self._reporting():
-            expired = [
+            marked = (
                 marker["path"].removeprefix("deleted/")
                 for batch in obstore.list(self._store, "deleted/")
                 for marker in batch
                 if marker["last_modified"] < before
-            ]
-            for key in expired:
-                # First the blob: a marker that stays behind is handled again.
-                obstore.delete(self._store, _path(key))
-                obstore.delete(self._store, f"deleted/{key}")
+            )
+            expired = [key for key in marked if is_key(key)]
+            # First the blobs: a marker that stays behind is handled again.
+            obstore.delete(self._store, [_path(key) for key in expired])
+            obstore.delete(self._store, [f"deleted/{key}" for key in expired])
         return len(expired)
 
     def signed_url(self, key: BlobKey, valid_s: float) -> str:
