@@ -111,14 +111,14 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         require(
             not self.blobs or _BUCKET.fullmatch(self.blobs) is not None,
             "blobs",
-            self.blobs,
+            _without_secrets(self.blobs),
             "is not a bucket with an optional prefix",
             'write blobs = "s3://bucket/prefix"; leave it out for a folder under data',
         )
         require(
             not self.blobs_endpoint or _WEB.fullmatch(self.blobs_endpoint) is not None,
             "blobs_endpoint",
-            self.blobs_endpoint,
+            _without_secrets(self.blobs_endpoint),
             "is not the address of a store",
             'write for example blobs_endpoint = "https://minio.example.com:9000"',
         )
@@ -137,6 +137,11 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             'set blobs = "s3://bucket/prefix", or leave blobs_urls out',
         )
         require_positive_s("keep_deleted_s", self.keep_deleted_s)
+
+
+def _without_secrets(url: str) -> str:
+    """A URL for a message: someone may have written a key into it."""
+    return re.sub(r"//.*@", "//…@", url)
 
 
 def _is_network(text: str) -> bool:
