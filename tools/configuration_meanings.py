@@ -66,6 +66,17 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     },
     Deployment: {
         "data": "Folder of the state database, the blobs and the tokens.",
+        "blobs": "`s3://bucket/prefix`: keep blobs in [a bucket](run-on-many-machines.md"
+        "#blobs-in-s3). Empty: in the folder `blobs` under `data`.",
+        "blobs_endpoint": "URL of an S3-compatible store. Empty: `AWS_ENDPOINT_URL`, or Amazon's.",
+        "blobs_region": "Region of the bucket. Empty: `AWS_REGION`, or `us-east-1`.",
+        "blobs_credentials": "File with `aws_access_key_id`, `aws_secret_access_key` and "
+        "optionally `aws_session_token`, one `name = value` per line, read again when it changes. "
+        "None: the environment (`AWS_ACCESS_KEY_ID`, ...) or the machine's role.",
+        "blobs_urls": "How devices download: `none` (from selectors), `signed` (from the bucket, "
+        "with signed URLs), or the URL under which a CDN serves the folder `public` of the prefix.",
+        "keep_deleted_s": "How long a bucket keeps deleted blobs, so that a backup of the state "
+        "can still be restored. A folder keeps none.",
         "devices": "Address of the listener for devices.",
         "admin": "Address of the listener for the admin API, `/metrics` and `/health`.",
         "servers": "Address of the listener for other servers, when roles run in separate "

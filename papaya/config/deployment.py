@@ -16,6 +16,8 @@ from msgspec import Struct
 from papaya.config.checks import require, require_count, require_positive_s
 from papaya.config.server import ServerConfig
 
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
+_WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
 Role = Literal["coordinator", "selector", "aggregator"]
@@ -26,6 +28,12 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Addresses are `host:port`; port 0 means any free port. Paths are relative to the file."""
 
     data: str = "papaya-data"
+    blobs: str = ""
+    blobs_endpoint: str = ""
+    blobs_region: str = ""
+    blobs_credentials: str | None = None
+    blobs_urls: str = "none"
+    keep_deleted_s: float = 7 * 86400.0
     devices: str = "127.0.0.1:8750"
     admin: str = "127.0.0.1:8751"
     servers: str = "127.0.0.1:8752"
@@ -52,6 +60,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             address(field, getattr(self, field))
         for coordinator in self.coordinators:
             address("coordinators", coordinator)
+        self._check_blobs()
         require(
             self.device_tokens in ("shared", "signed", "none")
             or re.fullmatch(r"[\w.]+:\w+", self.device_tokens) is not None,
@@ -97,6 +106,42 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ):
             require_count(field, getattr(self, field))
         require_positive_s("drain_s", self.drain_s)
+
+    def _check_blobs(self) -> None:
+        require(
+            not self.blobs or _BUCKET.fullmatch(self.blobs) is not None,
+            "blobs",
+            _without_secrets(self.blobs),
+            "is not a bucket with an optional prefix",
+            'write blobs = "s3://bucket/prefix"; leave it out for a folder under data',
+        )
+        require(
+            not self.blobs_endpoint or _WEB.fullmatch(self.blobs_endpoint) is not None,
+            "blobs_endpoint",
+            _without_secrets(self.blobs_endpoint),
+            "is not the address of a store",
+            'write for example blobs_endpoint = "https://minio.example.com:9000"',
+        )
+        require(
+            self.blobs_urls in ("none", "signed") or _WEB.fullmatch(self.blobs_urls) is not None,
+            "blobs_urls",
+            self.blobs_urls,
+            "is not a way to give devices URLs",
+            "use none, signed, or the URL under which a CDN serves the folder public",
+        )
+        require(
+            self.blobs_urls == "none" or bool(self.blobs),
+            "blobs_urls",
+            self.blobs_urls,
+            "a folder of blobs has no URLs",
+            'set blobs = "s3://bucket/prefix", or leave blobs_urls out',
+        )
+        require_positive_s("keep_deleted_s", self.keep_deleted_s)
+
+
+def _without_secrets(url: str) -> str:
+    """A URL for a message: someone may have written a key into it."""
+    return re.sub(r"//.*@", "//…@", url)
 
 
 def _is_network(text: str) -> bool:

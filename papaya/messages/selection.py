@@ -27,6 +27,7 @@ from papaya.messages.base import (
     SessionId,
     ShortText,
     TaskId,
+    Url,
 )
 
 
@@ -103,6 +104,12 @@ class Accepted(Message, frozen=True):
     task: TaskId
     session: SessionId
     bundle: BlobKey = ""
+
+
+class Located(Message, frozen=True):
+    """The answer to a request for the place of a blob that devices may download."""
+
+    url: Url
 
 
 class Rejected(Message, frozen=True):

@@ -273,6 +273,21 @@ def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
     return tuple(key.removeprefix(REVOKED) for key, row in rows if isinstance(row, RevokedRow))
 
 
+def blobs_of(row: Row) -> tuple[BlobKey, ...]:
+    """The blobs that a row names."""
+    match row:
+        case VersionRow():
+            return (row.parameters,)
+        case OptimizerRow():
+            return (row.state,)
+        case RecordRow():
+            return (row.sum,)
+        case TaskRow():
+            needs = row.config.requirements
+            return tuple(key for key in (needs.bundle, needs.program) if key)
+    return ()
+
+
 def holder_prefixes(task: TaskId) -> tuple[str, ...]:
     """Everything that a new holder reads, in one snapshot."""
     return (

@@ -63,6 +63,7 @@ class Parser:
 
 from_device = Parser(FromDevice, "a device's request")
 to_device = Parser(ToDevice, "an answer to a device")
+located = Parser(selection.Located, "the place of a blob")
 between_servers = Parser(BetweenServers, "a message between servers")
 
 

@@ -7,37 +7,49 @@ each declare the other dead.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.clock import Clock
 from papaya.config import Deployment
+from papaya.credentials.s3_keys import s3_keys
 from papaya.credentials.tls import between_servers
 from papaya.credentials.token_files import Secret, read_or_make
 from papaya.errors import OperatorError
 from papaya.http.pool import ConnectionPool
+from papaya.messages.base import BlobKey
 from papaya.messages.storage import Outcome
 from papaya.server.peers import Peers
 from papaya.server.replies import retry_after_s
 from papaya.server.state_thread import StateThread
 from papaya.server.ticket_keys import TicketKeys, load_or_create
 from papaya.server.tsa import load_cluster_key
-from papaya.store.blobs import FolderBlobs
+from papaya.store.blob_cache import BlobCache
+from papaya.store.blobs import Blobs, FolderBlobs
 from papaya.store.folders import make_folder
 from papaya.store.state import SqliteState
+
+if TYPE_CHECKING:
+    from papaya.store.s3_blobs import S3Blobs
+
+_URL_VALID_S = 3600.0
 
 
 class Resources:
     """Open until `close`. Use `Resources.open`."""
 
     state: StateThread
-    blobs: FolderBlobs
+    blobs: Blobs
+    bucket: S3Blobs | None  # `blobs`, if they are in a bucket
     keys: TicketKeys
     cluster_key: Ed25519PrivateKey
     peers: Peers
@@ -71,17 +83,25 @@ class Resources:
         return resources
 
     async def _open(self, name: str, observe: Callable[[float, Outcome], None]) -> None:
+        self.bucket = None
+        if self.deployment.blobs:  # before anything is created
+            self.bucket = await asyncio.to_thread(self._open_bucket, name)
         make_folder(self.data)
         self._exits.enter_context(_locked(self.data / f"{name}.lock"))
         self.admin_token = read_or_make(self.data, "admin.token")
         self.server_token = read_or_make(self.data, "server.token")
-        self.blobs = FolderBlobs(self.data / "blobs")
         self.state = StateThread(SqliteState(self.data / "state.db"), observe=observe)
         self._exits.push_async_callback(self.state.close)
         heartbeat_s = self.deployment.server.heartbeat_s
         publish_s = 3 * heartbeat_s
         self.keys = await load_or_create(self.state, self.clock.now(), os.urandom, publish_s)
         self.cluster_key = await load_cluster_key(self.state, os.urandom)
+        if self.bucket is None:
+            self.blobs = FolderBlobs(self.data / "blobs")
+        else:
+            self.blobs = self.bucket
+            public = self.cluster_key.public_key().public_bytes_raw()
+            await asyncio.to_thread(self.bucket.claim, sha256(public).hexdigest()[:32])
         tls = between_servers(self.deployment)
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
         self.peers = Peers(ConnectionPool(ssl=tls), ConnectionPool(ssl=tls), token, retry_s)
@@ -89,6 +109,28 @@ class Resources:
 
     async def close(self) -> None:
         await self._exits.aclose()
+
+    def _open_bucket(self, name: str) -> S3Blobs:
+        from papaya.store.s3_blobs import S3Blobs  # only if it is used: it needs obstore
+
+        deployment = self.deployment
+        keys = deployment.blobs_credentials
+        return S3Blobs.open(
+            deployment.blobs,
+            BlobCache(self.data / f"{name}.cache"),
+            endpoint=deployment.blobs_endpoint,
+            region=deployment.blobs_region,
+            credentials=None if keys is None else s3_keys(Path(keys)),
+        )
+
+    def locator(self) -> Callable[[BlobKey], str] | None:
+        """Returns the URL of a blob that devices may download. None if there are no URLs."""
+        bucket, urls = self.bucket, self.deployment.blobs_urls
+        if bucket is None or urls == "none":
+            return None
+        if urls == "signed":
+            return partial(bucket.signed_url, valid_s=_URL_VALID_S)
+        return lambda key: f"{urls}/{key}"
 
 
 def _locked(path: Path) -> TextIO:

@@ -19,7 +19,7 @@ from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
@@ -60,6 +60,10 @@ from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
 from papaya.server.uploads import Uploads
 from papaya.server.workers import Workers, threaded_shards
+from papaya.verifiable_log.errors import LogError
+
+if TYPE_CHECKING:
+    from papaya.store.s3_blobs import S3Blobs
 
 logger = logging.getLogger("papaya.server")
 
@@ -67,6 +71,8 @@ _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
 _KEY_LIFE_S = 7 * 86400.0
 _TELLS_PER_HEARTBEAT = 4
+_REMOVE_EVERY_S = 3600.0
+_PUBLISH_EVERY_S = 30.0
 
 
 class Server:
@@ -129,6 +135,9 @@ class Server:
             await self._open_doors()
             self._look_after(self._refresh())
             self._look_after(self._watch_boots(boots))
+            if (bucket := self._resources.bucket) is not None:
+                self._look_after(self._remove_deleted(bucket))
+                self._look_after(self._publish_log(bucket))
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -205,6 +214,27 @@ class Server:
             except OperatorError as error:
                 self.failure = error
                 return
+
+    async def _remove_deleted(self, bucket: S3Blobs) -> None:
+        """Remove blobs that were deleted long enough ago."""
+        keep_s = self.deployment.keep_deleted_s
+        while True:
+            try:
+                if removed := await asyncio.to_thread(bucket.remove_expired, keep_s):
+                    logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
+            except PapayaError as error:
+                logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
+            await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))
+
+    async def _publish_log(self, bucket: S3Blobs) -> None:
+        """Keep the copy of the public log in the bucket up to date, if this machine has it."""
+        published: set[str] = set()
+        while True:
+            try:
+                await asyncio.to_thread(public_log.publish, self._log, bucket, published)
+            except (PapayaError, LogError, OSError) as error:
+                logger.warning("cannot publish the log: %s", error)
+            await asyncio.sleep(_PUBLISH_EVERY_S)
 
     async def _watch_clocks(self, live: CoordinatorLive) -> None:
         """Log each clock that differs from the leader's, once."""
@@ -361,10 +391,13 @@ class Server:
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
         driver = self._operations.driver
-        door = Door(selector, auth, shared.blobs, driver)
+        door = Door(selector, auth, shared.blobs, driver, shared.locator())
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
-        log = Path(self.deployment.log or shared.data / "log")
-        return [*door.routes(), uploads.route(), public_log.route(log)]
+        return [*door.routes(), uploads.route(), public_log.route(self._log)]
+
+    @property
+    def _log(self) -> Path:
+        return Path(self.deployment.log or self._resources.data / "log")
 
     def _to_aggregator(self, message: Message, waiting: WaitingDevice) -> None:
         self._hosts["aggregator"].deliver(message, waiting)
