@@ -7,7 +7,6 @@ import errno
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from functools import partial
-from ssl import SSLContext
 
 import msgspec
 
@@ -17,6 +16,7 @@ from papaya.http.exchange import Blame, blames_nobody, log
 from papaya.http.limits import ListenerLimits
 from papaya.http.routes import HttpRoute, Routes
 from papaya.http.server_connection import ServerConnection
+from papaya.http.tls import Tls
 
 RenderProblem = Callable[[int, str, float | None], bytes]
 """The body of an error: status, text, and the seconds of its Retry-After header, if any."""
@@ -46,12 +46,14 @@ class ListenerState:
         limits: ListenerLimits,
         observe: Observe = unobserved,
         blame: Blame = blames_nobody,
+        tls: Tls | None = None,
     ) -> None:
         self.routes = Routes(routes)
         self.observe = observe
         self.problem = problem
         self.blame = blame  # decides which exceptions of a route are the peer's fault
         self.limits = limits
+        self.tls = tls
         self.loop = asyncio.get_running_loop()
         self.is_accepting = True  # False: connections close after their present exchange
         self.connections: set[ServerConnection] = set()
@@ -133,7 +135,7 @@ async def serve(
     problem: RenderProblem = plain_problem,
     observe: Observe = unobserved,
     blame: Blame = blames_nobody,
-    ssl: SSLContext | None = None,
+    tls: Tls | None = None,
     proxies: Iterable[str] = (),
 ) -> Listener:
     """Listens on `host` and `port`; port 0 takes a free one.
@@ -146,6 +148,6 @@ async def serve(
     except (OSError, OverflowError) as error:
         is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise ListenError(host, port, str(error), is_in_use=is_in_use) from error
-    state = ListenerState(routes, problem, limits, observe, blame)
-    acceptor = Acceptor(sockets, partial(ServerConnection, state), limits, ssl, proxies)
+    state = ListenerState(routes, problem, limits, observe, blame, tls)
+    acceptor = Acceptor(sockets, partial(ServerConnection, state), limits, tls, proxies)
     return Listener(acceptor, state, sockets[0].getsockname()[1])

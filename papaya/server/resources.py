@@ -18,11 +18,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.clock import Clock
 from papaya.config import Deployment
-from papaya.credentials.tls import between_servers
+from papaya.config.deployment import ROLES, Role
 from papaya.credentials.token_files import Secret, read_or_make
 from papaya.errors import OperatorError
 from papaya.http.pool import ConnectionPool
 from papaya.messages.storage import Outcome
+from papaya.server.certificates import Certificates
 from papaya.server.peers import Peers
 from papaya.server.replies import retry_after_s
 from papaya.server.state_thread import StateThread
@@ -44,8 +45,9 @@ class Resources:
     admin_token: Secret
     server_token: Secret
 
-    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+    def __init__(self, deployment: Deployment, roles: tuple[Role, ...], clock: Clock) -> None:
         self.deployment = deployment
+        self.certificates = Certificates(deployment, roles)
         self.clock = clock
         self.data = Path(deployment.data)
         self._exits = AsyncExitStack()
@@ -54,6 +56,7 @@ class Resources:
     async def open(
         cls,
         deployment: Deployment,
+        roles: tuple[Role, ...],
         name: str,
         clock: Clock,
         observe: Callable[[float, Outcome], None],
@@ -62,7 +65,7 @@ class Resources:
 
         `observe` is called with the duration and the outcome of each transaction.
         """
-        resources = cls(deployment, clock)
+        resources = cls(deployment, roles, clock)
         try:
             await resources._open(name, observe)
         except BaseException:
@@ -82,9 +85,10 @@ class Resources:
         publish_s = 3 * heartbeat_s
         self.keys = await load_or_create(self.state, self.clock.now(), os.urandom, publish_s)
         self.cluster_key = await load_cluster_key(self.state, os.urandom)
-        tls = between_servers(self.deployment)
+        calls = self.certificates.calls
+        pools: dict[str, ConnectionPool] = {role: ConnectionPool(tls=calls(role)) for role in ROLES}
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
-        self.peers = Peers(ConnectionPool(ssl=tls), ConnectionPool(ssl=tls), token, retry_s)
+        self.peers = Peers(pools, ConnectionPool(tls=calls("aggregator")), token, retry_s)
         self._exits.push_async_callback(self.peers.close)
 
     async def close(self) -> None:

@@ -28,7 +28,6 @@ from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.coordinator.coordinator import Coordinator
-from papaya.credentials.tls import server_context
 from papaya.errors import OperatorError, PapayaError
 from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
@@ -57,6 +56,7 @@ from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
+from papaya.server.tsa_fleet import TsaFleet
 from papaya.server.uploads import Uploads
 from papaya.server.workers import Workers, threaded_shards
 
@@ -66,6 +66,8 @@ _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
 _KEY_LIFE_S = 7 * 86400.0
 _TELLS_PER_HEARTBEAT = 4
+_LOOK_AT_FILES_S = 10.0
+_ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Server:
@@ -101,20 +103,20 @@ class Server:
         self._hosts: dict[Role, Host] = {}
         self._operations: Health
         self._revoked: tuple[str, ...] = ()
-        self._tsa_connection: TsaConnection | None = None
+        self._tsas: TsaFleet | None = None
 
     # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
         metrics = DriverMetrics()
         self._resources = await Resources.open(
-            self.deployment, self._name(), self._clock, metrics.observe_commit
+            self.deployment, self.roles, self._name(), self._clock, metrics.observe_commit
         )
         try:
-            self._tls = server_context(self.deployment)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
+                await self._check_addresses()
             boots = Boots(self._resources.state)
             for role in self.roles:
                 boot = await boots.take(self._node(role))
@@ -128,6 +130,7 @@ class Server:
             await self._open_doors()
             self._look_after(self._refresh())
             self._look_after(self._watch_boots(boots))
+            self._look_after(self._watch_certificates())
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -145,8 +148,8 @@ class Server:
             host.stop()
             if isinstance(host, AggregatorHost):
                 await host.workers.close()
-        if self._tsa_connection is not None:
-            await asyncio.to_thread(self._tsa_connection.close)
+        if self._tsas is not None:
+            await asyncio.to_thread(self._tsas.close)
         await self._resources.close()
 
     def _tell_if_capped(self) -> None:
@@ -205,6 +208,11 @@ class Server:
                 self.failure = error
                 return
 
+    async def _watch_certificates(self) -> None:
+        while True:
+            await asyncio.sleep(min(self.deployment.server.heartbeat_s, _LOOK_AT_FILES_S))
+            self._resources.certificates.refresh()
+
     async def _watch_clocks(self, live: CoordinatorLive) -> None:
         """Log each clock that differs from the leader's, once."""
         told: dict[NodeId, bool] = {}
@@ -257,11 +265,48 @@ class Server:
         """A name that is unique among the processes of one data folder."""
         if self._is_alone:
             return "server"
-        name = f"{'-'.join(self.roles)}@{self.deployment.servers}"
+        name = f"{'-'.join(self.roles)}@{self.deployment.announce or self.deployment.servers}"
         return f"{name}-{os.getpid()}" if name.endswith(":0") else name
 
     def _node(self, role: Role) -> NodeId:
-        return role if self._is_alone else f"{role}@{self.addresses['servers']}"
+        where = self.deployment.announce or self.addresses.get("servers")
+        return role if self._is_alone else f"{role}@{where}"
+
+    async def _check_addresses(self) -> None:
+        """Others must be able to reach this server, and this server a coordinator."""
+        deployment, names = self.deployment, self.deployment.coordinators
+        host, _ = address("servers", deployment.servers)
+        if deployment.announce is None and host in _ANY_ADDRESS:
+            raise OperatorError(
+                f"servers = {deployment.servers!r} is not an address that other servers can call",
+                hint='set announce to the name or address of this machine: announce = "host:8752"',
+            )
+        if (
+            "coordinator" in self.roles
+            and names
+            and self._node("coordinator") not in (coordinators := self._coordinators())
+        ):
+            raise OperatorError(
+                f"no other server knows {self._node('coordinator')}: coordinators has "
+                f"{', '.join(coordinators)}",
+                hint="list its servers address, or its announce address, in coordinators",
+            )
+        await self._check_names(names)
+
+    async def _check_names(self, names: tuple[str, ...]) -> None:
+        """Refuse to start if no coordinator's name has an address; one of several may be away."""
+        loop, missing = asyncio.get_running_loop(), []
+        for name in names:
+            try:
+                await loop.getaddrinfo(*address("coordinators", name))
+            except OSError as error:
+                missing.append(name)
+                logger.warning("coordinators: %s has no address: %s", name, error)
+        if missing and len(missing) == len(names):
+            raise OperatorError(
+                f"coordinators: {', '.join(missing)} has no address",
+                hint=f"check the name and the DNS: getent hosts {missing[0].rpartition(':')[0]}",
+            )
 
     def _coordinators(self) -> tuple[NodeId, ...]:
         if self.deployment.coordinators:
@@ -308,11 +353,15 @@ class Server:
         return AggregatorHost(machine, *around, workers, pool, tell_s)
 
     def _tsa(self) -> Tsa:
-        self._tsa_connection = TsaConnection(
-            self.deployment, self._resources.clock.now, self._resources.cluster_key
-        )
-        self._operations.driver.registry.register(TsaCollector(self._tsa_connection.breaker))
-        return self._tsa_connection.adapter
+        shared, now = self._resources, self._resources.clock.now
+
+        def connect(where: str) -> TsaConnection:
+            dial = shared.certificates.dial_tsa
+            return TsaConnection(self.deployment, where, now, shared.cluster_key, dial=dial)
+
+        self._tsas = TsaFleet(self.deployment.tsa_addresses, connect, shared.state, now)
+        self._operations.driver.registry.register(TsaCollector(self._tsas))
+        return self._tsas
 
     def _on_work_done(self, result: Message) -> None:
         self._hosts["aggregator"].deliver(result)
@@ -328,6 +377,7 @@ class Server:
         proxies: tuple[str, ...] = (),
     ) -> None:
         host, port = address(name, where)
+        certificates = self._resources.certificates
         retry_s = retry_after_s(self.deployment.server.heartbeat_s)
         try:
             listening = await serve(
@@ -338,7 +388,7 @@ class Server:
                 problem=partial(problem, retry_s=retry_s),
                 observe=partial(self._operations.driver.observe_request, name),
                 blame=blame_peer,
-                ssl=self._tls,
+                tls=certificates.servers if name == "servers" else certificates.doors,
                 proxies=proxies,
             )
         except ListenError as error:
@@ -412,13 +462,15 @@ class Server:
 
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources
-        routes = [message_route(shared.peers)]
+        checks_roles = self.deployment.has_mutual_tls
+        secret, refusal = shared.server_token, problem(401, "the servers' token is missing")
+        routes = guarded([message_route(shared.peers, checks_roles=checks_roles)], secret, refusal)
         if "aggregator" in self.roles:
-            routes += participation_routes(self._to_aggregator)
             driver = self._operations.driver
             uploads = Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
-            routes.append(uploads.route())
-        return guarded(routes, shared.server_token, problem(401, "the servers' token is missing"))
+            passed_on = [*participation_routes(self._to_aggregator), uploads.route()]
+            routes += guarded(passed_on, secret, refusal, "selector" if checks_roles else "")
+        return routes
 
 
 def _cannot_listen(host: str, port: int, error: ListenError) -> OperatorError:

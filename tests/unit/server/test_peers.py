@@ -40,7 +40,7 @@ async def a_peer(status: int) -> AsyncIterator[tuple[Peers, Server]]:
         [Buffered("POST", MESSAGES_PATH, server.on_message, 1000)], "127.0.0.1", 0
     )
     server.node = f"aggregator@127.0.0.1:{listening.port}"
-    peers = Peers(ConnectionPool(), ConnectionPool(), "token", 1.0)
+    peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 1.0)
     try:
         yield peers, server
     finally:
@@ -117,7 +117,7 @@ def test_a_device_whose_request_was_passed_on_is_answered_when_the_process_stops
 
         route = Buffered("POST", PATHS[Heartbeat], never_answer, 1000)
         listening = await serve([route], "127.0.0.1", 0)
-        peers = Peers(ConnectionPool(), ConnectionPool(), "token", 0.5)
+        peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 0.5)
         waiting, node = Waiting(), f"aggregator@127.0.0.1:{listening.port}"
         peers.forward(cast(WaitingDevice, waiting), node, Heartbeat(b"ticket"))
         async with asyncio.timeout(20.0):
