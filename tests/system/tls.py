@@ -18,6 +18,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from papaya.config import Deployment
+
 _LIFE = timedelta(days=100)
 
 
@@ -33,6 +35,13 @@ class Certificates(NamedTuple):
             "servers_certificate": str(self.certificate),
             "servers_key": str(self.key),
         }
+
+    def deployment(self) -> Deployment:
+        return Deployment(
+            servers_authority=str(self.authority),
+            servers_certificate=str(self.certificate),
+            servers_key=str(self.key),
+        )
 
 
 class Authority:

@@ -35,7 +35,7 @@ def on_hello(exchange: Exchange, body: bytes) -> None:
 
 
 def of(files: Files, *roles: str) -> Certificates:
-    return Certificates(Deployment(**files.servers()), roles)
+    return Certificates(files.deployment(), roles)
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ HOST = "127.0.0.9"
 
 
 def of(files: Files, role: str) -> Certificates:
-    return Certificates(Deployment(**files.servers()), (role,))
+    return Certificates(files.deployment(), (role,))
 
 
 def behind_a_gate(authority: Authority, tsa: str, ask: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ def behind_a_gate(authority: Authority, tsa: str, ask: Callable[[str], None]) ->
 
     async def main() -> None:
         files = authority.issue("gate", ["tsa"], [HOST])
-        gate = TsaGate(Deployment(**files.servers()), f"tls:{HOST}:0", tsa, look_s=0.05)
+        gate = TsaGate(files.deployment(), f"tls:{HOST}:0", tsa, look_s=0.05)
         where, stop = await gate.bind(), asyncio.Event()
         running_gate = asyncio.create_task(gate.run(stop))
         try:
@@ -163,4 +163,4 @@ def test_a_gate_needs_certificates_and_so_do_its_callers(tmp_path: Path) -> None
         Deployment(tsa=(f"{HOST}:8760",))
     files = Authority(tmp_path).issue("gate", ["tsa"], [HOST])
     with pytest.raises(OperatorError, match="is not an address for a gate"):
-        TsaGate(Deployment(**files.servers()), "tcp:127.0.0.1:8760", "unix:tsa.sock")
+        TsaGate(files.deployment(), "tcp:127.0.0.1:8760", "unix:tsa.sock")
