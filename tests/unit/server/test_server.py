@@ -161,6 +161,7 @@ def test_a_server_whose_store_fails_is_not_healthy(tmp_path: Path) -> None:
             server._resources.state.problem = "the last commit failed"
             health = await connections.request(where, "GET", "/health")
             assert health.status == 503
+            assert (await connections.request(where, "GET", "/live")).status == 200
             assert json.loads(health.body)["problem"] == "the last commit failed"
         finally:
             await connections.close()
