@@ -137,9 +137,10 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 "a TSA on another machine is called with certificates only",
                 "set servers_certificate, servers_key and servers_authority",
             )
-        else:
+        elif not tsa.startswith("unix:"):
+            host = address("tsa", tsa.removeprefix("tcp:"))[0] if tsa.startswith("tcp:") else ""
             require(
-                tsa.startswith(("unix:", "tcp:")),
+                _is_network(host) and ip_network(host).is_loopback,
                 "tsa",
                 tsa,
                 "is not the address of a TSA",

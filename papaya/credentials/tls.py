@@ -36,7 +36,8 @@ logger = logging.getLogger("papaya.server")
 _SOON = timedelta(days=14)
 _PROTOCOLS = ("http/1.1",)
 _ROLE_SCHEME = "papaya:"
-_EXPLAINED = (9, 10, 62, 64)  # OpenSSL's codes for dates and names
+_WRONG_NAME = (62, 64)  # OpenSSL's codes for names and addresses
+_EXPLAINED = (9, 10, *_WRONG_NAME)  # and for dates
 # How OpenSSL calls an answer that is not TLS.
 _NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG")
 
@@ -61,11 +62,14 @@ class MutualContexts(NamedTuple):
     calling: ssl.SSLContext
 
 
-def mutual_contexts(deployment: Deployment, roles: Sequence[str]) -> MutualContexts | None:
+def mutual_contexts(
+    deployment: Deployment, roles: Sequence[str], host: str | None = None
+) -> MutualContexts | None:
     """Contexts that show our certificate and require one of `servers_authority`; None without.
 
-    Refused: a certificate that is not valid now, that does not name all of `roles`, or that other
-    servers with the same settings would refuse.
+    `host`: at which others call this server; None if it is not known here.
+    Refused: a certificate that is not valid now, that does not name all of `roles` and `host`, or
+    that other servers with the same settings would refuse.
     """
     if not deployment.has_mutual_tls:
         return None
@@ -84,7 +88,7 @@ def mutual_contexts(deployment: Deployment, roles: Sequence[str]) -> MutualConte
         _load_authority(context, authority)
     own.check_dates()
     own.check_roles(roles)
-    _check_together(made, certificate, authority)
+    _check_together(made, certificate, authority, host)
     return made
 
 
@@ -97,6 +101,18 @@ def roles_of(certificate: Mapping[str, Any]) -> frozenset[str]:
 def _roles(uris: Iterable[str]) -> frozenset[str]:
     found = (uri for uri in uris if uri.startswith(_ROLE_SCHEME))
     return frozenset(uri.removeprefix(_ROLE_SCHEME) for uri in found)
+
+
+def expires_at(path: str) -> float:
+    """Unix time at which the first certificate of a PEM file expires."""
+    return _first_of(path).not_valid_after_utc.timestamp()
+
+
+def _first_of(path: str) -> Certificate:
+    from cryptography.x509 import load_pem_x509_certificates  # commands start faster without
+
+    with open(path, "rb") as file:
+        return load_pem_x509_certificates(file.read())[0]
 
 
 class _OwnFiles:
@@ -123,7 +139,7 @@ class _OwnFiles:
     def check_dates(self) -> None:
         """An expired certificate would only show as failed handshakes on every peer."""
         name = f"{self._prefix}_certificate {self._certificate}"
-        found, now = self._first(), datetime.now(UTC)
+        found, now = _first_of(self._certificate), datetime.now(UTC)
         begins, ends = found.not_valid_before_utc, found.not_valid_after_utc
         if ends <= now:
             raise OperatorError(
@@ -146,7 +162,8 @@ class _OwnFiles:
         )
 
         try:
-            names = self._first().extensions.get_extension_for_class(SubjectAlternativeName).value
+            found = _first_of(self._certificate).extensions
+            names = found.get_extension_for_class(SubjectAlternativeName).value
             named = _roles(names.get_values_for_type(UniformResourceIdentifier))
         except ExtensionNotFound:
             named = frozenset()
@@ -156,12 +173,6 @@ class _OwnFiles:
                 f"{' and '.join(missing)}; it names {', '.join(sorted(named)) or 'none'}",
                 hint=f"issue it with the subjectAltName URI:{_ROLE_SCHEME}{missing[0]}",
             )
-
-    def _first(self) -> Certificate:
-        from cryptography.x509 import load_pem_x509_certificates  # commands start faster without
-
-        with open(self._certificate, "rb") as file:
-            return load_pem_x509_certificates(file.read())[0]
 
 
 def _load_authority(context: ssl.SSLContext, authority: str) -> None:
@@ -174,12 +185,14 @@ def _load_authority(context: ssl.SSLContext, authority: str) -> None:
         ) from error
 
 
-def _check_together(made: MutualContexts, certificate: str, authority: str) -> None:
-    """A handshake with ourselves: other servers check the same, and the name."""
+def _check_together(
+    made: MutualContexts, certificate: str, authority: str, host: str | None
+) -> None:
+    """A handshake with ourselves: other servers check the same."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    made.calling.check_hostname = False
+    made.calling.check_hostname = host is not None
     sides = (
-        made.calling.wrap_bio(to_client, to_server),
+        made.calling.wrap_bio(to_client, to_server, server_hostname=host),
         made.listening.wrap_bio(to_server, to_client, server_side=True),
     )
     try:
@@ -187,6 +200,13 @@ def _check_together(made: MutualContexts, certificate: str, authority: str) -> N
             with suppress(ssl.SSLWantReadError):
                 side.do_handshake()
     except ssl.SSLError as error:
+        if getattr(error, "verify_code", 0) in _WRONG_NAME:
+            raise OperatorError(
+                f"servers_certificate {certificate} is not for {host}, where others call this "
+                f"server: {getattr(error, 'verify_message', '')}",
+                hint="issue it with that host in its subjectAltName (DNS:name or IP:address), or "
+                "set announce to a host that it has",
+            ) from error
         raise OperatorError(
             f"servers_certificate {certificate} is refused by servers_authority {authority}: "
             f"{getattr(error, 'verify_message', '') or _reason(error)}",
@@ -274,7 +294,7 @@ def _explain_certificate(error: ssl.SSLCertVerificationError) -> tuple[str, str]
                 "its certificate has expired",
                 "renew the certificate of the server; or check the clock of this machine: date",
             )
-        case 62 | 64:
+        case code if code in _WRONG_NAME:
             return (
                 f"its certificate is for another name: {error.verify_message}",
                 "use one of the names that the certificate has, or another certificate",

@@ -15,7 +15,7 @@ from papaya.http.errors import HttpError, MisuseError, PeerUnavailable
 from papaya.http.exchange import Headers, has_body
 from papaya.http.head import END_OF_HEAD, ResponseHead, parse_response
 from papaya.http.limits import MAX_HEAD_BYTES, PeerLimits
-from papaya.http.tls import PeerCertificate
+from papaya.http.tls import NO_CERTIFICATE
 
 
 class Response(NamedTuple):
@@ -40,7 +40,7 @@ class ClientConnection(asyncio.Protocol):
     ) -> None:
         self.address = address
         self.context = context  # of TLS; None without
-        self.certificate: PeerCertificate = {}  # of the other server, with TLS
+        self.certificate = NO_CERTIFICATE  # of the other server, with TLS
         self.is_used = False  # it has carried an exchange before
         self.is_full = False  # the transport asked us to stop writing
         self.is_lost = False  # the loop reported the end of the connection
@@ -150,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
         # Full as soon as the socket is, so that bodies wait at their source and not here. The limit
         # is 1 and not 0, because a TLS transport with limit 0 is always full.
         self._transport.set_write_buffer_limits(high=1, low=0)
-        self.certificate = self._transport.get_extra_info("peercert") or {}
+        self.certificate = self._transport.get_extra_info("peercert") or NO_CERTIFICATE
         if self.context is None:
             self._file = self._transport.get_extra_info("socket").fileno()
 

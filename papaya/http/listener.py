@@ -25,6 +25,7 @@ Observe = Callable[[str, int, float], None]
 """Called for each answer: the route's path template, the status, the seconds since the head."""
 
 _BACKLOG = 4096
+_MAX_WARNINGS = 256
 
 
 def plain_problem(status: int, text: str, retry_after_s: float | None) -> bytes:
@@ -61,8 +62,15 @@ class ListenerState:
         # the bytes to a connection before it asks another one for a buffer.
         self.scratch = memoryview(bytearray(limits.max_head_bytes))
         self.date = ""  # the Date header, renewed by each sweep
+        self._refused: set[tuple[str, str]] = set()  # hosts and reasons that were logged
         self._all_gone = asyncio.Event()
         self._sweep()
+
+    def warn_once(self, host: str, why: str) -> None:
+        """Log that a peer is refused; not again while the reason is the same."""
+        if (host, why) not in self._refused and len(self._refused) < _MAX_WARNINGS:
+            self._refused.add((host, why))
+            log.warning("%s is refused: %s", host, why)
 
     def left(self, connection: ServerConnection) -> None:
         self.connections.discard(connection)

@@ -352,7 +352,8 @@ class _Pool:
         if self._tls is not None and (why := self._tls.refusal(connection.certificate)):
             connection.abort()
             self._free_slot()
-            raise PeerUnavailable(f"{self.address} is not who it should be: {why}")
+            wrong = PeerUnavailable(f"{self.address} is not the server that was meant: {why}")
+            raise wrong from PermissionError(why)
         self._connections.add(connection)
         return connection
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from ssl import SSLContext
+from types import MappingProxyType
 from typing import Any
 
 PeerCertificate = Mapping[str, Any]
 """What `ssl.SSLSocket.getpeercert` returns; empty if the peer has shown none."""
+
+NO_CERTIFICATE: PeerCertificate = MappingProxyType({})
 
 
 def accept_any(certificate: PeerCertificate) -> str:

@@ -20,6 +20,7 @@ from papaya.config import Deployment
 from papaya.config.deployment import TLS_SCHEME, address
 from papaya.credentials.tls import (
     between_servers,
+    expires_at,
     explain_peer,
     mutual_contexts,
     roles_of,
@@ -58,12 +59,17 @@ def must_be_one_of(roles: Iterable[str]) -> Callable[[PeerCertificate], str]:
 class Certificates:
     """Of a process with these roles. `refresh` reads files that have changed."""
 
-    def __init__(self, deployment: Deployment, roles: tuple[str, ...]) -> None:
+    def __init__(
+        self, deployment: Deployment, roles: tuple[str, ...], host: str | None = None
+    ) -> None:
+        """`host`: at which other servers call this process; None if it is not known."""
         self._deployment = deployment
+        self._host = host
         self._roles = roles
         self.doors: Tls | None = None  # of the listeners for devices and owners
         self.servers: Tls | None = None  # of the listener for other servers
         self._calls: dict[str, Tls] = {}  # by the role that is called
+        self.expiry: dict[str, float] = {}  # by setting, when the certificate in use expires
         self._seen = self._look()
         self._read()
 
@@ -80,14 +86,23 @@ class Certificates:
             self._read()
         except OperatorError as error:
             logger.error("new certificates are not used: %s (hint: %s)", error, error.hint)
+        except (OSError, ValueError) as error:  # a file changed while it was read
+            logger.error(
+                "new certificates are not used: %s; they are read at the next change", error
+            )
         else:
             logger.warning("certificates were read again; new connections use them")
 
     def _read(self) -> None:
         """Nothing is changed if any of the files does not work."""
         doors = server_context(self._deployment)
-        mutual = mutual_contexts(self._deployment, self._roles)
+        mutual = mutual_contexts(self._deployment, self._roles, self._host)
         calling = between_servers(self._deployment) if mutual is None else mutual.calling
+        self.expiry = {
+            name: expires_at(path)
+            for name in ("tls_certificate", "servers_certificate")
+            if (path := getattr(self._deployment, name)) is not None
+        }
         self.doors = _renewed(self.doors, doors)
         if mutual is None:
             self.servers = self.doors

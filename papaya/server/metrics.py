@@ -40,6 +40,7 @@ from papaya.coordinator.coordinator import Coordinator
 from papaya.messages.participation import AbortReason, DiscardReason
 from papaya.messages.storage import Outcome
 from papaya.selector.selector import Selector
+from papaya.server.certificates import Certificates
 from papaya.server.tsa_fleet import TsaFleet
 from papaya.server.workers import Workers
 
@@ -181,6 +182,19 @@ class TsaCollector(Collector):
         help_ = "How often a TSA became unreachable."
         outages = sum(breaker.outages for breaker in breakers)
         yield CounterMetricFamily("papaya_tsa_outages", help_, outages)
+
+
+class CertificateCollector(Collector):
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+
+    def collect(self) -> Iterator[Metric]:
+        help_ = "Unix time at which a certificate in use expires, by its setting."
+        name = "papaya_certificate_expiry_timestamp_seconds"
+        family = GaugeMetricFamily(name, help_, labels=("certificate",))
+        for setting, at in self._certificates.expiry.items():
+            family.add_metric((setting,), at)
+        yield family
 
 
 class SelectorCollector(Collector):

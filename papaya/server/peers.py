@@ -55,7 +55,7 @@ _HINTS = {
     403: "the certificate names another role than the sender has",
     401: "all servers need the same server.token in their data folder",
 }
-_SENDERS: dict[type[Message], str] = {
+SENDERS: dict[type[Message], str] = {
     AggregatorReport: "aggregator",
     SelectorReport: "selector",
     AggregatorOrders: "coordinator",
@@ -178,6 +178,8 @@ class Peers:
         cause = error.__cause__
         if isinstance(cause, ssl.SSLError):
             why = explain_peer(cause)
+        elif isinstance(cause, PermissionError):
+            why = str(cause)
         elif isinstance(cause, socket.gaierror):
             why = f"its name has no address: {cause.strerror} (hint: check the name and the DNS)"
         else:
@@ -231,7 +233,7 @@ def message_route(peers: Peers, *, checks_roles: bool = False) -> HttpRoute:
         if host is None:
             raise ProtocolError("this message is for a node that does not run here")
         message = wire.between_servers.parse(body)
-        sender = _SENDERS[type(message)]
+        sender = SENDERS[type(message)]
         if checks_roles and sender not in roles_of(exchange.certificate):
             exchange.answer_problem(403, f"only the role {sender} sends this message")
             return

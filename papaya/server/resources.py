@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.clock import Clock
 from papaya.config import Deployment
-from papaya.config.deployment import ROLES, Role
+from papaya.config.deployment import ROLES
 from papaya.credentials.token_files import Secret, read_or_make
 from papaya.errors import OperatorError
 from papaya.http.pool import ConnectionPool
@@ -45,9 +45,9 @@ class Resources:
     admin_token: Secret
     server_token: Secret
 
-    def __init__(self, deployment: Deployment, roles: tuple[Role, ...], clock: Clock) -> None:
+    def __init__(self, deployment: Deployment, certificates: Certificates, clock: Clock) -> None:
         self.deployment = deployment
-        self.certificates = Certificates(deployment, roles)
+        self.certificates = certificates
         self.clock = clock
         self.data = Path(deployment.data)
         self._exits = AsyncExitStack()
@@ -56,7 +56,7 @@ class Resources:
     async def open(
         cls,
         deployment: Deployment,
-        roles: tuple[Role, ...],
+        certificates: Certificates,
         name: str,
         clock: Clock,
         observe: Callable[[float, Outcome], None],
@@ -65,7 +65,7 @@ class Resources:
 
         `observe` is called with the duration and the outcome of each transaction.
         """
-        resources = cls(deployment, roles, clock)
+        resources = cls(deployment, certificates, clock)
         try:
             await resources._open(name, observe)
         except BaseException:

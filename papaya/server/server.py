@@ -47,10 +47,11 @@ from papaya.server.admin.supervisor import Supervisor
 from papaya.server.auth import guarded, verifier_for
 from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
+from papaya.server.certificates import Certificates
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.metrics import DriverMetrics, TsaCollector
+from papaya.server.metrics import CertificateCollector, DriverMetrics, TsaCollector
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
@@ -108,24 +109,26 @@ class Server:
     # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
+        host = None if self._is_alone else await self._called_host()
+        certificates = Certificates(self.deployment, self.roles, host)
         metrics = DriverMetrics()
         self._resources = await Resources.open(
-            self.deployment, self.roles, self._name(), self._clock, metrics.observe_commit
+            self.deployment, certificates, self._name(), self._clock, metrics.observe_commit
         )
         try:
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
-                await self._check_addresses()
             boots = Boots(self._resources.state)
             for role in self.roles:
                 boot = await boots.take(self._node(role))
                 self._hosts[role] = self._make_host(role, boot)
-            for host in self._hosts.values():
-                self._resources.peers.hosts[host.machine.node] = host
-                host.start()
+            for running in self._hosts.values():
+                self._resources.peers.hosts[running.machine.node] = running
+                running.start()
             self._operations.watch(self._hosts.values())
             self._operations.watch_peers(self._resources.peers)
+            metrics.registry.register(CertificateCollector(certificates))
             await self._tell_revoked()
             await self._open_doors()
             self._look_after(self._refresh())
@@ -272,26 +275,25 @@ class Server:
         where = self.deployment.announce or self.addresses.get("servers")
         return role if self._is_alone else f"{role}@{where}"
 
-    async def _check_addresses(self) -> None:
-        """Others must be able to reach this server, and this server a coordinator."""
-        deployment, names = self.deployment, self.deployment.coordinators
-        host, _ = address("servers", deployment.servers)
-        if deployment.announce is None and host in _ANY_ADDRESS:
+    async def _called_host(self) -> str:
+        """The host at which others call this server. They must be able to reach it, and it them."""
+        names = self.deployment.coordinators
+        own = self.deployment.announce or self.deployment.servers
+        host, _ = address("servers", own)
+        if host in _ANY_ADDRESS:
             raise OperatorError(
-                f"servers = {deployment.servers!r} is not an address that other servers can call",
+                f"servers = {own!r} is not an address that other servers can call",
                 hint='set announce to the name or address of this machine: announce = "host:8752"',
             )
-        if (
-            "coordinator" in self.roles
-            and names
-            and self._node("coordinator") not in (coordinators := self._coordinators())
-        ):
+        is_known = own in names or own.endswith(":0") or "coordinator" not in self.roles
+        if names and not is_known:
             raise OperatorError(
-                f"no other server knows {self._node('coordinator')}: coordinators has "
-                f"{', '.join(coordinators)}",
+                f"no other server knows this coordinator: it is at {own}, and coordinators has "
+                f"{', '.join(names)}",
                 hint="list its servers address, or its announce address, in coordinators",
             )
         await self._check_names(names)
+        return host
 
     async def _check_names(self, names: tuple[str, ...]) -> None:
         """Refuse to start if no coordinator's name has an address; one of several may be away."""

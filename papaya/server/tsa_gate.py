@@ -21,7 +21,7 @@ from papaya.config.deployment import TLS_SCHEME, address
 from papaya.errors import OperatorError
 from papaya.http.acceptor import Acceptor, Admission, bind
 from papaya.http.limits import ListenerLimits
-from papaya.http.tls import Tls
+from papaya.http.tls import NO_CERTIFICATE, Tls
 from papaya.server.certificates import Certificates
 from papaya.tsa import endpoint
 
@@ -30,6 +30,7 @@ logger = logging.getLogger("papaya.server")
 _BACKLOG = 128
 _MAX_CONNECTIONS = 64  # the TSA takes as many
 _CONNECT_S = 3.0
+_MAX_WARNINGS = 256
 _LOOK_AT_FILES_S = 10.0
 
 
@@ -54,6 +55,7 @@ class TsaGate:
         self._look_s = look_s
         self._certificates = Certificates(deployment, ("tsa",))
         self._pairs: set[_Pair] = set()
+        self._told: set[tuple[str, str]] = set()  # hosts and reasons of refusals that were logged
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Connections that are open then are closed."""
@@ -83,10 +85,17 @@ class TsaGate:
                 f"cannot listen on {host}:{port}: {error.strerror}",
                 hint="give an address of this machine and a free port above 1023",
             ) from error
-        return f"{TLS_SCHEME}{host}:{self._sockets[0].getsockname()[1]}"
+        shown = f"[{host}]" if ":" in host else host
+        return f"{TLS_SCHEME}{shown}:{self._sockets[0].getsockname()[1]}"
+
+    def warn_once(self, host: str, why: str) -> None:
+        """Aggregators try again every second: say it once."""
+        if (host, why) not in self._told and len(self._told) < _MAX_WARNINGS:
+            self._told.add((host, why))
+            logger.warning("%s is refused: %s", host, why)
 
     async def connect(self, back: asyncio.Protocol) -> None:
-        """Connect to the TSA. Raises OSError, ValueError or TimeoutError."""
+        """Connect to the TSA. Raises OSError or ValueError."""
         loop = asyncio.get_running_loop()
         connected = await asyncio.to_thread(endpoint.connect, self._tsa, _CONNECT_S)
         connected.setblocking(False)
@@ -129,10 +138,10 @@ class _Pair:
             return
         self._gate.opened(self)
         host = self._admission.client[0]
-        certificate = side.transport.get_extra_info("peercert") or {}
+        certificate = side.transport.get_extra_info("peercert") or NO_CERTIFICATE
         why = self._admission.refusal or self._tls.refusal(certificate)
         if why:
-            logger.warning("%s is refused: %s", host, why)
+            self._gate.warn_once(host, why)
             self.close()
             return
         side.transport.pause_reading()
@@ -142,7 +151,8 @@ class _Pair:
         try:
             await self._gate.connect(self._back)
         except (OSError, ValueError) as error:
-            logger.warning("the TSA cannot be reached: %s (hint: check that it runs)", error)
+            why = f"the TSA cannot be reached: {error} (hint: check that it runs)"
+            self._gate.warn_once(self._admission.client[0], why)
             self.close()
 
     def received(self, side: _Side, data: bytes) -> None:

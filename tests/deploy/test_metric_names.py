@@ -6,12 +6,14 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 
-from papaya.server.metrics import TsaCollector
+from papaya.server.certificates import Certificates
+from papaya.server.metrics import CertificateCollector, TsaCollector
 from papaya.server.tsa_fleet import TsaFleet
 from tests.unit.server.test_metrics import a_whole_process
 
@@ -50,6 +52,8 @@ class NoTsas:
 def exported() -> str:
     registry = CollectorRegistry()
     registry.register(TsaCollector(cast(TsaFleet, NoTsas())))
+    own = SimpleNamespace(expiry={"tls_certificate": 1.0})
+    registry.register(CertificateCollector(cast(Certificates, own)))
     return a_whole_process() + generate_latest(registry).decode()
 
 

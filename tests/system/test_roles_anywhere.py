@@ -187,6 +187,27 @@ def test_a_name_without_an_address_is_explained(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "coordinator.invalid:8752 has no address" in done.stderr
     assert "getent hosts coordinator.invalid" in done.stderr
+    assert not (tmp_path / "data").exists(), "nothing is changed"
+
+
+def test_a_server_that_nobody_could_call_does_not_start(tmp_path: Path) -> None:
+    cases = {
+        "aggregator": ("0.0.0.0:8752", "is not an address that other servers can call"),
+        "coordinator": ("127.0.0.5:8752", "no other server knows this coordinator"),
+    }
+    for role, (servers, problem) in cases.items():
+        file = tmp_path / f"{role}.toml"
+        deployment: dict[str, Toml] = {
+            "data": str(tmp_path / "data"),
+            "servers": servers,
+            "admin": "127.0.0.5:0",
+            "coordinators": ["127.0.0.3:8752"],
+        }
+        file.write_text(toml(deployment, {}), encoding="utf-8")
+        done = run_to_the_end("serve", role, "--config", str(file))
+        assert done.returncode == 2
+        assert problem in done.stderr
+        assert not (tmp_path / "data").exists(), "nothing is changed"
 
 
 # -- TSAs on other machines ---------------------------------------------------------------------

@@ -20,9 +20,11 @@ from papaya.http.exchange import Exchange
 from papaya.http.listener import Listener, serve
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
+from papaya.http.tls import Tls
 from papaya.server.certificates import Certificates
 from tests.system.tls import Authority
 from tests.system.tls import Certificates as Files
+from tests.unit.http.loopback import LOOPS, run
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,26 @@ def test_a_caller_of_another_authority_gets_no_answer(
     assert "servers_authority" in caplog.text
 
 
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_certificate_that_expired_while_its_server_ran_is_refused(
+    authority: Authority, loop: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = of(authority.issue("c3", ["coordinator"]), "coordinator")
+    old = authority.issue("a4", ["aggregator"], age=timedelta(days=200))
+    calling = ssl.create_default_context(cafile=str(authority.file))
+    calling.load_cert_chain(old.certificate, old.key)
+
+    async def main() -> None:
+        async with listening(coordinator) as listener:
+            pool = ConnectionPool(tls=Tls(calling))
+            with pytest.raises(PeerUnavailable):
+                await pool.request(f"127.0.0.1:{listener.port}", "GET", "/")
+            await pool.close()
+
+    run(main(), loop)
+    assert "the TLS handshake of 127.0.0.1 failed: certificate has expired" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("age_days", "roles", "problem"),
     [
@@ -136,6 +158,15 @@ def test_a_certificate_of_another_authority_is_refused_at_the_start(tmp_path: Pa
     with pytest.raises(OperatorError, match="is refused by servers_authority") as refused:
         of(files._replace(authority=other), "aggregator")
     assert refused.value.hint
+
+
+def test_a_certificate_for_another_host_is_refused_at_the_start(authority: Authority) -> None:
+    files = authority.issue("elsewhere", ["aggregator"], ["aggregator-1.example"])
+    Certificates(files.deployment(), ("aggregator",), "aggregator-1.example")
+    for host in ("aggregator-2.example", "127.0.0.5"):
+        with pytest.raises(OperatorError, match=f"is not for {host}") as refused:
+            Certificates(files.deployment(), ("aggregator",), host)
+        assert "subjectAltName" in refused.value.hint
 
 
 def test_half_of_the_settings_is_refused() -> None:
@@ -205,7 +236,8 @@ def test_files_that_do_not_work_are_reported_once_and_not_used(
     files = issuer.issue("own", ["aggregator"])
     own = of(files, "aggregator")
     assert own.servers is not None
-    before = own.servers.context
+    before, expiry = own.servers.context, own.expiry
+    assert set(expiry) == {"servers_certificate"}
     for wrong in (
         issuer.issue("old", ["aggregator"], age=timedelta(days=200)),
         issuer.issue("other", ["selector"]),
@@ -215,7 +247,11 @@ def test_files_that_do_not_work_are_reported_once_and_not_used(
         own.refresh()
         own.refresh()
         assert own.servers.context is before
+        assert own.expiry is expiry
         assert caplog.text.count("new certificates are not used") == 1
+    files.certificate.unlink()
+    own.refresh()
+    assert own.servers.context is before
     replace(files, issuer.issue("good", ["aggregator"]))
     own.refresh()
     assert own.servers.context is not before

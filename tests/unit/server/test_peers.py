@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 
@@ -14,9 +14,10 @@ from papaya.http.listener import serve
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
 from papaya.messages.base import Message
+from papaya.messages.control import Control
 from papaya.messages.participation import Alive, Heartbeat, Retry
 from papaya.messages.paths import PATHS
-from papaya.server.peers import MESSAGES_PATH, Peers
+from papaya.server.peers import MESSAGES_PATH, SENDERS, Peers
 from papaya.server.replies import WaitingDevice
 
 
@@ -81,6 +82,10 @@ def test_a_message_that_was_taken_is_not_lost(caplog: pytest.LogCaptureFixture) 
 
     asyncio.run(run())
     assert caplog.text == ""
+
+
+def test_every_message_between_servers_has_one_sender() -> None:
+    assert set(SENDERS) == set(get_args(Control))
 
 
 def test_bodies_have_connections_of_their_own() -> None:

@@ -159,8 +159,9 @@ def test_a_gate_needs_certificates_and_so_do_its_callers(tmp_path: Path) -> None
     assert "servers_certificate" in refused.value.hint
     with pytest.raises(ConfigError, match="called with certificates only"):
         Deployment(tsa=f"tls:{HOST}:8760")
-    with pytest.raises(ConfigError, match="is not the address of a TSA"):
-        Deployment(tsa=(f"{HOST}:8760",))
+    for where in ("10.0.0.5:8760", "tcp:10.0.0.5:8760", "tcp:tsa.example:8760"):
+        with pytest.raises(ConfigError, match="is not the address of a TSA"):
+            Deployment(tsa=(where,))
     files = Authority(tmp_path).issue("gate", ["tsa"], [HOST])
     with pytest.raises(OperatorError, match="is not an address for a gate"):
         TsaGate(files.deployment(), "tcp:127.0.0.1:8760", "unix:tsa.sock")
