@@ -26,7 +26,7 @@ from papaya.cli.output import Commands, FormatOptions, add_format, bind, print_d
 from papaya.cli.status import trouble
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
-from papaya.credentials.tls import certificate_ends, client_context, server_context
+from papaya.credentials.tls import client_context, expires_at, server_context
 from papaya.credentials.token_files import read
 from papaya.errors import OperatorError
 from papaya.server.admin.views import SystemStatus
@@ -216,9 +216,8 @@ def _certificate(deployment: Deployment) -> Iterator[Diagnosis]:
             yield Diagnosis("certificate", "warning", text, hint)
         return
     server_context(deployment)  # raises with the reason
-    ends = certificate_ends(path)
-    days = (ends.timestamp() - time.time()) / _DAY_S
-    text = f"{path} expires at {ends:%Y-%m-%d} ({days:.0f} days)"
+    days = (expires_at(path) - time.time()) / _DAY_S
+    text = f"{path} expires in {days:.0f} days"
     if days < _RENEW_DAYS:
         yield Diagnosis("certificate", "warning", text, "renew it")
     else:

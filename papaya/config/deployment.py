@@ -20,6 +20,8 @@ _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/
 _WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
+TLS_SCHEME = "tls:"  # of a TSA on another machine
+
 Role = Literal["coordinator", "selector", "aggregator"]
 ROLES: tuple[Role, ...] = ("coordinator", "selector", "aggregator")
 
@@ -37,12 +39,16 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     devices: str = "127.0.0.1:8750"
     admin: str = "127.0.0.1:8751"
     servers: str = "127.0.0.1:8752"
+    announce: str | None = None
     coordinators: tuple[str, ...] = ()
     device_tokens: str = "shared"
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
-    tsa: str = ""
+    servers_certificate: str | None = None
+    servers_key: str | None = None
+    servers_authority: str | None = None
+    tsa: str | tuple[str, ...] = ""
     tsa_platform: Literal["software", "sgx", "tdx"] = "software"
     tsa_collateral: str | None = None
     tsa_leaf: int = 0
@@ -61,6 +67,8 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         for coordinator in self.coordinators:
             address("coordinators", coordinator)
         self._check_blobs()
+        if self.announce is not None:
+            address("announce", self.announce)
         require(
             self.device_tokens in ("shared", "signed", "none")
             or re.fullmatch(r"[\w.]+:\w+", self.device_tokens) is not None,
@@ -76,6 +84,16 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "TLS needs a certificate and its key",
             "set tls_certificate and tls_key, or neither",
         )
+        mutual = (self.servers_certificate, self.servers_key, self.servers_authority)
+        require(
+            None not in mutual or set(mutual) == {None},
+            "servers_certificate",
+            self.servers_certificate,
+            "TLS between roles needs a certificate, its key and an authority",
+            "set servers_certificate, servers_key and servers_authority, or none of them",
+        )
+        for tsa in self.tsa_addresses:
+            self._check_tsa(tsa)
         require(
             self.tsa_platform == "software" or bool(self.tsa),
             "tsa",
@@ -106,6 +124,37 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ):
             require_count(field, getattr(self, field))
         require_positive_s("drain_s", self.drain_s)
+
+    @property
+    def has_mutual_tls(self) -> bool:
+        """Whether both sides of connections between roles show certificates."""
+        return self.servers_certificate is not None
+
+    @property
+    def tsa_addresses(self) -> tuple[str, ...]:
+        """Of the TSAs that run on their own; empty if this process starts one."""
+        found = (self.tsa,) if isinstance(self.tsa, str) else self.tsa
+        return tuple(address for address in found if address)
+
+    def _check_tsa(self, tsa: str) -> None:
+        if tsa.startswith(TLS_SCHEME):
+            address("tsa", tsa.removeprefix(TLS_SCHEME))
+            require(
+                self.has_mutual_tls,
+                "tsa",
+                tsa,
+                "a TSA on another machine is called with certificates only",
+                "set servers_certificate, servers_key and servers_authority",
+            )
+        elif not tsa.startswith("unix:"):
+            host = address("tsa", tsa.removeprefix("tcp:"))[0] if tsa.startswith("tcp:") else ""
+            require(
+                _is_network(host) and ip_network(host).is_loopback,
+                "tsa",
+                tsa,
+                "is not the address of a TSA",
+                "use unix:/path, tcp:127.0.0.1:port, or tls:host:port for another machine",
+            )
 
     def _check_blobs(self) -> None:
         require(

@@ -163,6 +163,17 @@ class ClusterKeyRow(Row, frozen=True):
     key: bytes
 
 
+class TsaRow(Row, frozen=True):
+    """Which TSA serves the task with these public parameters; the key has their hash.
+
+    `address` stays as long as the row. Another `identity` there means that the TSA was restarted,
+    and that what it held is lost. Empty: the child process of the aggregator.
+    """
+
+    address: str
+    identity: bytes
+
+
 class RevokedRow(Row, frozen=True):
     """A device that may not take part, although its token is valid. The key has its identity."""
 
@@ -222,6 +233,7 @@ BOOTS = "boot/"
 TICKET_KEYS = "ticket-key/"
 CLUSTER_KEY = "cluster-key"
 REVOKED = "revoked/"
+TSAS = "tsa/"
 
 
 def task_key(task: TaskId) -> str:
@@ -262,6 +274,10 @@ def point_key(task: TaskId, version: int) -> str:
 
 def ticket_key_key(key_id: int) -> str:
     return f"{TICKET_KEYS}{key_id:012d}"
+
+
+def tsa_key(parameters_hash: bytes) -> str:
+    return f"{TSAS}{parameters_hash.hex()}"
 
 
 def revoked_key(device: str) -> str:

@@ -36,6 +36,7 @@ _rows = msgspec.json.Decoder(
     | storage.ManifestRow
     | storage.TicketKeyRow
     | storage.ClusterKeyRow
+    | storage.TsaRow
     | storage.RevokedRow
     | storage.PointRow
 )

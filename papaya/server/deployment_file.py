@@ -18,13 +18,8 @@ from papaya.errors import ConfigError, OperatorError
 logger = logging.getLogger("papaya.server")
 
 _PATHS = (
-    "data",
-    "blobs_credentials",
-    "tls_certificate",
-    "tls_key",
-    "tls_authority",
-    "tsa_collateral",
-    "log",
+    *("data", "blobs_credentials", "tls_certificate", "tls_key", "tls_authority"),
+    *("servers_certificate", "servers_key", "servers_authority", "tsa_collateral", "log"),
 )
 
 

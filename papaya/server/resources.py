@@ -21,13 +21,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.clock import Clock
 from papaya.config import Deployment
+from papaya.config.deployment import ROLES
 from papaya.credentials.s3_keys import s3_keys
-from papaya.credentials.tls import between_servers
 from papaya.credentials.token_files import Secret, read_or_make
 from papaya.errors import OperatorError
 from papaya.http.pool import ConnectionPool
 from papaya.messages.base import BlobKey
 from papaya.messages.storage import Outcome
+from papaya.server.certificates import Certificates
 from papaya.server.peers import Peers
 from papaya.server.replies import retry_after_s
 from papaya.server.state_thread import StateThread
@@ -56,8 +57,9 @@ class Resources:
     admin_token: Secret
     server_token: Secret
 
-    def __init__(self, deployment: Deployment, clock: Clock) -> None:
+    def __init__(self, deployment: Deployment, certificates: Certificates, clock: Clock) -> None:
         self.deployment = deployment
+        self.certificates = certificates
         self.clock = clock
         self.data = Path(deployment.data)
         self._exits = AsyncExitStack()
@@ -66,6 +68,7 @@ class Resources:
     async def open(
         cls,
         deployment: Deployment,
+        certificates: Certificates,
         name: str,
         clock: Clock,
         observe: Callable[[float, Outcome], None],
@@ -74,7 +77,7 @@ class Resources:
 
         `observe` is called with the duration and the outcome of each transaction.
         """
-        resources = cls(deployment, clock)
+        resources = cls(deployment, certificates, clock)
         try:
             await resources._open(name, observe)
         except BaseException:
@@ -102,9 +105,10 @@ class Resources:
             self.blobs = self.bucket
             public = self.cluster_key.public_key().public_bytes_raw()
             await asyncio.to_thread(self.bucket.claim, sha256(public).hexdigest()[:32])
-        tls = between_servers(self.deployment)
+        calls = self.certificates.calls
+        pools: dict[str, ConnectionPool] = {role: ConnectionPool(tls=calls(role)) for role in ROLES}
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
-        self.peers = Peers(ConnectionPool(ssl=tls), ConnectionPool(ssl=tls), token, retry_s)
+        self.peers = Peers(pools, ConnectionPool(tls=calls("aggregator")), token, retry_s)
         self._exits.push_async_callback(self.peers.close)
 
     async def close(self) -> None:
