@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from papaya.config.checks import require, require_count, require_positive_s
 from papaya.config.server import ServerConfig
+from papaya.errors import ConfigError
 
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
@@ -26,6 +27,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Addresses are `host:port`; port 0 means any free port. Paths are relative to the file."""
 
     data: str = "papaya-data"
+    state: str | None = None
     devices: str = "127.0.0.1:8750"
     admin: str = "127.0.0.1:8751"
     servers: str = "127.0.0.1:8752"
@@ -52,6 +54,8 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             address(field, getattr(self, field))
         for coordinator in self.coordinators:
             address("coordinators", coordinator)
+        if self.state is not None:
+            check_state_url(self.state)
         require(
             self.device_tokens in ("shared", "signed", "none")
             or re.fullmatch(r"[\w.]+:\w+", self.device_tokens) is not None,
@@ -97,6 +101,21 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ):
             require_count(field, getattr(self, field))
         require_positive_s("drain_s", self.drain_s)
+
+
+def check_state_url(url: str) -> None:
+    """The URL is never quoted: it may contain a password, which is refused."""
+    if re.match(r"postgres(ql)?://", url) is None:
+        raise ConfigError(
+            "state is not a URL of PostgreSQL",
+            hint='write state = "postgresql://user@host/database", or leave it out to use SQLite',
+        )
+    if re.match(r"[^:]+://[^/?#]*:[^/?#]*@", url) or re.search(r"[?&](ssl)?password=", url):
+        raise ConfigError(
+            "state has a password in it",
+            hint="put host:port:database:user:password into a file that only you can read, and its "
+            "path into the URL: ?passfile=/path (or set PGPASSFILE or PGPASSWORD)",
+        )
 
 
 def _is_network(text: str) -> bool:

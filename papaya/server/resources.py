@@ -1,12 +1,14 @@
 """Shared by all roles of one process: state, blobs, clock, ticket keys, tokens, connections.
 
-They are opened from the data folder in this order and closed in reverse. Refused: a folder that
-another process already serves under the same name, because two running instances of one node would
-each declare the other dead.
+They are opened from the data folder in this order and closed in reverse. The state is in the data
+folder, or in PostgreSQL. Refused: a folder that another process already serves under the same name,
+because two running instances of one node would each declare the other dead; and state of another
+cluster than the folder's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 from collections.abc import Callable
@@ -29,14 +31,15 @@ from papaya.server.state_thread import StateThread
 from papaya.server.ticket_keys import TicketKeys, load_or_create
 from papaya.server.tsa import load_cluster_key
 from papaya.store.blobs import FolderBlobs
+from papaya.store.clusters import open_state
 from papaya.store.folders import make_folder
-from papaya.store.state import SqliteState
 
 
 class Resources:
     """Open until `close`. Use `Resources.open`."""
 
     state: StateThread
+    cluster: str
     blobs: FolderBlobs
     keys: TicketKeys
     cluster_key: Ed25519PrivateKey
@@ -58,7 +61,7 @@ class Resources:
         clock: Clock,
         observe: Callable[[float, Outcome], None],
     ) -> Resources:
-        """`name` is unique among the processes of one data folder.
+        """`name` is unique among the processes of one cluster.
 
         `observe` is called with the duration and the outcome of each transaction.
         """
@@ -76,8 +79,10 @@ class Resources:
         self.admin_token = read_or_make(self.data, "admin.token")
         self.server_token = read_or_make(self.data, "server.token")
         self.blobs = FolderBlobs(self.data / "blobs")
-        self.state = StateThread(SqliteState(self.data / "state.db"), observe=observe)
+        store = await asyncio.to_thread(open_state, self.deployment.state, self.data, name)
+        self.state = StateThread(store, observe=observe)
         self._exits.push_async_callback(self.state.close)
+        self.cluster = store.cluster
         heartbeat_s = self.deployment.server.heartbeat_s
         publish_s = 3 * heartbeat_s
         self.keys = await load_or_create(self.state, self.clock.now(), os.urandom, publish_s)

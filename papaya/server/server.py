@@ -29,7 +29,7 @@ from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.coordinator.coordinator import Coordinator
 from papaya.credentials.tls import server_context
-from papaya.errors import OperatorError, PapayaError
+from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
@@ -191,6 +191,8 @@ class Server:
         """Background work should never end: without it the server would only look alive."""
         if task.cancelled():
             return
+        if isinstance(error := task.exception(), LostHistory):
+            self.failure = error
         if self.failure is None:
             logger.critical("background work of the server has failed", exc_info=task.exception())
         self.failed.set()
@@ -227,6 +229,8 @@ class Server:
             try:
                 await self._tell_revoked()
                 await self._refresh_keys(shared.clock.now())
+            except LostHistory:
+                raise
             except PapayaError:
                 logger.exception("cannot read ticket keys or revocations; using the old ones")
 

