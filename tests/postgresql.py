@@ -10,14 +10,14 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from urllib.parse import quote
 
 import psycopg
@@ -39,6 +39,8 @@ class Postgres:
         if self._user is not None:
             shutil.chown(folder, self._user)
         self._run("initdb", "--auth=trust", "--encoding=utf8", "-U", "postgres", "--no-sync")
+        rules = "local all guarded scram-sha-256\nlocal all all trust\n"
+        (folder / "data" / "pg_hba.conf").write_text(rules, encoding="ascii")
 
     @property
     def is_running(self) -> bool:
@@ -98,6 +100,32 @@ class Postgres:
             return cursor.fetchall() if cursor.description else []
 
     @contextmanager
+    def setting(self, name: str, value: str) -> Iterator[None]:
+        """For all connections of the server."""
+        self.execute(f"ALTER SYSTEM SET {name} = {value!r}")
+        self._reload(name, value)
+        try:
+            yield
+        finally:
+            self.execute(f"ALTER SYSTEM RESET {name}")
+            self._reload(name, None)
+
+    def _reload(self, name: str, value: str | None) -> None:
+        """Returns when new connections have the value; None means the one that it had before."""
+        self.execute("SELECT pg_reload_conf()")
+        where = f"name = '{name}' AND setting " + (
+            "= boot_val" if value is None else f"= '{value}'"
+        )
+        self.until(f"SELECT 1 FROM pg_settings WHERE {where}")
+
+    def until(self, question: str) -> None:
+        """Wait for a first row."""
+        ends_at = time.monotonic() + _START_S
+        while not self.execute(question):
+            assert time.monotonic() < ends_at, question
+            time.sleep(_POLL_S)
+
+    @contextmanager
     def schema(self) -> Iterator[str]:
         """The URL of an empty place; much faster to make than a database."""
         name = f"test_{os.getpid()}_{next(_numbers)}"
@@ -130,7 +158,7 @@ def _programs() -> Path:
     assert spec.submodule_search_locations is not None
     package = Path(spec.submodule_search_locations[0])
     if os.geteuid() == 0:
-        readable = Path(tempfile.mkdtemp(prefix="papaya-pg-programs-"))
+        readable = Path(mkdtemp(prefix="papaya-pg-programs-"))
         atexit.register(shutil.rmtree, readable)
         readable.chmod(0o755)
         libraries = package.with_name(f"{package.name}.libs")
@@ -141,16 +169,21 @@ def _programs() -> Path:
     return max(package.glob("pginstall*")) / "bin"
 
 
+@contextmanager
+def running(**settings: str) -> Iterator[Postgres]:
+    """A server of its own, to be killed."""
+    with TemporaryDirectory(prefix="papaya-pg-") as folder:
+        server = Postgres(Path(folder), **settings)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
+
+
 @cache
 def postgres() -> Postgres:
     """The server that the tests of this process share."""
-    folder = Path(tempfile.mkdtemp(prefix="papaya-pg-"))
-    server = Postgres(folder)
-    server.start()
-
-    def end() -> None:
-        server.stop()
-        shutil.rmtree(folder)
-
-    atexit.register(end)
-    return server
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(running())

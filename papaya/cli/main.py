@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "owner": "create and show the key with which you sign tasks",
     "status": "show the servers, tasks and problems of a running system",
     "client": "run devices that train for a server",
+    "store": "copy the state of a cluster from SQLite to PostgreSQL, or back",
     "token": "create a token for a device, or list the token files",
     "simulate": "run the servers with a simulated fleet, and train your model on it",
     "sweep": "train with many settings on a simulated fleet and compare them",

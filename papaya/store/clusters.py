@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from papaya.store.postgresql import PostgresState
 
 _NAME = "cluster.id"
-_STATE_NAME = "state.db"
+
+
+def state_file(data: Path) -> Path:
+    return data / "state.db"
 
 
 def open_state(url: str | None, data: Path, name: str) -> SqliteState | PostgresState:
@@ -29,9 +32,9 @@ def open_state(url: str | None, data: Path, name: str) -> SqliteState | Postgres
         store: SqliteState | PostgresState = open_sqlite(data)
     else:
         cluster = read_cluster(data)
-        if cluster is None and (data / _STATE_NAME).exists():
+        if cluster is None and state_file(data).exists():
             raise OperatorError(
-                f"the state of {data} is still in its file {_STATE_NAME}, not in PostgreSQL",
+                f"the state is still in {state_file(data)}, not in PostgreSQL",
                 hint=f"papaya store migrate {data} URL; or use a new data folder",
             )
         store = open_postgresql(url, name, cluster=cluster)
@@ -45,7 +48,7 @@ def open_state(url: str | None, data: Path, name: str) -> SqliteState | Postgres
 
 def open_sqlite(data: Path, cluster: str | None = None) -> SqliteState:
     """`cluster`: the id that a new file gets."""
-    return SqliteState(data / _STATE_NAME, cluster=cluster)
+    return SqliteState(state_file(data), cluster=cluster)
 
 
 def open_postgresql(

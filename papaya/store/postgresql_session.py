@@ -20,7 +20,7 @@ import stat
 from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
-from select import select
+from select import POLLIN, poll
 from typing import Any
 
 import psycopg
@@ -221,14 +221,14 @@ class DatabaseSession:
         self.connection.close()
 
     def is_lost(self) -> bool:
-        """Whether the server has hung up; found before anything is sent that it may not get."""
-        pgconn = self.connection.pgconn
-        try:
-            if select([pgconn.socket], [], [], 0)[0]:
-                pgconn.consume_input()
-        except (OSError, ValueError, psycopg.OperationalError):
-            return True
-        return False
+        """Whether the server has hung up; found before anything is sent that it may not get.
+
+        While nothing is asked, the server says nothing else, except that its settings were changed.
+        A new connection is right then too: the settings are checked again.
+        """
+        waiting = poll()  # select knows no more than 1024 sockets
+        waiting.register(self.connection.pgconn.socket, POLLIN)
+        return bool(waiting.poll(0))
 
     def others(self) -> int:
         """How many other processes of the cluster are connected."""
