@@ -75,18 +75,24 @@ class Postgres:
 
     def kill(self) -> None:
         """SIGKILL to the server and its backends: nothing is finished."""
-        assert self._process is not None
-        pid = self._process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
-        for each in (pid, *map(int, children.split())):
+        for pid in self.pids:
             with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+        assert self._process is not None
         self._process.wait()
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             self._process.wait(_START_S)
+
+    @property
+    def pids(self) -> list[int]:
+        """The server and its backends."""
+        assert self._process is not None
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+        return [pid, *map(int, children.split())]
 
     def url(self, database: str = "postgres", user: str = "postgres", **more: str) -> str:
         query = {"host": str(self.folder)} | more

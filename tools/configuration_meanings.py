@@ -66,6 +66,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     },
     Deployment: {
         "data": "Folder of the state database, the blobs and the tokens.",
+        "state": "URL of the PostgreSQL database with the state: see [run on many "
+        "machines](run-on-many-machines.md#state-on-postgresql). None: SQLite, in the data folder.",
         "devices": "Address of the listener for devices.",
         "admin": "Address of the listener for the admin API, `/metrics` and `/health`.",
         "servers": "Address of the listener for other servers, when roles run in separate "
