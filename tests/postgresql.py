@@ -30,16 +30,22 @@ _numbers = count()
 class Postgres:
     """A server with its own folder; it may be killed and started again."""
 
-    def __init__(self, folder: Path, **settings: str) -> None:
+    def __init__(self, folder: Path, primary: Postgres | None = None, **settings: str) -> None:
+        """`primary`: of which this one is a replica."""
         self.folder = folder
         self._user = "nobody" if os.geteuid() == 0 else None
         self._settings = settings
+        self._is_replica = primary is not None
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(exist_ok=True)
         if self._user is not None:
             shutil.chown(folder, self._user)
+        if primary is not None:
+            where = ("-h", str(primary.folder), "-U", "postgres")
+            self._run("pg_basebackup", *where, "--write-recovery-conf", "--checkpoint=fast")
+            return
         self._run("initdb", "--auth=trust", "--encoding=utf8", "-U", "postgres", "--no-sync")
-        rules = "local all guarded scram-sha-256\nlocal all all trust\n"
+        rules = "local all guarded scram-sha-256\nlocal all,replication all trust\n"
         (folder / "data" / "pg_hba.conf").write_text(rules, encoding="ascii")
 
     @property
@@ -47,9 +53,9 @@ class Postgres:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Returns when it accepts writes."""
+        """Returns when it accepts writes, or reads if it is a replica."""
         self.begin_to_start()
-        self.until_ready()
+        self.until_ready("any" if self._is_replica else "read-write")
 
     def begin_to_start(self) -> None:
         assert not self.is_running
@@ -60,12 +66,12 @@ class Postgres:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, user=self._user, stderr=log, stdout=log)
 
-    def until_ready(self) -> float:
-        """When it accepted a write, by the monotonic clock."""
+    def until_ready(self, wanted: str = "read-write") -> float:
+        """When it was ready for such a connection, by the monotonic clock."""
         ends_at = time.monotonic() + _START_S
         while True:
             try:
-                with psycopg.connect(self.url(), target_session_attrs="read-write"):
+                with psycopg.connect(self.url(), target_session_attrs=wanted):
                     return time.monotonic()
             except psycopg.OperationalError:
                 log = (self.folder / "log").read_text(encoding="utf-8", errors="replace")
@@ -176,10 +182,10 @@ def _programs() -> Path:
 
 
 @contextmanager
-def running(**settings: str) -> Iterator[Postgres]:
+def running(primary: Postgres | None = None, **settings: str) -> Iterator[Postgres]:
     """A server of its own, to be killed."""
     with TemporaryDirectory(prefix="papaya-pg-") as folder:
-        server = Postgres(Path(folder), **settings)
+        server = Postgres(Path(folder), primary, **settings)
         try:
             server.start()
             yield server

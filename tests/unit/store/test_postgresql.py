@@ -23,7 +23,7 @@ from papaya.store import postgresql, postgresql_session
 from papaya.store.postgresql import PostgresState
 from papaya.store.postgresql_session import DatabaseSession
 from papaya.store.rows import RawRows
-from tests.postgresql import postgres
+from tests.postgresql import postgres, running
 
 Changed = dict[bytes, bytes | None]
 _LIMIT_S = 60.0
@@ -466,3 +466,26 @@ def test_a_damaged_row_is_named(store: PostgresState, url: str) -> None:
     with pytest.raises(OperatorError, match=r"the row a of .* is damaged") as caught:
         store.read(("a",))
     assert "backup" in caught.value.hint
+
+
+def test_a_replica_is_refused_until_it_is_the_primary_and_then_has_every_commit() -> None:
+    with running() as primary, running(primary) as replica:
+        primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+        primary.execute("SELECT pg_reload_conf()")
+        primary.until("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'")
+        with pytest.raises(OperatorError, match="read-only") as caught:
+            PostgresState(replica.url(), "node")
+        assert "connect to the primary" in caught.value.hint
+        both = f"{replica.folder},{primary.folder}"
+        with closing(PostgresState(primary.url(host=both), "node")) as store:
+            for turn in range(10):
+                assert store.transact(claim(f"a/{turn}", turn)) == "committed"
+            primary.kill()
+            assert store._session is not None
+            _until(store._session.is_lost)
+            with pytest.raises(StateUnreachable):
+                store.transact(claim("b", 1))
+            replica.execute("SELECT pg_promote()")
+            replica.until_ready()
+            assert store.transact(claim("b", 1)) == "committed"
+            assert len(store.read(("a/",))) == 10
