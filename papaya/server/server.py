@@ -258,7 +258,7 @@ class Server:
     # -- roles --------------------------------------------------------------------------------
 
     def _name(self) -> str:
-        """A name that is unique among the processes of one data folder."""
+        """A name that is unique among the processes of one cluster."""
         if self._is_alone:
             return "server"
         name = f"{'-'.join(self.roles)}@{self.deployment.servers}"

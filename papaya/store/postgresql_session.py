@@ -59,7 +59,7 @@ INSERT INTO {TABLE} VALUES (%b, %b) ON CONFLICT (key) DO UPDATE SET row = exclud
 _SETTINGS = {
     "statement_timeout": "0",
     "transaction_timeout": "0",
-    "lock_timeout": "5s",
+    "lock_timeout": "10s",
     "idle_in_transaction_session_timeout": "5s",
     "idle_session_timeout": "0",
     "client_connection_check_interval": "0",
@@ -114,11 +114,13 @@ def connection_string(url: str, name: str) -> str:
     """
     try:
         given = {key: str(value) for key, value in conninfo_to_dict(url).items() if value}
-    except psycopg.ProgrammingError as error:
+    except psycopg.ProgrammingError:
         raise OperatorError(
-            "state is not a URL of PostgreSQL",  # the error would repeat it, with its secrets
+            "state is not a URL of PostgreSQL",
             hint="write postgresql://user@host:5432/database?passfile=/path",
-        ) from error
+        ) from None  # it quotes the URL, which may have a secret in it
+    if "password" in given:  # written so that `check_state_url` did not see it
+        raise OperatorError("state has a password in it", hint=_HINTS["password"])
     _check_password_file(given)
     if "sslmode" not in given:
         given["sslmode"] = "prefer" if _is_local(given) else "verify-full"
@@ -200,7 +202,7 @@ class DatabaseSession:
         self.backend_pid = self.connection.info.backend_pid
         self.connection.add_notice_handler(self._on_notice)
         try:
-            self._check_server()
+            self._check_server(is_again)
             self.cluster = self._prepare(cluster, new_cluster)
             self._take_name(is_again)
             if (halted := self._find(_HALTED_KEY)) is not None:
@@ -245,7 +247,7 @@ class DatabaseSession:
 
     # -- the server -------------------------------------------------------------------------------
 
-    def _check_server(self) -> None:
+    def _check_server(self, is_again: bool) -> None:
         [[pid]] = self.connection.execute("SELECT pg_backend_pid()").fetchall()
         if pid != self.backend_pid:
             raise OperatorError(
@@ -264,8 +266,8 @@ class DatabaseSession:
                 )
         if found["synchronous_commit"] not in _DURABLE:
             self.connection.execute("SET synchronous_commit = on")
-        if not found["synchronous_standby_names"]:
-            logger.info(
+        if not found["synchronous_standby_names"] and not is_again:
+            logger.warning(
                 "PostgreSQL has no synchronous standby: if its disk is lost, so are commits "
                 "(hint: set synchronous_standby_names)"
             )

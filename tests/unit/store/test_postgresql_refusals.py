@@ -97,10 +97,12 @@ def test_a_password_in_the_configuration_is_refused_and_not_quoted(url: str) -> 
     assert SECRET not in f"{caught.value} {caught.value.hint}"
 
 
-def test_a_url_that_cannot_be_parsed_is_not_quoted() -> None:
-    with pytest.raises(OperatorError, match="state is not a URL") as caught:
-        connection_string(f"postgresql://u@h/d?pass%zzword={SECRET}", "node")
+@pytest.mark.parametrize("key", ["pass%zzword", "p%61ssword"])
+def test_a_secret_that_only_libpq_finds_is_refused_and_not_quoted(key: str) -> None:
+    with pytest.raises(OperatorError, match=r"state (is not a URL|has a password)") as caught:
+        connection_string(f"postgresql://u@h/d?{key}={SECRET}", "node")
     assert SECRET not in f"{caught.value} {caught.value.hint}"
+    assert caught.value.__cause__ is None
 
 
 # -- TLS ------------------------------------------------------------------------------------------
