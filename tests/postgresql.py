@@ -17,7 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
 import psycopg
@@ -25,6 +25,8 @@ import psycopg
 _START_S = 60.0
 _POLL_S = 0.02
 _numbers = count()
+_until_end = ExitStack()
+atexit.register(_until_end.close)
 
 
 class Postgres:
@@ -86,11 +88,6 @@ class Postgres:
                 os.kill(pid, signal.SIGKILL)
         assert self._process is not None
         self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(_START_S)
 
     @property
     def pids(self) -> list[int]:
@@ -170,8 +167,7 @@ def _programs() -> Path:
     assert spec.submodule_search_locations is not None
     package = Path(spec.submodule_search_locations[0])
     if os.geteuid() == 0:
-        readable = Path(mkdtemp(prefix="papaya-pg-programs-"))
-        atexit.register(shutil.rmtree, readable)
+        readable = Path(_until_end.enter_context(TemporaryDirectory(prefix="papaya-pg-programs-")))
         readable.chmod(0o755)
         libraries = package.with_name(f"{package.name}.libs")
         shutil.copytree(libraries, readable / libraries.name, symlinks=True)
@@ -190,12 +186,16 @@ def running(primary: Postgres | None = None, **settings: str) -> Iterator[Postgr
             server.start()
             yield server
         finally:
-            server.stop()
+            if server.is_running:
+                server.kill()
 
 
 @cache
 def postgres() -> Postgres:
-    """The server that the tests of this process share."""
-    stack = ExitStack()
-    atexit.register(stack.close)
-    return stack.enter_context(running())
+    """The server that the tests of this process share, until `end`."""
+    return _until_end.enter_context(running())
+
+
+def end() -> None:
+    """At the end of the session: a worker of xdist may be killed before its atexit functions."""
+    _until_end.close()
