@@ -66,6 +66,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     },
     Deployment: {
         "data": "Folder of the state database, the blobs and the tokens.",
+        "state": "URL of the PostgreSQL database with the state: see [run on many "
+        "machines](run-on-many-machines.md#state-on-postgresql). None: SQLite, in the data folder.",
         "blobs": "`s3://bucket/prefix`: keep blobs in [a bucket](run-on-many-machines.md"
         "#blobs-in-s3). Empty: in the folder `blobs` under `data`.",
         "blobs_endpoint": "URL of an S3-compatible store. Empty: `AWS_ENDPOINT_URL`, or Amazon's.",

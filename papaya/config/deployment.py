@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from papaya.config.checks import require, require_count, require_positive_s
 from papaya.config.server import ServerConfig
+from papaya.errors import ConfigError
 
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
 _WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
@@ -30,6 +31,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Addresses are `host:port`; port 0 means any free port. Paths are relative to the file."""
 
     data: str = "papaya-data"
+    state: str | None = None
     blobs: str = ""
     blobs_endpoint: str = ""
     blobs_region: str = ""
@@ -66,6 +68,8 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             address(field, getattr(self, field))
         for coordinator in self.coordinators:
             address("coordinators", coordinator)
+        if self.state is not None:
+            check_state_url(self.state)
         self._check_blobs()
         if self.announce is not None:
             address("announce", self.announce)
@@ -191,6 +195,21 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def _without_secrets(url: str) -> str:
     """A URL for a message: someone may have written a key into it."""
     return re.sub(r"//.*@", "//…@", url)
+
+
+def check_state_url(url: str) -> None:
+    """The URL is never quoted: it may contain a password, which is refused."""
+    if re.match(r"postgres(ql)?://", url) is None:
+        raise ConfigError(
+            "state is not a URL of PostgreSQL",
+            hint='write state = "postgresql://user@host/database", or leave it out to use SQLite',
+        )
+    if re.match(r"[^:]+://[^/?#]*:[^/?#]*@", url) or re.search(r"[?&](ssl)?password=", url):
+        raise ConfigError(
+            "state has a password in it",
+            hint="put host:port:database:user:password into a file that only you can read, and its "
+            "path into the URL: ?passfile=/path (or set PGPASSFILE or PGPASSWORD)",
+        )
 
 
 def _is_network(text: str) -> bool:

@@ -4,8 +4,9 @@
             ◀── Outcome ──────           committed | refused | unknown (read back before going on)
 
 A store only compares rows; the rules are in the machines. A fence is a transaction that requires
-the fence row, and a lease is a compare-and-set. So every back end (SQLite, or the simulator's)
-needs this one primitive, atomic and durable. A blob is written before the row that names it.
+the fence row, and a lease is a compare-and-set. So every back end (SQLite, PostgreSQL, or the
+simulator's) needs this one primitive, atomic and durable. A blob is written before the row that
+names it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Shared by all roles of one process: state, blobs, clock, ticket keys, tokens, connections.
 
-They are opened from the data folder in this order and closed in reverse. Refused: a folder that
-another process already serves under the same name, because two running instances of one node would
-each declare the other dead.
+They are opened from the data folder in this order and closed in reverse. The state is in the data
+folder, or in PostgreSQL. Refused: a folder that another process already serves under the same name,
+because two running instances of one node would each declare the other dead; and state of another
+cluster than the folder's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -36,8 +36,8 @@ from papaya.server.ticket_keys import TicketKeys, load_or_create
 from papaya.server.tsa import load_cluster_key
 from papaya.store.blob_cache import BlobCache
 from papaya.store.blobs import Blobs, FolderBlobs
+from papaya.store.clusters import open_state
 from papaya.store.folders import make_folder
-from papaya.store.state import SqliteState
 
 if TYPE_CHECKING:
     from papaya.store.s3_blobs import S3Blobs
@@ -49,6 +49,7 @@ class Resources:
     """Open until `close`. Use `Resources.open`."""
 
     state: StateThread
+    cluster: str  # the id that the state store has made
     blobs: Blobs
     bucket: S3Blobs | None  # `blobs`, if they are in a bucket
     keys: TicketKeys
@@ -73,7 +74,7 @@ class Resources:
         clock: Clock,
         observe: Callable[[float, Outcome], None],
     ) -> Resources:
-        """`name` is unique among the processes of one data folder.
+        """`name` is unique among the processes of one cluster.
 
         `observe` is called with the duration and the outcome of each transaction.
         """
@@ -93,8 +94,10 @@ class Resources:
         self._exits.enter_context(_locked(self.data / f"{name}.lock"))
         self.admin_token = read_or_make(self.data, "admin.token")
         self.server_token = read_or_make(self.data, "server.token")
-        self.state = StateThread(SqliteState(self.data / "state.db"), observe=observe)
+        store = await asyncio.to_thread(open_state, self.deployment.state, self.data, name)
+        self.state = StateThread(store, observe=observe)
         self._exits.push_async_callback(self.state.close)
+        self.cluster = store.cluster
         heartbeat_s = self.deployment.server.heartbeat_s
         publish_s = 3 * heartbeat_s
         self.keys = await load_or_create(self.state, self.clock.now(), os.urandom, publish_s)
@@ -103,8 +106,7 @@ class Resources:
             self.blobs = FolderBlobs(self.data / "blobs")
         else:
             self.blobs = self.bucket
-            public = self.cluster_key.public_key().public_bytes_raw()
-            await asyncio.to_thread(self.bucket.claim, sha256(public).hexdigest()[:32])
+            await asyncio.to_thread(self.bucket.claim, self.cluster)
         calls = self.certificates.calls
         pools: dict[str, ConnectionPool] = {role: ConnectionPool(tls=calls(role)) for role in ROLES}
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)

@@ -28,7 +28,7 @@ from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.coordinator.coordinator import Coordinator
-from papaya.errors import OperatorError, PapayaError
+from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
@@ -207,6 +207,8 @@ class Server:
         """Background work should never end: without it the server would only look alive."""
         if task.cancelled():
             return
+        if isinstance(error := task.exception(), LostHistory):
+            self.failure = error
         if self.failure is None:
             logger.critical("background work of the server has failed", exc_info=task.exception())
         self.failed.set()
@@ -269,6 +271,8 @@ class Server:
             try:
                 await self._tell_revoked()
                 await self._refresh_keys(shared.clock.now())
+            except LostHistory:
+                raise
             except PapayaError:
                 logger.exception("cannot read ticket keys or revocations; using the old ones")
 
@@ -296,7 +300,7 @@ class Server:
     # -- roles --------------------------------------------------------------------------------
 
     def _name(self) -> str:
-        """A name that is unique among the processes of one data folder."""
+        """A name that is unique among the processes of one cluster."""
         if self._is_alone:
             return "server"
         name = f"{'-'.join(self.roles)}@{self.deployment.announce or self.deployment.servers}"

@@ -87,7 +87,8 @@ class Books:
         """Acknowledged is counted, nothing is counted twice, and every sum is that of its names."""
         counted = self.counted()
         assert not [s for s, times in counted.items() if times > 1], "counted twice"
-        assert not set(acknowledged) - set(counted), "acknowledged and lost"
+        lost = set(acknowledged) - set(counted)
+        assert not lost, f"acknowledged and lost: {sorted(lost)}"
         assert sorted(self.versions) == list(range(self.newest + 1)), "a version is missing"
         for version in range(1, self.newest + 1):
             if not self.versions[version].restarts:
