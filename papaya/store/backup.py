@@ -11,7 +11,8 @@ numbers are above any that were used. Each running task continues with a new ver
 parameters of its newest one. Its open buffers are given up, because their clients cannot be told
 apart from those that came later. Running evaluations are cancelled.
 
-Refused: a folder that a server uses, a backup that is not complete. Blobs in a bucket are not
+The cluster keeps its id, so its bucket and its folders still belong to it. Refused: a folder that a
+server uses, a backup that is not complete. State on PostgreSQL and blobs in a bucket are not
 copied.
 """
 
@@ -52,7 +53,9 @@ from papaya.messages.storage import (
     version_key,
 )
 from papaya.store.blobs import FolderBlobs
+from papaya.store.clusters import read_cluster
 from papaya.store.folders import make_folder, sync_folder, unusable
+from papaya.store.rows import AFTER_UTF8
 from papaya.store.state import SqliteState
 
 JUMP = 1_000_000
@@ -89,7 +92,8 @@ def back_up(data: Path, target: Path) -> BackedUp:
     """Copy the data folder of a running or stopped cluster into a new folder."""
     if not (data / _STATE).is_file():
         raise OperatorError(
-            f"{data} has no {_STATE}", hint="give the data folder of a server: --data DIR"
+            f"{data} has no {_STATE}",
+            hint="give the data folder of a server: --data DIR (back up PostgreSQL with pg_dump)",
         )
     if target.exists():
         raise OperatorError(f"{target} exists already", hint="choose a new folder for each backup")
@@ -119,7 +123,9 @@ def read_rows(path: Path) -> RowTable:
     """All rows of a database that no server uses, without changing it."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as database:
-            found = database.execute("SELECT key, row FROM rows").fetchall()
+            found = database.execute(
+                "SELECT key, row FROM rows WHERE key < ?", (AFTER_UTF8,)
+            ).fetchall()
     except sqlite3.Error as error:
         raise OperatorError(
             f"cannot read {path}: {error}", hint="give a folder that papaya store backup has made"
@@ -222,7 +228,7 @@ def restore(plan: RestorePlan, now: float) -> Path | None:
     restored = FolderBlobs(new / _BLOBS)
     for key in plan.blobs:
         _copy_blob(copies, restored, key)
-    state = SqliteState(new / _STATE)
+    state = SqliteState(new / _STATE, cluster=read_cluster(plan.backup))
     try:
         if state.transact(Transaction(put=tuple(plan.rows.items()))) != "committed":
             raise OperatorError("cannot write the restored rows", hint="check the disk")

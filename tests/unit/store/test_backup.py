@@ -33,6 +33,7 @@ from papaya.messages.storage import (
 from papaya.store import backup
 from papaya.store.backup import JUMP, back_up, plan_restore, restore
 from papaya.store.blobs import FolderBlobs
+from papaya.store.clusters import open_state
 from papaya.store.state import SqliteState
 
 KEY, NOW = b"k" * 32, 1000.0
@@ -176,3 +177,15 @@ def test_a_backup_needs_a_data_folder_and_a_new_place(data: Data, tmp_path: Path
     assert not (tmp_path / "backup").exists()
     with pytest.raises(OperatorError, match="exists already"):
         back_up(data.folder, data.folder)
+
+
+def test_a_restored_cluster_keeps_its_id(data: Data, tmp_path: Path) -> None:
+    """Otherwise its folder and its bucket would belong to another cluster."""
+    data.state.close()
+    opened = open_state(None, data.folder, "server")
+    opened.close()
+    back_up(data.folder, tmp_path / "backup")
+    restore(planned(data, tmp_path / "backup"), NOW)
+    reopened = open_state(None, data.folder, "server")
+    reopened.close()
+    assert reopened.cluster == opened.cluster
