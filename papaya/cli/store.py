@@ -97,7 +97,7 @@ def _say(options: MigrateOptions, cluster: str, rows: RawRows) -> None:
     else:
         print_data(f"copied and compared {plural(len(rows), 'row')} of cluster {cluster}")
         print_data(f"sha256 {digest.hexdigest()}")
-    note("start all servers with the new state; do not use the old one any more")
+    note("move the old state away, and start all servers with the new one")
 
 
 @contextmanager

@@ -31,13 +31,13 @@ def open_state(url: str | None, data: Path, name: str) -> SqliteState | Postgres
     if url is None:
         store: SqliteState | PostgresState = open_sqlite(data)
     else:
-        cluster = read_cluster(data)
-        if cluster is None and state_file(data).exists():
+        if state_file(data).exists():  # also if it was copied: a backup would copy the old state
             raise OperatorError(
-                f"the state is still in {state_file(data)}, not in PostgreSQL",
-                hint=f"papaya store migrate {data} URL; or use a new data folder",
+                f"{state_file(data)} is there, and state names a database",
+                hint=f"copy it with papaya store migrate {data} URL, unless that has been done; "
+                "then move it away",
             )
-        store = open_postgresql(url, name, cluster=cluster)
+        store = open_postgresql(url, name, cluster=read_cluster(data))
     try:
         remember_cluster(data, store.cluster)
     except BaseException:

@@ -60,6 +60,7 @@ def test_the_database_is_killed_under_traffic(tmp_path: Path) -> None:
         data_of_0_3_0.write(installation.data, data_of_0_3_0.rows_at(time.time()))
         url = database.url()
         migrate(installation.data, url)
+        state_file(installation.data).rename(tmp_path / "state-of-0.3.0")
         servers = add_servers(installation, url)
         with ThreadPoolExecutor() as threads:
             list(threads.map(ServerProcess.start, servers.values()))
@@ -68,7 +69,6 @@ def test_the_database_is_killed_under_traffic(tmp_path: Path) -> None:
             assert server.stop() == 0
         # A busy machine may be slow once, but not each time.
         assert min(resumed_s) < _RESUME_S, resumed_s
-        state_file(installation.data).rename(tmp_path / "state-of-0.3.0")
         migrate(url, installation.data)
         books = Books(installation.data, _TASK)
         books.check([*data_of_0_3_0.ACKNOWLEDGED, *book.acknowledged])

@@ -55,6 +55,7 @@ def test_state_goes_to_postgresql_and_back_unchanged(
         assert store.cluster == found["cluster"]
     for folder in (data, back):
         open_state(None, folder, "node").close()
+    (data / "state.db").unlink()
     open_state(url, data, "node").close()
 
 

@@ -276,11 +276,19 @@ def test_a_data_folder_joins_the_cluster_of_its_database_for_good(url: str, tmp_
         assert "a database of its own" in caught.value.hint
 
 
-def test_state_that_is_still_in_the_folder_is_not_forgotten(url: str, tmp_path: Path) -> None:
-    SqliteState(tmp_path / "state.db").close()
-    with pytest.raises(OperatorError, match=r"still in .*state\.db") as caught:
+@pytest.mark.parametrize("is_of_this_cluster", [False, True])
+def test_state_that_is_still_in_the_folder_is_refused(
+    url: str, tmp_path: Path, is_of_this_cluster: bool
+) -> None:
+    """It is not in the database yet, or a backup of the folder would copy it."""
+    if is_of_this_cluster:
+        open_state(None, tmp_path, "node").close()
+    else:
+        SqliteState(tmp_path / "state.db").close()
+    with pytest.raises(OperatorError, match=r"state\.db is there, and state names") as caught:
         open_state(url, tmp_path, "node")
     assert "papaya store migrate" in caught.value.hint
+    assert "move it away" in caught.value.hint
     assert tables(url) == []
 
 
