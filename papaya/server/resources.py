@@ -89,7 +89,7 @@ class Resources:
     async def _open(self, name: str, observe: Callable[[float, Outcome], None]) -> None:
         self.bucket = None
         if self.deployment.blobs:  # before anything is created
-            self.bucket = await asyncio.to_thread(self._open_bucket, name)
+            self.bucket = await asyncio.to_thread(open_bucket, self.deployment, name)
         make_folder(self.data)
         self._exits.enter_context(_locked(self.data / f"{name}.lock"))
         self.admin_token = read_or_make(self.data, "admin.token")
@@ -116,19 +116,6 @@ class Resources:
     async def close(self) -> None:
         await self._exits.aclose()
 
-    def _open_bucket(self, name: str) -> S3Blobs:
-        from papaya.store.s3_blobs import S3Blobs  # only if it is used: it needs obstore
-
-        deployment = self.deployment
-        keys = deployment.blobs_credentials
-        return S3Blobs.open(
-            deployment.blobs,
-            BlobCache(self.data / f"{name}.cache"),
-            endpoint=deployment.blobs_endpoint,
-            region=deployment.blobs_region,
-            credentials=None if keys is None else s3_keys(Path(keys)),
-        )
-
     def locator(self) -> Callable[[BlobKey], str] | None:
         """Returns the URL of a blob that devices may download. None if there are no URLs."""
         bucket, urls = self.bucket, self.deployment.blobs_urls
@@ -137,6 +124,20 @@ class Resources:
         if urls == "signed":
             return partial(bucket.signed_url, valid_s=_URL_VALID_S)
         return lambda key: f"{urls}/{key}"
+
+
+def open_bucket(deployment: Deployment, name: str) -> S3Blobs:
+    """The bucket in `blobs`, after a check that it can be used. `name`: of this process."""
+    from papaya.store.s3_blobs import S3Blobs  # only if it is used: it needs obstore
+
+    keys = deployment.blobs_credentials
+    return S3Blobs.open(
+        deployment.blobs,
+        BlobCache(Path(deployment.data) / f"{name}.cache"),
+        endpoint=deployment.blobs_endpoint,
+        region=deployment.blobs_region,
+        credentials=None if keys is None else s3_keys(Path(keys)),
+    )
 
 
 def _locked(path: Path) -> TextIO:
