@@ -90,6 +90,9 @@ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 
 # Part of what libpq or the server says -> a hint. The first match counts.
 _PRIMARY = "connect to the primary, or list all servers: postgresql://one,two/database"
+_CERTIFICATE = (
+    "check the server's certificate: its name, its dates, and its authority in ?sslrootcert=/path"
+)
 _HINTS = {
     "password": "put host:port:database:user:password into a file that only you can read, and its "
     "path into the URL: ?passfile=/path (or set PGPASSFILE or PGPASSWORD)",
@@ -97,8 +100,8 @@ _HINTS = {
     "read-only": _PRIMARY,
     "in recovery": _PRIMARY,
     "root certificate": "add ?sslrootcert=/path/of/the/authority.pem to the URL",
-    "certificate": "check the server's certificate: its name, its dates, and its authority in "
-    "?sslrootcert=/path",
+    "certificate": _CERTIFICATE,
+    "signature failure": _CERTIFICATE,  # another authority of the same name
     "does not support SSL": "turn on ssl in postgresql.conf; only on a protected network add "
     "?sslmode=disable (INSECURE)",
     'database "': "create it: createdb --owner USER DATABASE",

@@ -20,7 +20,7 @@ from papaya.store.postgresql import PostgresState
 from papaya.store.postgresql_session import connection_string
 from papaya.store.state import SqliteState
 from tests.postgresql import postgres
-from tests.system.tls import make_certificates
+from tests.system.tls import Authority
 
 SECRET = "correct-horse-battery"
 
@@ -162,8 +162,15 @@ def test_a_server_without_tls_is_refused() -> None:
         refused(url, "does not support SSL", "turn on ssl")
 
 
-def test_a_server_with_the_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
-    ours, theirs = make_certificates(tmp_path / "ours"), make_certificates(tmp_path / "theirs")
+@pytest.mark.parametrize(
+    ("name", "said"), [("authority", "signature failure"), ("another", "certificate verify")]
+)
+def test_a_server_with_the_certificate_of_another_authority_is_refused(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    """Also if both authorities have the same name."""
+    ours = Authority(tmp_path / "ours", "authority").issue("server")
+    theirs = Authority(tmp_path / "theirs", name).issue("server")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(theirs.certificate, theirs.key)
 
@@ -174,7 +181,7 @@ def test_a_server_with_the_certificate_of_another_authority_is_refused(tmp_path:
 
     with a_server(answer) as port:
         query = f"sslmode=verify-full&sslrootcert={ours.authority}"
-        refused(f"postgresql://u@127.0.0.1:{port}/d?{query}", "certificate verify", "sslrootcert")
+        refused(f"postgresql://u@127.0.0.1:{port}/d?{query}", said, "sslrootcert")
 
 
 # -- the server -----------------------------------------------------------------------------------
