@@ -131,7 +131,7 @@ def cpu_s(pid: int) -> float:
 
 
 def report(
-    bench: str, case: str, value: float, target: float, passed: bool, **more: object
+    bench: str, case: str, value: float, target: float | None, passed: bool, **more: object
 ) -> None:
     line = {"bench": bench, "case": case, "value": round(value, 4), "target": target}
     print(json.dumps(line | {"passed": passed} | more, ensure_ascii=False), flush=True)

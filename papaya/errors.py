@@ -4,7 +4,9 @@
     ├── OperatorError            whoever configured or started Papaya; exit code 2
     │   ├── ConfigError          an invalid value, with its field, the problem and a remedy
     │   ├── Diverged             the model is no longer finite: the learning rates are too high
-    │   └── MissingBlob          a blob was lost, or deleted by the next holder of its task
+    │   ├── LostHistory          rows that were committed are gone: nothing may go on
+    │   ├── MissingBlob          a blob was lost, or deleted by the next holder of its task
+    │   └── StateUnreachable     no connection to the state store; nothing was sent to it
     ├── ProtocolError            the peer; it gets an answer and the server goes on; exit code 3
     │   ├── TicketError          a missing, foreign, expired or forged ticket
     │   └── UpdateRefused        an update of the wrong size, not finite, or over the norm bound
@@ -48,6 +50,19 @@ class Diverged(OperatorError):
     """Training produced numbers that are not finite."""
 
     default_hint = "lower the clients' learning rate or optimizer.rate"
+
+
+class LostHistory(OperatorError):
+    """Rows that were committed are gone, so what was acknowledged may be lost."""
+
+    default_hint = (
+        "a backup was restored, or a replica that lacked the last commits was promoted; see "
+        "docs/run-on-many-machines.md, lost history"
+    )
+
+
+class StateUnreachable(OperatorError):
+    """There is no connection to the state store. Nothing was sent, so it may be tried again."""
 
 
 class ProtocolError(PapayaError):

@@ -1,6 +1,7 @@
 """Settings of the whole test suite. No fixtures: each folder of tests makes its own things."""
 
 import signal
+import sys
 
 from hypothesis import HealthCheck, settings
 
@@ -12,3 +13,8 @@ settings.register_profile(
     "papaya", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("papaya")
+
+
+def pytest_sessionfinish() -> None:
+    if (postgresql := sys.modules.get("tests.postgresql")) is not None:
+        postgresql.end()

@@ -66,10 +66,25 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
     },
     Deployment: {
         "data": "Folder of the state database, the blobs and the tokens.",
+        "state": "URL of the PostgreSQL database with the state: see [run on many "
+        "machines](run-on-many-machines.md#state-on-postgresql). None: SQLite, in the data folder.",
+        "blobs": "`s3://bucket/prefix`: keep blobs in [a bucket](run-on-many-machines.md"
+        "#blobs-in-s3). Empty: in the folder `blobs` under `data`.",
+        "blobs_endpoint": "URL of an S3-compatible store. Empty: `AWS_ENDPOINT_URL`, or Amazon's.",
+        "blobs_region": "Region of the bucket. Empty: `AWS_REGION`, or `us-east-1`.",
+        "blobs_credentials": "File with `aws_access_key_id`, `aws_secret_access_key` and "
+        "optionally `aws_session_token`, one `name = value` per line, read again when it changes. "
+        "None: the environment (`AWS_ACCESS_KEY_ID`, ...) or the machine's role.",
+        "blobs_urls": "How devices download: `none` (from selectors), `signed` (from the bucket, "
+        "with signed URLs), or the URL under which a CDN serves the folder `public` of the prefix.",
+        "keep_deleted_s": "How long a bucket keeps deleted blobs, so that a backup of the state "
+        "can still be restored. A folder keeps none.",
         "devices": "Address of the listener for devices.",
         "admin": "Address of the listener for the admin API, `/metrics` and `/health`.",
         "servers": "Address of the listener for other servers, when roles run in separate "
         "processes.",
+        "announce": "Address (host:port) at which other servers call this one: a name, or an "
+        "address behind which it listens. None: the address of `servers`.",
         "coordinators": "The `servers` addresses of all coordinators, when roles run in separate "
         "processes.",
         "device_tokens": "How devices are verified: `shared` (one token for all), `signed` (one "
@@ -79,9 +94,14 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "tls_key": "PEM file with the private key.",
         "tls_authority": "PEM file of the authority that signed the other servers' "
         "certificates. None: the system's authorities.",
-        "tsa": "Address of the TSA of secure aggregation: `unix:/path` or "
-        "`tcp:127.0.0.1:port`. Empty: a child of this process, with **insecure** software "
-        "evidence, started when a task first needs it.",
+        "servers_certificate": "PEM file with the certificate that this process shows to other "
+        "servers. It names its roles (URI `papaya:aggregator`) and its host. Setting it enables "
+        "TLS with certificates on both sides between roles.",
+        "servers_key": "PEM file with the private key of `servers_certificate`.",
+        "servers_authority": "PEM file of the authority that signs the certificates of all roles.",
+        "tsa": "Address of the TSA of secure aggregation, or a list of several: `unix:/path`, "
+        "`tcp:127.0.0.1:port`, or `tls:host:port` of a gate on another machine. Empty: a child of "
+        "this process, with **insecure** software evidence, started when a task first needs it.",
         "tsa_platform": "Platform that attests the TSA.",
         "tsa_collateral": "JSON file of the vendor's collateral. You have to keep it fresh.",
         "tsa_leaf": "Index of the TSA binary's record in the public log.",

@@ -63,6 +63,8 @@ REFUSED: dict[type[Struct], list[dict[str, Any]]] = {
         {"devices": "8750"},
         {"device_tokens": "trust me"},
         {"tls_certificate": "papaya.pem"},
+        {"servers_certificate": "role.pem"},
+        {"tsa": "tls:tsa.example:8760"},
         {"fold_threads": 0},
     ],
     OptimizerConfig: [{"rate": 0.0}, {"beta1": 1.0}],

@@ -1,7 +1,8 @@
 """`papaya doctor`: checks an installation, says what is wrong and what to do about it.
 
-It reads the configuration file and the data folder of a server on this machine, and asks the
-running server. It changes nothing. Exits with 1 if there is a problem; warnings alone exit with 0.
+It reads the configuration file and the data folder of a server on this machine, opens its database
+and its bucket, and asks the running server. It changes nothing; in a bucket it writes and deletes
+one object. Exits with 1 if there is a problem; warnings alone exit with 0.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,16 +24,27 @@ import msgspec
 
 from papaya import __version__
 from papaya.cli.admin_client import AdminClient
-from papaya.cli.output import Commands, FormatOptions, add_format, bind, print_data, print_json
+from papaya.cli.output import (
+    Commands,
+    FormatOptions,
+    add_format,
+    bind,
+    plural,
+    print_data,
+    print_json,
+)
 from papaya.cli.status import trouble
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
-from papaya.credentials.tls import certificate_ends, client_context, server_context
+from papaya.credentials.tls import client_context
 from papaya.credentials.token_files import read
 from papaya.errors import OperatorError
 from papaya.server.admin.views import SystemStatus
+from papaya.server.certificates import Certificates
 from papaya.server.deployment_file import read_deployment
 from papaya.server.open_files import LEAST, RESERVED, raise_limit
+from papaya.server.resources import open_bucket
+from papaya.store.clusters import open_postgresql, read_cluster, state_file
 from papaya.store.state import APPLICATION_ID, SCHEMA_VERSION
 
 _DAY_S = 86400.0
@@ -72,9 +85,9 @@ class DoctorOptions(FormatOptions):
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "doctor",
-        description="Check a server's configuration, files, disk, certificate, addresses, clock "
-        "and TSA, and say what to do about each problem. Run it on the server's machine. It "
-        "changes nothing. Exits with 1 if there is a problem.",
+        description="Check a server's configuration, files, disk, database, bucket, certificates, "
+        "addresses, clock and TSA, and say what to do about each problem. Run it on the server's "
+        "machine. It changes nothing. Exits with 1 if there is a problem.",
     )
     parser.add_argument(
         "role",
@@ -110,20 +123,21 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
     if options.data is not None:
         deployment = msgspec.structs.replace(deployment, data=options.data)
     yield Diagnosis("configuration", "good", str(options.config or "defaults, no file"))
-    checks: tuple[Callable[[Deployment], Iterator[Diagnosis]], ...] = (
-        _data_folder,
-        _state,
-        _open_files,
-        _certificate,
-        partial(_listeners, _LISTENERS[options.role]),
-        _running_server,
-        _tsa,
+    checks: tuple[tuple[str, Callable[[Deployment], Iterator[Diagnosis]]], ...] = (
+        ("data folder", _data_folder),
+        ("state", _sqlite if deployment.state is None else _postgresql),
+        ("blobs", _blobs),
+        ("open files", _open_files),
+        ("certificate", partial(_certificates, options.role)),
+        ("addresses", partial(_listeners, _LISTENERS[options.role])),
+        ("server", _running_server),
+        ("TSA", _tsa),
     )
-    for check in checks:
+    for subject, check in checks:
         try:
             yield from check(deployment)
         except OperatorError as error:
-            yield Diagnosis("configuration", "problem", str(error), error.hint)
+            yield Diagnosis(subject, "problem", str(error), error.hint)
         except OSError as error:
             reason = f"cannot read {error.filename}: {error.strerror}"
             yield Diagnosis("files", "problem", reason, "run as the user who runs the server")
@@ -164,8 +178,8 @@ def _data_folder(deployment: Deployment) -> Iterator[Diagnosis]:
         yield Diagnosis("disk", "good", f"{free} at {folder}")
 
 
-def _state(deployment: Deployment) -> Iterator[Diagnosis]:
-    path = Path(deployment.data) / "state.db"
+def _sqlite(deployment: Deployment) -> Iterator[Diagnosis]:
+    path = state_file(Path(deployment.data))
     if not path.exists():
         return
     connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=_CONNECT_S)
@@ -176,7 +190,7 @@ def _state(deployment: Deployment) -> Iterator[Diagnosis]:
             text = f"{path} belongs to another program"
             yield Diagnosis("state", "problem", text, "use another data folder")
             return
-        if version != SCHEMA_VERSION:
+        if version > SCHEMA_VERSION:
             text = f"{path} has schema version {version}, this Papaya {SCHEMA_VERSION}"
             yield Diagnosis("state", "problem", text, "run the Papaya that wrote it")
             return
@@ -193,6 +207,20 @@ def _state(deployment: Deployment) -> Iterator[Diagnosis]:
         connection.close()
 
 
+def _postgresql(deployment: Deployment) -> Iterator[Diagnosis]:
+    name, cluster = f"papaya doctor {os.getpid()}", read_cluster(Path(deployment.data))
+    url = str(deployment.state)
+    with closing(open_postgresql(url, name, cluster=cluster, may_create=False)) as database:
+        others = plural(database.others(), "server")
+        yield Diagnosis("state", "good", f"{database} on PostgreSQL, {others} connected")
+
+
+def _blobs(deployment: Deployment) -> Iterator[Diagnosis]:
+    if deployment.blobs:
+        bucket = open_bucket(deployment, "doctor")
+        yield Diagnosis("blobs", "good", f"{bucket.where} can be written")
+
+
 def _open_files(deployment: Deployment) -> Iterator[Diagnosis]:
     limit = raise_limit()
     wanted = deployment.max_connections + RESERVED
@@ -207,22 +235,23 @@ def _open_files(deployment: Deployment) -> Iterator[Diagnosis]:
         yield Diagnosis("open files", "good", f"up to {limit:,}")
 
 
-def _certificate(deployment: Deployment) -> Iterator[Diagnosis]:
-    path = deployment.tls_certificate
-    if path is None:
-        if address("devices", deployment.devices)[0] not in ("127.0.0.1", "localhost", "::1"):
-            text = f"devices = {deployment.devices} without TLS: others can read and change updates"
-            hint = "set tls_certificate and tls_key, or terminate TLS in a proxy on this machine"
-            yield Diagnosis("certificate", "warning", text, hint)
-        return
-    server_context(deployment)  # raises with the reason
-    ends = certificate_ends(path)
-    days = (ends.timestamp() - time.time()) / _DAY_S
-    text = f"{path} expires at {ends:%Y-%m-%d} ({days:.0f} days)"
-    if days < _RENEW_DAYS:
-        yield Diagnosis("certificate", "warning", text, "renew it")
-    else:
-        yield Diagnosis("certificate", "good", text)
+def _certificates(role: Role | None, deployment: Deployment) -> Iterator[Diagnosis]:
+    is_local = address("devices", deployment.devices)[0] in ("127.0.0.1", "localhost", "::1")
+    if deployment.tls_certificate is None and not is_local:
+        text = f"devices = {deployment.devices} without TLS: others can read and change updates"
+        hint = "set tls_certificate and tls_key, or terminate TLS in a proxy on this machine"
+        yield Diagnosis("certificate", "warning", text, hint)
+    host = None
+    if role is not None or deployment.coordinators:
+        host, _ = address("servers", deployment.announce or deployment.servers)
+    roles = ROLES if role is None else (role,)
+    for setting, expires_at in Certificates(deployment, roles, host).expiry.items():
+        days = (expires_at - time.time()) / _DAY_S
+        text = f"{setting} {getattr(deployment, setting)} expires in {days:.0f} days"
+        if days < _RENEW_DAYS:
+            yield Diagnosis("certificate", "warning", text, "renew it")
+        else:
+            yield Diagnosis("certificate", "good", text)
 
 
 def _listeners(names: tuple[str, ...], deployment: Deployment) -> Iterator[Diagnosis]:
@@ -274,7 +303,7 @@ def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
 
 def _tsa(deployment: Deployment) -> Iterator[Diagnosis]:
     if deployment.tsa_platform == "software":
-        if deployment.tsa:
+        if deployment.tsa_addresses:
             text = "tsa_platform = software: INSECURE, its evidence proves nothing"
             yield Diagnosis("TSA", "warning", text, "run the TSA in SGX or TDX: docs/deploy-tsa.md")
         return

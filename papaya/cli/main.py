@@ -31,6 +31,7 @@ COMMANDS: Final = {
     "status": "show the servers, tasks and problems of a running system",
     "doctor": "check an installation and say what to do about each problem",
     "client": "run devices that train for a server",
+    "store": "back up, restore or move the data of a cluster",
     "token": "create or revoke the token of a device, or list the token files",
     "simulate": "run the servers with a simulated fleet, and train your model on it",
     "sweep": "train with many settings on a simulated fleet and compare them",

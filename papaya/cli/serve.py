@@ -10,7 +10,9 @@ more. Killing it loses nothing that was acknowledged. If a part of the server fa
 exit code 70, so that a supervisor can restart it.
 
 `papaya serve tsa` runs the TSA of secure aggregation in its own process. It prints its address and
-nothing else. On the platform `software` its evidence proves nothing, and it says so.
+nothing else. On the platform `software` its evidence proves nothing, and it says so. It listens on
+this machine only: `papaya serve tsa-gate` passes connections of aggregators on other machines on to
+it, with mutual TLS.
 """
 
 from __future__ import annotations
@@ -43,25 +45,30 @@ from papaya.errors import InvariantError, OperatorError
 from papaya.server.deployment_file import read_deployment
 from papaya.server.open_files import raise_limit
 from papaya.server.server import Server
+from papaya.server.tsa_gate import TsaGate
 from papaya.tsa.evidence import REPORT_DATA_BYTES, EvidenceError, Gramine, Platform, Tdx
 from papaya.tsa.measurement import measure
 from papaya.tsa.process import serve_until_signal
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TSA = "unix:papaya-tsa.sock"
+_GATE = "tls:127.0.0.1:8760"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(FormatOptions):
     """None: the value of the configuration file, or of `Deployment`, is used."""
 
-    role: Role | Literal["tsa"] | None = None
+    role: Role | Literal["tsa", "tsa-gate"] | None = None
     config: Path | None = None
     data: str | None = None
     devices: str | None = None
     admin: str | None = None
     servers: str | None = None
+    announce: str | None = None
     heartbeat: float | None = None
-    listen: str = "unix:papaya-tsa.sock"
+    listen: str | None = None
+    tsa: str = _TSA
     platform: Literal["software", "sgx", "tdx"] = "software"
     verbose: bool = False
 
@@ -75,15 +82,21 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "role",
         nargs="?",
-        choices=(*ROLES, "tsa"),
+        choices=(*ROLES, "tsa", "tsa-gate"),
         help="role to run (default: coordinator, selector and aggregator together)",
     )
     _add_server(parser.add_argument_group("servers"))
-    tsa = parser.add_argument_group("papaya serve tsa")
+    tsa = parser.add_argument_group("papaya serve tsa, papaya serve tsa-gate")
     tsa.add_argument(
         "--listen",
         metavar="ADDRESS",
-        help="address of the TSA: unix:/path/to/socket or tcp:127.0.0.1:PORT",
+        help="address of the TSA: unix:/path/to/socket or tcp:127.0.0.1:PORT; of a gate: "
+        f"tls:HOST:PORT (default: {_TSA}; {_GATE})",
+    )
+    tsa.add_argument(
+        "--tsa",
+        metavar="ADDRESS",
+        help=f"with tsa-gate: address of the TSA behind it (default: {_TSA})",
     )
     tsa.add_argument(
         "--platform",
@@ -109,6 +122,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         ("--devices", found.devices, "address (host:port) to listen on for devices"),
         ("--admin", found.admin, "address (host:port) of the admin API"),
         ("--servers", found.servers, "address (host:port) to listen on for other servers"),
+        ("--announce", "the --servers address", "address (host:port) at which they call this one"),
     ):
         group.add_argument(option, metavar="ADDRESS", help=f"{words} (default: {default})")
     group.add_argument(
@@ -128,6 +142,11 @@ def run(options: ServeOptions) -> int:
     if options.role == "tsa":
         return run_tsa(options)
     deployment = _deployment(options)
+    if options.role == "tsa-gate":
+        gate = _serve_gate(TsaGate(deployment, options.listen or _GATE, options.tsa))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(gate)
+        return 0
     roles: tuple[Role, ...] = ROLES if options.role is None else (options.role,)
     serve = _serve(deployment, roles, options.is_json)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -142,6 +161,7 @@ def _deployment(options: ServeOptions) -> Deployment:
         "devices": options.devices,
         "admin": options.admin,
         "servers": options.servers,
+        "announce": options.announce,
     }
     changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if options.heartbeat is not None:
@@ -162,10 +182,7 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool) -> None:
     server = Server(deployment, roles, open_files=raise_limit())
     await server.start()
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stopping.set)
+    stopping = _stopping()
     try:
         _say_where(server, is_json)
         await _first(stopping, server.failed)
@@ -177,6 +194,20 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
             "a part of the server failed, so the server stopped",
             hint="restart it (nothing acknowledged is lost) and report the log above",
         )
+
+
+def _stopping() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stopping.set)
+    return stopping
+
+
+async def _serve_gate(gate: TsaGate) -> None:
+    print_data(await gate.bind())
+    await gate.run(_stopping())
 
 
 async def _first(*events: asyncio.Event) -> None:
@@ -198,6 +229,12 @@ def _say_where(server: Server, is_json: bool) -> None:
     print_data("\n".join(lines))
     if scheme == "http":
         note("INSECURE: no TLS; fine on one machine, otherwise set tls_certificate and tls_key")
+    host = server.addresses.get("servers", "127.").rpartition(":")[0]
+    if not (server.deployment.has_mutual_tls or host.startswith("127.") or host == "[::1]"):
+        note(
+            "INSECURE: other servers need only a token on a network; set servers_certificate, "
+            "servers_key and servers_authority"
+        )
 
 
 def run_tsa(options: ServeOptions) -> int:
@@ -206,12 +243,14 @@ def run_tsa(options: ServeOptions) -> int:
         note("INSECURE: software evidence proves nothing; use it for tests only")
     else:
         _prove_once(platform)
+    listen = options.listen or _TSA
     try:
-        serve_until_signal(options.listen, print_data, platform.quote)
+        serve_until_signal(listen, print_data, platform.quote)
     except (OSError, ValueError) as error:
         raise OperatorError(
-            f"the TSA cannot listen on {options.listen}: {error}",
-            hint="use unix:/path/to/socket or tcp:127.0.0.1:PORT",
+            f"the TSA cannot listen on {listen}: {error}",
+            hint="use unix:/path/to/socket or tcp:127.0.0.1:PORT; for other machines run "
+            "papaya serve tsa-gate beside it",
         ) from error
     return 0
 

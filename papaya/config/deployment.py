@@ -15,8 +15,13 @@ from msgspec import Struct
 
 from papaya.config.checks import require, require_count, require_positive_s
 from papaya.config.server import ServerConfig
+from papaya.errors import ConfigError
 
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
+_WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+
+TLS_SCHEME = "tls:"  # of a TSA on another machine
 
 Role = Literal["coordinator", "selector", "aggregator"]
 ROLES: tuple[Role, ...] = ("coordinator", "selector", "aggregator")
@@ -26,15 +31,26 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Addresses are `host:port`; port 0 means any free port. Paths are relative to the file."""
 
     data: str = "papaya-data"
+    state: str | None = None
+    blobs: str = ""
+    blobs_endpoint: str = ""
+    blobs_region: str = ""
+    blobs_credentials: str | None = None
+    blobs_urls: str = "none"
+    keep_deleted_s: float = 7 * 86400.0
     devices: str = "127.0.0.1:8750"
     admin: str = "127.0.0.1:8751"
     servers: str = "127.0.0.1:8752"
+    announce: str | None = None
     coordinators: tuple[str, ...] = ()
     device_tokens: str = "shared"
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_authority: str | None = None
-    tsa: str = ""
+    servers_certificate: str | None = None
+    servers_key: str | None = None
+    servers_authority: str | None = None
+    tsa: str | tuple[str, ...] = ""
     tsa_platform: Literal["software", "sgx", "tdx"] = "software"
     tsa_collateral: str | None = None
     tsa_leaf: int = 0
@@ -52,6 +68,11 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             address(field, getattr(self, field))
         for coordinator in self.coordinators:
             address("coordinators", coordinator)
+        if self.state is not None:
+            check_state_url(self.state)
+        self._check_blobs()
+        if self.announce is not None:
+            address("announce", self.announce)
         require(
             self.device_tokens in ("shared", "signed", "none")
             or re.fullmatch(r"[\w.]+:\w+", self.device_tokens) is not None,
@@ -67,6 +88,16 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             "TLS needs a certificate and its key",
             "set tls_certificate and tls_key, or neither",
         )
+        mutual = (self.servers_certificate, self.servers_key, self.servers_authority)
+        require(
+            None not in mutual or set(mutual) == {None},
+            "servers_certificate",
+            self.servers_certificate,
+            "TLS between roles needs a certificate, its key and an authority",
+            "set servers_certificate, servers_key and servers_authority, or none of them",
+        )
+        for tsa in self.tsa_addresses:
+            self._check_tsa(tsa)
         require(
             self.tsa_platform == "software" or bool(self.tsa),
             "tsa",
@@ -97,6 +128,88 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ):
             require_count(field, getattr(self, field))
         require_positive_s("drain_s", self.drain_s)
+
+    @property
+    def has_mutual_tls(self) -> bool:
+        """Whether both sides of connections between roles show certificates."""
+        return self.servers_certificate is not None
+
+    @property
+    def tsa_addresses(self) -> tuple[str, ...]:
+        """Of the TSAs that run on their own; empty if this process starts one."""
+        found = (self.tsa,) if isinstance(self.tsa, str) else self.tsa
+        return tuple(address for address in found if address)
+
+    def _check_tsa(self, tsa: str) -> None:
+        if tsa.startswith(TLS_SCHEME):
+            address("tsa", tsa.removeprefix(TLS_SCHEME))
+            require(
+                self.has_mutual_tls,
+                "tsa",
+                tsa,
+                "a TSA on another machine is called with certificates only",
+                "set servers_certificate, servers_key and servers_authority",
+            )
+        elif not tsa.startswith("unix:"):
+            host = address("tsa", tsa.removeprefix("tcp:"))[0] if tsa.startswith("tcp:") else ""
+            require(
+                _is_network(host) and ip_network(host).is_loopback,
+                "tsa",
+                tsa,
+                "is not the address of a TSA",
+                "use unix:/path, tcp:127.0.0.1:port, or tls:host:port for another machine",
+            )
+
+    def _check_blobs(self) -> None:
+        require(
+            not self.blobs or _BUCKET.fullmatch(self.blobs) is not None,
+            "blobs",
+            _without_secrets(self.blobs),
+            "is not a bucket with an optional prefix",
+            'write blobs = "s3://bucket/prefix"; leave it out for a folder under data',
+        )
+        require(
+            not self.blobs_endpoint or _WEB.fullmatch(self.blobs_endpoint) is not None,
+            "blobs_endpoint",
+            _without_secrets(self.blobs_endpoint),
+            "is not the address of a store",
+            'write for example blobs_endpoint = "https://minio.example.com:9000"',
+        )
+        require(
+            self.blobs_urls in ("none", "signed") or _WEB.fullmatch(self.blobs_urls) is not None,
+            "blobs_urls",
+            self.blobs_urls,
+            "is not a way to give devices URLs",
+            "use none, signed, or the URL under which a CDN serves the folder public",
+        )
+        require(
+            self.blobs_urls == "none" or bool(self.blobs),
+            "blobs_urls",
+            self.blobs_urls,
+            "a folder of blobs has no URLs",
+            'set blobs = "s3://bucket/prefix", or leave blobs_urls out',
+        )
+        require_positive_s("keep_deleted_s", self.keep_deleted_s)
+
+
+def _without_secrets(url: str) -> str:
+    """A URL for a message: someone may have written a key into it."""
+    return re.sub(r"//.*@", "//…@", url)
+
+
+def check_state_url(url: str) -> None:
+    """The URL is never quoted: it may contain a password, which is refused."""
+    if re.match(r"postgres(ql)?://", url) is None:
+        raise ConfigError(
+            "state is not a URL of PostgreSQL",
+            hint='write state = "postgresql://user@host/database", or leave it out to use SQLite',
+        )
+    if re.match(r"[^:]+://[^/?#]*:[^/?#]*@", url) or re.search(r"[?&](ssl)?password=", url):
+        raise ConfigError(
+            "state has a password in it",
+            hint="put host:port:database:user:password into a file that only you can read, and its "
+            "path into the URL: ?passfile=/path (or set PGPASSFILE or PGPASSWORD)",
+        )
 
 
 def _is_network(text: str) -> bool:

@@ -65,11 +65,12 @@ def read_or_make(folder: Path, name: SecretName) -> Secret:
     return read(path)
 
 
-def read(path: Path) -> Secret:
+def read_private(path: Path, most_bytes: int) -> bytes:
+    """The beginning of a file that others may not read."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            data = file.read(MAX_TOKEN_CHARS + 3)
+            data = file.read(most_bytes)
     except OSError as error:
         raise OperatorError(
             f"cannot read {path}: {error.strerror}",
@@ -80,6 +81,11 @@ def read(path: Path) -> Secret:
             f"{path} is readable by other users (mode {mode & 0o777:04o})",
             hint=f"run chmod 600 {path}; if someone may have read the secret, replace it",
         )
+    return data
+
+
+def read(path: Path) -> Secret:
+    data = read_private(path, MAX_TOKEN_CHARS + 3)
     text = data.decode("latin-1").removesuffix("\n").removesuffix("\r")
     if TOKEN_FORM.fullmatch(text) is None:
         raise OperatorError(

@@ -5,6 +5,11 @@ another hash are dropped and the next source is tried. A download that broke is 
 `Range`, at the same source or the next one; the hash is that of the whole. A download is bounded by
 the length of the model or the size in the manifest. A key of an unknown form is refused. No token
 is sent: blobs are public under their hash, and a CDN must not learn the token.
+
+If the owner of the device has named hosts for it, a selector is asked for the URL of the blob,
+which is the first source. A URL is used only if it is https (or the selector is http too), its host
+is one of these, and its path ends with the key: otherwise a server could make a device send
+requests into its owner's network.
 """
 
 from __future__ import annotations
@@ -12,15 +17,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from papaya.device.selectors import BROKEN, read_into
+from papaya.device.selectors import BROKEN, read_bounded, read_into
 from papaya.errors import ProtocolError
+from papaya.messages import wire
 from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.paths import URLS_PATH
+from papaya.messages.selection import Located
 
 _KEY = re.compile(
     r"(?P<task>[a-z0-9][a-z0-9_-]{0,63})/[0-9]{1,18}/"
@@ -28,6 +37,7 @@ _KEY = re.compile(
 )
 _HEADER_BYTES = 8 + (64 << 10)
 _STALLED_S = 30.0
+_MAX_LOCATED_BYTES = 4096
 _MOST_REQUESTS = 16  # to one source for one download
 _RANGE = re.compile(r"bytes ([0-9]{1,15})-[0-9]{1,15}/([0-9]{1,15})", re.ASCII)
 
@@ -52,11 +62,14 @@ class Downloads:
         timeout_s: float,
         blobs_url: str | None = None,
         cache_bytes: int = 256 << 20,
+        hosts: Collection[str] = (),
     ) -> None:
+        """`hosts`: names of hosts to which a selector may send this device."""
         self._session = session
         self._timeout_s = timeout_s
         self._blobs_url = blobs_url
         self._cache_bytes = cache_bytes
+        self._hosts = frozenset(host.lower() for host in hosts)
         self._cached: OrderedDict[BlobKey, bytes] = OrderedDict()
         self._running: dict[tuple[BlobKey, int], asyncio.Task[bytes]] = {}
 
@@ -91,15 +104,17 @@ class Downloads:
     async def _download(self, key: BlobKey, limit: int, selectors: Sequence[str]) -> bytes:
         parsed = _parse(key)
         digest, kind = parsed["hash"], parsed["kind"]
-        sources = [f"{selector}/v1/parameters" for selector in selectors]
+        sources = [f"{selector}/v1/parameters/{key}" for selector in selectors]
+        if self._hosts and (url := await self._locate(key, selectors)) is not None:
+            sources.insert(0, url)
         if self._blobs_url is not None:
-            sources.insert(0, self._blobs_url)
+            sources.insert(0, f"{self._blobs_url}/{key}")
         problem = "no source is configured"
         begun = bytearray()
         for source in sources:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._finish(f"{source}/{key}", digest, limit, begun)
+                    await self._finish(source, digest, limit, begun)
             except (ProtocolError, *BROKEN) as error:
                 problem = str(error) or type(error).__name__
                 if len(begun) > limit:
@@ -110,6 +125,35 @@ class Downloads:
                 return body
         what = "parameters" if kind == "version" else kind
         raise ProtocolError(f"cannot download the {what} of {parsed['task']}: {problem}")
+
+    async def _locate(self, key: BlobKey, selectors: Sequence[str]) -> str | None:
+        """A URL of the blob that this device may use, from the first selector that answers."""
+        for selector in selectors:
+            try:
+                async with (
+                    asyncio.timeout(_STALLED_S),
+                    self._session.get(
+                        selector + URLS_PATH.replace("{key...}", key), allow_redirects=False
+                    ) as response,
+                ):
+                    if response.status != HTTPStatus.OK:
+                        return None  # this installation has no URLs
+                    located = wire.located.parse(await read_bounded(response, _MAX_LOCATED_BYTES))
+                assert isinstance(located, Located)
+                return located.url if self._may_use(located.url, key, selector) else None
+            except (ProtocolError, *BROKEN):
+                continue
+        return None
+
+    def _may_use(self, url: str, key: BlobKey, selector: str) -> bool:
+        parts = urlsplit(url)
+        return (
+            (parts.scheme == "https" or selector.startswith("http://"))
+            and parts.hostname in self._hosts
+            and parts.username is None
+            and not parts.fragment
+            and parts.path.endswith(f"/{key}")
+        )
 
     async def _finish(self, url: str, digest: str, limit: int, begun: bytearray) -> None:
         """Add to `begun`, which may come from another source, until its hash is right."""

@@ -68,6 +68,7 @@ class DeviceProcess:
         eligibility: Eligibility | None = None,
         max_parallel: int | None = None,
         blobs_url: str | None = None,
+        blobs_hosts: Collection[str] = (),
         certificates: Path | None = None,
         proxy: str | None = None,
         trust: Trust | None = None,
@@ -83,6 +84,7 @@ class DeviceProcess:
         )
         self._max_parallel = max_parallel or os.cpu_count() or 1
         self._blobs_url = None if blobs_url is None else check_url(blobs_url)
+        self._blobs_hosts = blobs_hosts
         self._certificates = certificates
         self._proxy = proxy
         self._notify = notify
@@ -92,7 +94,9 @@ class DeviceProcess:
     async def __aenter__(self) -> Self:
         self._session = open_session(self._certificates, self._proxy)
         self.selectors = Selectors(self._session, self.limits, self._on_reachable)
-        self.downloads = Downloads(self._session, self.limits.max_training_s, self._blobs_url)
+        self.downloads = Downloads(
+            self._session, self.limits.max_training_s, self._blobs_url, hosts=self._blobs_hosts
+        )
         self._slots = asyncio.Semaphore(self._max_parallel)
         self._checking = asyncio.Lock()
         return self

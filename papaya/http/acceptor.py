@@ -21,12 +21,13 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
 from ipaddress import IPv6Address, ip_address, ip_network
-from ssl import SSLContext
+from ssl import CERT_REQUIRED, SSLError
 
 from papaya.http.errors import HttpError
 from papaya.http.exchange import log
 from papaya.http.limits import ListenerLimits
 from papaya.http.proxy_protocol import ProxiedClient, read_client
+from papaya.http.tls import Tls
 
 MAX_REFUSED = 64  # connections of one listener that are being answered 503
 
@@ -61,20 +62,20 @@ class Acceptor:
         sockets: list[socket.socket],
         make: Callable[[Admission], asyncio.BaseProtocol],
         limits: ListenerLimits,
-        ssl: SSLContext | None,
+        tls: Tls | None,
         proxies: Iterable[str],
     ) -> None:
         self._sockets = sockets
         self._make = make  # makes the protocol of a connection
         self._limits = limits
-        self._ssl = ssl
+        self._tls = tls
         self._proxies = tuple(ip_network(proxy, strict=False) for proxy in proxies)
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()  # not handed to their protocol yet
         self._served = 0  # accepted sockets that are not refused
         self._refused = 0  # accepted sockets that are refused
         self._by_address: Counter[str] = Counter()  # of those that are served
-        self._warned_at: dict[str, float] = {}  # by limit, when a refusal was last logged
+        self._warned_at: dict[str, float] = {}  # by reason, when a refusal was last logged
         self._is_paused = False  # nothing is accepted now
         self._is_closed = False
         self._listen()
@@ -145,15 +146,34 @@ class Acceptor:
 
     def _warn(self, limit: str, host: str) -> None:
         """At most once a minute for each limit."""
-        now = self._loop.time()
-        if now - self._warned_at.get(limit, -math.inf) >= _WARN_S:
-            self._warned_at[limit] = now
+        if self._is_news(limit):
             log.warning(
                 "connections are refused, the last one from %s: %s = %d is reached (hint: raise it;"
                 " if this is the address of a load balancer, add it to proxies)",
                 host,
                 limit,
                 getattr(self._limits, limit),
+            )
+
+    def _is_news(self, reason: str) -> bool:
+        now = self._loop.time()
+        if now - self._warned_at.get(reason, -math.inf) < _WARN_S:
+            return False
+        self._warned_at[reason] = now
+        return True
+
+    def _no_handshake(self, host: str, error: OSError) -> None:
+        """Devices may fail as they like. Other servers are ours: somebody has to act."""
+        log.debug("%s did not finish the TLS handshake: %s", host, error)
+        wants_certificates = (
+            self._tls is not None and self._tls.context.verify_mode is CERT_REQUIRED
+        )
+        if wants_certificates and isinstance(error, SSLError) and self._is_news("handshake"):
+            log.warning(
+                "the TLS handshake of %s failed: %s (hint: check the dates of the certificate there"
+                " and that servers_authority is the same on both sides)",
+                host,
+                getattr(error, "verify_message", "") or error.reason or error,
             )
 
     async def _open(self, connection: socket.socket, admission: Admission) -> None:
@@ -166,17 +186,17 @@ class Acceptor:
             connection.close()
             admission.release()
             raise
-        limits = self._limits
+        limits, tls = self._limits, self._tls
         handshake_s = limits.head_timeout_s if admission.refusal is None else limits.linger_s
         try:
             await self._loop.connect_accepted_socket(
                 lambda: self._make(admission),
                 connection,
-                ssl=self._ssl,
-                ssl_handshake_timeout=handshake_s if self._ssl else None,
+                ssl=None if tls is None else tls.context,
+                ssl_handshake_timeout=None if tls is None else handshake_s,
             )
         except OSError as error:  # also every error of TLS; the transport closes the socket
-            log.debug("%s did not finish the TLS handshake: %s", admission.client[0], error)
+            self._no_handshake(admission.client[0], error)
             admission.release()
         except BaseException:
             admission.release()

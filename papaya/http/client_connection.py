@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from ssl import SSLContext
 from typing import NamedTuple, cast
 
 from papaya.http.errors import HttpError, MisuseError, PeerUnavailable
 from papaya.http.exchange import Headers, has_body
 from papaya.http.head import END_OF_HEAD, ResponseHead, parse_response
 from papaya.http.limits import MAX_HEAD_BYTES, PeerLimits
+from papaya.http.tls import NO_CERTIFICATE
 
 
 class Response(NamedTuple):
@@ -34,9 +36,11 @@ class ClientConnection(asyncio.Protocol):
         address: str,
         limits: PeerLimits,
         on_lost: Callable[[ClientConnection], None],
-        is_plain: bool,
+        context: SSLContext | None,
     ) -> None:
         self.address = address
+        self.context = context  # of TLS; None without
+        self.certificate = NO_CERTIFICATE  # of the other server, with TLS
         self.is_used = False  # it has carried an exchange before
         self.is_full = False  # the transport asked us to stop writing
         self.is_lost = False  # the loop reported the end of the connection
@@ -44,9 +48,8 @@ class ClientConnection(asyncio.Protocol):
         self.on_room: Callable[[], None] = lambda: None  # called when `is_full` becomes false
         self._limits = limits
         self._on_lost = on_lost
-        self._is_plain = is_plain  # no TLS: bytes may go to the socket directly
         self._loop = asyncio.get_running_loop()
-        self._file = -1  # descriptor of the socket, if `_is_plain`
+        self._file = -1  # descriptor of the socket, without TLS: bytes may go there directly
         self._answer: asyncio.Future[Response] | None = None  # of the present exchange
         self._method = ""  # of the present request
         self._data = bytearray()  # received, not yet parsed
@@ -147,7 +150,8 @@ class ClientConnection(asyncio.Protocol):
         # Full as soon as the socket is, so that bodies wait at their source and not here. The limit
         # is 1 and not 0, because a TLS transport with limit 0 is always full.
         self._transport.set_write_buffer_limits(high=1, low=0)
-        if self._is_plain:
+        self.certificate = self._transport.get_extra_info("peercert") or NO_CERTIFICATE
+        if self.context is None:
             self._file = self._transport.get_extra_info("socket").fileno()
 
     def data_received(self, data: bytes) -> None:
@@ -168,9 +172,10 @@ class ClientConnection(asyncio.Protocol):
         self.is_lost = True
         self._is_clean = False
         if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(
-                PeerUnavailable(f"{self.address} closed the connection without an answer")
-            )
+            why = f": {exc}" if exc is not None else ""
+            lost = PeerUnavailable(f"{self.address} closed the connection without an answer{why}")
+            lost.__cause__ = exc
+            self._answer.set_exception(lost)
         self._on_lost(self)
         self.on_room()
 

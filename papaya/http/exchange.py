@@ -19,6 +19,7 @@ from typing import Protocol
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.head import RequestHead
 from papaya.http.ranges import requested_range
+from papaya.http.tls import PeerCertificate
 
 log = logging.getLogger("papaya.http")
 
@@ -37,6 +38,9 @@ class Carrier(Protocol):
 
     @property
     def peer(self) -> str: ...
+
+    @property
+    def certificate(self) -> PeerCertificate: ...
 
     def send_answer(self, exchange: Exchange, status: int, head: str, body: bytes) -> None: ...
 
@@ -68,6 +72,11 @@ class Exchange:
     def peer(self) -> str:
         """The peer's address, `host:port`."""
         return self._carrier.peer
+
+    @property
+    def certificate(self) -> PeerCertificate:
+        """The peer's certificate, if the listener asks for one."""
+        return self._carrier.certificate
 
     @property
     def is_open(self) -> bool:

@@ -7,7 +7,6 @@ import errno
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
 from functools import partial
-from ssl import SSLContext
 
 import msgspec
 
@@ -17,6 +16,7 @@ from papaya.http.exchange import Blame, blames_nobody, log
 from papaya.http.limits import ListenerLimits
 from papaya.http.routes import HttpRoute, Routes
 from papaya.http.server_connection import ServerConnection
+from papaya.http.tls import Tls
 
 RenderProblem = Callable[[int, str, float | None], bytes]
 """The body of an error: status, text, and the seconds of its Retry-After header, if any."""
@@ -25,6 +25,7 @@ Observe = Callable[[str, int, float], None]
 """Called for each answer: the route's path template, the status, the seconds since the head."""
 
 _BACKLOG = 4096
+_MAX_WARNINGS = 256
 
 
 def plain_problem(status: int, text: str, retry_after_s: float | None) -> bytes:
@@ -46,12 +47,14 @@ class ListenerState:
         limits: ListenerLimits,
         observe: Observe = unobserved,
         blame: Blame = blames_nobody,
+        tls: Tls | None = None,
     ) -> None:
         self.routes = Routes(routes)
         self.observe = observe
         self.problem = problem
         self.blame = blame  # decides which exceptions of a route are the peer's fault
         self.limits = limits
+        self.tls = tls
         self.loop = asyncio.get_running_loop()
         self.is_accepting = True  # False: connections close after their present exchange
         self.connections: set[ServerConnection] = set()
@@ -59,8 +62,15 @@ class ListenerState:
         # the bytes to a connection before it asks another one for a buffer.
         self.scratch = memoryview(bytearray(limits.max_head_bytes))
         self.date = ""  # the Date header, renewed by each sweep
+        self._refused: set[tuple[str, str]] = set()  # hosts and reasons that were logged
         self._all_gone = asyncio.Event()
         self._sweep()
+
+    def warn_once(self, host: str, why: str) -> None:
+        """Log that a peer is refused; not again while the reason is the same."""
+        if (host, why) not in self._refused and len(self._refused) < _MAX_WARNINGS:
+            self._refused.add((host, why))
+            log.warning("%s is refused: %s", host, why)
 
     def left(self, connection: ServerConnection) -> None:
         self.connections.discard(connection)
@@ -133,7 +143,7 @@ async def serve(
     problem: RenderProblem = plain_problem,
     observe: Observe = unobserved,
     blame: Blame = blames_nobody,
-    ssl: SSLContext | None = None,
+    tls: Tls | None = None,
     proxies: Iterable[str] = (),
 ) -> Listener:
     """Listens on `host` and `port`; port 0 takes a free one.
@@ -146,6 +156,6 @@ async def serve(
     except (OSError, OverflowError) as error:
         is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise ListenError(host, port, str(error), is_in_use=is_in_use) from error
-    state = ListenerState(routes, problem, limits, observe, blame)
-    acceptor = Acceptor(sockets, partial(ServerConnection, state), limits, ssl, proxies)
+    state = ListenerState(routes, problem, limits, observe, blame, tls)
+    acceptor = Acceptor(sockets, partial(ServerConnection, state), limits, tls, proxies)
     return Listener(acceptor, state, sockets[0].getsockname()[1])

@@ -16,14 +16,15 @@ from papaya.http.client_connection import ClientConnection, Response
 from papaya.http.errors import PeerUnavailable
 from papaya.http.exchange import Headers
 from papaya.http.limits import PeerLimits
+from papaya.http.tls import Tls
 
 
 class ConnectionPool:
     """All connections of this process to other servers."""
 
-    def __init__(self, *, limits: PeerLimits | None = None, ssl: SSLContext | None = None) -> None:
+    def __init__(self, *, limits: PeerLimits | None = None, tls: Tls | None = None) -> None:
         self._limits = limits or PeerLimits()
-        self._ssl = ssl
+        self._tls = tls
         self._pools: dict[str, _Pool] = {}
         self._is_closed = False
 
@@ -88,7 +89,7 @@ class ConnectionPool:
                 self._pools = {a: p for a, p in self._pools.items() if p.is_in_use}
             if len(self._pools) >= self._limits.max_peers:
                 raise PeerUnavailable(f"cannot connect to {address}: too many other servers")
-            pool = self._pools[address] = _Pool(address, self._limits, self._ssl)
+            pool = self._pools[address] = _Pool(address, self._limits, self._tls)
         return pool
 
     async def _exchange(
@@ -236,11 +237,11 @@ class StreamedRequest:
 class _Pool:
     """The connections to one server."""
 
-    def __init__(self, address: str, limits: PeerLimits, ssl: SSLContext | None) -> None:
+    def __init__(self, address: str, limits: PeerLimits, tls: Tls | None) -> None:
         self.address = address
         self._host, self._port = _host_and_port(address)
         self._limits = limits
-        self._ssl = ssl
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._open = 0  # connections that exist or are being opened
@@ -261,10 +262,16 @@ class _Pool:
             if (
                 connection.can_be_used
                 and self._loop.time() - connection.idle_since < self._limits.idle_s
+                and connection.context is self._context
             ):
                 return connection
             connection.abort()
         return None
+
+    @property
+    def _context(self) -> SSLContext | None:
+        """Connections with an earlier one are not used again: its certificates were replaced."""
+        return None if self._tls is None else self._tls.context
 
     def check_room(self) -> None:
         """Raises if the queue for a connection is full."""
@@ -324,14 +331,14 @@ class _Pool:
 
     async def _connect(self) -> ClientConnection:
         """Opens a connection, which `_open` counts already; uncounts it on failure."""
-        plain = self._ssl is None
+        context = self._context
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 _, connection = await self._loop.create_connection(
-                    lambda: ClientConnection(self.address, self._limits, self._lost, plain),
+                    lambda: ClientConnection(self.address, self._limits, self._lost, context),
                     self._host,
                     self._port,
-                    ssl=self._ssl,
+                    ssl=context,
                 )
         except BaseException as error:
             self._free_slot()
@@ -342,6 +349,11 @@ class _Pool:
             connection.abort()
             self._free_slot()
             raise PeerUnavailable(f"{self.address} closed the connection at once")
+        if self._tls is not None and (why := self._tls.refusal(connection.certificate)):
+            connection.abort()
+            self._free_slot()
+            wrong = PeerUnavailable(f"{self.address} is not the server that was meant: {why}")
+            raise wrong from PermissionError(why)
         self._connections.add(connection)
         return connection
 

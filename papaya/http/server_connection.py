@@ -26,6 +26,7 @@ from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange, Headers, as_refusal, has_body, log, render_head
 from papaya.http.head import END_OF_HEAD, RequestHead, check_partial, parse_request
 from papaya.http.routes import UNKNOWN_ROUTE, Buffered, Receiver, end_receiver
+from papaya.http.tls import NO_CERTIFICATE
 
 if TYPE_CHECKING:
     from papaya.http.listener import ListenerState
@@ -62,6 +63,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def __init__(self, listener: ListenerState, admission: Admission | None = None) -> None:
         self._listener = listener  # shared by all connections of the listener
         self._admission = admission  # its place among the accepted sockets
+        self.certificate = NO_CERTIFICATE  # of the peer, if the listener asks for one
         self._timeouts = Timeouts(listener.limits, listener.loop.time())
         self._state = _HEAD
         self._pending = b""  # received, not yet parsed and not yet given to a receiver
@@ -88,6 +90,12 @@ class ServerConnection(asyncio.BufferedProtocol):
         if refusal is not None:
             self._observe(503)
             self._refuse_for_now(refusal)
+        elif self._listener.tls is not None:
+            self.certificate = transport.get_extra_info("peercert") or NO_CERTIFICATE
+            if why := self._listener.tls.refusal(self.certificate):
+                self._listener.warn_once(self.peer.rpartition(":")[0], why)
+                self._observe(503)
+                self._refuse_for_now(why)  # not the fault of devices whose requests it passes on
 
     def get_buffer(self, sizehint: int) -> memoryview:
         receiver = self._receiver

@@ -24,6 +24,7 @@ Boot: TypeAlias = int | float
 MAX_EXCLUDED = 64
 ShortText = Annotated[str, Meta(max_length=128)]
 Name = Annotated[str, Meta(max_length=64, pattern=r"\A[A-Za-z0-9._:/+=@ -]*\Z")]
+Url = Annotated[str, Meta(max_length=2048, pattern=r"\Ahttps?://[!-~]+\Z")]
 Names = Annotated[tuple[Name, ...], Meta(max_length=32)]
 Excluded = Annotated[tuple[Name, ...], Meta(max_length=MAX_EXCLUDED)]
 SealedTicket = Annotated[bytes, Meta(max_length=1024)]

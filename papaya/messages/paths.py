@@ -16,4 +16,5 @@ PATHS: dict[type[Message], str] = {
 }
 CHUNK_PATH = "/v1/uploads/{upload}/chunks/{index}"
 PARAMETERS_PATH = "/v1/parameters/{key...}"
+URLS_PATH = "/v1/urls/{key...}"
 TICKET_HEADER, CRC32_HEADER = "papaya-ticket", "papaya-crc32"

@@ -29,6 +29,7 @@ from papaya.messages.base import (
     SessionId,
     ShortText,
     TaskId,
+    Url,
 )
 
 MAX_LACKS = 8
@@ -120,6 +121,12 @@ class Lack(Struct, frozen=True, gc=False):
     task: TaskId
     code: Name
     needs: ShortText = ""
+
+
+class Located(Message, frozen=True):
+    """The answer to a request for the place of a blob that devices may download."""
+
+    url: Url
 
 
 class Rejected(Message, frozen=True):

@@ -4,8 +4,9 @@
             ◀── Outcome ──────           committed | refused | unknown (read back before going on)
 
 A store only compares rows; the rules are in the machines. A fence is a transaction that requires
-the fence row, and a lease is a compare-and-set. So every back end (SQLite, or the simulator's)
-needs this one primitive, atomic and durable. A blob is written before the row that names it.
+the fence row, and a lease is a compare-and-set. So every back end (SQLite, PostgreSQL, or the
+simulator's) needs this one primitive, atomic and durable. A blob is written before the row that
+names it.
 """
 
 from __future__ import annotations
@@ -180,6 +181,17 @@ class ClusterKeyRow(Row, frozen=True):
     key: bytes
 
 
+class TsaRow(Row, frozen=True):
+    """Which TSA serves the task with these public parameters; the key has their hash.
+
+    `address` stays as long as the row. Another `identity` there means that the TSA was restarted,
+    and that what it held is lost. Empty: the child process of the aggregator.
+    """
+
+    address: str
+    identity: bytes
+
+
 class RevokedRow(Row, frozen=True):
     """A device that may not take part, although its token is valid. The key has its identity."""
 
@@ -308,6 +320,7 @@ CLUSTER_KEY = "cluster-key"
 REVOKED = "revoked/"
 ENDINGS = "endings/"
 DELETED = "deleted/"
+TSAS = "tsa/"
 
 
 def task_key(task: TaskId) -> str:
@@ -354,6 +367,10 @@ def run_key(owner: str, name: str) -> str:
     return f"run/{owner}/{name}"
 
 
+def tsa_key(parameters_hash: bytes) -> str:
+    return f"{TSAS}{parameters_hash.hex()}"
+
+
 def revoked_key(device: str) -> str:
     return f"{REVOKED}{device}"
 
@@ -377,6 +394,21 @@ def admin_address_key(node: NodeId) -> str:
 def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
     """The identities of the revoked devices among these rows."""
     return tuple(key.removeprefix(REVOKED) for key, row in rows if isinstance(row, RevokedRow))
+
+
+def blobs_of(row: Row) -> tuple[BlobKey, ...]:
+    """The blobs that a row names."""
+    match row:
+        case VersionRow():
+            return (row.parameters,)
+        case OptimizerRow():
+            return (row.state,)
+        case RecordRow():
+            return (row.sum,)
+        case TaskRow():
+            needs = row.config.requirements
+            return tuple(key for key in (needs.bundle, needs.program) if key)
+    return ()
 
 
 def holder_prefixes(task: TaskId) -> tuple[str, ...]:

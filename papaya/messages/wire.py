@@ -36,6 +36,7 @@ _rows = msgspec.json.Decoder(
     | storage.ManifestRow
     | storage.TicketKeyRow
     | storage.ClusterKeyRow
+    | storage.TsaRow
     | storage.RevokedRow
     | storage.RunRow
     | storage.PointRow
@@ -68,6 +69,7 @@ class Parser:
 
 from_device = Parser(FromDevice, "a device's request")
 to_device = Parser(ToDevice, "an answer to a device")
+located = Parser(selection.Located, "the place of a blob")
 between_servers = Parser(BetweenServers, "a message between servers")
 
 

@@ -33,6 +33,7 @@ from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 import msgspec
 
 from papaya.config.deployment import Deployment
+from papaya.credentials.tls import roles_of
 from papaya.credentials.token_files import MAX_TOKEN_CHARS, TOKEN_FORM, Secret, read_or_make
 from papaya.errors import OperatorError
 from papaya.http.exchange import Exchange
@@ -267,12 +268,18 @@ def _own_verifier(path: str) -> DeviceVerifier:
     return found
 
 
-def guarded(routes: Iterable[HttpRoute], secret: Secret, refusal: bytes) -> list[HttpRoute]:
+def guarded(
+    routes: Iterable[HttpRoute], secret: Secret, refusal: bytes, role: str = ""
+) -> list[HttpRoute]:
     """The same routes, but a request without the token gets 401 and `refusal`, and its body is not
-    kept.
+    kept. `role`, if it is given, must be named by the peer's certificate.
     """
 
     def checked(exchange: Exchange) -> bool:
+        if role and role not in roles_of(exchange.certificate):
+            # 503, because the device whose request this is has done nothing wrong.
+            exchange.answer_problem(503, f"only the role {role} passes requests on")
+            return False
         if admits(secret, exchange.head.headers.get("authorization")):
             return True
         exchange.answer(401, refusal, (("WWW-Authenticate", "Bearer"),))

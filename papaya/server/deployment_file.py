@@ -17,7 +17,10 @@ from papaya.errors import ConfigError, OperatorError
 
 logger = logging.getLogger("papaya.server")
 
-_PATHS = ("data", "tls_certificate", "tls_key", "tls_authority", "tsa_collateral", "log")
+_PATHS = (
+    *("data", "blobs_credentials", "tls_certificate", "tls_key", "tls_authority"),
+    *("servers_certificate", "servers_key", "servers_authority", "tsa_collateral", "log"),
+)
 
 
 # Old name -> new name; the old ones are accepted until 0.4.0.

@@ -2,27 +2,30 @@
 
 A device shows its token when it checks in; after that its tickets say what it may do. The selector
 gets the identity that the token shows. Parameters are public under their hash, immutable, and can
-be cached. Sums and optimizer state are not served.
+be cached. Sums and optimizer state are not served. If the blob store has URLs, a device may ask for
+that of its parameters and download them without the selector.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from papaya.errors import MissingBlob, ProtocolError
+from papaya.errors import MissingBlob, OperatorError, ProtocolError
 from papaya.http.exchange import Exchange, as_refusal
 from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
-from papaya.messages.base import Message
-from papaya.messages.participation import Refused
-from papaya.messages.paths import PARAMETERS_PATH, PATHS
-from papaya.messages.selection import CheckIn, Gone, IdentifiedCheckIn
+from papaya.messages.base import BlobKey, Message
+from papaya.messages.participation import Refused, Retry
+from papaya.messages.paths import PARAMETERS_PATH, PATHS, URLS_PATH
+from papaya.messages.selection import CheckIn, Gone, IdentifiedCheckIn, Located
 from papaya.server.auth import UNDECIDED, DeviceAuth
 from papaya.server.device_openapi import device_document
 from papaya.server.host import Host
@@ -36,15 +39,14 @@ from papaya.server.replies import (
     answer,
     blame_peer,
 )
-from papaya.store.blobs import FolderBlobs
+from papaya.store.blobs import PUBLIC_KEY, Blobs
 
 logger = logging.getLogger("papaya.server")
 
 MAX_REQUEST_BYTES = 64 << 10
-_PARAMETERS = re.compile(
-    r"[a-z0-9][a-z0-9_-]{0,63}/[0-9]{1,12}/(version|bundle|program)-[0-9]{1,12}-(?P<hash>[0-9a-f]{32})"
-)
 _TOKEN_HINT = "send the header Authorization: Bearer <device token>"
+_FETCHES_AT_ONCE = 8
+_FETCH_AGAIN_S = 1.0
 _FOREVER = "public, max-age=31536000, immutable"
 
 
@@ -86,6 +88,10 @@ def parse(kind: type[Message], exchange: Exchange, body: bytes) -> Message | Non
     return message
 
 
+_DELETED = "these parameters have been deleted"
+_Fetched = TypeVar("_Fetched")
+
+
 @cache
 def _openapi() -> bytes:
     return msgspec.json.encode(device_document())
@@ -98,12 +104,21 @@ class Door:
     """Check-ins, and parameters by key."""
 
     def __init__(
-        self, selector: Host, auth: DeviceAuth, blobs: FolderBlobs, metrics: DriverMetrics
+        self,
+        selector: Host,
+        auth: DeviceAuth,
+        blobs: Blobs,
+        metrics: DriverMetrics,
+        locate: Callable[[BlobKey], str] | None = None,
     ) -> None:
+        """`locate` returns the URL of a public blob and may block; None if there are no URLs."""
         self._selector = selector
         self._auth = auth
         self._blobs = blobs
         self._metrics = metrics
+        self._locate = locate
+        # A slow blob store holds up these threads and nothing else.
+        self._fetching = ThreadPoolExecutor(_FETCHES_AT_ONCE, "papaya-fetch")
         self._verifying: set[asyncio.Task[None]] = set()
         self._seen: dict[str, None] = {}  # identities, the oldest first
 
@@ -115,6 +130,7 @@ class Door:
         return [
             Buffered("POST", PATHS[CheckIn], self._on_check_in, MAX_REQUEST_BYTES),
             Buffered("GET", PARAMETERS_PATH, self._on_parameters),
+            Buffered("GET", URLS_PATH, self._on_url),
             Buffered("GET", "/v1/openapi.json", self._on_openapi),
             *participation_routes(self._selector.deliver, self._count_answer),
         ]
@@ -172,7 +188,7 @@ class Door:
 
     def _on_parameters(self, exchange: Exchange, body: bytes) -> None:
         key = exchange.captured["key"]
-        found = _PARAMETERS.fullmatch(key)
+        found = PUBLIC_KEY.fullmatch(key)
         if found is None:
             answer(exchange, Refused("there are no parameters under this key"), NOT_FOUND)
             return
@@ -181,9 +197,51 @@ class Door:
         if exchange.head.headers.get("if-none-match") == tag:
             exchange.answer(NOT_MODIFIED, b"", headers)
             return
+
+        def send(path: Path) -> None:
+            exchange.answer_file(path, headers)
+
+        if self._blobs.is_remote:
+            self._fetch(exchange, partial(self._blobs.path, key), send)
+            return
         try:
             path = self._blobs.path(key)
         except MissingBlob:
-            answer(exchange, Refused("these parameters have been deleted"), NOT_FOUND)
+            answer(exchange, Refused(_DELETED), NOT_FOUND)
         else:
-            exchange.answer_file(path, headers)
+            send(path)
+
+    def _on_url(self, exchange: Exchange, body: bytes) -> None:
+        key = exchange.captured["key"]
+        if self._locate is None or PUBLIC_KEY.fullmatch(key) is None:
+            answer(exchange, Refused("there is no URL of this key"), NOT_FOUND)
+            return
+
+        def send(url: str) -> None:
+            exchange.answer(200, wire.encode(Located(url)), (("Cache-Control", "no-store"),))
+
+        self._fetch(exchange, partial(self._locate, key), send)
+
+    def _fetch(
+        self, exchange: Exchange, get: Callable[[], _Fetched], send: Callable[[_Fetched], None]
+    ) -> None:
+        """Call `get` on a thread and answer with the result, unless the device has gone."""
+        loop = asyncio.get_running_loop()
+        fetched = loop.run_in_executor(self._fetching, get)
+
+        def done(fetched: asyncio.Future[_Fetched]) -> None:
+            error = fetched.exception()
+            if not exchange.is_open:
+                return
+            if error is None:
+                send(fetched.result())
+            elif isinstance(error, MissingBlob):
+                answer(exchange, Refused(_DELETED), NOT_FOUND)
+            elif isinstance(error, OperatorError):
+                logger.warning("%s (hint: %s)", error, error.hint)
+                answer(exchange, Retry("the blob store does not answer", after_s=_FETCH_AGAIN_S))
+            else:
+                logger.error("cannot read the blob store", exc_info=error)
+                exchange.answer_problem(500, "internal server error")
+
+        fetched.add_done_callback(done)

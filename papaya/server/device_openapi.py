@@ -29,7 +29,7 @@ from papaya.messages.participation import (
     UploadGranted,
 )
 from papaya.messages.paths import CHUNK_PATH, CRC32_HEADER, PATHS, TICKET_HEADER
-from papaya.messages.selection import Accepted, CheckIn, Rejected
+from papaya.messages.selection import Accepted, CheckIn, Located, Rejected
 from papaya.server.openapi import Api, ApiAnswer, ApiParameter, ApiRoute, Json, Raw, document
 
 DEVICE_TOKEN = "deviceToken"
@@ -134,6 +134,28 @@ _CHUNK = ApiRoute(
     ),
 )  # fmt: skip
 
+_KEY = (
+    ApiParameter("task", "path", _text("[a-z0-9][a-z0-9_-]{0,63}"), "First part of the key."),
+    ApiParameter("sequence", "path", _text("[0-9]{1,12}"), "Second part of the key."),
+    ApiParameter(
+        "version", "path", _text("version-[0-9]{1,12}-[0-9a-f]{32}"), "Last part of the key."
+    ),
+)
+
+_URL = ApiRoute(
+    "GET",
+    "/v1/urls/{task}/{sequence}/{version}",
+    "url",
+    "Ask for a URL from which parameters can be downloaded, of another host.",
+    (
+        ApiAnswer(200, "The URL.", (Located,)),
+        ApiAnswer(404, "There is no URL of this key: use /v1/parameters.", (Refused,)),
+        _BUSY,
+        _OTHER,
+    ),
+    parameters=_KEY,
+)
+
 _PARAMETERS = ApiRoute(
     "GET",
     "/v1/parameters/{task}/{sequence}/{version}",
@@ -149,11 +171,7 @@ _PARAMETERS = ApiRoute(
         _OTHER,
     ),
     parameters=(
-        ApiParameter("task", "path", _text("[a-z0-9][a-z0-9_-]{0,63}"), "First part of the key."),
-        ApiParameter("sequence", "path", _text("[0-9]{1,12}"), "Second part of the key."),
-        ApiParameter(
-            "version", "path", _text("version-[0-9]{1,12}-[0-9a-f]{32}"), "Last part of the key."
-        ),
+        *_KEY,
         ApiParameter(
             "If-None-Match", "header", {"type": "string"}, "The ETag of a copy.", required=False
         ),
@@ -211,6 +229,7 @@ DEVICE_ROUTES: tuple[ApiRoute, ...] = (
     *(_message_route(request, path) for request, path in PATHS.items()),
     _CHUNK,
     _PARAMETERS,
+    _URL,
     *_LOG,
 )
 

@@ -1,7 +1,8 @@
-"""/health and /metrics, on the admin listener of every role.
+"""/live, /health and /metrics, on the admin listener of every role.
 
-Neither needs a token: they show counts and names of tasks, nothing that a device sent. /health
-answers 503 while the state store fails, because the server then makes no progress.
+None needs a token: they show counts and names of tasks, nothing that a device sent. /health answers
+503 while the state store fails, because the server then makes no progress. A restart would not
+help, so /live answers 200 whenever the process can answer at all.
 """
 
 from __future__ import annotations
@@ -64,9 +65,13 @@ class Health:
 
     def routes(self) -> list[HttpRoute]:
         return [
+            Buffered("GET", "/live", self._on_live),
             Buffered("GET", "/health", self._on_health),
             Buffered("GET", "/metrics", self._on_metrics),
         ]
+
+    def _on_live(self, exchange: Exchange, body: bytes) -> None:
+        exchange.answer(200, msgspec.json.encode({"papaya": __version__}))
 
     def _on_health(self, exchange: Exchange, body: bytes) -> None:
         nodes = [host.machine.node for host in self._hosts]

@@ -155,6 +155,8 @@ class Host:
         done.add_done_callback(partial(self._on_read, effect.token))
 
     def _on_read(self, token: int, done: asyncio.Future[dict[str, Row]]) -> None:
+        if done.exception() is not None:
+            return  # LostHistory: the process is about to stop
         self.deliver(Rows(token, tuple(done.result().items())))
 
 

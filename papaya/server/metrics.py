@@ -41,7 +41,8 @@ from papaya.messages.participation import AbortReason, DiscardReason, LeaveReaso
 from papaya.messages.reasons import in_words
 from papaya.messages.storage import Outcome
 from papaya.selector.selector import Selector
-from papaya.server.tsa import Breaker
+from papaya.server.certificates import Certificates
+from papaya.server.tsa_fleet import TsaFleet
 from papaya.server.workers import Workers
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -172,14 +173,30 @@ class WorkersCollector(Collector):
 
 
 class TsaCollector(Collector):
-    def __init__(self, breaker: Breaker) -> None:
-        self._breaker = breaker
+    def __init__(self, tsas: TsaFleet) -> None:
+        self._tsas = tsas
 
     def collect(self) -> Iterator[Metric]:
-        help_ = "How long the TSA has not answered; 0 while it answers."
-        yield GaugeMetricFamily("papaya_tsa_unreachable_seconds", help_, self._breaker.open_s)
-        help_ = "How often the TSA became unreachable."
-        yield CounterMetricFamily("papaya_tsa_outages", help_, self._breaker.outages)
+        breakers = [link.breaker for link in self._tsas.links]
+        help_ = "How long the TSA has not answered; 0 while it answers. Of several, the longest."
+        longest_s = max(breaker.open_s for breaker in breakers)
+        yield GaugeMetricFamily("papaya_tsa_unreachable_seconds", help_, longest_s)
+        help_ = "How often a TSA became unreachable."
+        outages = sum(breaker.outages for breaker in breakers)
+        yield CounterMetricFamily("papaya_tsa_outages", help_, outages)
+
+
+class CertificateCollector(Collector):
+    def __init__(self, certificates: Certificates) -> None:
+        self._certificates = certificates
+
+    def collect(self) -> Iterator[Metric]:
+        help_ = "Unix time at which a certificate in use expires, by its setting."
+        name = "papaya_certificate_expiry_timestamp_seconds"
+        family = GaugeMetricFamily(name, help_, labels=("certificate",))
+        for setting, at in self._certificates.expiry.items():
+            family.add_metric((setting,), at)
+        yield family
 
 
 class SelectorCollector(Collector):

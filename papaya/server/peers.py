@@ -4,6 +4,8 @@
     Forward   a device's request to the task's aggregator; the answer is passed back unchanged
 
 A node's id contains its address (`aggregator@10.0.0.7:8752`). Every request has the servers' token.
+With certificates between roles, a server that is called must have the role in its id, and each kind
+of message is accepted only from the role that sends it (papaya/server/certificates.py).
 Nothing is retried here: the machines do that. Bodies of chunks have connections of their own, so
 that slow devices do not delay heartbeats and orders.
 """
@@ -12,17 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import ssl
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
+from papaya.credentials.tls import explain_peer, roles_of
 from papaya.errors import ProtocolError
+from papaya.http.client_connection import Response
 from papaya.http.errors import HttpError, MisuseError
 from papaya.http.exchange import Exchange
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import Message, NodeId
+from papaya.messages.control import (
+    AggregatorOrders,
+    AggregatorReport,
+    SelectorOrders,
+    SelectorReport,
+)
 from papaya.messages.participation import Retry
 from papaya.messages.paths import PATHS
 from papaya.server.host import Host
@@ -37,9 +49,17 @@ TAKEN = 204
 
 _MAX_QUEUED = 256
 _MAX_COMPLAINTS = 1024
+_QUOTED = 200  # characters of an answer in the log
 _HINTS = {
     400: "another node runs at its address now, or another version of Papaya",
+    403: "the certificate names another role than the sender has",
     401: "all servers need the same server.token in their data folder",
+}
+SENDERS: dict[type[Message], str] = {
+    AggregatorReport: "aggregator",
+    SelectorReport: "selector",
+    AggregatorOrders: "coordinator",
+    SelectorOrders: "coordinator",
 }
 _SEND_TIMEOUT_S = 5.0
 _RELAY_TIMEOUT_S = 30.0
@@ -57,9 +77,13 @@ class Peers:
     """The messenger of every host in this process."""
 
     def __init__(
-        self, connections: ConnectionPool, relays: ConnectionPool, token: str, retry_s: float
+        self,
+        connections: Mapping[str, ConnectionPool],
+        relays: ConnectionPool,
+        token: str,
+        retry_s: float,
     ) -> None:
-        """`relays` are for the bodies of chunks.
+        """`connections`: by the role of the server. `relays` are for the bodies of chunks.
 
         `retry_s`: when devices should retry while their aggregator cannot be reached.
         """
@@ -71,7 +95,7 @@ class Peers:
         self._loop = asyncio.get_running_loop()
         self._queues: dict[NodeId, deque[Message]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._complained: set[tuple[NodeId, int]] = set()
+        self._complained: set[tuple[NodeId, int | str]] = set()
         # Devices whose requests were passed on and are not answered yet.
         self._relayed: set[WaitingDevice] = set()
         self.lost = 0
@@ -109,7 +133,8 @@ class Peers:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._connections.close()
+        for pool in self._connections.values():
+            await pool.close()
         await self.relays.close()
 
     async def _send_all(self, to: NodeId) -> None:
@@ -117,31 +142,62 @@ class Peers:
         queue = self._queues[to]
         headers = (*self.headers, (TO_HEADER, to))
         try:
-            address = address_of(to)
+            address, pool = address_of(to), self._pool(to)
             while queue:
                 body = wire.encode(queue.popleft())
-                response = await self._connections.request(
+                response = await pool.request(
                     address, "POST", MESSAGES_PATH, headers, body, _SEND_TIMEOUT_S
                 )
                 if response.status != TAKEN:
-                    self._refused(to, response.status)
+                    self._refused(to, response)
         except (ProtocolError, HttpError, MisuseError, OSError, TimeoutError) as error:
             self.lost += 1 + len(queue)
-            logger.info("%s cannot be reached: %s", to, error)
+            self._cannot_reach(to, error)
         finally:
             del self._queues[to]
 
-    def _refused(self, to: NodeId, status: int) -> None:
+    def _pool(self, to: NodeId) -> ConnectionPool:
+        role = to.partition("@")[0]
+        found = self._connections.get(role)
+        if found is None:
+            raise ProtocolError(f"node {to!r} has an unknown role", hint="write role@host:port")
+        return found
+
+    def _refused(self, to: NodeId, response: Response) -> None:
         self.lost += 1
-        if (to, status) not in self._complained and len(self._complained) < _MAX_COMPLAINTS:
-            self._complained.add((to, status))
+        status = response.status
+        if self._is_news(to, status):
             hint = _HINTS.get(status, "check its log, and compare the versions of both servers")
-            logger.warning("%s refuses messages with status %d (hint: %s)", to, status, hint)
+            answer = response.body[:_QUOTED].decode(errors="replace")
+            logger.warning(
+                "%s refuses messages with status %d: %s (hint: %s)", to, status, answer, hint
+            )
+
+    def _cannot_reach(self, to: NodeId, error: Exception) -> None:
+        """A server may be away. A wrong name or certificate stays wrong: say so once."""
+        cause = error.__cause__
+        if isinstance(cause, ssl.SSLError):
+            why = explain_peer(cause)
+        elif isinstance(cause, PermissionError):
+            why = str(cause)
+        elif isinstance(cause, socket.gaierror):
+            why = f"its name has no address: {cause.strerror} (hint: check the name and the DNS)"
+        else:
+            logger.info("%s cannot be reached: %s", to, error)
+            return
+        if self._is_news(to, why):
+            logger.warning("%s cannot be reached: %s", to, why)
+
+    def _is_news(self, to: NodeId, problem: int | str) -> bool:
+        if (to, problem) in self._complained or len(self._complained) >= _MAX_COMPLAINTS:
+            return False
+        self._complained.add((to, problem))
+        return True
 
     async def _relay(self, request: WaitingDevice, to: NodeId, message: Message) -> None:
         self._relayed.add(request)
         try:
-            response = await self._connections.request(
+            response = await self._pool(to).request(
                 address_of(to),
                 "POST",
                 PATHS[type(message)],
@@ -150,7 +206,7 @@ class Peers:
                 _RELAY_TIMEOUT_S,
             )
         except (ProtocolError, HttpError, MisuseError, OSError, TimeoutError) as error:
-            logger.info("%s cannot be reached: %s", to, error)
+            self._cannot_reach(to, error)
             if request in self._relayed:
                 request.answer(Retry("the aggregator cannot be reached", self._retry_s))
         else:
@@ -165,14 +221,23 @@ class Peers:
         task.add_done_callback(self._tasks.discard)
 
 
-def message_route(peers: Peers) -> HttpRoute:
-    """One-way messages to a machine of this process. 204 means received, not processed."""
+def message_route(peers: Peers, *, checks_roles: bool = False) -> HttpRoute:
+    """One-way messages to a machine of this process. 204 means received, not processed.
+
+    `checks_roles`: the certificate of the sender must name the role that sends such messages.
+    Selectors are reached from the internet: whoever takes one over must not give orders.
+    """
 
     def on_message(exchange: Exchange, body: bytes) -> None:
         host = peers.hosts.get(exchange.head.headers.get(TO_HEADER, ""))
         if host is None:
             raise ProtocolError("this message is for a node that does not run here")
-        host.deliver(wire.between_servers.parse(body))
+        message = wire.between_servers.parse(body)
+        sender = SENDERS[type(message)]
+        if checks_roles and sender not in roles_of(exchange.certificate):
+            exchange.answer_problem(403, f"only the role {sender} sends this message")
+            return
+        host.deliver(message)
         exchange.answer(TAKEN)
 
     return Buffered("POST", MESSAGES_PATH, on_message, wire.MAX_MESSAGE_BYTES)

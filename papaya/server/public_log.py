@@ -13,14 +13,19 @@ import os
 import re
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from papaya.http.exchange import Exchange
 from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages.participation import Refused
 from papaya.server.replies import NOT_FOUND, answer
+from papaya.verifiable_log.checkpoint import Checkpoint
 from papaya.verifiable_log.folder import LogFolder
-from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey
+from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey, split_note
 from papaya.verifiable_log.record import Record
+
+if TYPE_CHECKING:
+    from papaya.store.s3_blobs import S3Blobs
 
 LOG_PATH = "/v1/log/{path...}"
 _PUBLIC = re.compile(
@@ -47,6 +52,27 @@ def route(folder: Path) -> HttpRoute:
         exchange.answer_file(folder / path, (("Cache-Control", lifetime),))
 
     return Buffered("GET", LOG_PATH, on_file)
+
+
+def publish(folder: Path, bucket: S3Blobs, published: set[str]) -> None:
+    """Copy new files of the log to the bucket, the checkpoint last. `published` is remembered.
+
+    Several servers may have copies of the log: an older checkpoint replaces none of a longer log.
+    """
+    try:
+        checkpoint = (folder / "checkpoint").read_bytes()
+    except FileNotFoundError:
+        return  # there is no log here
+    size = _size(checkpoint)
+    found = (file.relative_to(folder).as_posix() for file in (folder / "tile").rglob("*"))
+    for path in sorted(path for path in found if is_public(path) and path not in published):
+        bucket.publish(path, (folder / path).read_bytes())
+        published.add(path)
+    bucket.publish_newest("checkpoint", checkpoint, lambda earlier: _size(earlier) <= size)
+
+
+def _size(checkpoint: bytes) -> int:
+    return Checkpoint.parse(split_note(checkpoint)[0]).size
 
 
 def own_record(data: Path, measurement: bytes) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
@@ -28,8 +28,7 @@ from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.coordinator.coordinator import Coordinator
-from papaya.credentials.tls import server_context
-from papaya.errors import OperatorError, PapayaError
+from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
@@ -58,18 +57,24 @@ from papaya.server.admin.supervisor import Supervisor
 from papaya.server.auth import guarded, verifier_for
 from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
+from papaya.server.certificates import Certificates
 from papaya.server.dashboard import dashboard_routes
 from papaya.server.device_api import Door, participation_routes
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.metrics import DriverMetrics, TsaCollector
+from papaya.server.metrics import CertificateCollector, DriverMetrics, TsaCollector
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
 from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
+from papaya.server.tsa_fleet import TsaFleet
 from papaya.server.uploads import Uploads
 from papaya.server.workers import Workers, threaded_shards
+from papaya.verifiable_log.errors import LogError
+
+if TYPE_CHECKING:
+    from papaya.store.s3_blobs import S3Blobs
 
 logger = logging.getLogger("papaya.server")
 
@@ -77,6 +82,10 @@ _CUT_OFF_S = 2.0
 _QUIET_POLL_S = 0.05
 _KEY_LIFE_S = 7 * 86400.0
 _TELLS_PER_HEARTBEAT = 4
+_REMOVE_EVERY_S = 3600.0
+_PUBLISH_EVERY_S = 30.0
+_LOOK_AT_FILES_S = 10.0
+_ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Server:
@@ -113,17 +122,18 @@ class Server:
         self._operations: Health
         self._door: Door | None = None
         self._revoked: tuple[str, ...] = ()
-        self._tsa_connection: TsaConnection | None = None
+        self._tsas: TsaFleet | None = None
 
     # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
+        host = None if self._is_alone else await self._called_host()
+        certificates = Certificates(self.deployment, self.roles, host)
         metrics = DriverMetrics()
         self._resources = await Resources.open(
-            self.deployment, self._name(), self._clock, metrics.observe_commit
+            self.deployment, certificates, self._name(), self._clock, metrics.observe_commit
         )
         try:
-            self._tls = server_context(self.deployment)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
@@ -131,15 +141,20 @@ class Server:
             for role in self.roles:
                 boot = await boots.take(self._node(role))
                 self._hosts[role] = self._make_host(role, boot)
-            for host in self._hosts.values():
-                self._resources.peers.hosts[host.machine.node] = host
-                host.start()
+            for running in self._hosts.values():
+                self._resources.peers.hosts[running.machine.node] = running
+                running.start()
             self._operations.watch(self._hosts.values())
             self._operations.watch_peers(self._resources.peers)
+            metrics.registry.register(CertificateCollector(certificates))
             await self._tell_revoked()
             await self._open_doors()
             self._look_after(self._refresh())
             self._look_after(self._watch_boots(boots))
+            if (bucket := self._resources.bucket) is not None:
+                self._look_after(self._remove_deleted(bucket))
+                self._look_after(self._publish_log(bucket))
+            self._look_after(self._watch_certificates())
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -157,8 +172,8 @@ class Server:
             host.stop()
             if isinstance(host, AggregatorHost):
                 await host.workers.close()
-        if self._tsa_connection is not None:
-            await asyncio.to_thread(self._tsa_connection.close)
+        if self._tsas is not None:
+            await asyncio.to_thread(self._tsas.close)
         await self._resources.close()
 
     def _tell_if_capped(self) -> None:
@@ -203,6 +218,8 @@ class Server:
         """Background work should never end: without it the server would only look alive."""
         if task.cancelled():
             return
+        if isinstance(error := task.exception(), LostHistory):
+            self.failure = error
         if self.failure is None:
             logger.critical("background work of the server has failed", exc_info=task.exception())
         self.failed.set()
@@ -216,6 +233,32 @@ class Server:
             except OperatorError as error:
                 self.failure = error
                 return
+
+    async def _remove_deleted(self, bucket: S3Blobs) -> None:
+        """Remove blobs that were deleted long enough ago."""
+        keep_s = self.deployment.keep_deleted_s
+        while True:
+            try:
+                if removed := await asyncio.to_thread(bucket.remove_expired, keep_s):
+                    logger.info("removed %d blobs that were deleted %g s ago", removed, keep_s)
+            except PapayaError as error:
+                logger.warning("%s; deleted blobs stay (hint: %s)", error, error.hint)
+            await asyncio.sleep(min(_REMOVE_EVERY_S, keep_s))
+
+    async def _publish_log(self, bucket: S3Blobs) -> None:
+        """Keep the copy of the public log in the bucket up to date, if this machine has it."""
+        published: set[str] = set()
+        while True:
+            try:
+                await asyncio.to_thread(public_log.publish, self._log, bucket, published)
+            except (PapayaError, LogError, OSError) as error:
+                logger.warning("cannot publish the log: %s", error)
+            await asyncio.sleep(_PUBLISH_EVERY_S)
+
+    async def _watch_certificates(self) -> None:
+        while True:
+            await asyncio.sleep(min(self.deployment.server.heartbeat_s, _LOOK_AT_FILES_S))
+            self._resources.certificates.refresh()
 
     async def _watch_clocks(self, live: CoordinatorLive) -> None:
         """Log each clock that differs from the leader's, once."""
@@ -239,6 +282,8 @@ class Server:
             try:
                 await self._tell_revoked()
                 await self._refresh_keys(shared.clock.now())
+            except LostHistory:
+                raise
             except PapayaError:
                 logger.exception("cannot read ticket keys or revocations; using the old ones")
 
@@ -266,14 +311,50 @@ class Server:
     # -- roles --------------------------------------------------------------------------------
 
     def _name(self) -> str:
-        """A name that is unique among the processes of one data folder."""
+        """A name that is unique among the processes of one cluster."""
         if self._is_alone:
             return "server"
-        name = f"{'-'.join(self.roles)}@{self.deployment.servers}"
+        name = f"{'-'.join(self.roles)}@{self.deployment.announce or self.deployment.servers}"
         return f"{name}-{os.getpid()}" if name.endswith(":0") else name
 
     def _node(self, role: Role) -> NodeId:
-        return role if self._is_alone else f"{role}@{self.addresses['servers']}"
+        where = self.deployment.announce or self.addresses.get("servers")
+        return role if self._is_alone else f"{role}@{where}"
+
+    async def _called_host(self) -> str:
+        """The host at which others call this server. They must be able to reach it, and it them."""
+        names = self.deployment.coordinators
+        own = self.deployment.announce or self.deployment.servers
+        host, _ = address("servers", own)
+        if host in _ANY_ADDRESS:
+            raise OperatorError(
+                f"servers = {own!r} is not an address that other servers can call",
+                hint='set announce to the name or address of this machine: announce = "host:8752"',
+            )
+        is_known = own in names or own.endswith(":0") or "coordinator" not in self.roles
+        if names and not is_known:
+            raise OperatorError(
+                f"no other server knows this coordinator: it is at {own}, and coordinators has "
+                f"{', '.join(names)}",
+                hint="list its servers address, or its announce address, in coordinators",
+            )
+        await self._check_names(names)
+        return host
+
+    async def _check_names(self, names: tuple[str, ...]) -> None:
+        """Refuse to start if no coordinator's name has an address; one of several may be away."""
+        loop, missing = asyncio.get_running_loop(), []
+        for name in names:
+            try:
+                await loop.getaddrinfo(*address("coordinators", name))
+            except OSError as error:
+                missing.append(name)
+                logger.warning("coordinators: %s has no address: %s", name, error)
+        if missing and len(missing) == len(names):
+            raise OperatorError(
+                f"coordinators: {', '.join(missing)} has no address",
+                hint=f"check the name and the DNS: getent hosts {missing[0].rpartition(':')[0]}",
+            )
 
     def _coordinators(self) -> tuple[NodeId, ...]:
         if self.deployment.coordinators:
@@ -320,11 +401,15 @@ class Server:
         return AggregatorHost(machine, *around, workers, pool, tell_s)
 
     def _tsa(self) -> Tsa:
-        self._tsa_connection = TsaConnection(
-            self.deployment, self._resources.clock.now, self._resources.cluster_key
-        )
-        self._operations.driver.registry.register(TsaCollector(self._tsa_connection.breaker))
-        return self._tsa_connection.adapter
+        shared, now = self._resources, self._resources.clock.now
+
+        def connect(where: str) -> TsaConnection:
+            dial = shared.certificates.dial_tsa
+            return TsaConnection(self.deployment, where, now, shared.cluster_key, dial=dial)
+
+        self._tsas = TsaFleet(self.deployment.tsa_addresses, connect, shared.state, now)
+        self._operations.driver.registry.register(TsaCollector(self._tsas))
+        return self._tsas
 
     def _on_work_done(self, result: Message) -> None:
         self._hosts["aggregator"].deliver(result)
@@ -340,6 +425,7 @@ class Server:
         proxies: tuple[str, ...] = (),
     ) -> None:
         host, port = address(name, where)
+        certificates = self._resources.certificates
         retry_s = retry_after_s(self.deployment.server.heartbeat_s)
         try:
             listening = await serve(
@@ -350,7 +436,7 @@ class Server:
                 problem=partial(problem, retry_s=retry_s),
                 observe=partial(self._operations.driver.observe_request, name),
                 blame=blame_peer,
-                ssl=self._tls,
+                tls=certificates.servers if name == "servers" else certificates.doors,
                 proxies=proxies,
             )
         except ListenError as error:
@@ -371,7 +457,7 @@ class Server:
     async def _tell_address(self) -> None:
         """Store where the admin API of this coordinator is, for `papaya status` elsewhere."""
         if (coordinator := self._hosts.get("coordinator")) is not None:
-            scheme = "http" if self._tls is None else "https"
+            scheme = "http" if self.deployment.tls_certificate is None else "https"
             host, _, port = self.addresses["admin"].rpartition(":")
             if host in ("0.0.0.0", "[::]") and "servers" in self.addresses:
                 host = self.addresses["servers"].rpartition(":")[0]
@@ -384,10 +470,13 @@ class Server:
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
         driver = self._operations.driver
-        door = self._door = Door(selector, auth, shared.blobs, driver)
+        door = self._door = Door(selector, auth, shared.blobs, driver, shared.locator())
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
-        log = Path(self.deployment.log or shared.data / "log")
-        return [*door.routes(), uploads.route(), public_log.route(log)]
+        return [*door.routes(), uploads.route(), public_log.route(self._log)]
+
+    @property
+    def _log(self) -> Path:
+        return Path(self.deployment.log or self._resources.data / "log")
 
     def _to_aggregator(self, message: Message, waiting: WaitingDevice) -> None:
         self._hosts["aggregator"].deliver(message, waiting)
@@ -454,13 +543,15 @@ class Server:
 
     def _servers_routes(self) -> list[HttpRoute]:
         shared = self._resources
-        routes = [message_route(shared.peers)]
+        checks_roles = self.deployment.has_mutual_tls
+        secret, refusal = shared.server_token, problem(401, "the servers' token is missing")
+        routes = guarded([message_route(shared.peers, checks_roles=checks_roles)], secret, refusal)
         if "aggregator" in self.roles:
-            routes += participation_routes(self._to_aggregator)
             driver = self._operations.driver
             uploads = Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
-            routes.append(uploads.route())
-        return guarded(routes, shared.server_token, problem(401, "the servers' token is missing"))
+            passed_on = [*participation_routes(self._to_aggregator), uploads.route()]
+            routes += guarded(passed_on, secret, refusal, "selector" if checks_roles else "")
+        return routes
 
 
 def _cannot_listen(host: str, port: int, error: ListenError) -> OperatorError:

@@ -4,8 +4,10 @@
          ◀── futures, completed in the order of the calls ──
 
 Transactions that wait in the queue together share one disk sync. A read that fails is repeated
-until it succeeds, as papaya/machine.py promises; the operations behind it wait. The queue has no
-bound: machines keep few operations in flight.
+until it succeeds, as papaya/machine.py promises; the operations behind it wait. If the store has
+lost history, the read raises LostHistory instead, and the process must stop. A write that was not
+sent, because there is no connection, is repeated too; no other write is. The queue has no bound:
+machines keep few operations in flight.
 """
 
 from __future__ import annotations
@@ -19,21 +21,24 @@ from threading import Event, Thread
 from time import perf_counter
 from typing import NamedTuple, Protocol, TypeVar
 
-from papaya.errors import PapayaError
+from papaya.errors import LostHistory, PapayaError, StateUnreachable
 from papaya.messages.storage import Outcome, Row, Transaction
 
 logger = logging.getLogger("papaya.store")
 
 MAX_SHARED = 64
 FIRST_RETRY_S = 0.1
-LONGEST_RETRY_S = 5.0
+LONGEST_RETRY_S = 0.5  # work goes on soon after a database is back
 _READ_FAILED = "the last read failed"
+_UNREACHABLE = "the state store cannot be reached"
 
 T = TypeVar("T")
 
 
 class StateStore(Protocol):
-    """A store that blocks. A failed write is an outcome, a failed read raises."""
+    """A store that blocks. A failed write is an outcome, a failed read raises. Both may raise
+    StateUnreachable, if nothing was sent, and LostHistory.
+    """
 
     def transact_all(self, transactions: Sequence[Transaction]) -> list[Outcome]: ...
 
@@ -153,7 +158,10 @@ class StateThread:
 
     def _commit(self, writes: list[_Write]) -> None:
         try:
-            outcomes = self._store.transact_all([write.transaction for write in writes])
+            outcomes = self._transact([write.transaction for write in writes])
+        except PapayaError as error:
+            logger.error("%s; hint: %s", error, error.hint)
+            outcomes = ["unknown"] * len(writes)
         except Exception:  # a bug in the store must not leave the machines without an outcome
             logger.exception("the state store failed in %d transactions", len(writes))
             outcomes = ["unknown"] * len(writes)
@@ -163,11 +171,28 @@ class StateThread:
         self.problem = "the last commit failed" if "unknown" in outcomes else ""
         self._loop.call_soon_threadsafe(self._on_outcomes, writes, outcomes)
 
+    def _transact(self, transactions: list[Transaction]) -> list[Outcome]:
+        wait_s = self._first_retry_s
+        while True:
+            try:
+                return self._store.transact_all(transactions)
+            except StateUnreachable as error:
+                self._on_unreachable(error)
+                if self._closing.wait(wait_s):
+                    raise
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
     def _read(self, read: _Read) -> None:
         wait_s = self._first_retry_s
         while True:
             try:
                 rows = self._store.read(read.prefixes)
+            except LostHistory as error:
+                self.problem = str(error)
+                self._loop.call_soon_threadsafe(_fail, read.rows, error)
+                return
+            except StateUnreachable as error:
+                self._on_unreachable(error)
             except PapayaError as error:
                 self.problem = _READ_FAILED
                 logger.error("%s; retrying in %.1f s; hint: %s", error, wait_s, error.hint)
@@ -175,13 +200,23 @@ class StateThread:
                 self.problem = _READ_FAILED
                 logger.exception("cannot read %s; retrying in %.1f s", read.prefixes, wait_s)
             else:
-                if self.problem == _READ_FAILED:
+                if self.problem in (_READ_FAILED, _UNREACHABLE):
                     self.problem = ""
                 self._loop.call_soon_threadsafe(_complete, read.rows, rows)
                 return
             if self._closing.wait(wait_s):
                 return
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+    def _on_unreachable(self, error: StateUnreachable) -> None:
+        if self.problem != _UNREACHABLE:  # log the first attempt of a long failure only
+            self.problem = _UNREACHABLE
+            logger.error("%s; retrying; hint: %s", error, error.hint)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _complete(future: asyncio.Future[T], result: T) -> None:

@@ -1,4 +1,4 @@
-"""The TSA beside a server: its connection, its child process, its evidence.
+"""The connection of a server to one TSA: its child process, its evidence.
 
 After a connection breaks, the call is repeated on a new one if it is still the same TSA. A TSA that
 restarted has another identity and does not know the old offers: they are lost. A TSA that does not
@@ -40,7 +40,8 @@ from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import Entropy
 from papaya.server.public_log import own_record
 from papaya.server.state_thread import AsyncState
-from papaya.tsa.client import ANSWER_S, CONNECT_S, TsaClient
+from papaya.tsa import endpoint
+from papaya.tsa.client import ANSWER_S, CONNECT_S, Dial, TsaClient
 from papaya.tsa.errors import TsaRefused, Unavailable
 from papaya.tsa.measurement import measure
 
@@ -126,12 +127,17 @@ class TsaConnection:
     def __init__(
         self,
         deployment: Deployment,
+        address: str,
         now: Callable[[], float],
         cluster_key: Ed25519PrivateKey,
         connect_s: float = CONNECT_S,
         answer_s: float = ANSWER_S,
+        dial: Dial = endpoint.connect,
     ) -> None:
+        """`address`: empty for a child of this process."""
         self._deployment = deployment
+        self._address = address
+        self._dial = dial
         self._cluster_key = cluster_key
         self._deadlines_s = (connect_s, answer_s)
         self._data = Path(deployment.data)
@@ -140,7 +146,7 @@ class TsaConnection:
         self._guard = Lock()
         self._client: TsaClient | None = None
         self._child: subprocess.Popen[bytes] | None = None
-        self.breaker = Breaker(deployment.tsa or "the socket of this server", now)
+        self.breaker = Breaker(address or "the socket of this server", now)
         # Software evidence: the collateral, and when it was made.
         self._collateral = (b"", float("-inf"))
         self.adapter = TsaAdapter(self, self._prove)
@@ -172,13 +178,13 @@ class TsaConnection:
 
     def forget(self, parameters_hash: bytes) -> None:
         """Tell a running TSA to forget. None is started for this."""
-        if self._client is not None:
+        if self._client is not None or self._address:
             self._call(lambda client: client.forget(parameters_hash))
 
     def close(self) -> None:
         with self._guard:
             self._disconnect()
-            if not self._deployment.tsa:
+            if not self._address:
                 self._end_child()
 
     # -- the connection -----------------------------------------------------------------------
@@ -241,22 +247,24 @@ class TsaConnection:
 
     def _connect(self) -> TsaClient:
         """Connect to the running TSA; on one machine, start it if none runs."""
-        address = self._deployment.tsa or self._own_address
-        if self._deployment.tsa:
-            return TsaClient(address, self._cluster_key, *self._deadlines_s)
+        if self._address:
+            return self._client_of(self._address)
         try:
             # A killed server may have left it.
-            client = TsaClient(address, self._cluster_key, *self._deadlines_s)
+            client = self._client_of(self._own_address)
         except Unavailable as error:
             if not isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
                 raise  # it runs but does not answer: its groups are not lost
             self._start_child()
-            client = TsaClient(address, self._cluster_key, *self._deadlines_s)
+            client = self._client_of(self._own_address)
         logger.warning(
             "INSECURE: the TSA runs as a child process with software evidence, which proves "
             "nothing; devices accept it only with allow_insecure_software = true"
         )
         return client
+
+    def _client_of(self, address: str) -> TsaClient:
+        return TsaClient(address, self._cluster_key, *self._deadlines_s, self._dial)
 
     def _disconnect(self) -> None:
         if self._client is not None:

@@ -48,6 +48,7 @@ from papaya.messages.storage import (
     TaskRow,
     Transaction,
     VersionRow,
+    blobs_of,
     fence_key,
     optimizer_key,
     record_key,
@@ -66,17 +67,6 @@ from papaya.sim.storage import OWNER, Writer
 
 def _task_in(key: str) -> TaskId:
     return key.split("/")[1]
-
-
-def _blobs_of(row: Row) -> tuple[BlobKey, ...]:
-    match row:
-        case VersionRow():
-            return (row.parameters,)
-        case OptimizerRow():
-            return (row.state,)
-        case RecordRow():
-            return (row.sum,)
-    return ()
 
 
 def _without_free_text(message: Message) -> Message:
@@ -219,6 +209,7 @@ class Auditor(Observer):
         self._lies = lies
         self._trace = blake2b(digest_size=16)
         self._named: dict[BlobKey, int] = {}
+        self._lost_blobs: set[BlobKey] = set()  # deleted, or lost with a power failure
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
@@ -303,6 +294,7 @@ class Auditor(Observer):
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
+        self._lost_blobs.add(blob)
         if self.cluster.clocks_were_right:
             for row in self.state.rows.values():
                 if isinstance(row, TaskRow) and not row.is_over:
@@ -325,12 +317,15 @@ class Auditor(Observer):
             if key in before:
                 self._name(before[key], -1)
             self._name(row, +1)
-            for blob in _blobs_of(row):
+            for blob in blobs_of(row):
                 demand(blob in self.blobs.blobs, f"row {key} names blob {blob}, which is missing")
+                # A store may keep a deleted blob for days and then remove it (docs/adr/0049).
+                is_reused = blob in self._lost_blobs
+                demand(not is_reused, f"row {key} names blob {blob}, which was deleted before")
             self._check_put(writer, key, row, before)
 
     def _name(self, row: Row, count: int) -> None:
-        for blob in _blobs_of(row):
+        for blob in blobs_of(row):
             self._named[blob] = self._named.get(blob, 0) + count
 
     def _check_put(self, writer: Writer, key: str, row: Row, before: dict[str, Row]) -> None:

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from papaya.errors import MissingBlob, OperatorError, ProtocolError
 from papaya.messages.base import BlobKey, TaskId
@@ -36,6 +36,10 @@ _SEQ = r"(?:0|[1-9][0-9]{0,17})"
 _NAME = r"[a-z][a-z0-9-]{0,95}-[0-9a-f]{32}"
 _task_form = re.compile(_TASK)
 _key_form = re.compile(f"{_TASK}/{_SEQ}/{_NAME}")
+# What devices download. Sums and optimizer states are for servers only.
+PUBLIC_KEY = re.compile(
+    f"{_TASK}/{_SEQ}/(?:version|bundle|program)-[0-9]{{1,18}}-(?P<hash>[0-9a-f]{{32}})"
+)
 _INCOMING = ".incoming-"
 _QUOTED = 100
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -43,8 +47,47 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ATTEMPTS = 100
 
 
+class Blobs(Protocol):
+    """A blob store of server processes; tests/contracts/test_blob_store.py has its rules.
+
+    No caller writes a key again that it has deleted.
+    """
+
+    is_remote: bool
+    """Every call may take seconds, and fails while the network does."""
+
+    def put(self, key: BlobKey, data: Piece | Sequence[Piece]) -> None: ...
+
+    def get(self, key: BlobKey) -> bytes: ...
+
+    def path(self, key: BlobKey) -> Path: ...
+
+    def delete(self, key: BlobKey) -> None: ...
+
+    def sweep(self, task: TaskId, below_seq: int, keep: Set[BlobKey]) -> None: ...
+
+
+def is_key(text: str) -> bool:
+    return _key_form.fullmatch(text) is not None
+
+
+def check_key(key: BlobKey) -> None:
+    if not is_key(key):
+        raise ProtocolError(
+            f"invalid blob key: {key[:_QUOTED]!r}",
+            hint="use a key that the server returned; its form is task/seq/what-hash",
+        )
+
+
+def check_task(task: TaskId) -> None:
+    if _task_form.fullmatch(task) is None:
+        raise ProtocolError(f"invalid task id: {task[:_QUOTED]!r}")
+
+
 class FolderBlobs:
     """Immutable bytes by key. Threads may share it."""
+
+    is_remote = False
 
     def __init__(self, root: Path | str) -> None:
         self.root = Path(root).resolve()
@@ -85,14 +128,13 @@ class FolderBlobs:
             return path
 
     def keys(self, task: TaskId) -> list[BlobKey]:
-        if _task_form.fullmatch(task) is None:
-            raise ProtocolError(f"invalid task id: {task[:_QUOTED]!r}")
+        check_task(task)
         folder = self.root / task
         try:
             found = [f"{task}/{seq}/{name}" for seq, name in _names_under(folder)]
         except OSError as error:
             raise unusable(folder, error) from error
-        return sorted(key for key in found if _key_form.fullmatch(key))
+        return sorted(key for key in found if is_key(key))
 
     def delete(self, key: BlobKey) -> None:
         """No-op if the blob does not exist: it may have been deleted before a crash."""
@@ -112,11 +154,7 @@ class FolderBlobs:
                 self.delete(key)
 
     def _path(self, key: BlobKey) -> Path:
-        if _key_form.fullmatch(key) is None:
-            raise ProtocolError(
-                f"invalid blob key: {key[:_QUOTED]!r}",
-                hint="use a key that the server returned; its form is task/seq/what-hash",
-            )
+        check_key(key)
         return self.root / key
 
     @contextmanager

@@ -16,7 +16,8 @@ otherwise a full disk would look as if a submitted task already existed. Every e
 Machines expect such a late application after an unknown outcome (docs/adr/0005). It can only happen
 before any later transaction. The cause is written to the log `papaya.store`, with a hint.
 
-A file of another schema version or of another program is refused and not changed.
+A file of schema version 1 (Papaya 0.3.0) is upgraded when it is opened, in one transaction. A file
+of a later version or of another program is refused and not changed.
 """
 
 from __future__ import annotations
@@ -31,14 +32,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 
-from papaya.errors import OperatorError, ProtocolError
-from papaya.messages import wire
+from papaya.errors import OperatorError
 from papaya.messages.storage import Outcome, Row, Transaction
 from papaya.store.folders import make_folder, sync_folder, unusable
+from papaya.store.rows import (
+    AFTER_UTF8,
+    CLUSTER_KEY,
+    EncodedTransaction,
+    RawRows,
+    decode_rows,
+    is_same_row,
+    new_cluster_id,
+)
 
 logger = logging.getLogger("papaya.store")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x50415059  # "PAPY", in the header of the file
 BUSY_TIMEOUT_S = 5.0
 _RETRY_S = 0.01
@@ -47,13 +56,11 @@ _RETRY_S = 0.01
 _CREATE = (
     "CREATE TABLE rows (key BLOB PRIMARY KEY NOT NULL, row BLOB NOT NULL)",
     f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 _FIND = "SELECT row FROM rows WHERE key = ?"
 _RANGE = "SELECT key, row FROM rows WHERE key >= ? AND key < ?"
 _DELETE = "DELETE FROM rows WHERE key = ?"
 _PUT = "INSERT INTO rows VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET row = excluded.row"
-_AFTER_UTF8 = b"\xff"  # not used in UTF-8, and sorts after every byte that is
 
 _HINTS = {
     sqlite3.SQLITE_FULL: "free space on the disk of {path}: nothing can be committed until then",
@@ -70,7 +77,14 @@ _OTHER_HINT = "look up the code at https://sqlite.org/rescode.html; the file is 
 class SqliteState:
     """Rows by key. Threads may share it; calls run one at a time."""
 
-    def __init__(self, path: Path | str, *, busy_timeout_s: float = BUSY_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        busy_timeout_s: float = BUSY_TIMEOUT_S,
+        cluster: str | None = None,
+    ) -> None:
+        """`cluster`: the id that a new file gets; None means a random one."""
         self.path = Path(path).resolve()
         self._busy_timeout_s = busy_timeout_s
         self._lock = Lock()
@@ -85,7 +99,8 @@ class SqliteState:
         except sqlite3.Error as error:
             raise self._failed("opened", error) from error
         try:
-            self._prepare()
+            self._prepare(cluster or new_cluster_id())
+            self.cluster = self._cluster()
         except sqlite3.Error as error:
             self._connection.close()
             raise self._failed("opened", error) from error
@@ -100,7 +115,7 @@ class SqliteState:
 
     def transact_all(self, transactions: Sequence[Transaction]) -> list[Outcome]:
         """Apply them in order, with one sync. After an error, all outcomes are unknown."""
-        encoded = [_Encoded(transaction) for transaction in transactions]
+        encoded = [EncodedTransaction(transaction) for transaction in transactions]
         with self._lock:
             try:
                 return self._apply(encoded)
@@ -116,32 +131,49 @@ class SqliteState:
                 found = self._snapshot(prefixes)
             except sqlite3.Error as error:
                 raise self._failed("read", error) from error
-        return {key.decode(): self._decode(key, found[key]) for key in sorted(found)}
+        return decode_rows(found, self.path)
+
+    def raw_rows(self) -> RawRows:
+        """Every row as it is stored: one snapshot. Raises OperatorError."""
+        with self._lock:
+            try:
+                return self._snapshot(("",))
+            except sqlite3.Error as error:
+                raise self._failed("read", error) from error
+
+    def fill(self, rows: RawRows) -> None:
+        """Put rows as they were stored elsewhere, in one transaction. Raises OperatorError."""
+        with self._lock:
+            try:
+                with self._transaction("BEGIN IMMEDIATE"):
+                    self._connection.executemany(_PUT, rows.items())
+            except sqlite3.Error as error:
+                raise self._failed("written", error) from error
 
     def close(self) -> None:
         """When the last process closes the file, SQLite empties and removes the WAL."""
         with self._lock:
             self._connection.close()
 
-    def _apply(self, transactions: list[_Encoded]) -> list[Outcome]:
+    def _apply(self, transactions: list[EncodedTransaction]) -> list[Outcome]:
         with self._transaction("BEGIN IMMEDIATE"):
             return [self._apply_one(transaction) for transaction in transactions]
 
-    def _apply_one(self, transaction: _Encoded) -> Outcome:
+    def _apply_one(self, transaction: EncodedTransaction) -> Outcome:
         # Compare everything before the first change, so that a refusal has nothing to undo.
         for key, expected in transaction.require:
             found = self._connection.execute(_FIND, (key,)).fetchone()
-            if not _is_same(None if found is None else found[0], expected):
+            if not is_same_row(None if found is None else found[0], expected):
                 return "refused"
-        self._connection.executemany(_DELETE, transaction.delete)
+        self._connection.executemany(_DELETE, [(key,) for key in transaction.delete])
         self._connection.executemany(_PUT, transaction.put)
         return "committed"
 
-    def _snapshot(self, prefixes: tuple[str, ...]) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = {}
+    def _snapshot(self, prefixes: tuple[str, ...]) -> RawRows:
+        found: RawRows = {}
         with self._transaction("BEGIN"):
             for prefix in map(str.encode, prefixes):
-                rows = self._connection.execute(_RANGE, (prefix, prefix + _AFTER_UTF8))
+                rows = self._connection.execute(_RANGE, (prefix, prefix + AFTER_UTF8))
                 found.update(rows.fetchall())
         return found
 
@@ -155,16 +187,7 @@ class SqliteState:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
 
-    def _decode(self, key: bytes, row: bytes) -> Row:
-        try:
-            return wire.decode_row(row)
-        except ProtocolError as error:
-            raise OperatorError(
-                f"the row {key.decode()} of {self.path} is damaged: {error}",
-                hint=_HINTS[sqlite3.SQLITE_CORRUPT].format(path=self.path),
-            ) from error
-
-    def _prepare(self) -> None:
+    def _prepare(self, cluster: str) -> None:
         with self._transaction("BEGIN"):
             version = self._known_version()
         self._use_wal()
@@ -172,22 +195,37 @@ class SqliteState:
         if version == SCHEMA_VERSION:
             return
         with self._transaction("BEGIN IMMEDIATE"):
-            if self._known_version() == 0:  # unless another process has created it
-                for statement in _CREATE:
-                    self._connection.execute(statement)
+            self._upgrade(self._known_version(), cluster)
         sync_folder(self.path.parent)
+
+    def _upgrade(self, version: int, cluster: str) -> None:
+        """From `version` to the current one; another process may have done so meanwhile."""
+        if version < 1:
+            for statement in _CREATE:
+                self._connection.execute(statement)
+        if version < 2:
+            # 0.3.0 must not open it any more: it would drop `settled` from rows that it rewrites.
+            self._connection.execute(_PUT, (CLUSTER_KEY, cluster.encode()))
+        self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _cluster(self) -> str:
+        [row] = self._connection.execute(_FIND, (CLUSTER_KEY,)).fetchone()
+        return bytes(row).decode()
 
     def _known_version(self) -> int:
         """0 when the file is empty."""
-        version = self._pragma("user_version")
-        application = self._pragma("application_id")
-        if (application, version) == (APPLICATION_ID, SCHEMA_VERSION):
-            return SCHEMA_VERSION
+        [version], [application] = (
+            self._connection.execute(f"PRAGMA {pragma}").fetchone()
+            for pragma in ("user_version", "application_id")
+        )
         if application == APPLICATION_ID:
-            raise OperatorError(
-                f"{self.path} has schema version {version}, this Papaya supports {SCHEMA_VERSION}",
-                hint="run the version of Papaya that wrote it, or use another data folder",
-            )
+            if not 1 <= version <= SCHEMA_VERSION:
+                raise OperatorError(
+                    f"{self.path} has schema version {version}, this Papaya supports up to "
+                    f"{SCHEMA_VERSION}",
+                    hint="run the version of Papaya that wrote it, or use another data folder",
+                )
+            return int(version)
         [tables] = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if application or version or tables:
             raise OperatorError(
@@ -224,32 +262,6 @@ class SqliteState:
             f"the state store {self.path} could not be {what}: {error} ({name})",
             hint=hint.format(path=self.path),
         )
-
-
-def _is_same(found: bytes | None, expected: bytes | None) -> bool:
-    """Do both encode the same row? An earlier version wrote rows without fields that are new."""
-    if found == expected:
-        return True
-    if found is None or expected is None:
-        return False
-    try:
-        return wire.decode_row(found) == wire.decode_row(expected)
-    except ProtocolError:
-        return False  # a damaged row equals nothing
-
-
-class _Encoded:
-    """A transaction as bytes, encoded before the write lock is taken."""
-
-    __slots__ = ("delete", "put", "require")
-
-    def __init__(self, transaction: Transaction) -> None:
-        self.require = [
-            (key.encode(), None if row is None else wire.encode_row(row))
-            for key, row in transaction.require
-        ]
-        self.put = [(key.encode(), wire.encode_row(row)) for key, row in transaction.put]
-        self.delete = [(key.encode(),) for key in transaction.delete]
 
 
 def _primary(error: sqlite3.Error) -> int:

@@ -15,8 +15,8 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -37,6 +37,9 @@ CONNECT_S: Final = 3.0  # to connect, and for each answer until the connection i
 ANSWER_S: Final = 5.0  # for the next bytes, if the TSA has nothing to add up
 ADDED_BYTES_PER_S: Final = 200e6  # masks that a slow TSA makes and adds
 
+Dial: TypeAlias = Callable[[str, float], socket.socket]
+"""Connects to an address within so many seconds; raises OSError."""
+
 
 class TsaClient:
     """Connects and authenticates with `cluster_key` when constructed; close it after use."""
@@ -47,12 +50,14 @@ class TsaClient:
         cluster_key: Ed25519PrivateKey,
         connect_s: float = CONNECT_S,
         answer_s: float = ANSWER_S,
+        dial: Dial = endpoint.connect,
     ) -> None:
+        """`dial` opens the connection; for a TSA on another machine it adds TLS."""
         self._lock = threading.Lock()
         self._answer_s = connect_s
         self._largest_bytes = 0  # of the vectors of tasks that were registered here
         try:
-            self._stream = endpoint.connect(address, connect_s)
+            self._stream = dial(address, connect_s)
         except OSError as error:
             raise Unavailable(f"no TSA at {address}: {error}") from error
         try:

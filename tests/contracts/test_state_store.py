@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from papaya.messages.storage import EpochRow, Outcome, Row, Transaction
 from papaya.sim.engine import Engine
 from papaya.sim.storage import StateTwin, StorageConfig
+from papaya.store.postgresql import PostgresState
 from papaya.store.state import SqliteState
+from tests.postgresql import postgres
 from tests.unit.messages.strategies import ROWS, a_row
 
 
@@ -63,8 +65,14 @@ def sqlite() -> Iterator[Store]:
             store.close()
 
 
+@contextmanager
+def postgresql() -> Iterator[Store]:
+    with postgres().schema() as url, closing(PostgresState(url, "node")) as store:
+        yield store
+
+
 NewStore = Callable[[], AbstractContextManager[Store]]
-STORES: list[NewStore] = [simulated, sqlite]
+STORES: list[NewStore] = [simulated, sqlite, postgresql]
 on_every_store = pytest.mark.parametrize("new_store", STORES)
 
 

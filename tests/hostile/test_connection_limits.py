@@ -19,6 +19,7 @@ from papaya.http.acceptor import MAX_REFUSED, address_key
 from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
 from papaya.http.routes import Buffered
+from papaya.http.tls import Tls
 from tests.unit.http.loopback import (
     LOOPS,
     Response,
@@ -46,8 +47,8 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Contexts:
 async def a_listener(
     limits: ListenerLimits, tls: Contexts | None = None, proxies: tuple[str, ...] = ()
 ) -> AsyncIterator[Listener]:
-    context = tls[0] if tls is not None else None
-    listener = await serve(WHO, "127.0.0.1", 0, limits=limits, ssl=context, proxies=proxies)
+    own = Tls(tls[0]) if tls is not None else None
+    listener = await serve(WHO, "127.0.0.1", 0, limits=limits, tls=own, proxies=proxies)
     try:
         yield listener
     finally:

@@ -23,6 +23,7 @@ from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, serve
 from papaya.http.routes import Buffered
 from papaya.http.server_connection import REQUESTS_PER_TURN
+from papaya.http.tls import Tls
 from tests.unit.http.loopback import (
     IMPATIENT,
     LOOPS,
@@ -295,7 +296,7 @@ def test_a_connection_that_pipelines_lets_others_go_first(
             "127.0.0.1",
             0,
             observe=lambda route, status, seconds: answered.append(turn),
-            ssl=tls[0] if is_tls else None,
+            tls=Tls(tls[0]) if is_tls else None,
         )
         async with a_client(server.port, ssl=tls[1] if is_tls else None) as greedy:
             greedy.send(5000 * a_request("GET", "/nowhere"))

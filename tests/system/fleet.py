@@ -194,7 +194,13 @@ class WatchedSelectors(Selectors):
 
 
 class WatchedProcess(DeviceProcess):
-    def __init__(self, book: Book, certificates: Path | None, trust: Trust | None) -> None:
+    def __init__(
+        self,
+        book: Book,
+        certificates: Path | None,
+        trust: Trust | None,
+        blobs_hosts: Sequence[str] = (),
+    ) -> None:
         super().__init__(
             now=time.time,
             pacing=CheckInPacing(pause_s=0, backoff_s=0.05, max_backoff_s=0.2),
@@ -202,6 +208,7 @@ class WatchedProcess(DeviceProcess):
             max_parallel=1000,
             certificates=certificates,
             trust=trust,
+            blobs_hosts=blobs_hosts,
         )
         self._book = book
 
@@ -292,11 +299,12 @@ async def fleet(
     trust: Trust | None = None,
     terms: TermsOf = lambda task: None,
     seed: int = 1,
+    blobs_hosts: Sequence[str] = (),
 ) -> AsyncIterator[Fleet]:
     """`work(book, i)` says what the i-th device does instead of training."""
     book = Book()
     folder.mkdir(parents=True, exist_ok=True)
-    async with WatchedProcess(book, certificates, trust) as process:
+    async with WatchedProcess(book, certificates, trust, blobs_hosts) as process:
         devices = [
             Device(
                 process,

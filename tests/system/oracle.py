@@ -35,7 +35,7 @@ from papaya.messages.storage import (
     task_key,
 )
 from papaya.sim.protocol_updates import protocol_vector
-from papaya.store.blobs import FolderBlobs
+from papaya.store.blobs import Blobs, FolderBlobs
 from papaya.store.state import SqliteState
 
 Exact: TypeAlias = NDArray[np.float64]
@@ -45,7 +45,8 @@ _ROUNDING = 1e-3  # a member weighs at least 1 / sqrt(51) in some coordinate
 class Books:
     """One snapshot of all rows of a task, and the blobs that they name."""
 
-    def __init__(self, data: Path, task: str) -> None:
+    def __init__(self, data: Path, task: str, blobs: Blobs | None = None) -> None:
+        """`blobs`: None means those in the data folder."""
         state = SqliteState(data / "state.db")
         try:
             rows: dict[str, Row] = state.read((*holder_prefixes(task), CLUSTER_KEY))
@@ -61,7 +62,7 @@ class Books:
         self.consumed = {r.version: r for r in rows.values() if isinstance(r, ConsumedRow)}
         self.records = {r.target: r for r in rows.values() if isinstance(r, RecordRow)}
         self.rows = rows
-        self.blobs = FolderBlobs(data / "blobs")
+        self.blobs = blobs or FolderBlobs(data / "blobs")
 
     @property
     def newest(self) -> int:
@@ -86,7 +87,8 @@ class Books:
         """Acknowledged is counted, nothing is counted twice, and every sum is that of its names."""
         counted = self.counted()
         assert not [s for s, times in counted.items() if times > 1], "counted twice"
-        assert not set(acknowledged) - set(counted), "acknowledged and lost"
+        lost = set(acknowledged) - set(counted)
+        assert not lost, f"acknowledged and lost: {sorted(lost)}"
         assert sorted(self.versions) == list(range(self.newest + 1)), "a version is missing"
         for version in range(1, self.newest + 1):
             if not self.versions[version].restarts:

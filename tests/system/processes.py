@@ -199,13 +199,13 @@ class Installation:
         self.servers.append(added)
         return added
 
-    def reserve(self) -> str:
+    def reserve(self, host: str = "127.0.0.1") -> str:
         """An address that nobody else gets."""
         held = socket.socket()
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind((host, 0))
         self._reserved.append(held)
-        return f"127.0.0.1:{held.getsockname()[1]}"
+        return f"{host}:{held.getsockname()[1]}"
 
     def secret(self, name: str) -> str:
         return (self.data / name).read_text(encoding="ascii").strip()

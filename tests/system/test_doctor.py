@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from papaya.cli.doctor import Diagnosis, DoctorOptions, examine, run
+from papaya.store.postgresql import PostgresState
+from tests.postgresql import postgres
+from tests.s3.server import BUCKET, key_file, s3_server
 from tests.system.admin import Admin
 from tests.system.processes import Installation
 
@@ -64,6 +67,22 @@ def _missing_certificate(config: Path, data: Path) -> None:
     config.write_text("tls_certificate = 'none.pem'\ntls_key = 'none.key'\n" + config.read_text())
 
 
+def _missing_certificate_of_servers(config: Path, data: Path) -> None:
+    names = ("servers_certificate", "servers_key", "servers_authority")
+    own = "".join(f"{name} = 'none.pem'\n" for name in names)
+    config.write_text(own + config.read_text())
+
+
+def _no_database(config: Path, data: Path) -> None:
+    config.write_text("state = 'postgresql://papaya@127.0.0.1:1/papaya'\n" + config.read_text())
+
+
+def _no_bucket(config: Path, data: Path) -> None:
+    keys = f"blobs_credentials = '{key_file(data)}'\n"
+    own = f"blobs = 's3://papaya/here'\nblobs_endpoint = 'http://127.0.0.1:1'\n{keys}"
+    config.write_text(own + config.read_text())
+
+
 def _old_collateral(config: Path, data: Path) -> None:
     collateral = data / "collateral.json"
     collateral.write_text("{}")
@@ -80,7 +99,10 @@ def _old_collateral(config: Path, data: Path) -> None:
         (_state_of_another_program, "state", "another program", "another data folder"),
         (_misspelt_setting, "configuration", "heartbeet_s", "did you mean heartbeat_s"),
         (_no_data, "data folder", "there is no folder", "papaya serve"),
-        (_missing_certificate, "configuration", "none.pem", "relative to the configuration file"),
+        (_missing_certificate, "certificate", "none.pem", "relative to the configuration file"),
+        (_missing_certificate_of_servers, "certificate", "none.pem", "configuration file"),
+        (_no_database, "state", "PostgreSQL failed", "check that PostgreSQL runs"),
+        (_no_bucket, "blobs", "s3://papaya/here: the store cannot be reached", "check the network"),
         (_old_collateral, "TSA", "40 days old", "fetch it again"),
     ],
 )
@@ -110,3 +132,17 @@ def test_a_planted_problem_is_found(
     matching = [each for each in found(config) if each.subject == subject and text in each.text]
     assert matching
     assert hint in matching[0].hint
+
+
+def test_a_database_and_a_bucket_that_work(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    config = tmp_path / "papaya.toml"
+    with postgres().schema() as url, s3_server() as s3:
+        PostgresState(url, "a server").close()
+        config.write_text(
+            f"data = 'data'\nstate = '{url}'\nblobs = 's3://{BUCKET}/here'\n"
+            f"blobs_endpoint = '{s3.endpoint}'\nblobs_credentials = '{key_file(tmp_path)}'\n"
+        )
+        graded = {each.subject: each.grade for each in examine(DoctorOptions(config=config))}
+    assert (graded["state"], graded["blobs"]) == ("good", "good")
+    assert not list((tmp_path / "data").iterdir())

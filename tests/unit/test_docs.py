@@ -331,9 +331,11 @@ def test_the_protocols_page_has_every_field_of_every_message(kind: type[msgspec.
 
 def test_the_protocols_page_has_every_path_and_every_reason() -> None:
     page = text_of(PROTOCOL)
-    paths = [path for path in device_document()["paths"] if "/parameters/" not in path]
+    by_key = ("/parameters/", "/urls/")
+    paths = [path for path in device_document()["paths"] if not any(k in path for k in by_key)]
     assert len(paths) > 5
-    assert [path for path in (*paths, "/v1/parameters/{key}") if path not in page] == []
+    paths += [f"/v1{part}{{key}}" for part in by_key]
+    assert [path for path in paths if path not in page] == []
     reasons = {*get_args(AbortReason), *get_args(DiscardReason)}
     assert [reason for reason in sorted(reasons) if f"`{reason}`" not in page] == []
     assert f"This is protocol version {PROTOCOL_VERSION}." in page

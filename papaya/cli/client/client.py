@@ -87,6 +87,7 @@ class ClientOptions(FormatOptions):
     ca: Path | None = None
     proxy: str | None = None
     blobs_url: str | None = None
+    blobs_host: list[str] | None = None
     token_file: Sequence[Path] = ()
 
 
@@ -257,6 +258,13 @@ def _add_network_options(group: argparse._ArgumentGroup) -> None:
         help="address of a CDN to download parameters from (default: the selectors)",
     )
     group.add_argument(
+        "--blobs-host",
+        action="append",
+        metavar="HOST",
+        help="name of a host that the selectors may send this device to for downloads, such as "
+        "that of a bucket; may be repeated (default: none)",
+    )
+    group.add_argument(
         "--token-file",
         type=Path,
         action="append",
@@ -310,6 +318,7 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
         assume=listed(options.assume),
         max_parallel=parallel,
         blobs_url=options.blobs_url,
+        blobs_hosts=options.blobs_host or (),
         certificates=options.ca,
         proxy=options.proxy,
         trust=trust_in(options.trust, options.store, clock.now, options.ca),

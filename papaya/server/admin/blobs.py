@@ -13,7 +13,7 @@ from typing import Protocol
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.server.admin.problems import NoStorage
-from papaya.store.blobs import FolderBlobs, Piece
+from papaya.store.blobs import Blobs, Piece
 
 
 class AdminBlobs(Protocol):
@@ -29,9 +29,9 @@ class AdminBlobs(Protocol):
 
 
 class ThreadedBlobs:
-    """The blobs of a folder, without blocking the loop."""
+    """A blob store, without blocking the loop."""
 
-    def __init__(self, blobs: FolderBlobs) -> None:
+    def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
 
     async def get(self, key: BlobKey) -> bytes:

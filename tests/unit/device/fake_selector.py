@@ -28,6 +28,7 @@ from papaya.messages.participation import (
     Completed,
     Joined,
     Left,
+    Refused,
     UploadGranted,
 )
 from papaya.messages.selection import Accepted
@@ -108,11 +109,15 @@ class FakeSelector:
         self.on_seen(what)
         self.headers.append(dict(request.headers))
         body = await request.read()
-        if what not in ("chunk", "parameters"):
+        if what not in ("chunk", "parameters", "urls"):
             self.messages.append(wire.from_device.parse(body))
         self.arrival(what).set()
         if what in self.replace:
             return await self.replace[what](request)
+        if what == "urls":
+            return web.Response(
+                body=wire.encode(Refused("there is no URL of this key")), status=404
+            )
         if what == "parameters":
             assert request.path == f"/v1/parameters/{KEY}"
             return web.Response(body=PARAMETERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from hashlib import sha256
 
 import pytest
@@ -11,11 +12,13 @@ from aiohttp import web
 from papaya.device.download import Downloads, task_of
 from papaya.device.selectors import open_session
 from papaya.errors import ProtocolError
+from papaya.messages.selection import Located
 from tests.unit.device.fake_selector import (
     KEY,
     PARAMETERS,
     FakeSelector,
     Handler,
+    answer,
     raw,
     reset,
     serving,
@@ -34,9 +37,11 @@ async def endless(request: web.Request) -> web.StreamResponse:
         return response
 
 
-async def fetched(*fakes: FakeSelector, blobs_url: str | None = None) -> bytes:
+async def fetched(
+    *fakes: FakeSelector, blobs_url: str | None = None, hosts: Sequence[str] = ()
+) -> bytes:
     async with open_session() as session:
-        downloads = Downloads(session, 10.0, blobs_url)
+        downloads = Downloads(session, 10.0, blobs_url, hosts=hosts)
         try:
             return await downloads.get(KEY, LENGTH, [fake.url for fake in fakes])
         finally:
@@ -219,6 +224,89 @@ def test_a_cdn_is_asked_first_and_selectors_stand_in() -> None:
             cdn.replace["parameters"] = raw(b"", 503)
             assert await fetched(honest, blobs_url=f"{cdn.url}/v1/parameters") == PARAMETERS
             assert honest.seen == ["parameters"]
+
+    asyncio.run(scenario())
+
+
+def test_a_selector_may_send_a_device_to_hosts_that_its_owner_has_named() -> None:
+    async def scenario() -> None:
+        async with serving() as bucket, serving() as honest:
+            url = f"{bucket.url}/v1/parameters/{KEY}?X-Amz-Signature=00"
+            honest.replace["urls"] = answer(Located(url))
+            assert await fetched(honest, hosts=["127.0.0.1"]) == PARAMETERS
+            assert (bucket.seen, honest.seen) == (["parameters"], ["urls"])
+            assert not {"Authorization", "Cookie", "Referer"} & bucket.headers[0].keys()
+
+    asyncio.run(scenario())
+
+
+def test_without_named_hosts_no_selector_is_asked_for_a_url() -> None:
+    async def scenario() -> None:
+        async with serving() as honest:
+            assert await fetched(honest) == PARAMETERS
+            assert honest.seen == ["parameters"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://localhost:{port}/v1/parameters/{key}",  # another host
+        "http://user@127.0.0.1:{port}/v1/parameters/{key}",
+        "http://127.0.0.1:{port}/v1/parameters/{key}#x",
+        "http://127.0.0.1:{port}/v1/parameters/other",
+        "http://127.0.0.1:{port}/?/{key}",
+        "ftp://127.0.0.1:{port}/v1/parameters/{key}",
+        "http://[127.0.0.1:{port}/v1/parameters/{key}",
+        "http://127.0.0.1:99999/v1/parameters/{key}",
+        "http://127.0.0.1:{port}/" + "x" * 2048 + "/{key}",
+    ],
+)
+def test_other_urls_are_not_used(url: str) -> None:
+    async def scenario() -> None:
+        async with serving() as other, serving() as honest:
+            port = other.url.rpartition(":")[2]
+            body = b'{"type":"Located","url":"%s"}' % url.format(port=port, key=KEY).encode()
+            honest.replace["urls"] = raw(body)
+            assert await fetched(honest, hosts=["127.0.0.1"]) == PARAMETERS
+            assert (other.seen, honest.seen) == ([], ["urls", "parameters"])
+
+    asyncio.run(scenario())
+
+
+def test_a_plain_url_is_not_used_if_the_selector_has_tls() -> None:
+    async def scenario() -> None:
+        async with open_session() as session:
+            downloads = Downloads(session, 10.0, hosts=["bucket.example"])
+            url = f"http://bucket.example/{KEY}"
+            assert downloads._may_use(url, KEY, "http://selector.example")
+            assert not downloads._may_use(url, KEY, "https://selector.example")
+            assert downloads._may_use(f"https://bucket.example/{KEY}", KEY, "https://s.example")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "bad", [raw(b"other"), raw(b"", 403), raw(b"", 302, {"Location": "http://127.0.0.1:1/"}), reset]
+)
+def test_a_url_that_fails_is_replaced_by_the_selectors(bad: Handler) -> None:
+    async def scenario() -> None:
+        async with serving() as bucket, serving() as honest:
+            bucket.replace["parameters"] = bad
+            honest.replace["urls"] = answer(Located(f"{bucket.url}/v1/parameters/{KEY}"))
+            assert await fetched(honest, hosts=["127.0.0.1"]) == PARAMETERS
+            assert honest.seen == ["urls", "parameters"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bad", [raw(b"garbage"), raw(b"", 404), reset])
+def test_a_selector_without_urls_sends_the_bytes_itself(bad: Handler) -> None:
+    async def scenario() -> None:
+        async with serving() as honest:
+            honest.replace["urls"] = bad
+            assert await fetched(honest, hosts=["127.0.0.1"]) == PARAMETERS
 
     asyncio.run(scenario())
 

@@ -18,6 +18,7 @@ from papaya.http.limits import ListenerLimits
 from papaya.http.listener import Listener, ListenerState, plain_problem, serve
 from papaya.http.routes import Buffered, HttpRoute, Streamed
 from papaya.http.server_connection import ServerConnection
+from papaya.http.tls import Tls
 
 T = TypeVar("T")
 
@@ -130,7 +131,9 @@ async def a_client(port: int, **options: Any) -> AsyncIterator[Client]:
 async def a_server(
     routes: Iterable[HttpRoute], limits: ListenerLimits | None = None, ssl: Any = None
 ) -> AsyncIterator[Listener]:
-    listening = await serve(routes, "127.0.0.1", 0, limits=limits, blame=blame, ssl=ssl)
+    listening = await serve(
+        routes, "127.0.0.1", 0, limits=limits, blame=blame, tls=None if ssl is None else Tls(ssl)
+    )
     try:
         yield listening
     finally:

@@ -8,6 +8,7 @@ import pytest
 
 from papaya.http.errors import PeerUnavailable
 from papaya.http.pool import ConnectionPool
+from papaya.http.tls import Tls
 from tests.unit.http.loopback import (
     LOOPS,
     Shop,
@@ -54,12 +55,12 @@ def test_servers_talk_over_tls(loop: str, contexts: tuple[ssl.SSLContext, ssl.SS
     async def main() -> None:
         async with a_server(Shop().routes, ssl=contexts[0]) as server:
             address = f"127.0.0.1:{server.port}"
-            connections = ConnectionPool(ssl=contexts[1])
+            connections = ConnectionPool(tls=Tls(contexts[1]))
             assert (await connections.request(address, "POST", "/echo", (), b"x")).body == b"x"
             assert (await connections.request(address, "PUT", "/stream/a", (), BIG)).body == BIG
             await connections.close()
 
-            distrustful = ConnectionPool(ssl=ssl.create_default_context())
+            distrustful = ConnectionPool(tls=Tls(ssl.create_default_context()))
             with pytest.raises(PeerUnavailable, match="cannot connect"):
                 await distrustful.request(address, "GET", "/echo")
             await distrustful.close()

@@ -36,7 +36,7 @@ class Telling(TsaConnection):
     """`told` is set when a task was forgotten, however that went."""
 
     def __init__(self, deployment: Deployment) -> None:
-        super().__init__(deployment, time.time, CLUSTER)
+        super().__init__(deployment, str(deployment.tsa), time.time, CLUSTER)
         self.told = Event()
         self.adapter = TsaAdapter(self, lambda digest: TsaEvidence("software", b"", b"", 0))
 

@@ -22,6 +22,7 @@ from papaya.messages import wire
 from papaya.messages.base import Message
 from papaya.messages.participation import Incomplete, Joined, Refused, Retry
 from papaya.messages.paths import PARAMETERS_PATH, PATHS
+from papaya.messages.selection import Located
 from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES
 from papaya.secagg.parameters import MAX_ENCODED_BYTES
 from papaya.server.device_openapi import DEVICE_ROUTES, device_document
@@ -180,7 +181,7 @@ def test_every_answer_of_the_protocol_appears_and_errors_do_everywhere() -> None
         assert by_status[None] == (Refused, Retry)
         for body in by_status.values():
             answered |= set() if isinstance(body, Raw) else set(body)
-    assert answered == set(TO_DEVICE)
+    assert answered == {*TO_DEVICE, Located}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 
@@ -14,9 +14,10 @@ from papaya.http.listener import serve
 from papaya.http.pool import ConnectionPool
 from papaya.http.routes import Buffered
 from papaya.messages.base import Message
+from papaya.messages.control import Control
 from papaya.messages.participation import Alive, Heartbeat, Retry
 from papaya.messages.paths import PATHS
-from papaya.server.peers import MESSAGES_PATH, Peers
+from papaya.server.peers import MESSAGES_PATH, SENDERS, Peers
 from papaya.server.replies import WaitingDevice
 
 
@@ -40,7 +41,7 @@ async def a_peer(status: int) -> AsyncIterator[tuple[Peers, Server]]:
         [Buffered("POST", MESSAGES_PATH, server.on_message, 1000)], "127.0.0.1", 0
     )
     server.node = f"aggregator@127.0.0.1:{listening.port}"
-    peers = Peers(ConnectionPool(), ConnectionPool(), "token", 1.0)
+    peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 1.0)
     try:
         yield peers, server
     finally:
@@ -83,6 +84,10 @@ def test_a_message_that_was_taken_is_not_lost(caplog: pytest.LogCaptureFixture) 
     assert caplog.text == ""
 
 
+def test_every_message_between_servers_has_one_sender() -> None:
+    assert set(SENDERS) == set(get_args(Control))
+
+
 def test_bodies_have_connections_of_their_own() -> None:
     """Else slow devices keep heartbeats and orders waiting in line."""
 
@@ -117,7 +122,7 @@ def test_a_device_whose_request_was_passed_on_is_answered_when_the_process_stops
 
         route = Buffered("POST", PATHS[Heartbeat], never_answer, 1000)
         listening = await serve([route], "127.0.0.1", 0)
-        peers = Peers(ConnectionPool(), ConnectionPool(), "token", 0.5)
+        peers = Peers({"aggregator": ConnectionPool()}, ConnectionPool(), "token", 0.5)
         waiting, node = Waiting(), f"aggregator@127.0.0.1:{listening.port}"
         peers.forward(cast(WaitingDevice, waiting), node, Heartbeat(b"ticket"))
         async with asyncio.timeout(20.0):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
+import obstore
 import pytest
 
-from papaya.server.public_log import route
+from papaya.credentials.s3_keys import s3_keys
+from papaya.server.public_log import publish, route
+from papaya.store.blob_cache import BlobCache
+from papaya.store.s3_blobs import S3Blobs
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey
+from tests.s3.server import BUCKET, key_file, s3_server
 from tests.unit.http.loopback import a_request, answers
 
 
@@ -44,3 +50,25 @@ def test_any_other_path_is_a_404_without_a_traceback(
     assert response.status in (400, 404)
     assert "Traceback" not in caplog.text
     assert "failed" not in caplog.text
+
+
+def test_the_log_in_a_bucket_never_gets_shorter(log: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(log, older)
+    key = SignerKey("example.org/log", bytes(32), LOG_SIGNATURE)
+    LogFolder(log).append([b"another release"], key)
+    with s3_server() as s3:
+        keys = s3_keys(key_file(tmp_path))
+        bucket = S3Blobs.open(
+            f"s3://{BUCKET}/x", BlobCache(tmp_path), endpoint=s3.endpoint, credentials=keys
+        )
+        published: set[str] = set()
+        for folder in (older, log, older, tmp_path / "no-log"):
+            publish(folder, bucket, published)
+
+        def in_bucket(path: str) -> bytes:
+            return obstore.get(bucket._store, f"log/{path}").bytes().to_bytes()
+
+        assert in_bucket("checkpoint") == (log / "checkpoint").read_bytes()
+        for path in ("tile/entries/000.p/2", "tile/0/000.p/2", "tile/0/000.p/1"):
+            assert in_bucket(path) == (log / path).read_bytes()

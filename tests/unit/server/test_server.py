@@ -13,6 +13,7 @@ import pytest
 
 from papaya.clock import Clock
 from papaya.config import Deployment, ServerConfig
+from papaya.config.deployment import ROLES
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
 from papaya.messages import wire
@@ -21,6 +22,7 @@ from papaya.messages.storage import BootRow, Transaction, boot_key
 from papaya.server.peers import address_of
 from papaya.server.server import Server
 from papaya.store.state import SqliteState
+from tests.system.tls import Authority
 from tests.unit.http.loopback import a_client, a_request
 
 FAST = ServerConfig(heartbeat_s=0.2)
@@ -77,6 +79,21 @@ def test_a_port_in_use_is_named_and_nothing_stays_open(tmp_path: Path) -> None:
     before = threading.active_count()
     asyncio.run(run())
     assert threading.active_count() == before
+
+
+def test_a_server_that_is_alone_is_called_by_nobody(tmp_path: Path) -> None:
+    """Its certificate is for calls to a TSA, so it need not name a host."""
+    files = Authority(tmp_path / "tls").issue("alone", ROLES, ["elsewhere.example"])
+
+    async def run() -> None:
+        server = Server(deployment(tmp_path / "data", **files.servers()))
+        await server.start()
+        await server.stop()
+        apart = deployment(tmp_path / "data", coordinators=("127.0.0.1:1",), **files.servers())
+        with pytest.raises(OperatorError, match=r"is not for 127\.0\.0\.1"):
+            await Server(apart, ("aggregator",)).start()
+
+    asyncio.run(run())
 
 
 def test_health_and_metrics_need_no_token_and_the_admin_api_does(tmp_path: Path) -> None:
@@ -161,6 +178,7 @@ def test_a_server_whose_store_fails_is_not_healthy(tmp_path: Path) -> None:
             server._resources.state.problem = "the last commit failed"
             health = await connections.request(where, "GET", "/health")
             assert health.status == 503
+            assert (await connections.request(where, "GET", "/live")).status == 200
             assert json.loads(health.body)["problem"] == "the last commit failed"
         finally:
             await connections.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from papaya.errors import OperatorError
+from papaya.errors import LostHistory, OperatorError, StateUnreachable
 from papaya.messages.storage import EpochRow, Outcome, Row, Transaction
 from papaya.server.state_thread import MAX_SHARED, StateStore, StateThread
 from papaya.store.state import SqliteState
@@ -137,6 +137,56 @@ def test_a_read_that_fails_is_repeated_and_what_is_behind_it_waits(
     assert store.calls == [("a",), ("a",), ("a",), 1, "close"]
     assert "the disk sleeps; retrying in 0.0 s; hint: wake it" in caplog.text
     assert "RuntimeError: a bug" in caplog.text
+
+
+def test_a_write_that_was_not_sent_is_repeated_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away = [StateUnreachable("the database is away", hint="start it") for _ in range(3)]
+    store = FakeStore(*away, OperatorError("a lost connection"))
+    store.let.set()
+    heard: list[Outcome] = []
+
+    async def use(thread: StateThread) -> None:
+        heard.append(await thread.transact(change(1)))
+        store.failures = list(away)
+        await thread.read(("a",))
+        heard.append(await thread.transact(change(1)))
+        assert thread.problem == ""
+        await thread.close()
+
+    run(store, use)
+    assert heard == ["unknown", "committed"]
+    assert store.calls == [1] * 4 + [("a",)] * 4 + [1, "close"]
+    assert caplog.text.count("the database is away; retrying; hint: start it") == 2
+
+
+def test_to_close_does_not_wait_for_a_database_that_is_away() -> None:
+    store = FakeStore(*[StateUnreachable("the database is away") for _ in range(10_000)])
+    store.let.set()
+
+    async def use(thread: StateThread) -> None:
+        outcome = thread.transact(change(1))
+        while not thread.problem:
+            await asyncio.sleep(0.001)
+        await thread.close()
+        assert await outcome == "unknown"
+
+    run(store, use)
+
+
+def test_lost_history_ends_a_read() -> None:
+    store = FakeStore(LostHistory("commits are gone"), LostHistory("commits are gone"))
+    store.let.set()
+
+    async def use(thread: StateThread) -> None:
+        assert await thread.transact(change(1)) == "unknown"
+        with pytest.raises(LostHistory, match="commits are gone"):
+            await thread.read(("a",))
+        assert thread.problem == "commits are gone"
+        await thread.close()
+
+    run(store, use)
 
 
 def test_a_write_that_raises_has_an_unknown_outcome(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,7 +43,7 @@ class Clock:
 
 def a_connection(clock: Clock, data: Path, tsa: str = "", answer_s: float = 5.0) -> TsaConnection:
     deployment = Deployment(data=str(data), tsa=tsa)
-    return TsaConnection(deployment, lambda: clock.now, CLUSTER, SHORT_S, answer_s)
+    return TsaConnection(deployment, tsa, lambda: clock.now, CLUSTER, SHORT_S, answer_s)
 
 
 def logged(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:

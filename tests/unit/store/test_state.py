@@ -136,7 +136,7 @@ def test_the_database_of_another_program_is_refused_and_left_alone(path: Path) -
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("version", [0, 2])
+@pytest.mark.parametrize("version", [0, 3])
 def test_another_version_of_the_schema_is_refused_and_left_alone(path: Path, version: int) -> None:
     SqliteState(path).close()
     with sqlite3.connect(path) as connection:

@@ -1,0 +1,387 @@
+"""Backups of a data folder while its servers run, and their restoration as a new generation.
+
+    back_up        one snapshot of all rows, then every blob that they name. A running server may
+                   delete a blob in the meantime: then the next snapshot is taken.
+    plan_restore   what a restoration would do; it changes nothing
+    restore        the data folder of the plan replaces the present one, which is renamed
+
+What servers did after the backup is lost, but devices, caches and old processes remember it. So a
+restored cluster is a new generation: its ticket keys are new, and epochs, boots, fences and version
+numbers are above any that were used. Each running task continues with a new version that has the
+parameters of its newest one. Its open buffers are given up, because their clients cannot be told
+apart from those that came later. Running evaluations are cancelled.
+
+The cluster keeps its id, so its bucket and its folders still belong to it. Refused: a folder that a
+server uses, a backup that is not complete. State on PostgreSQL and blobs in a bucket are not
+copied.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import shutil
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from msgspec import structs
+
+from papaya.errors import MissingBlob, OperatorError
+from papaya.messages import owner, wire
+from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.storage import (
+    BootRow,
+    ConsumedRow,
+    EpochRow,
+    FenceRow,
+    LeaderRow,
+    OptimizerRow,
+    RecordRow,
+    Row,
+    TaskRow,
+    TicketKeyRow,
+    Transaction,
+    VersionRow,
+    blobs_of,
+    fence_key,
+    optimizer_key,
+    ticket_key_key,
+    version_key,
+)
+from papaya.store.blobs import FolderBlobs
+from papaya.store.clusters import read_cluster
+from papaya.store.folders import make_folder, sync_folder, unusable
+from papaya.store.rows import AFTER_UTF8
+from papaya.store.state import SqliteState
+
+JUMP = 1_000_000
+"""More than a cluster uses of any number between a backup and its restoration."""
+
+_STATE, _BLOBS, _LOG, _COMPLETE = "state.db", "blobs", "log", "complete"
+_SNAPSHOTS = 50
+_RESTORED = "restored from a backup"
+
+RowTable: TypeAlias = dict[str, Row]
+
+
+class BackedUp(NamedTuple):
+    tasks: int
+    blobs: int
+    missing: tuple[BlobKey, ...]  # named by a row, but lost before the backup
+
+
+class RestorePlan(NamedTuple):
+    backup: Path
+    data: Path
+    rows: RowTable
+    blobs: tuple[BlobKey, ...]
+    missing: tuple[BlobKey, ...]
+    continued: tuple[tuple[TaskId, int, int], ...]  # task, its version in the backup, the new one
+    cancelled: tuple[tuple[TaskId, str], ...]  # task and reason
+    signed: tuple[tuple[str, str], ...]  # name and revision of tasks that their owner signs
+
+
+# -- backup ---------------------------------------------------------------------------------------
+
+
+def back_up(data: Path, target: Path) -> BackedUp:
+    """Copy the data folder of a running or stopped cluster into a new folder."""
+    if not (data / _STATE).is_file():
+        raise OperatorError(
+            f"{data} has no {_STATE}",
+            hint="give the data folder of a server: --data DIR (back up PostgreSQL with pg_dump)",
+        )
+    if target.exists():
+        raise OperatorError(f"{target} exists already", hint="choose a new folder for each backup")
+    make_folder(target)
+    source, copies = FolderBlobs(data / _BLOBS), FolderBlobs(target / _BLOBS)
+    missing: frozenset[BlobKey] = frozenset()
+    for _ in range(_SNAPSHOTS):
+        _copy_state(data / _STATE, target / _STATE)
+        rows = read_rows(target / _STATE)
+        named = {key for row in rows.values() for key in blobs_of(row)}
+        before, missing = missing, frozenset(_copy_all(source, copies, named))
+        if missing <= before:
+            break  # nothing is missing, or the same as in the snapshot before: it was lost earlier
+    else:
+        raise OperatorError(
+            f"blobs are deleted faster than they can be copied: {len(missing)} are missing",
+            hint="write the backup to a faster disk, or pause the tasks meanwhile",
+        )
+    _copy_files(data, target)
+    (target / _COMPLETE).touch()
+    sync_folder(target)
+    tasks = sum(isinstance(row, TaskRow) for row in rows.values())
+    return BackedUp(tasks, len(named) - len(missing), tuple(sorted(missing)))
+
+
+def read_rows(path: Path) -> RowTable:
+    """All rows of a database that no server uses, without changing it."""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)) as database:
+            found = database.execute(
+                "SELECT key, row FROM rows WHERE key < ?", (AFTER_UTF8,)
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise OperatorError(
+            f"cannot read {path}: {error}", hint="give a folder that papaya store backup has made"
+        ) from error
+    return {key.decode(): wire.decode_row(row) for key, row in found}
+
+
+def _copy_state(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    target.touch(mode=0o600)
+    try:
+        with (
+            closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as live,
+            closing(sqlite3.connect(target)) as copy,
+        ):
+            live.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, without a WAL beside it
+    except sqlite3.Error as error:
+        raise OperatorError(
+            f"cannot copy {source}: {error}", hint="check the disks of both folders"
+        ) from error
+
+
+def _copy_all(source: FolderBlobs, copies: FolderBlobs, keys: set[BlobKey]) -> Iterator[BlobKey]:
+    """Copy blobs that are not copied yet. Yields those that are missing."""
+    for key in sorted(keys):
+        with suppress(MissingBlob):
+            copies.size(key)
+            continue
+        try:
+            _copy_blob(source, copies, key)
+        except (MissingBlob, FileNotFoundError):
+            yield key
+
+
+def _copy_blob(source: FolderBlobs, copies: FolderBlobs, key: BlobKey) -> None:
+    """Through the page cache, so that a large blob needs no memory of its own."""
+    with source.path(key).open("rb") as file:
+        if not file.seek(0, 2):
+            copies.put(key, b"")
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if not key.endswith(sha256(content).hexdigest()[:32]):
+                raise OperatorError(
+                    f"blob {key} is damaged: its content has another hash",
+                    hint="check the disk; papaya task rollback uses an earlier version",
+                )
+            with memoryview(content) as view:
+                copies.put(key, view)
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Tokens, keys and the log of TSA binaries."""
+    try:
+        for file in source.iterdir():
+            is_own = file.name.startswith(_STATE) or file.suffix == ".lock"
+            if file.is_file() and not is_own and file.name != _COMPLETE:
+                shutil.copy2(file, target / file.name)
+        if (source / _LOG).is_dir():
+            shutil.copytree(source / _LOG, target / _LOG)
+    except OSError as error:
+        raise unusable(target, error) from error
+
+
+# -- restore --------------------------------------------------------------------------------------
+
+
+def plan_restore(backup: Path, data: Path, now: float, ticket_key: bytes) -> RestorePlan:
+    """`ticket_key` is 32 random bytes. The new numbers are above those of the present data too."""
+    if not (backup / _COMPLETE).exists():
+        raise OperatorError(
+            f"{backup} is not a complete backup",
+            hint="give a folder that papaya store backup has made",
+        )
+    rows, copies = read_rows(backup / _STATE), FolderBlobs(backup / _BLOBS)
+    named = {key for row in rows.values() for key in blobs_of(row)}
+    missing = frozenset(key for key in named if not _is_in(copies, key))
+    present = _numbers(_present_rows(data))
+    plan = _NewGeneration(rows, missing, present, now, ticket_key)
+    kept = {key for row in plan.rows.values() for key in blobs_of(row)}
+    return RestorePlan(
+        backup,
+        data,
+        plan.rows,
+        tuple(sorted(kept - missing)),
+        tuple(sorted(missing)),
+        tuple(plan.continued),
+        tuple(plan.cancelled),
+        tuple(plan.signed),
+    )
+
+
+def restore(plan: RestorePlan, now: float) -> Path | None:
+    """Carry the plan out. Returns where the data that it replaces are now."""
+    data = plan.data
+    new = data.with_name(f"{data.name}.restoring")
+    shutil.rmtree(new, ignore_errors=True)
+    make_folder(new)
+    copies = FolderBlobs(plan.backup / _BLOBS)
+    restored = FolderBlobs(new / _BLOBS)
+    for key in plan.blobs:
+        _copy_blob(copies, restored, key)
+    state = SqliteState(new / _STATE, cluster=read_cluster(plan.backup))
+    try:
+        if state.transact(Transaction(put=tuple(plan.rows.items()))) != "committed":
+            raise OperatorError("cannot write the restored rows", hint="check the disk")
+    finally:
+        state.close()
+    _copy_files(plan.backup, new)
+    before = None
+    with _unused(data):
+        if data.exists():
+            before = data.with_name(f"{data.name}.before-{now:.0f}")
+            data.rename(before)
+        new.rename(data)
+        sync_folder(data.parent.resolve())
+    return before
+
+
+class _NewGeneration:
+    """The rows of a backup, changed so that nothing of the lost time fits them."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        missing: frozenset[BlobKey],
+        present: Mapping[str, int],
+        now: float,
+        ticket_key: bytes,
+    ) -> None:
+        self.rows: RowTable = {}
+        self.continued: list[tuple[TaskId, int, int]] = []
+        self.cancelled: list[tuple[TaskId, str]] = []
+        self.signed: list[tuple[str, str]] = []
+        self._missing = missing
+        self._now = now
+        newest = {**_numbers(rows)}
+        for key, number in present.items():
+            newest[key] = max(number, newest.get(key, 0))
+        self._next = {key: number + JUMP for key, number in newest.items()}
+        for key, row in rows.items():
+            self._take(key, row)
+        new_key = ticket_key_key(self._next.get("ticket-key", JUMP))
+        self.rows[new_key] = TicketKeyRow(ticket_key, now)
+        for row in [row for row in rows.values() if isinstance(row, TaskRow)]:
+            self._take_task(row, rows)
+
+    def _take(self, key: str, row: Row) -> None:
+        match row:
+            case LeaderRow():
+                self.rows[key] = structs.replace(row, epoch=self._next["epoch"])
+            case EpochRow():
+                self.rows[key] = EpochRow(self._next["epoch"])
+            case BootRow():
+                self.rows[key] = BootRow(self._next[key])
+            case FenceRow():
+                self.rows[key] = FenceRow(self._next[key], "", 0.0)
+            case RecordRow() | ConsumedRow() | TicketKeyRow():
+                pass  # no ticket of the lost time can be opened any more
+            case VersionRow() if row.parameters in self._missing:
+                pass
+            case _:
+                self.rows[key] = row
+
+    def _take_task(self, row: TaskRow, rows: RowTable) -> None:
+        task = row.config.task
+        if row.name and (bundle := row.config.requirements.bundle):
+            self.signed.append((row.name, bundle.rsplit("/", 1)[1].split("-")[1]))
+        if row.is_over:
+            return
+        optimizer = rows[optimizer_key(task)]
+        assert isinstance(optimizer, OptimizerRow)
+        newest = rows[version_key(task, optimizer.version)]
+        needed = [key for found in (row, optimizer, newest) for key in blobs_of(found)]
+        if row.config.evaluates is not None:
+            self._cancel(row, f"{_RESTORED}: start the evaluation again")
+        elif lost := [key for key in needed if key in self._missing]:
+            self._cancel(row, f"{_RESTORED} without {lost[0]}")
+        else:
+            assert isinstance(newest, VersionRow)
+            self._continue(row, newest, optimizer)
+
+    def _cancel(self, row: TaskRow, why: str) -> None:
+        self.cancelled.append((row.config.task, why))
+        self.rows |= dict(owner.change_state(row, "cancelled", self._now, why).put)
+
+    def _continue(self, row: TaskRow, newest: VersionRow, optimizer: OptimizerRow) -> None:
+        config, task = row.config, row.config.task
+        head = self._next[f"version/{task}"]
+        if (last := config.stop.versions) is not None:
+            stop = structs.replace(config.stop, versions=last + head - newest.version)
+            row = structs.replace(row, config=structs.replace(config, stop=stop))
+            self.rows[f"task/{task}"] = row
+        seq = self._next[fence_key(task)]
+        self.rows[version_key(task, head)] = VersionRow(
+            head, newest.parameters, seq, self._now, marked=True, restarts=True
+        )
+        self.rows[optimizer_key(task)] = OptimizerRow(head, optimizer.state, settled=head)
+        self.continued.append((task, newest.version, head))
+
+
+def _numbers(rows: RowTable) -> dict[str, int]:
+    """The highest number of each kind that these rows have used."""
+    found: dict[str, int] = {}
+
+    def use(name: str, number: int) -> None:
+        found[name] = max(number, found.get(name, 0))
+
+    for key, row in rows.items():
+        match row:
+            case LeaderRow() | EpochRow():
+                use("epoch", row.epoch)
+            case BootRow():
+                use(key, row.number)
+            case FenceRow():
+                use(key, row.seq)
+            case VersionRow():
+                use(key.rpartition("/")[0], row.version)
+            case TicketKeyRow():
+                use("ticket-key", int(key.rpartition("/")[2]))
+    return found
+
+
+def _present_rows(data: Path) -> RowTable:
+    """The rows that a restoration would replace; none if they cannot be read."""
+    if not (data / _STATE).is_file():
+        return {}
+    with _unused(data):
+        try:
+            state = SqliteState(data / _STATE)
+        except OperatorError:
+            return {}  # damaged: this may be why it is restored
+        try:
+            return state.read(("",))
+        except OperatorError:
+            return {}
+        finally:
+            state.close()
+
+
+def _is_in(blobs: FolderBlobs, key: BlobKey) -> bool:
+    with suppress(MissingBlob):
+        return blobs.size(key) >= 0
+    return False
+
+
+@contextmanager
+def _unused(data: Path) -> Iterator[None]:
+    """Keep servers from starting on the folder. Refused while one runs."""
+    with ExitStack() as locks:
+        for path in sorted(data.glob("*.lock")):
+            file = locks.enter_context(path.open("ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise OperatorError(
+                    f"a server runs on {data}", hint="stop all servers of the folder first"
+                ) from error
+        yield

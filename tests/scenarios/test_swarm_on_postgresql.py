@@ -1,0 +1,63 @@
+"""The swarm with its rows in a real PostgreSQL: the same machines, faults and checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from papaya.messages.storage import Outcome, Row, Transaction
+from papaya.sim import cluster
+from papaya.sim.storage import StateTwin, Writer
+from papaya.sim.swarm import run_seed
+from papaya.store.postgresql import PostgresState
+from tests.postgresql import postgres
+
+
+class OnPostgresql(StateTwin):
+    """What machines read comes from the database. The checkers look at the twin's rows, and both
+    must agree on every outcome and every read.
+    """
+
+    store: PostgresState
+
+    def apply(self, writer: Writer, transaction: Transaction) -> Outcome:
+        outcome = self.store.transact(transaction)
+        assert outcome == super().apply(writer, transaction)
+        return outcome
+
+    def snapshot(self, prefixes: tuple[str, ...]) -> dict[str, Row]:
+        rows = self.store.read(prefixes)
+        assert rows == super().snapshot(prefixes)
+        return rows
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PostgresState]:
+    with postgres().schema() as url, closing(PostgresState(url, "swarm")) as made:
+        monkeypatch.setattr(OnPostgresql, "store", made, raising=False)
+        monkeypatch.setattr(cluster, "StateTwin", OnPostgresql)
+        yield made
+
+
+def check(seed: int, store: PostgresState) -> None:
+    result = run_seed(seed)
+    assert result.failure is None, result.failure
+    assert result.versions > 0
+    assert len(store.read(("version/",))) > 1, "the database was not used"
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_random_cluster_on_postgresql_keeps_every_promise(
+    seed: int, store: PostgresState
+) -> None:
+    check(seed, store)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4, 60))
+def test_many_random_clusters_on_postgresql_keep_every_promise(
+    seed: int, store: PostgresState
+) -> None:
+    check(seed, store)

@@ -1,0 +1,96 @@
+"""A backup while devices train, more training after it, and a restoration: a new generation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from papaya.config import AsyncFL, OptimizerConfig, StopRule, TaskConfig
+from papaya.messages.base import SessionId
+from papaya.store.backup import JUMP
+from tests.system.admin import Admin
+from tests.system.fleet import Fleet, briefly, fleet
+from tests.system.oracle import Books
+from tests.system.processes import Installation, run_to_the_end
+
+_STEP_S = 120.0
+TASK = TaskConfig(
+    task="task",
+    concurrency=8,
+    model_length=48,
+    regime=AsyncFL(aggregation_goal=4),
+    optimizer=OptimizerConfig(kind="fedadam", rate=0.1),
+    participation_gap_s=0.0,
+    commit_interval_s=0.02,
+    keep_versions=3,
+    stop=StopRule(versions=500_000),
+)
+
+
+def store(*arguments: object) -> Any:
+    ended = run_to_the_end("store", *map(str, arguments), "--format", "json")
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+async def counted(flying: Fleet, more: int) -> None:
+    book = flying.book
+    wanted = len(book.acknowledged) + more
+    await book.until(lambda: len(book.acknowledged) >= wanted, _STEP_S, f"{wanted} counted")
+
+
+def test_a_backup_under_traffic_is_restored_as_a_new_generation(tmp_path: Path) -> None:
+    backup = tmp_path / "backup"
+    with Installation(tmp_path) as installation:
+        server, data = installation.add().start(), installation.data
+        admin = Admin(server.addresses["admin"], installation.secret("admin.token"))
+        admin.submit(TASK)
+        urls = [f"http://{server.addresses['devices']}"]
+        token = installation.secret("device.token")
+
+        async def train_across_the_backup() -> None:
+            async with fleet(tmp_path / "devices", urls, token, 12, briefly) as flying:
+                await counted(flying, 12)
+                done = await asyncio.to_thread(store, "backup", backup, "--data", data)
+                assert done["missing"] == []
+                await counted(flying, 12)
+
+        asyncio.run(train_across_the_backup())
+        refused = run_to_the_end("store", "restore", str(backup), "--data", str(data), "--yes")
+        assert refused.returncode == 2
+        assert "a server runs on" in refused.stderr
+        server.kill()
+        lost = Books(data, TASK.task)
+
+        planned = store("restore", backup, "--data", data)
+        assert not planned["restored"]
+        assert Books(data, TASK.task).rows == lost.rows
+        [[task, saved, head]] = planned["continued"]
+        assert (task, planned["missing"], planned["cancelled"]) == (TASK.task, [], [])
+        assert saved < lost.newest < head
+
+        store("restore", backup, "--data", data, "--yes")
+        restored = Books(data, TASK.task)
+        assert restored.newest == head
+        assert restored.config.stop.versions == 500_000 + head - saved
+        assert restored.counted() == {}
+        restored.blobs.get(restored.optimizer.state)
+        restored.parameters(head)
+
+        server.start()
+
+        async def train_again() -> set[SessionId]:
+            async with fleet(tmp_path / "new-devices", urls, token, 12, briefly) as flying:
+                await counted(flying, 12)
+                await flying.go_home(_STEP_S)
+                return flying.book.of(TASK.task)
+
+        acknowledged = asyncio.run(train_again())
+        assert server.stop() == 0
+        found = Books(data, TASK.task)
+        assert found.newest > head > lost.newest + JUMP - 1
+        times = found.counted()
+        assert acknowledged <= times.keys()
+        assert set(times.values()) == {1}

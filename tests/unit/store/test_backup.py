@@ -1,0 +1,191 @@
+"""Backups: what is missing is listed, and a restoration changes nothing before it is confirmed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from papaya.aggregator.shards import initial_blobs
+from papaya.config import TaskConfig
+from papaya.errors import OperatorError
+from papaya.messages.base import BlobKey
+from papaya.messages.storage import (
+    BootRow,
+    EpochRow,
+    FenceRow,
+    LeaderRow,
+    OptimizerRow,
+    RecordRow,
+    TaskRow,
+    TicketKeyRow,
+    Transaction,
+    VersionRow,
+    fence_key,
+    optimizer_key,
+    record_key,
+    submission,
+    task_key,
+    ticket_key_key,
+    version_key,
+)
+from papaya.store import backup
+from papaya.store.backup import JUMP, back_up, plan_restore, restore
+from papaya.store.blobs import FolderBlobs
+from papaya.store.clusters import open_state
+from papaya.store.state import SqliteState
+
+KEY, NOW = b"k" * 32, 1000.0
+
+
+class Data:
+    """A data folder with one task at version 0, placed once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = TaskConfig(task="task", concurrency=4, model_length=3)
+        self.state = SqliteState(folder / "state.db")
+        self.blobs = FolderBlobs(folder / "blobs")
+        initial = initial_blobs(self.config, np.ones(3, np.float32))
+        for key, data in initial:
+            self.blobs.put(key, data)
+        self.parameters, self.optimizer = (key for key, _ in initial)
+        self.write(submission(self.config, self.parameters, self.optimizer, NOW))
+        self.put("leader", LeaderRow("coordinator", 1.0, 7, 9))
+        self.put("epoch", EpochRow(7))
+        self.put("boot/server", BootRow(3))
+        self.put(fence_key("task"), FenceRow(5, "aggregator", 1.0))
+        self.put(ticket_key_key(4), TicketKeyRow(b"old" * 11, NOW))
+        (folder / "admin.token").write_text("secret")
+
+    def put(self, key: str, row: object) -> None:
+        self.write(Transaction(put=((key, row),)))  # type: ignore[arg-type]
+
+    def write(self, change: Transaction) -> None:
+        assert self.state.transact(change) == "committed"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    return Data(tmp_path / "data")
+
+
+def planned(data: Data, folder: Path) -> backup.RestorePlan:
+    return plan_restore(folder, data.folder, NOW, KEY)
+
+
+def test_every_number_of_a_restored_cluster_is_new(data: Data, tmp_path: Path) -> None:
+    data.put(record_key("task", 1), RecordRow(1, data.parameters, (), 1.0))
+    back_up(data.folder, tmp_path / "backup")
+    # After the backup:
+    data.put(version_key("task", 8), VersionRow(8, data.parameters, 9, NOW))
+    data.put(fence_key("task"), FenceRow(9, "other", 1.0))
+    data.put(ticket_key_key(6), TicketKeyRow(b"new" * 11, NOW))
+    data.state.close()
+    plan = planned(data, tmp_path / "backup")
+    assert plan.continued == (("task", 0, 8 + JUMP),)
+    assert plan.rows[fence_key("task")] == FenceRow(9 + JUMP, "", 0.0)
+    assert plan.rows["boot/server"] == BootRow(3 + JUMP)
+    assert plan.rows["epoch"] == EpochRow(7 + JUMP)
+    assert plan.rows["leader"] == LeaderRow("coordinator", 1.0, 7 + JUMP, 9)
+    assert plan.rows[optimizer_key("task")] == OptimizerRow(8 + JUMP, data.optimizer, 8 + JUMP)
+    assert [row for row in plan.rows.values() if isinstance(row, TicketKeyRow)] == [
+        TicketKeyRow(KEY, NOW)
+    ]
+    assert record_key("task", 1) not in plan.rows
+
+
+def test_a_restoration_puts_rows_blobs_and_tokens_back_and_keeps_the_rest(
+    data: Data, tmp_path: Path
+) -> None:
+    assert back_up(data.folder, tmp_path / "backup") == (1, 2, ())
+    data.blobs.delete(data.parameters)
+    (data.folder / "admin.token").write_text("changed")
+    data.state.close()
+    before = restore(planned(data, tmp_path / "backup"), NOW)
+    assert before is not None
+    assert (before / "admin.token").read_text() == "changed"
+    assert (data.folder / "admin.token").read_text() == "secret"
+    assert FolderBlobs(data.folder / "blobs").get(data.parameters)
+    state = SqliteState(data.folder / "state.db")
+    assert version_key("task", JUMP) in state.read(("",))
+    state.close()
+
+
+def test_a_blob_that_is_deleted_during_the_backup_leads_to_another_snapshot(
+    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, deleted = backup._copy_blob, [data.optimizer]
+    [(_, content)] = initial_blobs(data.config, np.zeros(3, np.float32))[1:]
+    later = data.optimizer.replace("task/0/optimizer-0", "task/1/optimizer-0")
+
+    def meanwhile(source: FolderBlobs, copies: FolderBlobs, key: BlobKey) -> None:
+        if deleted:
+            data.blobs.put(later, content)
+            data.put(optimizer_key("task"), OptimizerRow(0, later))
+            data.blobs.delete(deleted.pop())
+        copy(source, copies, key)
+
+    monkeypatch.setattr(backup, "_copy_blob", meanwhile)
+    assert back_up(data.folder, tmp_path / "backup").missing == ()
+    rows = backup.read_rows(tmp_path / "backup" / "state.db")
+    assert rows[optimizer_key("task")] == OptimizerRow(0, later)
+
+
+def test_missing_blobs_are_listed_and_their_tasks_cancelled(data: Data, tmp_path: Path) -> None:
+    data.blobs.delete(data.optimizer)
+    assert back_up(data.folder, tmp_path / "backup").missing == (data.optimizer,)
+    data.state.close()
+    plan = planned(data, tmp_path / "backup")
+    assert plan.missing == (data.optimizer,)
+    assert plan.continued == ()
+    [(task, why)] = plan.cancelled
+    assert task == "task"
+    assert data.optimizer in why
+    row = plan.rows[task_key("task")]
+    assert isinstance(row, TaskRow)
+    assert row.state == "cancelled"
+
+
+def test_a_version_without_its_blob_is_forgotten(data: Data, tmp_path: Path) -> None:
+    data.put(version_key("task", 1), VersionRow(1, data.parameters, 5, NOW))
+    data.put(optimizer_key("task"), OptimizerRow(1, data.optimizer))
+    lost = f"task/0/version-0-{'0' * 32}"
+    data.put(version_key("task", 0), VersionRow(0, lost, 0, NOW))
+    back_up(data.folder, tmp_path / "backup")
+    data.state.close()
+    plan = planned(data, tmp_path / "backup")
+    assert plan.continued == (("task", 1, 1 + JUMP),)
+    assert version_key("task", 0) not in plan.rows
+    assert version_key("task", 1) in plan.rows
+
+
+def test_a_damaged_blob_is_not_backed_up(data: Data, tmp_path: Path) -> None:
+    path = data.blobs.path(data.parameters)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(OperatorError, match="damaged"):
+        back_up(data.folder, tmp_path / "backup")
+    data.state.close()
+    with pytest.raises(OperatorError, match="not a complete backup"):
+        planned(data, tmp_path / "backup")
+
+
+def test_a_backup_needs_a_data_folder_and_a_new_place(data: Data, tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"has no state\.db"):
+        back_up(tmp_path / "nothing", tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+    with pytest.raises(OperatorError, match="exists already"):
+        back_up(data.folder, data.folder)
+
+
+def test_a_restored_cluster_keeps_its_id(data: Data, tmp_path: Path) -> None:
+    """Otherwise its folder and its bucket would belong to another cluster."""
+    data.state.close()
+    opened = open_state(None, data.folder, "server")
+    opened.close()
+    back_up(data.folder, tmp_path / "backup")
+    restore(planned(data, tmp_path / "backup"), NOW)
+    reopened = open_state(None, data.folder, "server")
+    reopened.close()
+    assert reopened.cluster == opened.cluster
