@@ -59,7 +59,7 @@ def certificate_ends(path: str) -> datetime:
 
 
 def _check_dates(path: str) -> None:
-    """An expired certificate would only show as failed handshakes on every device."""
+    """Refuse an expired certificate: otherwise devices only see failed handshakes."""
     ends, now = certificate_ends(path), datetime.now(UTC)
     if ends <= now:
         raise OperatorError(
