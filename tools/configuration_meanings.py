@@ -151,8 +151,8 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "owner": "Set by `papaya task submit FILE`: the id of the owner who has signed the task.",
         "bundle": "The key of the blob with what the owner has signed.",
         "program": "The key of the blob with the program of the bundle.",
-        "engine_version": "Oldest version of the engine that will do. None: any. A signed task has "
-        "that of its manifest.",
+        "engine_version": "Minimum version of the engine. None: any. A signed task has the one in "
+        "its manifest.",
         "manifest": "The digest of the signed manifest, in hex. The server sets it.",
     },
     SecureAggregation: {

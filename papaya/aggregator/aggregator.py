@@ -241,7 +241,7 @@ class Aggregator:
         return [*effects, Read(token, (task_key(held.task),))]
 
     def _on_left(self, terms: tuple[TaskConfig, ...], rows: Rows) -> Effects:
-        """`terms`: the settings of the task, also those before its last revisions."""
+        """`terms`: the settings of the task, including those that its last revisions replaced."""
         task = terms[0].task
         row = dict(rows.rows).get(task_key(task))
         is_over = row is None or (isinstance(row, TaskRow) and row.is_over)
@@ -257,7 +257,7 @@ class Aggregator:
         if orders.epoch > self.epoch:
             for held in self.tasks.values():
                 held.promises.begin_epoch(orders.epoch)
-            self._report_due = now  # the new leader assigns no client to these tasks before
+            self._report_due = now  # until then the new leader assigns no clients here
         self.epoch, self._orders = orders.epoch, orders.number
         self._is_last = orders.is_last
         self.led_at = now

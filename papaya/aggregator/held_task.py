@@ -14,9 +14,9 @@ holder and is adopted if there is room. A session that has ended gets the same f
 The pipeline (`pipeline.py`) makes updates durable. If the fence row no longer names this holder, it
 stops. If the outcome of a write is unknown, it reads the rows again.
 
-Revisions (docs/adr/0045): a client goes on under the signed manifest that it joined under. An
-update of a secure task can only be added to those under the same manifest, so buffers that too few
-clients are left for are given up.
+Revisions (docs/adr/0045): a client continues under the signed manifest that it joined under. An
+update of a secure task can be added only to updates under the same manifest, so a buffer is given
+up if too few clients are left to fill it.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class Promises:
         return session in self._inherited
 
     def begin_epoch(self, epoch: int) -> None:
-        """A new leader leads, and does not know what was leased before: all that is reported from
-        now on may be leased again. So earlier assignments have no claim to a slot any more.
+        """A new leader does not know the earlier leases, so it may lease again all demand that is
+        reported from now on. Earlier assignments therefore lose their claim to a slot.
         """
         self._epoch = epoch
         self.count = 0
@@ -237,12 +237,12 @@ class HeldTask:
         self.sessions = Sessions(server.dead_after_s)
         # Buffers, records and versions. Set by the first load; nothing is served before.
         self.pipeline: Pipeline
-        # Offers of the TSA in stock; None unless the task is secure. Those for clients
-        # of earlier manifests are requested when one of them reports.
+        # Offers of the TSA in stock; None unless the task is secure. Offers for clients
+        # of earlier manifests are requested when such a client reports.
         self.offers: Offers | None = None
         self._earlier_offers: dict[bytes, Offers] = {}
-        # Earlier manifests whose clients may go on, and of a secure task those that the TSA knows,
-        # each with the time at which the last of their tickets expires.
+        # Earlier manifests whose clients may continue; of a secure task, the ones that the TSA
+        # knows. Each has the time at which the last of its tickets expires.
         self._served: dict[bytes, float] = {}
         self._to_forget: dict[bytes, float] = {}
         # Slots that leased clients may be coming for.
@@ -458,7 +458,7 @@ class HeldTask:
 
     @property
     def _admits_joins(self) -> bool:
-        """A round of an earlier manifest is for the clients that it has."""
+        """No further client may join a round of an earlier manifest."""
         is_closing = self.pipeline.current.is_full or self.pipeline.is_current_earlier
         return regime.admits_joins(self.config, is_closing)
 
@@ -980,7 +980,7 @@ class HeldTask:
     # -- revisions --------------------------------------------------------------------------
 
     def _serve_earlier(self) -> None:
-        """Clients that joined before a revision may finish, until something forbids it."""
+        """Let clients that joined before a revision finish, unless a rule forbids it."""
         self._served = {
             manifest: replaced + ticket_life_s(self.ledger.terms[manifest], self._server)
             for manifest, replaced in self.ledger.replaced_at.items()
@@ -990,7 +990,7 @@ class HeldTask:
             return
         self._to_forget = dict(self._served)
         for record in self.ledger.records.values():
-            if record.manifest not in self.ledger.terms:  # of one that is no longer stored
+            if record.manifest not in self.ledger.terms:  # settings no longer stored
                 self.pipeline.give_up(0.0, self.pipeline.buffers_of(record.manifest), REVISED)
 
     def _terms(self, session: Session) -> TaskConfig:
@@ -1001,7 +1001,7 @@ class HeldTask:
         return manifest == self.pipeline.manifest or manifest in self._served
 
     def _why_outdated(self, ticket: SessionTicket) -> AbortReason | None:
-        """Why a client that still trains cannot go on; None if it can."""
+        """Why a client that still trains cannot continue; None if it can."""
         if not self._may_go_on(ticket.manifest):
             return "revised"
         own = self.ledger.terms[ticket.manifest].max_staleness
@@ -1042,19 +1042,19 @@ class HeldTask:
         ]
 
     def _end_revised(self, now: float) -> Effects:
-        """Secure aggregation: give up the buffers of earlier manifests that cannot be filled any
-        more, and end the clients whose updates no buffer could take.
+        """Secure aggregation: give up the buffers of earlier manifests that can no longer be
+        filled, and end the sessions of clients whose updates fit into no buffer.
         """
         if self.offers is None or (now < self.adopts_until and self._expected > 0):
-            return []  # more of their clients may come
+            return []  # clients of the previous holder may still come
         effects: Effects = []
         for manifest, ends in list(self._served.items()):
             effects += self._end_manifest(now, manifest, is_over=now >= ends)
         return effects + self.pipeline.pump(now)
 
     def _forget_earlier(self, now: float) -> Effects:
-        """Tell the TSA which public parameters no client can use any more. Call it right after a
-        commit: only the holder of the task may do this.
+        """Tell the TSA which public parameters no client can use any longer. Call this right
+        after a commit: only the holder of the task may do it.
         """
         effects: Effects = []
         for manifest, ends in list(self._to_forget.items()):
@@ -1165,7 +1165,7 @@ class HeldTask:
         """The client is not at fault: keep its session long enough for a whole upload."""
         keep_s = session.keep(now, self.config.upload_timeout_s)
         after_s = self._server.heartbeat_s / 4 if self._waits_for_tsa else _BUSY_RETRY_S
-        # With this ticket, a successor keeps the session for as long.
+        # With this ticket, a successor keeps the session until the same time.
         ticket = replace(session.upload_ticket or session.ticket, kept_until=session.kept_until)
         return Retry("waiting for the TSA", after_s, keep_s, self._keyring.seal(ticket))
 
@@ -1304,7 +1304,7 @@ def _is_known(sealed: bytes, session: Session) -> bool:
 
 
 def _kept_until(ticket: SessionTicket | UploadTicket, session: Session | None) -> float:
-    """The client may show its first ticket although the session was kept longer since."""
+    """The client may show its first ticket although the session was extended since then."""
     return ticket.kept_until if session is None else max(ticket.kept_until, session.kept_until)
 
 

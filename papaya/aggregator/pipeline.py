@@ -52,9 +52,9 @@ class Buffer:
     A place is kept for a client whose seed the TSA may have taken, although it did not answer.
 
     A lost buffer has seeds at a TSA that no longer exists, or too few clients that have agreed to
-    the same. It takes no new members, and is dropped as soon as those it has are durable.
+    the same manifest. It takes no new members, and is dropped when its members are durable.
 
-    Of a secure task, all members have agreed to the same signed manifest: a sum can be unmasked
+    In a secure task, all members have agreed to the same signed manifest: a sum can be unmasked
     only under one set of public parameters.
 
     Invariants: durable <= folded; folded + folding + kept <= goal; each device is a member once.
@@ -70,7 +70,7 @@ class Buffer:
         self.kept: dict[SessionId, None] = {}
         self.folded: dict[SessionId, Member] = {}
         self.durable = 0
-        # It is lost; and why it is dropped without asking the TSA, empty if the TSA is asked.
+        # Whether it is lost; why it is dropped without asking the TSA (empty: the TSA is asked).
         self.is_lost = False
         self.given_up = ""
         # The pseudonyms of all members, folding and folded, that have one.
@@ -231,8 +231,8 @@ class Pipeline:
         )
 
     def _takes(self, buffer: Buffer, manifest: bytes) -> bool:
-        """May an update under this manifest be a member? Only the updates of secure tasks cannot be
-        added if they were made under different ones.
+        """May an update under this manifest be a member? Updates under different manifests can be
+        added, except in secure tasks.
         """
         return not self.config.is_secure or buffer.taken == 0 or buffer.manifest == manifest
 
@@ -334,20 +334,20 @@ class Pipeline:
 
     @property
     def is_current_earlier(self) -> bool:
-        """Has the buffer of the next version members of a secure task under an earlier manifest?"""
+        """Does the buffer of the next version have masked members under an earlier manifest?"""
         current = self.current
         return self.config.is_secure and current.taken > 0 and current.manifest != self.manifest
 
     def holds(self, session: SessionId) -> bool:
-        """Has the session a place in a buffer, or is one kept for it?"""
+        """Does the session have a place in a buffer, or is one kept for it?"""
         return any(b.has(session) or session in b.kept for b in self._buffers.values())
 
     def buffers_of(self, manifest: bytes) -> list[Buffer]:
-        """Of a secure task: the buffers whose members have agreed to this manifest."""
+        """The buffers of a secure task whose members have agreed to this manifest."""
         return [buffer for buffer in self._buffers.values() if buffer.belongs_to(manifest)]
 
     def unfilled(self, manifest: bytes) -> list[Buffer]:
-        """Those of them that have room, in the order in which they become versions."""
+        """The buffers under this manifest that have room, in the order of their versions."""
         found = [buffer for buffer in self.buffers_of(manifest) if not buffer.is_full]
         return sorted(found, key=lambda buffer: buffer.target)
 
@@ -372,8 +372,8 @@ class Pipeline:
         return self._buffers[target]
 
     def _goal_of(self, record: RecordRow) -> int:
-        """A secure buffer keeps the goal that its members have agreed to. Others have the current
-        one, which may be below what they have already.
+        """A secure buffer keeps the goal that its members have agreed to. Other buffers have the
+        current goal, which may be below the number of members that they already have.
         """
         agreed = self.ledger.terms.get(record.manifest)
         if self.config.is_secure and agreed is not None:

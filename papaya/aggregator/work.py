@@ -60,7 +60,7 @@ class Offered(Message, frozen=True):
     problem: str = ""
     is_unanswered: bool = False
     manifest: bytes = b""
-    """Of the settings that clients with these offers have agreed to."""
+    """From the settings that clients with these offers have agreed to."""
 
 
 class Fold(Effect, frozen=True):
@@ -131,8 +131,8 @@ class Step(Effect, frozen=True):
     """From version `base` with its optimizer state and a closed record to the next version.
 
     Under secure aggregation the TSA releases the masks of exactly the record's members. `agreed`
-    are the settings that these have agreed to, None if they are those of `config`. With
-    `given_up`, the buffer is dropped for this reason and the TSA is not asked.
+    has the settings that the members have agreed to; None if these are in `config`. If `given_up`
+    is set, the buffer is dropped for this reason and the TSA is not asked.
     """
 
     config: TaskConfig

@@ -15,7 +15,7 @@ from papaya.learning.executorch.program_file import ProgramFile
 
 
 def signed_program(program: ProgramFile, manifest: TaskManifest) -> ProgramFile:
-    """The program as the owner wants it to be trained. OperatorError if it does not fit."""
+    """The program with the settings of the manifest. OperatorError if they do not match."""
     header, client = program.header, manifest.client
     if header.manifest.tensors != manifest.layout:
         raise OperatorError("the program does not have the layout in the manifest", hint="")

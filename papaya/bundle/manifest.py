@@ -95,7 +95,7 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     max_staleness: Number
     upload_timeout_s: float
     participation: Participation
-    # At least so many devices are in the sum of an evaluation; 0: no evaluations.
+    # Minimum number of devices in the sum of an evaluation; 0: no evaluations.
     evaluation_clients: Number
     privacy: None
 

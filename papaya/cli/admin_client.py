@@ -30,7 +30,7 @@ TOKEN_VARIABLE = "PAPAYA_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
 MAX_JSON_BYTES = 64 << 20
 T = TypeVar("T")
-# Commands that take the options of a connection, as hints name them.
+# Commands in hints that accept connection options.
 _COMMAND = re.compile(r"\bpapaya (?:status|token revoked?|task (?!compile)[a-z]+)\b(?! --)")
 
 

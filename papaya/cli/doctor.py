@@ -159,7 +159,7 @@ def _data_folder(deployment: Deployment) -> Iterator[Diagnosis]:
             "data folder",
             "problem",
             f"there is no folder {folder}",
-            "start `papaya serve` once, which makes it, or name it with --config or --data",
+            "run `papaya serve` once to create it, or name it with --config or --data",
         )
         return
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
@@ -167,7 +167,7 @@ def _data_folder(deployment: Deployment) -> Iterator[Diagnosis]:
         yield Diagnosis("data folder", "problem", text, "run as the user who runs the server")
     for secret in sorted([*folder.glob("*.token"), *folder.glob("*.key"), folder / "state.db"]):
         if secret.exists() and stat.S_IMODE(secret.stat().st_mode) & 0o077:
-            text = f"{secret} is readable by other users, and contains secrets"
+            text = f"{secret} contains secrets and is readable by other users"
             yield Diagnosis("data folder", "problem", text, f"chmod 600 {secret}")
     usage = shutil.disk_usage(folder)
     free = f"{usage.free / 2**30:.1f} GiB of {usage.total / 2**30:.1f} GiB are free"
@@ -191,8 +191,8 @@ def _sqlite(deployment: Deployment) -> Iterator[Diagnosis]:
             yield Diagnosis("state", "problem", text, "use another data folder")
             return
         if version > SCHEMA_VERSION:
-            text = f"{path} has schema version {version}, this Papaya {SCHEMA_VERSION}"
-            yield Diagnosis("state", "problem", text, "run the Papaya that wrote it")
+            text = f"{path} has schema version {version}, not {SCHEMA_VERSION}"
+            yield Diagnosis("state", "problem", text, "use the version of Papaya that wrote it")
             return
         [[verdict], *_] = connection.execute("PRAGMA quick_check(1)")
         if verdict == "ok":
@@ -226,10 +226,10 @@ def _open_files(deployment: Deployment) -> Iterator[Diagnosis]:
     wanted = deployment.max_connections + RESERVED
     hint = "ulimit -n 65536, or LimitNOFILE=65536 in the systemd unit of the server"
     if limit < LEAST:
-        text = f"a process may open {limit} files, a server needs {LEAST}"
+        text = f"the limit is {limit} files, but a server needs {LEAST}"
         yield Diagnosis("open files", "problem", text, hint)
     elif limit < wanted:
-        text = f"{limit:,} are too few for max_connections = {deployment.max_connections:,}"
+        text = f"{limit:,} is too low for max_connections = {deployment.max_connections:,}"
         yield Diagnosis("open files", "warning", text, hint)
     else:
         yield Diagnosis("open files", "good", f"up to {limit:,}")

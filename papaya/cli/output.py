@@ -50,7 +50,7 @@ class FormatOptions:
         return self.format == "json"
 
     def repeated(self, text: str) -> str:
-        """A text for people, with the given options in the commands that it names."""
+        """The text, with the given connection options added to the commands in it."""
         return text
 
 

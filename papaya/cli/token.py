@@ -76,9 +76,7 @@ def add_to(commands: Commands) -> None:
     make.add_argument(
         "--device", required=True, metavar="ID", help="name of the device: letters, digits, _ and -"
     )
-    make.add_argument(
-        "--count", type=whole(1), metavar="N", help="create the tokens of so many devices"
-    )
+    make.add_argument("--count", type=whole(1), metavar="N", help="create tokens for N devices")
     make.add_argument("--days", type=positive, metavar="N", help="days until the token expires")
     show = actions.add_parser(
         "show",

@@ -117,8 +117,8 @@ class Remember(Effect, frozen=True):
 
 
 class Finish(Effect, frozen=True):
-    """`reason` is a code, of the kind that the ending has (`papaya/messages/reasons.py`); the
-    server's text if it refused or rejected the device. `detail` stays on the device.
+    """`reason` is a code for this kind of ending (`papaya/messages/reasons.py`), or the server's
+    text if it refused or rejected the device. `detail` stays on the device.
     """
 
     ending: Ending

@@ -97,8 +97,8 @@ class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
 
     A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
     owner, who has signed a bundle: `bundle` and `program` are the keys of its blobs, `manifest` is
-    the digest of what was signed, in hex. `engine_version` is the oldest version of the engine that
-    will do.
+    the digest of what was signed, in hex. `engine_version` is the minimum version of the
+    engine.
     """
 
     engine: str | None = None

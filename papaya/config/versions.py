@@ -13,7 +13,7 @@ _NUMBERS = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 
 
 def version_number(text: str) -> tuple[int, ...]:
-    """A version to compare with others. What follows the numbers, as in "2.13.0+cpu", is ignored;
+    """A version to compare with others. A suffix after the numbers, as in "2.13.0+cpu", is ignored;
     a text without numbers is lower than every version.
     """
     found = _NUMBERS.match(text)

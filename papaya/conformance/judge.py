@@ -106,7 +106,7 @@ def _messages(t: Transcript) -> Iterator[RuleFinding]:
 
 
 def _tickets(t: Transcript) -> Iterator[RuleFinding]:
-    """Which ticket a request needs depends on its type; that of a heartbeat is the newest.
+    """Which ticket a request needs depends on its type; a heartbeat needs the newest.
 
     A client may also use the renewed ticket of a `Retry`.
     """

@@ -7,7 +7,7 @@
 Rows decide who leads and who holds a task. Reports tell which servers are alive and what demand
 there is. Orders are sent only after the rows behind them are committed. The Coordinator never talks
 to a device and never sees an update. It assigns clients to a task only after the task's holder has
-reported under its epoch: from then on, what an earlier leader assigned has no claim to a slot.
+reported under its epoch: from then on, assignments of earlier leaders have no claim to a slot.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Coordinator:
         for task, row in self.tasks.items():
             report = self._report_of(task)
             active = 0 if report is None else report.active
-            # Leases from before a revision that lowered it are refused by the holder.
+            # If a revision lowered the concurrency, the holder refuses earlier leases above it.
             before = (earlier.config.concurrency for earlier in row.earlier)
             most = max((row.config.concurrency, *before))
             if active + self.leases.count(task) > most:
@@ -201,7 +201,7 @@ class Coordinator:
         return effects
 
     def _tell_who_leads(self, now: float) -> Effects:
-        """Orders to the holders and to all selectors that have reported. They answer at once."""
+        """Orders to the holders and to all selectors that have reported; they report at once."""
         fences = [fence for task, fence in self.fences.items() if task in self.tasks]
         holders = dict.fromkeys((fence.aggregator, fence.boot) for fence in fences)
         effects: Effects = [
@@ -308,7 +308,7 @@ class Coordinator:
     def _report_of(self, task: TaskId) -> TaskReport | None:
         """The last report on a task by the holder that its fence names, or None.
 
-        None also if that holder does not know this leader: then it still keeps slots for clients
+        Also None if that holder does not follow this leader yet: it still keeps slots for clients
         that an earlier leader has assigned.
         """
         fence = self.fences.get(task)
@@ -328,7 +328,7 @@ class Coordinator:
         return report.demand - self.leases.count(task)
 
     def recovers(self, now: float) -> bool:
-        """Does a new leader still wait for the holder of some task to report?"""
+        """Is this a new leader that still waits for the holder of some task to report?"""
         return self.leadership.recovers(now) and None in map(self._report_of, self.tasks)
 
     def _on_drain(self, now: float) -> Effects:
@@ -529,7 +529,7 @@ class Coordinator:
         return Send(node, orders)
 
     def _assigns_in_s(self) -> float:
-        """How long a new leader may have to wait for its first report of a holder."""
+        """How long a new leader may have to wait for the first report of a holder."""
         wait_s = self.leadership.recovers_until - self._now
         if wait_s <= 0 or any(self._report_of(task) is not None for task in self.tasks):
             return 0.0

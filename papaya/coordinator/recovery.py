@@ -5,9 +5,9 @@
 
 Clocks of different servers are never compared. A candidate takes over when it has seen the leader
 row unchanged for a whole lease by its own clock. Only time in which its reads succeed counts: while
-the state store is away, the leader cannot renew either. A leader stops when no renewal that it
-*sent* within a lease was confirmed. In the recovery period of a new leader, holders that have not
-reported yet do not count as dead. Tasks and clients are not decided here.
+the state store is unreachable, the leader cannot renew either. A leader stops when no renewal that
+it *sent* within a lease was confirmed. In the recovery period of a new leader, holders that have
+not reported yet do not count as dead. Tasks and clients are not decided here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Leadership:
         # first read.
         self._row: LeaderRow | None = None
         self._row_seen_at: float | None = None
-        # The last read, and how much of the time since the row was first seen went without one.
+        # The time of the last read, and the time without reads since the row was first seen.
         self._read_at = 0.0
         self._unread_s = 0.0
         # The row that a transaction on its way would write, when it was sent, and how many there

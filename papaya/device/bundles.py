@@ -1,12 +1,12 @@
-"""The bundles that a device has accepted: manifests, their blobs, and what must not be forgotten.
+"""The bundles that a device has accepted: manifests, their blobs, and rollback protection.
 
     bundles.db           marks and statements of owners; written before they count
     blobs/<sha256>       programs, in a cache of bounded size
     programs/<sha256>/   the same, unpacked for the engine; counted with the blobs
 
-The signature is verified before a manifest is parsed, the hash of a blob before it is stored. A
-bundle that is refused is not asked for again until it changes or the device restarts, or for an
-hour if the reason may pass, such as a wrong clock.
+The signature is verified before a manifest is parsed, the hash of a blob before it is stored. The
+device does not ask for a refused bundle again until the bundle changes or the device restarts. If
+the reason may be temporary, such as a wrong clock, it asks again after an hour.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Bundle(Struct, frozen=True):
         )
 
     def check_evaluation(self, clients: int | None = None) -> None:
-        """GivenUp unless the owner allows evaluations, and sums of so few clients."""
+        """Raise GivenUp unless the owner has signed evaluations with so few clients."""
         task, signed = self.manifest.task, self.manifest.evaluation_clients
         if signed == 0:
             raise GivenUp("mismatch", f"the owner of {task} has signed no evaluations")
@@ -129,7 +129,7 @@ class BundleStore:
         self._ready: dict[BlobKey, Bundle] = {}
         # Runs that came from a bundle, whether or not it may still be used.
         self._runs: dict[TaskId, None] = {}
-        # Refused bundles by the name in a check-in: the reason, when, and in words.
+        # Refused bundles by their name in a check-in: reason code, time, and description.
         self._refused: dict[str, tuple[str, float, str]] = {}
         self._fetching = asyncio.Lock()
         try:
@@ -171,11 +171,11 @@ class BundleStore:
         return "" if now < bundle.lease_until else "the lease of this run is over"
 
     def policy_of(self, bundle: Bundle) -> OwnerPolicy:
-        """What the device allows the owner of a bundle, whatever a server says."""
+        """What this device allows the owner of a bundle. Servers cannot change it."""
         return self._policies[bundle.manifest.owner]
 
     def refused(self, now: float) -> dict[str, str]:
-        """Refused bundles by the name for a check-in, the newest first, and why, in words."""
+        """Refused bundles by their name in a check-in, the newest first, with a description."""
         found = [
             (name, words)
             for name, (reason, at, words) in self._refused.items()
@@ -245,7 +245,7 @@ class BundleStore:
         return manifest
 
     def has_blob(self, reference: BlobRef) -> bool:
-        """Is this blob here, as the owner signed it? What the disk has damaged is fetched again."""
+        """Is this blob stored and intact? A blob that was damaged on disk is fetched again."""
         try:
             reference.check((self._folder / "blobs" / reference.sha256).read_bytes(), "blob")
         except (OSError, BundleError):
@@ -256,13 +256,13 @@ class BundleStore:
         """Store a downloaded blob, if it is the one that the owner signed."""
         reference.check(data, what)
         try:
-            self._make_room(2 * len(data))  # it will be unpacked: the files are no larger
+            self._make_room(2 * len(data))  # archive and unpacked files, which are no larger
             _write(self._folder / "blobs" / reference.sha256, data)
         except OSError as error:
             raise _unusable(self._folder, error) from error
 
     def _keep(self, head_key: BlobKey, bundle: Bundle) -> None:
-        """Now the device can take part in the run; not in what it replaces any more."""
+        """The device can now take part in the run, and no longer in the bundle that it replaces."""
         same = (bundle.manifest.owner, bundle.manifest.task)
         self._ready = {
             key: other
@@ -368,13 +368,13 @@ class BundleStore:
         if used + needed > self._max_bytes:
             raise OperatorError(
                 f"no room for {needed} bytes in the cache of {self._max_bytes} bytes in "
-                f"{self._folder}: {used} are in use",
+                f"{self._folder}: {used} bytes are in use",
                 hint="unpin an owner, or restart the device",
             )
 
 
 def _size(path: Path) -> int:
-    """Of a file, or of all files in a folder. OSError if another process deletes it meanwhile."""
+    """Size of a file, or of all files in a folder. OSError if another process deletes it."""
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
 
@@ -434,7 +434,7 @@ class VisitBundles(NoBundles):
             return (CountedAs(f"{bundle.task_name}/evaluate", gap_s, limit),)
         if manifest.participation.scope == "task":
             return (CountedAs(bundle.task_name, gap_s, limit),)
-        # The owner's limits start again with each run, those of the device do not.
+        # The owner's limits count per run, those of the device over all runs.
         return (
             CountedAs(bundle.run, gap_s, limit),
             CountedAs(bundle.task_name, policy.min_gap_s, policy.max_participations),

@@ -1,15 +1,15 @@
 """Confines the calling process for the rest of its life, by means of the Linux kernel.
 
     Landlock     files: read below a list of paths, and nothing else
-    seccomp      system calls: only those on a list. There are none for sockets, for new programs,
-                 processes and threads, for signals to others, or for a look into other processes
-    no_new_privs a set-uid program could not undo either
+    seccomp      system calls: only those on a list. The list has none for sockets, for starting
+                 programs, processes or threads, for signals to others, or for inspecting other
+                 processes
+    no_new_privs not even a set-uid program can undo either of them
 
-Neither can be taken back. A filter cannot count threads, and RLIMIT_NPROC counts those of all
-processes of the user and does not hold for root: so there are no new threads at all. The engines
-compute on one. Anything that is not allowed fails with
-EPERM or EACCES, so a library that tries something optional goes on without it. Files that are open
-already stay open: close them first.
+Neither can be undone. New threads are forbidden entirely, because a filter cannot count threads,
+and RLIMIT_NPROC counts the threads of all processes of the user and does not apply to root. The
+engines compute on one thread. Anything that is not allowed fails with EPERM or EACCES, so a library
+that tries something optional continues without it. Open files stay open: close them first.
 
 A job can still see that a file or a process exists, and the size of a file: Landlock does not cover
 `stat`. It protects the device from code that it runs. It does not protect the examples that the

@@ -189,7 +189,7 @@ class Device:
                 # Rejections are explained for tasks of pinned owners only.
                 words = "" if error.reason == "unknown_owner" else in_words(error)
                 store.refuse(refused(task, head_key), error.reason, now, words)
-            elif isinstance(error, OperatorError):  # such as a full disk: hold no slot meanwhile
+            elif isinstance(error, OperatorError):  # such as a full disk: take no slot for a while
                 store.refuse(refused(task, head_key), "cannot_keep", now, in_words(error))
             self._failures += 1
             return in_words(error)

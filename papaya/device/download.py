@@ -1,10 +1,10 @@
 """Downloads parameters and bundles by key, once for all devices of a process.
 
-A key ends in the hash of its content, so any source will do, a CDN or a selector: bytes with
-another hash are dropped and the next source is tried. A download that broke is resumed with
-`Range`, at the same source or the next one; the hash is that of the whole. A download is bounded by
-the length of the model or the size in the manifest. A key of an unknown form is refused. No token
-is sent: blobs are public under their hash, and a CDN must not learn the token.
+A key ends in the hash of its content, so any source can be used, a CDN or a selector: bytes with
+another hash are dropped and the next source is tried. An interrupted download is resumed with
+`Range`, at the same source or the next one; the hash covers the whole content. A download is
+bounded by the length of the model or the size in the manifest. A key of an unknown form is refused.
+No token is sent: blobs are public under their hash, and a CDN must not learn the token.
 
 If the owner of the device has named hosts for it, a selector is asked for the URL of the blob,
 which is the first source. A URL is used only if it is https (or the selector is http too), its host

@@ -59,8 +59,8 @@ class TaskFile(Struct, frozen=True):
 class Job(Struct, frozen=True):
     """Train or evaluate with one task file, by its path, or with a bundle, by its run.
 
-    `volume`: how many examples the device could train on. `manifest`: of the bundle; the executor
-    sets it.
+    `volume`: how many examples the device could train on. `manifest`: the one of the bundle; the
+    executor sets it.
 
     "load" calls the file's `load_examples` on the texts in `examples`. "check" looks for the first
     example that the task cannot use. "try" only loads the program, to find out whether it can be
@@ -88,7 +88,7 @@ class JobResult(Struct, frozen=True):
 
 
 class UnfitExample(Struct, frozen=True):
-    """An example that a task cannot use, by its place in the list, and the problem."""
+    """An example that a task cannot use: its index in the list, and the problem."""
 
     index: int
     problem: str
@@ -141,7 +141,7 @@ class TrainingEngine(Protocol):
         ...
 
     def try_program(self) -> None:
-        """OperatorError if it could not train, whatever the examples are."""
+        """Raise OperatorError if the program cannot be trained here, with any examples."""
         ...
 
 

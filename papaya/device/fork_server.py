@@ -214,7 +214,7 @@ def _address_space_bytes() -> int:
 
 
 def _reporting(channel: int, interval_s: float) -> StepDone:
-    """Tells the sandbox how far the job has come, from time to time."""
+    """Reports the progress of the job to the sandbox from time to time."""
     reported_at = time.monotonic()
 
     def step_done(done: int, steps: int) -> None:
@@ -251,7 +251,9 @@ def _load_examples(job: Job) -> JobResult:
 
 
 def _check_examples(examples: Sequence[bytes], engine: TrainingEngine) -> JobResult:
-    """Many at a time. If that fails, one by one: good examples need not fit into one batch."""
+    """Check many at a time; if that fails, one by one, because valid examples may not fit together
+    into one batch.
+    """
     for start in range(0, len(examples), _CHECKED_TOGETHER):
         together = examples[start : start + _CHECKED_TOGETHER]
         try:
@@ -344,7 +346,7 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
 
 
 def _start_engine(engine: EngineName) -> str:
-    """Import the engine, once, also for the bundles to come. Returns its version."""
+    """Import the engine once, for all later jobs. Return its version."""
     if engine == "torch":
         import torch
 

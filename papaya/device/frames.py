@@ -66,7 +66,7 @@ class Ended(Struct, frozen=True, tag=True):
 
 
 class StepsDone(Struct, frozen=True, tag=True):
-    """How far a long job has come. Only numbers: nothing of the examples reaches the log."""
+    """Progress of a long job. Numbers only, so that nothing of the examples reaches the log."""
 
     done: StepCount
     steps: StepCount

@@ -5,9 +5,9 @@ This side imports no engine, so a process with many devices stays small. A fork-
 program, not a fork of this process, which has threads and sockets.
 
 A job inherits the memory of its fork-server. So there are two: one imports the device's own task
-files, the other only the engine, and jobs of bundles come from that one. The code and the manifest
-of a bundle are read in its job and nowhere else, so owners can share the second one. It is started
-by the first job of a bundle; a device without task files of its own has only one.
+files; the other imports only the engine, and jobs of bundles are forked from it. The code and the
+manifest of a bundle are read only in its job, so all owners can share the second fork-server. The
+first job of a bundle starts it; a device without task files of its own has only this one.
 
 A job cannot outlive its timeout or this process, exceed its memory limit, write files, or block
 this process or the next job. If the fork-server dies, its jobs fail, and it is started again for
@@ -71,7 +71,7 @@ _PASSED_ON: Final = (
 _PASSED_ON_PREFIXES: Final = ("LC_", "PYTHON", "TORCH", "HF_", "OMP_", "MKL_")
 _SPARE_BYTES: Final = 1 << 16  # of a result's frame beside the update
 _LOADED_BYTES: Final = 256 << 20  # the examples of one "load"
-_MAX_REPORTS: Final = 10_000  # of progress; honest jobs send one every few seconds
+_MAX_REPORTS: Final = 10_000  # progress reports of a job; a correct job sends one every few seconds
 
 
 class Sandbox:
@@ -96,13 +96,13 @@ class Sandbox:
         self._engine = engine
         self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
         self._own = _ForkServerKeeper([*settings, *files], restart_interval_s)
-        # Nothing of a task file is in the memory of a bundle's jobs.
+        # The memory of a bundle's jobs must contain nothing of a task file.
         self._for_bundles = _ForkServerKeeper(settings, restart_interval_s) if files else self._own
         # Programs of bundles, by their run.
         self._bundled: dict[str, TaskFile] = {}
         # Why jobs are not confined, once started; empty if they are.
         self.unconfined = ""
-        # Of the engine, once started.
+        # The version of the engine, once started.
         self.engine_version = ""
 
     @property
@@ -170,7 +170,7 @@ class _ForkServerKeeper:
         self.tasks: tuple[TaskFile, ...] = ()
         self._arguments = arguments
         self._restart_interval_s = restart_interval_s
-        # The start of the current one; and the current one, or one that has died.
+        # The start in progress or done; and the fork-server itself, which may have died.
         self._starting: asyncio.Task[_ForkServer] | None = None
         self._server: _ForkServer | None = None
         self._next_start = -math.inf
@@ -179,7 +179,7 @@ class _ForkServerKeeper:
     async def alive(self) -> _ForkServer:
         """The running fork-server. OperatorError if it cannot be started.
 
-        A start goes on if the job that needs it is over: importing an engine may take longer.
+        A start continues after the job that needed it has ended: the import may take longer.
         """
         if self._closed:
             raise JobFailed("unavailable", _GONE)

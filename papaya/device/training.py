@@ -96,7 +96,7 @@ class Trainer(Protocol):
         ...
 
     async def add_bundle(self, bundle: Bundle) -> None:
-        """From now on this bundle can be trained. BundleError if it cannot be, on this device."""
+        """Make this bundle trainable. Raises BundleError if this device cannot train it."""
         ...
 
     def knows(self, program: TaskId) -> bool: ...
@@ -108,7 +108,7 @@ class Trainer(Protocol):
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         """Train. Raises PapayaError on failure; stops when it is cancelled.
 
-        The server learns the code of a `GivenUp`, and "training_failed" of any other error.
+        The server learns the code of a `GivenUp`, and "training_failed" for any other error.
         """
         ...
 
@@ -154,7 +154,7 @@ class ExecutorTrainer:
         return tuple(self._files)
 
     async def add_bundle(self, bundle: Bundle) -> None:
-        """Load the program once, in a job, before the device takes anybody's place."""
+        """Load the program once, in a job, before the device takes a slot."""
         manifest, run = bundle.manifest, bundle.run
         has_engine = manifest.engine == self.engine
         if not (has_engine and is_at_least(self.engine_version, manifest.engine_version)):

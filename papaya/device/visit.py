@@ -4,7 +4,7 @@ Every effect becomes a task whose outcome comes back as a message; one loop feed
 that it never sees two things at once. `Remember` is the exception: it is durable before the effect
 after it is carried out, and if it cannot be, nothing after it happens.
 
-The server learns one code of why a visit failed (`papaya/messages/reasons.py`). The text of an
+If a visit fails, the server learns one reason code (`papaya/messages/reasons.py`). The text of an
 error may quote a path, a policy or an example: it is for the device's owner (`detail`,
 `explanation`).
 """
@@ -82,7 +82,7 @@ class DeviceVisit:
         step_done: StepDone = unwatched,
         bundles: VisitBundles | None = None,
     ) -> None:
-        """`bundles` are those that the machine asks, if the device trusts owners."""
+        """`bundles`: where the machine looks bundles up; None if the device has pinned no owner."""
         self.machine = machine
         self._bundles = bundles
         # What went wrong, in a line, and all that is known about it.
@@ -256,8 +256,8 @@ class DeviceVisit:
             )
 
     def _check_manifest(self, program: TaskId) -> None:
-        """The server knows under which manifest this device joined. Another visit of this process
-        may have replaced it since: then what this one computes would be weighed by the wrong one.
+        """Check that this visit trains under the manifest that it joined under. Another visit of
+        this process may have replaced it; then the server would weigh the update wrongly.
         """
         accepted = None if self._bundles is None else self._bundles.accepted
         if accepted is None:

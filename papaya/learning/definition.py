@@ -112,7 +112,7 @@ class TaskTerms(Struct, frozen=True):
     manifest: str = ""
     """The digest of the signed manifest that has these settings; empty for a task file."""
     aggregation_goal: int | None = None
-    """The one that the manifest states for a secure task."""
+    """The aggregation goal that the manifest states for a secure task."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:

@@ -17,7 +17,7 @@ NodeId: TypeAlias = str
 SessionId: TypeAlias = str
 BlobKey: TypeAlias = str
 # The number of a node's start, from its row `boot/<node>`. In rows and messages of earlier versions
-# it is a float, in those of 0.3.0 even a time.
+# it is a float; in those of 0.3.0 it is a time.
 Boot: TypeAlias = int | float
 
 # Limits on what an untrusted peer can make a server hold.

@@ -152,8 +152,8 @@ class Assignment(Struct, frozen=True, gc=False):
 
 class SelectorOrders(Message, frozen=True):
     """`wanting`: tasks with demand. `over`: tasks that ended but whose clients may still ask.
-    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long a new leader that
-    no holder has reported to may assign no client.
+    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long a new leader may
+    assign no client, because no holder has reported to it yet.
     """
 
     epoch: int

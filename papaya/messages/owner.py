@@ -140,9 +140,9 @@ def revise(
 ) -> Transaction:
     """Replace the settings of a running task; its model, buffers and clients stay.
 
-    A new fence makes the holder let go. Whoever holds the task next reads the new settings and
-    adopts its clients, which finish under the settings that they joined under. `evaluations` of the
-    task that are running end: their clients have agreed to the settings before. `revision` and
+    A new fence makes the holder release the task. The next holder reads the new settings and adopts
+    the clients, which finish under the settings that they joined under. Running `evaluations` of
+    the task end: their clients have agreed to the previous settings. `revision` and
     `lease_until` are those that the owner has signed. Refused: settings that stored data depends
     on.
     """
@@ -181,7 +181,7 @@ def revise(
 
 
 def renew(rows: TaskRows, requirements: Requirements, lease_until: float) -> Transaction:
-    """Name a bundle with another lease on the same manifest. Nothing else changes.
+    """Replace the bundle by one with another lease for the same manifest. Nothing else changes.
 
     It requires the fence under which the bundle was stored: a later holder may have deleted it.
     """
@@ -365,7 +365,7 @@ def end_evaluation(
 def delete(row: TaskRow, now: float) -> Transaction:
     """Delete a task that is over. The supervisor removes its rows and blobs, see `forget`.
 
-    Nothing can use its id again: tickets of its clients and names of its blobs would fit.
+    Its id must not be used again: tickets of its clients and keys of its blobs would match.
     """
     task = row.config.task
     if not row.is_over:
@@ -382,8 +382,8 @@ def delete(row: TaskRow, now: float) -> Transaction:
 def forget(row: TaskRow, rows: Mapping[str, Row]) -> Transaction:
     """Delete these rows of a task that has ended; among them must be all of `holder_prefixes`.
 
-    A holder that has not heard of the end may write until its fence is deleted. What it writes
-    after these rows were read would stay without a task, so they must not have changed.
+    A holder that has not heard of the end may write until its fence is deleted. Rows that it
+    writes after these were read would remain without a task, so these must not have changed.
     """
     if not row.is_over:
         raise OperatorError(

@@ -80,8 +80,8 @@ LeaveReason = Literal[
     "protocol",
     "other",
 ]
-"""`declined`: what the device's policies, history or budgets do not allow, without saying which.
-`papaya/messages/reasons.py` has the words for all reasons.
+"""`declined`: the device's policies, history or budgets do not allow it; does not say which.
+`papaya/messages/reasons.py` describes all reasons.
 """
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
@@ -228,10 +228,10 @@ class Refused(Message, frozen=True):
 class Retry(Message, frozen=True):
     """Send the same request again after `after_s`, maybe through another selector.
 
-    `keep_s`: the server keeps the session for at least so long, past its deadline if need be,
-    because the client is not the reason for the delay.
-    `ticket`: if not empty, use it from now on, also in this request. It tells another server of
-    `keep_s`.
+    `keep_s`: the server keeps the session for at least this time, even past its deadline, because
+    the client did not cause the delay.
+    `ticket`: if not empty, use it from now on, also in this request. It proves
+    `keep_s` to other servers.
     """
 
     reason: ShortText

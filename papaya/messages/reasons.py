@@ -1,7 +1,7 @@
-"""Why participations end and check-ins are rejected: codes, and the words that people read.
+"""Why participations end and check-ins are rejected: codes and their descriptions.
 
-What leaves a device is one of these codes and never text: an error of a task's code may quote an
-example. Whoever shows a code takes the words from here. `docs/spec/protocol.md` lists the codes.
+A device sends one of these codes and never text: an error of a task's code may quote an example.
+Code that shows a reason takes its description from here. `docs/spec/protocol.md` lists the codes.
 
     counted              an ending of one participation, as servers count them per task
     discarded_<reason>   `Completed.discarded`
@@ -21,7 +21,7 @@ from papaya.messages.selection import Lack
 _LEAVE_REASONS: Final = frozenset(get_args(LeaveReason))
 _ENDINGS: Final = {
     "counted": "counted",
-    "left_stopped": "the device was stopped or is not idle any more",
+    "left_stopped": "the device was stopped or is no longer idle",
     "left_timed_out": "the device ran out of time",
     "left_no_parameters": "the device could not download the parameters",
     "left_no_program": "the device has no program for this task",
@@ -40,13 +40,13 @@ _ENDINGS: Final = {
     "aborted_stale": "trained from a version that is too old",
     "aborted_round_over": "the round ended before the update was sent",
     "aborted_timed_out": "took longer than the task allows",
-    "aborted_silent": "no heartbeat arrived any more",
+    "aborted_silent": "the heartbeats of the device stopped",
     "aborted_left": "the device left",
-    "aborted_full": "the task was full after it had moved",
+    "aborted_full": "no free slot was left after the task moved or the leader changed",
     "aborted_task_over": "the task ended",
     "aborted_replaced": "the device joined again",
     "aborted_revoked": "the device was revoked",
-    "aborted_revised": "the owner changed the task meanwhile",
+    "aborted_revised": "the owner changed the task in the meantime",
     "discarded_round_over": "the round already had its updates",
     "discarded_wrong_size": "the update has the wrong size",
     "discarded_not_finite": "the update contains NaN or infinity",
@@ -54,7 +54,7 @@ _ENDINGS: Final = {
     "discarded_seed_refused": "the TSA refused the seed of the mask",
     "discarded_trusted_party_lost": "the TSA was restarted",
     "discarded_already_counted": "another update of the device is in the same version",
-    "discarded_revised": "the owner changed the task meanwhile",
+    "discarded_revised": "the owner changed the task in the meantime",
 }
 _LACKS: Final = {
     "engine": "needs engine {}",
@@ -65,7 +65,7 @@ _LACKS: Final = {
     "frozen": "the model of this device holds other frozen tensors",
     "no_demand": "needs no more clients now",
 }
-_OF_A_RUN: Final = re.compile(r"-[0-9a-f]{12}\Z")  # what the id of a run has after its name
+_OF_A_RUN: Final = re.compile(r"-[0-9a-f]{12}\Z")  # the suffix of a run's id after its name
 
 
 def leave_code(reason: str) -> str:
@@ -74,7 +74,7 @@ def leave_code(reason: str) -> str:
 
 
 def in_words(ending: str) -> str:
-    """An ending for people; itself if this version does not know it."""
+    """The description of an ending; the code itself if this version does not know it."""
     return _ENDINGS.get(ending, ending)
 
 

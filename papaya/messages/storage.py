@@ -61,9 +61,9 @@ class TaskRow(Row, frozen=True):
 
     `name`: that of the task, if its id is that of one run of an owner's task; else empty.
     `pseudonym_key` makes the pseudonyms of devices in this task's tickets and rows. It is secret,
-    and deleted when the task ends: then nobody can link them to devices any more.
+    and deleted when the task ends: after that nobody can link them to devices.
     `run`, `revision`, `lease_until`: what the owner has signed last; 0 without an owner.
-    `earlier`: the settings before the last few revisions, the newest first.
+    `earlier`: the settings that the last few revisions replaced, the newest first.
     """
 
     config: TaskConfig
@@ -244,7 +244,7 @@ class EndingsRow(Row, frozen=True):
         return _added(self.earlier, self.current)
 
     def heard(self, seq: int, endings: Mapping[str, int]) -> EndingsRow:
-        """With the numbers that a holder reported. An old or repeated report changes nothing."""
+        """The row with a holder's reported numbers. An old or repeated report changes nothing."""
         if seq < self.seq:
             return self
         if seq > self.seq:
@@ -274,7 +274,7 @@ class DeletedRow(Row, frozen=True):
 
 
 class AdminAddressRow(Row, frozen=True):
-    """Where the admin API of a node is, as its operator has configured it."""
+    """The address of a node's admin API, as its operator has configured it."""
 
     url: str
 

@@ -45,7 +45,7 @@ def pseudonym_of(device: str, key: bytes) -> bytes:
 
 
 class _LastElements(Struct, frozen=True, gc=False, tag=True, array_like=True, kw_only=True):
-    """Come after all other elements except those that were added later, in every ticket.
+    """Fields of every ticket, after all others except those that were added later.
 
     `pseudonym` is empty if tokens do not identify devices, `manifest` if nobody signed the task.
     """
@@ -68,8 +68,8 @@ class _Confirmable(Ticket, frozen=True):
 class AssignmentTicket(_Confirmable, frozen=True, kw_only=True):
     """`version`: not newer than the one the session will start from.
 
-    `epoch`: of the leader that made the assignment. Last, because tickets of the version before do
-    not have it; then it is 0.
+    `epoch`: of the leader that made the assignment. Last, because tickets of the previous version
+    do not have it; for them it is 0.
     """
 
     epoch: int = 0
@@ -83,7 +83,7 @@ class _Expiring(Ticket, frozen=True):
 
 class SessionTicket(_Expiring, frozen=True, kw_only=True):
     """`kept_until`: the session continues until then, past its deadline (`Retry.keep_s`). Last,
-    because tickets of the version before do not have it.
+    because tickets of the previous version do not have it.
     """
 
     kept_until: float = 0.0

@@ -50,7 +50,7 @@ class ParticipantPolicy:
 
     `manifest`: the digest of the manifest that the device has verified; empty for a task file. The
     quote binds the parameters, so a TSA that shows another digest serves another task.
-    `aggregation_goal` and `threshold` are those that the manifest states; None if any will do.
+    `aggregation_goal` and `threshold` are those that the manifest states; None if any is allowed.
     """
 
     task: str

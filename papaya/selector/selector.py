@@ -127,7 +127,7 @@ class Distinctions:
 
 def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> list[Lack]:
     """What keeps a device out of this task, if it has pinned the owner. Without an owner: the one
-    thing that is missing on a device with the task's file. What it excludes itself is left out.
+    thing that a device with the task's file lacks. Leaves out what the device excludes.
     """
     needs, declared = offer.requirements, device.capabilities
     if offer.task in device.excluded or (

@@ -123,7 +123,7 @@ class Door:
         self._seen: dict[str, None] = {}  # identities, the oldest first
 
     def has_seen(self, device: str) -> bool:
-        """Has it checked in lately, since this process started?"""
+        """Has the device checked in recently, since this process started?"""
         return device in self._seen
 
     def routes(self) -> list[HttpRoute]:

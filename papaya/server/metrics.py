@@ -223,7 +223,7 @@ class CoordinatorCollector(Collector):
             ("epoch", "The epoch that it leads in, 0 if it does not lead.", leadership.epoch),
             (
                 "recovering",
-                "1 in a leader's recovery period.",
+                "1 on a new leader while it waits for the aggregator of some task to report.",
                 leads and coordinator.recovers(at),
             ),
             ("aggregators", "Aggregators that reported lately.", len(fleet.live_aggregators(at))),
@@ -244,7 +244,7 @@ class CoordinatorCollector(Collector):
                 coordinator.demand(task),
             )
             if row.lease_until:
-                help_ = "Until the lease of a signed task ends; devices then stop training it."
+                help_ = "Seconds until a signed task's lease ends; then no device starts it."
                 families.gauge("papaya_task_lease_seconds", help_, task, row.lease_until - at)
         yield from families.by_name.values()
 

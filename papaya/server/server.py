@@ -455,7 +455,7 @@ class Server:
         await self._tell_address()
 
     async def _tell_address(self) -> None:
-        """Store where the admin API of this coordinator is, for `papaya status` elsewhere."""
+        """Store the address of this coordinator's admin API, for `papaya status` elsewhere."""
         if (coordinator := self._hosts.get("coordinator")) is not None:
             scheme = "http" if self.deployment.tls_certificate is None else "https"
             host, _, port = self.addresses["admin"].rpartition(":")

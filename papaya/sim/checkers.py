@@ -83,7 +83,7 @@ def _without_free_text(message: Message) -> Message:
 
 
 def _is_within_clip(config: TaskConfig, session: SessionId) -> bool:
-    """Does this clip allow what the device of the session uploads in the clear?"""
+    """Is the unmasked update of the session's device within this clip?"""
     if config.clip is None or config.evaluates is not None:
         return True
     return float(np.linalg.norm(protocol_vector(session, config.model_length))) <= config.clip
@@ -97,7 +97,7 @@ class TaskBooks:
     """What the auditor knows of one task."""
 
     def __init__(self, config: TaskConfig) -> None:
-        # The current settings, and all that the task ever had by the digest of their manifest.
+        # The current settings, and all settings so far by the digest of their manifest.
         self.config = config
         self.terms = {config.manifest: config}
         # The manifest of each session, and the examples that its client has reported.
@@ -359,14 +359,14 @@ class Auditor(Observer):
                     demand(row.settled >= old.settled, f"{key}: {old.settled=} {row.settled=}")
 
     def _check_revision(self, row: TaskRow, old: Row) -> None:
-        """The holder must not go on with the settings before: the fence moves with the row."""
+        """The holder must not continue with the previous settings: the fence changes too."""
         assert isinstance(old, TaskRow)
         books, task = self.books[row.config.task], row.config.task
         demand(row.earlier[0].config == old.config, f"{task} forgot the settings of its clients")
         demand(row.config.manifest not in books.terms, f"{task} has two revisions of one digest")
         fence = self.state.rows[fence_key(task)]
         assert isinstance(fence, FenceRow)
-        demand(not fence.aggregator, f"{task} was revised and {fence.aggregator} still holds it")
+        demand(not fence.aggregator, f"{task} was revised, but {fence.aggregator} still holds it")
         books.config = books.terms[row.config.manifest] = row.config
         self._secure.watch(row.config)
 
@@ -397,7 +397,7 @@ class Auditor(Observer):
         last = books.config.stop.versions
         demand(last is None or row.target <= last, f"record {row.target} of {task} after {last=}")
         before = old.members if isinstance(old, RecordRow) else ()
-        # A revision in the clear may lower the goal below what a record has already.
+        # Without secure aggregation, a revision may lower the goal below a record's size.
         most = max(books.goal_of(row), len(before))
         demand(len(row.members) <= most, f"record {row.target} of {task} is over its goal")
         sessions = {member.session: None for member in row.members}
@@ -447,7 +447,7 @@ class Auditor(Observer):
             f"{session} has staleness {member.staleness} from {base}, reported at {granted_at}",
         )
         terms = books.terms_of(session)
-        # In the clear, the settings when the client reported decide; a device decides by its own.
+        # In the clear, the settings at the time of the report apply; a device applies its own.
         limits = [terms] if terms.is_secure else books.terms.values()
         limit = max(config.max_staleness for config in limits)
         demand(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _SEAL_S = 0.05
 NOBODY: NodeId = "nobody"
-"""Whoever makes requests that are not those of a device."""
+"""A client that sends requests without running the device machine."""
 
 
 class Path:
@@ -80,7 +80,7 @@ class Path:
 
 
 class SimulatedBundles(NoBundles):
-    """Lacks nothing, and keeps what the owner has signed about the task of this visit."""
+    """Has every bundle, and keeps the signed settings of the task of this visit."""
 
     __slots__ = ("manifest",)
 

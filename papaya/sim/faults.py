@@ -1,9 +1,8 @@
-"""Faults, drawn from a seed and carried out on a cluster, and peers that mean harm.
+"""Faults that are drawn from a seed and applied to a cluster, and hostile devices.
 
-Everything a data centre and a fleet do to a protocol: processes crash, freeze and come back, clocks
-jump and stand still, links break and heal, messages are lost, doubled and late, the store answers
-nothing, the power fails; and devices replay what was accepted, forge what was never given, and use
-an assignment as late as they can.
+Processes crash, freeze and come back; clocks jump and stand still; links break and recover;
+messages are lost, duplicated and late; the store does not answer; the power fails. Hostile devices
+replay accepted uploads, forge tickets, and use assignments as late as they can.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class Faults:
         self._cluster.engine.after(delay_s, self._crash_node, self._aggregator())
 
     def _restart_leader(self) -> None:
-        """It leads again at once, while clients that it has assigned are still on their way."""
+        """It leads again at once, while some clients that it has assigned have not joined yet."""
         for host in self._cluster.hosts.values():
             if (
                 host.is_alive
@@ -310,7 +309,7 @@ class Faults:
 
 
 class Hostile(Observer):
-    """Devices that replay uploads which they overheard, forge tickets, and join late.
+    """Devices that replay intercepted uploads, forge tickets, and join late.
 
     Their requests go through the selectors, as those of all devices do.
     """

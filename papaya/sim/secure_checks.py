@@ -9,9 +9,10 @@ masked sum and every step, in whole numbers, and requires:
   agreed to the same manifest;
 - a seed is taken into one group, and a record names only members whose seeds are in its group;
 - masks are released for exactly the members of a full and durable record;
-- a version is one step with its members' fixed-point sum, or its predecessor again: only if a seed
-  is lost with an earlier TSA, a member lied about its seed, or a revision left it unfilled;
-- no update is discarded as lost with the TSA while the TSA that it was sealed for lives.
+- a version is one step with its members' fixed-point sum; or it repeats its predecessor, but only
+  if a seed was lost with an earlier TSA, a member sent a wrong seed, or a revision left the buffer
+  unfilled;
+- no update is discarded as lost with the TSA while the TSA that it was sealed for is running.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def _check_liveness(auditor: Auditor, *, evaluates: bool) -> None:
 def liveness_bound_s(server: ServerConfig, tasks: tuple[TaskConfig, ...]) -> float:
     """Election, recovery and failure detection, then the slowest way to fill the buffers.
 
-    Buffers that were open when the TSA crashed are dropped, some when they are full. Those of a
-    manifest that was replaced are given up after the life of a ticket at the latest.
+    Buffers that were open when the TSA crashed are dropped, some of them only when full. Buffers of
+    a replaced manifest are given up after the lifetime of a ticket at the latest.
     """
     settle_s = 3 * server.leader_lease_s + server.recovery_s + 4 * server.dead_after_s
     per_version_s = max(

@@ -123,7 +123,7 @@ class TsaTwin:
 
 
 def sealed(work: Seal, now: float, rng: Random, manifest: str = "") -> Sealed:
-    """What an honest device makes of an offer, and of an update that is clipped already.
+    """What an honest device sends for an offer and an update that is already clipped.
 
     `manifest`: the digest of the manifest under which it has trained.
     """

@@ -379,6 +379,7 @@ def test_every_body_in_the_admin_page_is_accepted() -> None:
         "pause": ChangeReason,
         "resume": ChangeReason,
         "cancel": ChangeReason,
+        "delete": ChangeReason,
         "rollback": RollBack,
     }
     kinds |= {"mark": Mark, "evaluate": Evaluate, "tasks": NewTask, "revocations": Revoke}

@@ -133,8 +133,8 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="print all that is known about a failed training, such as the traceback of the task's "
-        "code. This may show examples. Servers learn only a code, whether or not it is given",
+        help="print the full text of failures, such as the traceback of the task's code. It may "
+        "quote examples. With or without this option, servers learn only a reason code",
     )
     _add_device_options(parser.add_argument_group("devices"))
     _add_data_options(parser.add_argument_group("data"))

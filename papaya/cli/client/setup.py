@@ -177,13 +177,13 @@ async def _check_fit(
             raise OperatorError(
                 f"{_place(path, examples, index)}: task {task} cannot use this example: "
                 f"{unfit[1].problem}",
-                hint=f"nothing was imported into {collection}; correct or remove it and try again",
+                hint=f"nothing was imported into {collection}; correct or remove the example",
             )
         index -= len(examples)
 
 
 def _place(path: Path, examples: Sequence[bytes], index: int) -> str:
-    """FILE:LINE, or the number of the example if the task file made it of the text."""
+    """FILE:LINE, or the number of the example if the task file made it from the text."""
     text = _read(path)
     numbers = [number for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     is_line = lines(text) == list(examples)

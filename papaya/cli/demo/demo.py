@@ -109,7 +109,7 @@ max_retry_s = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(FormatOptions):
-    engine: EngineName | None = None  # None: executorch, if this machine can
+    engine: EngineName | None = None  # None: executorch, if it works on this machine
     sync: bool = False
     clear: bool = False
     devices: int = 48
@@ -219,7 +219,7 @@ def run(options: DemoOptions) -> int:
 
 
 def usable_engine(asked: EngineName | None) -> EngineName:
-    """The engine of the devices: without torch, unless this machine cannot."""
+    """The engine of the devices: executorch, or torch if this machine cannot use executorch."""
     problem = None if asked == "torch" else _why_not_compiled()
     if problem is None:
         return asked or "executorch"
@@ -297,7 +297,7 @@ def _regime(options: DemoOptions) -> AsyncFL | SyncFL:
 
 
 class _Preparation(NamedTuple):
-    """How the task reaches the devices: words of `task submit`, and options of `client`."""
+    """How the task reaches the devices: arguments of `task submit`, and options of `client`."""
 
     submit: list[str]
     client: dict[str, str]
@@ -422,7 +422,7 @@ def _settings(options: DemoOptions, goal: int) -> list[str]:
 def _start_devices(
     address: str, shared: dict[str, str], devices: list[int], folder: Path, processes: Processes
 ) -> None:
-    """Start a process for each number of devices; their texts are in a folder of this number."""
+    """Start one process per entry, with that many devices and the texts of its folder."""
     parallel = max(1, len(os.sched_getaffinity(0)) // len(devices))
     for number, count in enumerate(devices, 1):
         options = {

@@ -58,7 +58,7 @@ def run(options: TaskCompileOptions) -> int:
     loaded = load_task(options.file)
     from papaya.learning.torch.export import compile_task
 
-    note("compiling, unless this was done before; it takes from ten seconds to a few minutes")
+    note("compiling (ten seconds to a few minutes, unless the result is cached)")
     content = archive.digest(archive.pack(program_files(options.file)))
     data = compile_task(loaded, cache_folder() / "programs", content)
     output = options.output or options.file.with_suffix(".program")

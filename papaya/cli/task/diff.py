@@ -4,8 +4,8 @@
     diff FILE                           by `papaya task submit FILE`, against the newest run
     diff TASK --from 1 --to 3           between two revisions of the newest run
 
-It signs nothing and sends nothing. A change of what devices compute is in the manifest, everything
-else in the settings; both are compared.
+It signs nothing and sends nothing. Both the signed manifest, which
+decides what devices compute, and the settings are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from papaya.config import TaskConfig
 from papaya.errors import OperatorError
 from papaya.server.admin.views import RevisionView, SignedBundle, TaskDetail
 
-# What differs between any two runs or revisions, or is in the manifest too.
+# Left out: fields that always differ, or that are in the manifest too.
 _LEFT_OUT = ("task", "requirements")
 _SIGNED = (
     *("engine", "engine_version", "program", "frozen", "layout", "client", "examples"),
@@ -146,7 +146,7 @@ def _revisions(client: AdminClient, options: TaskDiffOptions) -> tuple[Side, Sid
 
 
 def differences(before: Side, after: Side) -> dict[str, tuple[object, object]]:
-    """The fields that differ, in order, with both values. None: the field is not there."""
+    """The fields that differ, in order, with both values. None: the field is absent."""
     first, second = _flat(_document(before)), _flat(_document(after))
     fields = dict.fromkeys((*first, *second))
     return {

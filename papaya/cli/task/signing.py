@@ -38,7 +38,7 @@ from papaya.learning.executorch.program_file import EXECUTORCH_VERSION
 if TYPE_CHECKING:
     from papaya.learning.task import LoadedTask
 
-# The oldest version that runs a program. Compiled ones have no stable format.
+# The oldest engine version that runs a program. Compiled programs have no stable format.
 _ENGINE_VERSIONS = {"torch": "2.6", "executorch": EXECUTORCH_VERSION}
 
 

@@ -163,8 +163,8 @@ def run(options: TaskSubmitOptions) -> int:
         if found is not None:
             collection = loaded.task.examples.collection
             note(
-                f"signed by owner {found.owner}: devices that have pinned it, and allow it "
-                f"collection {collection} and engine {config.requirements.engine}, train this task"
+                f"signed by owner {found.owner}: devices train this task if they have pinned this "
+                f"owner and allow collection {collection} and engine {config.requirements.engine}"
             )
         clients, name = plural(config.concurrency, "client"), view.name or view.task
         print_data(f"{name} is {view.state}: {clients} at a time")
@@ -212,7 +212,7 @@ def _compiled(options: TaskSubmitOptions, loaded: LoadedTask, *, is_signed: bool
         )
     from papaya.learning.torch.export import compile_task  # imports executorch
 
-    note("compiling, unless this was done before; it takes from ten seconds to a few minutes")
+    note("compiling (ten seconds to a few minutes, unless the result is cached)")
     content = archive.digest(archive.pack(program_files(options.file)))
     return compile_task(loaded, cache_folder() / "programs", content)
 

@@ -62,7 +62,7 @@ from papaya.server.admin.views import (
 Change = Literal["pause", "resume", "cancel"]
 
 _LEFT_HINT = (
-    "hint: these devices left the task; what went wrong in full is in their logs: "
+    "hint: these devices left the task; to see the full error on a device, run: "
     "papaya client --explain"
 )
 _DAY_S = 86400.0
@@ -225,7 +225,7 @@ def task_line(view: TaskView, now: float) -> tuple[str, ...]:
 
 
 def lease(view: TaskView, now: float) -> str:
-    """How long devices may still start to train the task; empty if that does not matter."""
+    """How long devices may start to train the task; empty if it is unsigned or over."""
     if not view.lease_until or view.state in ("completed", "cancelled"):
         return ""
     left_s = view.lease_until - now
@@ -267,7 +267,7 @@ def run_named(client: AdminClient, task: str, run: int | None) -> str:
         return found[0]
     known = ", ".join(str(view.run) for view in runs) or "none"
     raise OperatorError(
-        f"task {task} has no run {run}", hint=f"runs of it: {known}; papaya task list shows them"
+        f"task {task} has no run {run}", hint=f"its runs: {known}; see papaya task list"
     )
 
 
@@ -297,7 +297,7 @@ def _lease_fact(task: TaskView) -> str:
 
 
 def _no_update(endings: dict[str, int]) -> str:
-    """How participations ended that gave no update, a line for each reason."""
+    """Why participations ended without an update, one line per reason."""
     reasons = without_update(endings)
     if not reasons:
         return ""

@@ -84,8 +84,8 @@ def run_update(options: TaskUpdateOptions) -> int:
         note(f"warning: {warning}")
     if config.is_secure and detail.open_updates:
         note(
-            f"warning: this may cost up to {detail.open_updates} acknowledged updates: a secure "
-            "buffer is given up if too few clients of the revision before are left to fill it"
+            f"warning: up to {detail.open_updates} acknowledged updates may be lost: a secure "
+            "buffer is given up if too few clients of the previous revision are left to fill it"
         )
     revision = Revision(config, found.head(following, head.program))
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)

@@ -83,7 +83,7 @@ class ExecuTorchEngine:
         return evaluation_vector(volume, loss_sum, len(used)).tobytes()
 
     def try_program(self) -> None:
-        """Load the program, with parameters that are zero."""
+        """Load the program, with all parameters zero."""
         with self._loaded(np.zeros(self.manifest.length, FLOAT32)):
             pass
 

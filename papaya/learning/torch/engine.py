@@ -94,7 +94,7 @@ class TorchEngine:
         return evaluation_vector(volume, loss_sum, len(used)).tobytes()
 
     def try_program(self) -> None:
-        """It was made, so it can train."""
+        """No-op: creating the engine has loaded the program."""
 
     def _set(self, parameters: Vector) -> None:
         tensors = self.manifest.unflatten(parameters)

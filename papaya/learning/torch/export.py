@@ -108,7 +108,7 @@ def _require_versions() -> None:
 
 
 def _content_digest(loaded: LoadedTask, content: str) -> str:
-    """Of everything that a program depends on, also what the file read when it was imported."""
+    """Digest of everything that a program depends on, including what the file read at import."""
     task = loaded.task
     settings = (task.fields, task.client, task.examples, TaskTerms.of(loaded.config()))
     inputs = (

@@ -130,7 +130,7 @@ async def _require_new(service: AdminService, task: TaskId) -> None:
         raise Conflict(
             f"task {task} existed and was deleted; its name cannot be used again",
             hint="choose another name: papaya task submit FILE --name NAME; or sign the task "
-            "(papaya owner key): runs of a signed task do not share names",
+            "(papaya owner key): a signed task can reuse its name, because each run has its own id",
         )
     if keys[0] in found:
         raise Conflict(

@@ -8,8 +8,8 @@ evaluations of a task, which costs a few clients.) `changed` tells the coordinat
 now.
 
 An evaluation with invalid sums is cancelled with the reason. Rows under a fence are not changed,
-except to remove old evaluations and deleted tasks. A deletion goes on after a crash: the row that
-asks for it stays until nothing is left.
+except to remove old evaluations and deleted tasks. A deletion continues after a crash: its
+row is marked as done only when nothing is left.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ALL_SEQS = 2**62
 _DELETED_AT_ONCE = 1000
 
 ReportedEndings: TypeAlias = Mapping[TaskId, tuple[int, Mapping[str, int]]]
-"""By task: the sequence number of its holder, and how often sessions ended there, by ending."""
+"""By task: the sequence number of its holder, and its number of sessions by ending."""
 
 Versions = dict[int, VersionRow]
 
@@ -192,7 +192,7 @@ class Supervisor:
         await self._write(change, f"{row.config.task} is cancelled: {why}")
 
     async def _forget(self, row: TaskRow) -> bool:
-        """Delete the rows; blobs may go only after them. Many points take several transactions."""
+        """Delete the rows; blobs are deleted after them. Many points need several transactions."""
         task: TaskId = row.config.task
         points = list(await self._state.read((f"point/{task}/",)))
         for start in range(0, len(points), _DELETED_AT_ONCE):
@@ -206,9 +206,9 @@ class Supervisor:
     async def _delete(
         self, task: TaskId, tombstone: DeletedRow, rows: dict[TaskId, TaskRow]
     ) -> None:
-        """Go on with the deletion of a task, also if another process began it and crashed.
+        """Continue the deletion of a task, also if another process began it and crashed.
 
-        Not while a client may have a valid ticket, or an evaluation may write into its history.
+        Waits while a client may have a valid ticket, or an evaluation may write into its history.
         """
         row = rows.get(task)
         if row is not None:

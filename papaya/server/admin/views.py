@@ -126,7 +126,7 @@ class TaskView(Struct, frozen=True, kw_only=True):
     run: int = 0
     revision: int = 0
     lease_until: float = 0.0
-    """Devices start to train it until then; 0 without an owner."""
+    """Devices may start to train the task until then; 0 without an owner."""
     state: TaskState
     why: str
     regime: str
@@ -158,7 +158,7 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
     versions_per_minute: float
     warnings: tuple[str, ...]
     endings: dict[str, int] = {}
-    """How many participations ended in which way (`papaya/messages/reasons.py`)."""
+    """Number of participations by ending (`papaya/messages/reasons.py`)."""
     open_updates: int = 0
     """Acknowledged updates that are not in a version yet."""
 

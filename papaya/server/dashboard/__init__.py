@@ -1,9 +1,9 @@
-"""The dashboard: three static files on the admin listener, which use the admin API.
+"""The dashboard: static files on the admin listener, which use the admin API.
 
 The files hold no data and need no token. The page asks for the admin token, keeps it in the memory
 of the browser's tab and sends it in the Authorization header, never in a URL. The content security
-policy allows scripts, styles and requests of this listener only, so no name and no reason that a
-task carries can run as a script, and nothing is loaded from elsewhere.
+policy allows scripts, styles and requests of this listener only. So the name of a task or a reason
+cannot run as a script, and nothing is loaded from other hosts.
 """
 
 from __future__ import annotations

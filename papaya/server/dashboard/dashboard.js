@@ -150,8 +150,8 @@ function differences(old, fresh) {
   if (old.is_led !== fresh.is_led) found.push(fresh.is_led ? "a coordinator leads again" : "no coordinator leads");
   for (const [kind, name] of [["aggregators", "aggregator"], ["selectors", "selector"]]) {
     const was = new Set(old[kind].map((one) => one.node)), is = new Set(fresh[kind].map((one) => one.node));
-    for (const node of is) if (!was.has(node)) found.push(`${name} ${node} reports`);
-    for (const node of was) if (!is.has(node)) found.push(`${name} ${node} is silent`);
+    for (const node of is) if (!was.has(node)) found.push(`${name} ${node} started reporting`);
+    for (const node of was) if (!is.has(node)) found.push(`${name} ${node} stopped reporting`);
   }
   const earlier = new Map(old.tasks.map((task) => [task.task, task]));
   for (const task of fresh.tasks) {
@@ -204,7 +204,7 @@ function problems(status) {
   const found = status.clocks.map((one) => `The clock of ${one.node} is ${short(Math.abs(one.ahead_s))} s ${one.ahead_s > 0 ? "ahead of" : "behind"} the leader's.`);
   if (!status.is_led) found.unshift("No coordinator leads: no device is assigned until one does.");
   else if (!status.leads) found.unshift(`This server does not lead, so live numbers are missing. Open the dashboard of ${status.leader}.`);
-  if (status.recovers) found.push("The coordinator is in its recovery period.");
+  if (status.recovers) found.push("The coordinator is new: it waits for the aggregator of some task to report.");
   for (const task of status.tasks) if (task.halted) found.push(`${task.name || task.task} is halted: ${task.halted}`);
   return found.map((text) => h("p", { class: "problem" }, text));
 }
@@ -244,7 +244,7 @@ async function oneTask(id, status) {
     actions(task, path),
     h("h2", {}, "What the server can see"),
     h("p", {}, config.secure_aggregation
-      ? `Only sums of at least ${short(config.secure_aggregation.threshold ?? task.aggregation_goal)} updates, if the TSA's evidence is of hardware. Run papaya audit to check the evidence and the log.`
+      ? `Only sums of at least ${short(config.secure_aggregation.threshold ?? task.aggregation_goal)} updates, if the TSA's evidence comes from hardware. Run papaya audit to check the evidence and the log.`
       : "Every client's update, in the clear. Whoever runs an aggregator can read each of them."),
     h("div", { class: "panels" },
       lineChart({ title: "Loss", xName: "version", yName: "loss", points: byVersion(evaluated, "loss"), empty: "No version has been evaluated yet." }),
@@ -301,9 +301,9 @@ function actions(task, path) {
 }
 
 const CONSEQUENCES = {
-  pause: "No further clients join. Those that train finish, and their updates count.",
+  pause: "No further clients join. Clients that are training finish, and their updates count.",
   resume: "Clients join again.",
-  cancel: "The task ends for good. Clients in training are told to stop.",
+  cancel: "The task ends and cannot be resumed. Clients that are training are told to stop.",
   rollback: "Makes a new version from the parameters of an earlier one. Updates trained on later versions are discarded.",
 };
 
@@ -317,7 +317,7 @@ function confirmAction(task, path, label, action) {
     h("p", {}, CONSEQUENCES[action]),
     h("label", { for: "argument" }, action === "rollback" ? "To version" : "Reason (shown to other operators)"),
     field, failed,
-    h("div", { class: "actions" }, h("button", { type: "submit" }, label), h("button", { type: "button", onclick: () => dialog.close() }, "Keep as it is"))));
+    h("div", { class: "actions" }, h("button", { type: "submit" }, label), h("button", { type: "button", onclick: () => dialog.close() }, "Close"))));
   dialog.querySelector("form").addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
