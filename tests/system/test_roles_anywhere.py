@@ -108,16 +108,16 @@ async def _over_a_kill_and_a_renewal(anywhere: Anywhere) -> dict[str, int]:
         await counted(book, GOAL)
         await asyncio.to_thread(_renew, anywhere)
         await counted(book, len(book.acknowledged) + GOAL)
-        held_by = await asyncio.to_thread(_holder, anywhere)
+        held_by = await asyncio.to_thread(holder_of, anywhere)
         held_by.kill()
         book.next_era()
         await counted(book, len(book.acknowledged) + GOAL)
-        assert await asyncio.to_thread(_holder, anywhere) is not held_by
+        assert await asyncio.to_thread(holder_of, anywhere) is not held_by
         await flying.go_home(STEP_S)
     return dict(book.acknowledged)
 
 
-def _holder(anywhere: Anywhere) -> ServerProcess:
+def holder_of(anywhere: Anywhere) -> ServerProcess:
     found = anywhere.admin.until_task(CLEAR.task, lambda line: line["holder"], STEP_S)["holder"]
     [server] = [a for a in anywhere.aggregators if found == f"aggregator@{a.addresses['servers']}"]
     return server
