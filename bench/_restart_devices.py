@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,7 +34,8 @@ class Log:
 
     def __init__(self) -> None:
         self.joins = 0
-        self.first_join_at: float | None = None
+        # When clients joined each task, in order.
+        self.joined_at: defaultdict[str | None, list[float]] = defaultdict(list)
         self.endings: Counter[str] = Counter()
         self.turned_away: Counter[str] = Counter()
         self._joined: set[str] = set()
@@ -44,8 +45,7 @@ class Log:
             case StageReached(stage=Stage.DOWNLOADING.value):
                 self.joins += 1
                 self._joined.add(event.device)
-                if self.first_join_at is None:
-                    self.first_join_at = time.monotonic()
+                self.joined_at[event.task].append(time.monotonic())
             case VisitEnded() if event.device in self._joined:
                 self._joined.remove(event.device)
                 self.endings[_ending(event)] += 1

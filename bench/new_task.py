@@ -46,10 +46,10 @@ async def measure(servers: Servers, folder: Path, idle_s: float, seed: int) -> f
         submitted_at = time.monotonic()
         await asyncio.to_thread(servers.add_task, TASK, np.zeros(TASK.model_length, np.float32))
         async with asyncio.timeout(PATIENCE_S):
-            while log.first_join_at is None:
+            while not log.joined_at[TASK.task]:
                 await asyncio.sleep(0.01)
         await devices.go_home(0.0)
-    return log.first_join_at - submitted_at
+    return log.joined_at[TASK.task][0] - submitted_at
 
 
 def main() -> None:

@@ -209,10 +209,10 @@ def take_part(server, history, accepted):
 def participate(server, history, joined, heartbeats):
     task, rule = joined["task"], (joined["participation_gap_s"], joined["max_participations"])
     if joined["evaluates"] or joined.get("secure") or not history.allows(task, *rule):
-        return leave(server, joined, "not for me")
+        return leave(server, joined, "declined")
     parameters = download(server, joined)
     if parameters is None:
-        return leave(server, joined, "no parameters")
+        return leave(server, joined, "no_parameters")
     update = struct.pack(f"<{joined['update_length']}f", *(0.0 for _ in parameters))
     granted = server.ask({"type": "Report", "ticket": joined["ticket"], "examples": 1})
     heartbeats.ticket = granted["ticket"]

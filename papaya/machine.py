@@ -71,7 +71,7 @@ class Machine(Protocol):
     """A server. `check` raises InvariantError if one of its invariants is broken."""
 
     node: NodeId
-    boot: float
+    boot: int
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects: ...
 

@@ -153,6 +153,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "program": "The key of the blob with the program of the bundle.",
         "engine_version": "Oldest version of the engine that will do. None: any. A signed task has "
         "that of its manifest.",
+        "manifest": "The digest of the signed manifest, in hex. The server sets it.",
     },
     SecureAggregation: {
         "threshold": "Minimum number of clients whose sum may be revealed. None: K.",

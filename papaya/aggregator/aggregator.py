@@ -44,7 +44,7 @@ class Aggregator:
     def __init__(
         self,
         node: NodeId,
-        boot: float,
+        boot: int,
         now: float,
         config: ServerConfig,
         keyring: Keyring,
@@ -79,7 +79,7 @@ class Aggregator:
         # Devices that may not take part.
         self._revoked: tuple[str, ...] = ()
         # Secure tasks that were taken away, by the token of the read that tells whether they ended.
-        self._left: dict[int, TaskConfig] = {}
+        self._left: dict[int, tuple[TaskConfig, ...]] = {}
 
         # The number and the time of the last report, and when the next one is due.
         self._number = 0
@@ -237,20 +237,27 @@ class Aggregator:
         if held.offers is None:
             return effects
         token = next(self._tokens)
-        self._left[token] = held.pipeline.config
+        self._left[token] = tuple(held.ledger.terms.values())
         return [*effects, Read(token, (task_key(held.task),))]
 
-    def _on_left(self, config: TaskConfig, rows: Rows) -> Effects:
-        row = dict(rows.rows).get(task_key(config.task))
+    def _on_left(self, terms: tuple[TaskConfig, ...], rows: Rows) -> Effects:
+        """`terms`: the settings of the task, also those before its last revisions."""
+        task = terms[0].task
+        row = dict(rows.rows).get(task_key(task))
         is_over = row is None or (isinstance(row, TaskRow) and row.is_over)
         # If the task is not over, or is held here again, the TSA's seeds are still needed.
-        return [Forget(config)] if is_over and config.task not in self.tasks else []
+        is_needed = not is_over or task in self.tasks
+        return [] if is_needed else [Forget(config) for config in terms]
 
     # -- orders and reports -----------------------------------------------------------------
 
     def _on_orders(self, now: float, orders: AggregatorOrders) -> Effects:
         if orders.boot != self.boot or (orders.epoch, orders.number) <= (self.epoch, self._orders):
             return []
+        if orders.epoch > self.epoch:
+            for held in self.tasks.values():
+                held.promises.begin_epoch(orders.epoch)
+            self._report_due = now  # the new leader assigns no client to these tasks before
         self.epoch, self._orders = orders.epoch, orders.number
         self._is_last = orders.is_last
         self.led_at = now
@@ -277,6 +284,7 @@ class Aggregator:
         held = HeldTask(
             placement.task,
             fence,
+            self.epoch,
             placement.leases,
             placement.active,
             self._config,

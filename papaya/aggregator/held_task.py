@@ -13,6 +13,10 @@ holder and is adopted if there is room. A session that has ended gets the same f
 
 The pipeline (`pipeline.py`) makes updates durable. If the fence row no longer names this holder, it
 stops. If the outcome of a write is unknown, it reads the rows again.
+
+Revisions (docs/adr/0045): a client goes on under the signed manifest that it joined under. An
+update of a secure task can only be added to those under the same manifest, so buffers that too few
+clients are left for are given up.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from hmac import compare_digest
+from typing import Literal, TypeVar
+
+from msgspec.structs import replace
 
 from papaya.aggregator import regime
 from papaya.aggregator.ledger import Ledger
@@ -43,9 +50,11 @@ from papaya.aggregator.upload import (
     why_not_served,
 )
 from papaya.aggregator.work import (
+    REVISED,
     UNREACHABLE,
     Drop,
     Folded,
+    Forget,
     Keep,
     Lost,
     Offered,
@@ -81,6 +90,7 @@ from papaya.messages.participation import (
     Ticketed,
     UploadGranted,
 )
+from papaya.messages.reasons import is_ending, leave_code
 from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
 from papaya.messages.tickets import (
     AnyTicket,
@@ -91,6 +101,7 @@ from papaya.messages.tickets import (
     pseudonym_of,
 )
 
+R = TypeVar("R")
 _BUSY_RETRY_S = 0.5
 _NEVER = float("inf")
 _REPLACED = Aborted("replaced")
@@ -115,8 +126,9 @@ class Promises:
     promised + inherited never exceeds C.
     """
 
-    def __init__(self, seq: int, leases: Iterable[SessionId]) -> None:
+    def __init__(self, seq: int, epoch: int, leases: Iterable[SessionId]) -> None:
         self._seq = seq
+        self._epoch = epoch
         # Leases under an earlier holder that have not come. Some may have joined there, unreported.
         self._inherited = dict.fromkeys(leases)
         # Demand that was reported and not taken yet.
@@ -134,13 +146,22 @@ class Promises:
         """Is a slot kept for this session because its lease was made under an earlier holder?"""
         return session in self._inherited
 
+    def begin_epoch(self, epoch: int) -> None:
+        """A new leader leads, and does not know what was leased before: all that is reported from
+        now on may be leased again. So earlier assignments have no claim to a slot any more.
+        """
+        self._epoch = epoch
+        self.count = 0
+
     def cover(self, assignment: AssignmentTicket) -> bool:
         """Is a slot kept for this assignment?
 
         An assignment under an earlier holder is covered only if the Coordinator listed its lease:
         otherwise it may already have been used at that holder.
         """
-        return assignment.seq == self._seq or self.inherits(assignment.session)
+        is_older = 0 < assignment.epoch < self._epoch
+        is_own = assignment.seq == self._seq and not is_older
+        return is_own or self.inherits(assignment.session)
 
     def keep(self, session: SessionId) -> None:
         """The session has come and takes the slot that was kept for it."""
@@ -197,6 +218,7 @@ class HeldTask:
         self,
         task: TaskId,
         fence: FenceRow,
+        epoch: int,
         leases: Sequence[SessionId],
         predecessors_active: int | None,
         server: ServerConfig,
@@ -215,10 +237,16 @@ class HeldTask:
         self.sessions = Sessions(server.dead_after_s)
         # Buffers, records and versions. Set by the first load; nothing is served before.
         self.pipeline: Pipeline
-        # Offers of the TSA in stock; None unless the task uses secure aggregation.
+        # Offers of the TSA in stock; None unless the task is secure. Those for clients
+        # of earlier manifests are requested when one of them reports.
         self.offers: Offers | None = None
+        self._earlier_offers: dict[bytes, Offers] = {}
+        # Earlier manifests whose clients may go on, and of a secure task those that the TSA knows,
+        # each with the time at which the last of their tickets expires.
+        self._served: dict[bytes, float] = {}
+        self._to_forget: dict[bytes, float] = {}
         # Slots that leased clients may be coming for.
-        self.promises = Promises(fence.seq, leases)
+        self.promises = Promises(fence.seq, epoch, leases)
         # Joins that the Coordinator still has to hear of.
         self.confirmations = Confirmations()
         # Sessions whose complete uploads wait for a buffer with room, in order of arrival.
@@ -297,6 +325,7 @@ class HeldTask:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
             self.offers.on_loaded(self.pipeline)
         self._overflow.clear()
+        self._serve_earlier()
         effects = [*self._settle_sessions(), *self._end_revoked()]
         self._keep_places()
         return [*effects, self.pipeline.restore()]
@@ -317,7 +346,7 @@ class HeldTask:
         """For updates whose seeds may be in a group: no other buffer can use them."""
         for session in self.sessions.active.values():
             if session.seed_group is not None:
-                self.pipeline.keep_place(session.id, session.seed_group)
+                self.pipeline.keep_place(session.id, session.manifest, session.seed_group)
 
     def _request_all_again(self) -> Effects:
         uploading = [s for s in self.sessions.active.values() if s.upload is not None]
@@ -428,6 +457,12 @@ class HeldTask:
         )
 
     @property
+    def _admits_joins(self) -> bool:
+        """A round of an earlier manifest is for the clients that it has."""
+        is_closing = self.pipeline.current.is_full or self.pipeline.is_current_earlier
+        return regime.admits_joins(self.config, is_closing)
+
+    @property
     def is_over(self) -> bool:
         """The last version that the owner asked for exists."""
         return self.ledger.version >= (self.config.stop.versions or _NEVER)
@@ -463,7 +498,7 @@ class HeldTask:
         """
         if self.phase is not TaskPhase.SERVING or self._is_draining or self._waits_for_tsa:
             return 0
-        if self.offers is not None and self.offers.are_refused:
+        if self.offers is not None and (self.offers.are_refused or not self._admits_joins):
             return 0
         kept = self._expected if now < self.adopts_until else 0
         return max(0, self.config_demand - kept)
@@ -488,6 +523,7 @@ class HeldTask:
             version=self.ledger.version if self.has_served else 0,
             drained=self.is_drained,
             awaited=self._awaited if self.has_served and now < self.adopts_until else 0,
+            endings=tuple((name, n) for name, n in self.counters.items() if is_ending(name)),
         )
 
     # -- requests of clients ----------------------------------------------------------------
@@ -528,7 +564,7 @@ class HeldTask:
                     return self._report(now, session, request, reply_to)
                 case Leave():
                     session = self._participant(now, request.ticket, claim)
-                    return self._leave(session, reply_to)
+                    return self._leave(session, request, reply_to)
         except SessionEnded as ended:
             has_left = isinstance(request, Leave) and ended.answer == Aborted("left")
             return [Reply(reply_to, Left() if has_left else ended.answer)]
@@ -565,11 +601,11 @@ class HeldTask:
             return self._uploader(now, sealed, claim)
         ticket = self._keyring.open(sealed, SessionTicket)
         self._raise_if_ended(ticket)
-        if now >= ticket.expires:
+        if now >= max(ticket.expires, _kept_until(ticket, session)):
             raise TicketError("the session has expired")
         if session is None:
-            if ticket.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
-                raise SessionEnded(Aborted("stale"))
+            if (reason := self._why_outdated(ticket)) is not None:
+                raise SessionEnded(Aborted(reason))
             session = self._adopt(now, ticket, sealed)
         elif session.is_training:
             self.sessions.rebase(session, ticket, sealed)
@@ -582,10 +618,12 @@ class HeldTask:
         if session is None or not compare_digest(sealed, session.upload_sealed):
             ticket = self._keyring.open(sealed, UploadTicket)
             self._raise_if_ended(ticket)
-            if now >= ticket.upload_by:
+            if now >= max(ticket.upload_by, _kept_until(ticket, session)):
                 raise TicketError("the upload deadline has passed")
+            if session is None and not self._may_go_on(ticket.manifest):
+                raise SessionEnded(Aborted("revised"))
             if not regime.accepts(self.config, ticket.version, self.ledger.version + 1):
-                raise SessionEnded(Aborted("round_over"))
+                raise SessionEnded(Aborted(self._unless_revised(ticket, "round_over")))
             if ticket.version < self.ledger.void_below:
                 raise SessionEnded(Aborted("stale"))
             if session is None:
@@ -593,9 +631,11 @@ class HeldTask:
             if not session.is_complete:
                 # A duplicate of the report may have been granted a second ticket here, with
                 # another offer. The client works with the ticket that it shows.
+                known = session.upload_ticket
+                if known is None or known.offer != ticket.offer:
+                    session.offer = None
                 self.sessions.rebase(session, ticket, b"")
                 self.sessions.reported(session, ticket, sealed)
-                session.offer = None
         session.seen_at = now
         return session
 
@@ -639,7 +679,7 @@ class HeldTask:
             session = self._admit(now, ticket)
         elif not session.sealed:
             session.sealed = self._keyring.seal(_session_ticket(session))
-        config = self.config
+        config = self._terms(session)
         pinned = config.evaluates
         return Joined(
             ticket=session.sealed,
@@ -664,12 +704,17 @@ class HeldTask:
             raise TicketError("the assignment was not confirmed in time")
         if self.is_over:
             raise SessionEnded(Aborted("task_over"))
-        if not regime.admits_joins(self.config, self.pipeline.current.is_full):
-            raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         is_leased = self.promises.cover(assignment)
+        if assignment.manifest != self.pipeline.manifest:
+            # The device has a bundle of another revision: it fetches this one after a check-in.
+            self._use_up(assignment, Aborted("revised"), is_leased=is_leased)
+            raise SessionEnded(Aborted("revised"))
+        if not self._admits_joins:
+            raise SessionEnded(Retry("the round is closing", _BUSY_RETRY_S))
         earlier = self._earlier_session(assignment)
         if earlier is not None and earlier.is_complete:
-            self._use_up(assignment, is_leased=is_leased)
+            # Its update cannot be withdrawn, so this session ends as it begins.
+            self._use_up(assignment, _REPLACED, is_leased=is_leased)
             raise SessionEnded(_REPLACED)
         free = self.config_demand if is_leased else self.room
         if free + (earlier is not None) < 1:
@@ -683,6 +728,7 @@ class HeldTask:
             newest.parameters if pinned is None else pinned.parameters,
             expires=now + session_life_s(self.config, self._server),
             pseudonym=assignment.pseudonym,
+            manifest=assignment.manifest,
         )
         session = Session(ticket, self._keyring.seal(ticket), now)
         self._add(session, earlier, is_leased=is_leased)
@@ -695,18 +741,19 @@ class HeldTask:
             return [Reply(reply_to, Refused(reason, "report examples = 1"))]
         if session.upload_ticket is None:
             staleness = self._staleness(session)
-            if session.version < self.ledger.oldest_allowed(self.pipeline.max_staleness):
-                return [*self._abort(session, "stale"), Reply(reply_to, Aborted("stale"))]
+            if (outdated := self._why_outdated(session.ticket)) is not None:
+                return [*self._abort(session, outdated), Reply(reply_to, Aborted(outdated))]
             # While the TSA is away nobody seals: if it is lost, those updates are not.
             if self._waits_for_tsa or not self._grant(now, session, staleness, request.examples):
-                return [Reply(reply_to, self._wait_for_tsa(now, session))]
+                retry = Reply(reply_to, self._wait_for_tsa(now, session))
+                return [retry, *self._refill_offers(now)]
         ticket = session.upload_ticket
         assert ticket is not None
         granted = UploadGranted(
             ticket=session.upload_sealed,
             version=ticket.version + ticket.staleness,
             chunk_bytes=self._server.chunk_bytes,
-            upload_timeout_s=self.config.upload_timeout_s,
+            upload_timeout_s=self._terms(session).upload_timeout_s,
             secure=session.offer,
         )
         return [Reply(reply_to, granted)]
@@ -717,9 +764,9 @@ class HeldTask:
 
     def _grant(self, now: float, session: Session, staleness: int, examples: int) -> bool:
         """Give the session an upload ticket. False if a needed offer of the TSA is not in stock."""
-        config, index = self.config, -1
-        if self.offers is not None:
-            found = self.offers.take(now)
+        config, index = self._terms(session), -1
+        if (offers := self._offers_for(session)) is not None:
+            found = offers.take(now)
             if found is None:
                 return False
             index, session.offer = found[0].index, found[1]
@@ -730,6 +777,7 @@ class HeldTask:
             upload_by=now + config.upload_timeout_s,
             offer=index,
             pseudonym=session.pseudonym,
+            manifest=session.manifest,
         )
         self.sessions.reported(session, ticket, self._keyring.seal(ticket))
         return True
@@ -812,10 +860,11 @@ class HeldTask:
         self.counters["trips"] += 1
         return [*effects, *self._place(session)]
 
-    def _leave(self, session: Session, reply_to: Handle) -> Effects:
+    def _leave(self, session: Session, request: Leave, reply_to: Handle) -> Effects:
         if session.is_complete:
             # The update is being folded and cannot be withdrawn: answer with how it ends.
             return session.await_answer(reply_to)
+        self.counters[f"left_{leave_code(request.reason)}"] += 1
         return [*self._abort(session, "left"), Reply(reply_to, Left()), *self._place_overflow()]
 
     # -- sessions ---------------------------------------------------------------------------
@@ -835,11 +884,11 @@ class HeldTask:
             self._have_come += 1
         self.counters["joined" if is_leased else "adopted"] += 1
 
-    def _use_up(self, assignment: AssignmentTicket, *, is_leased: bool) -> None:
-        """The update of the device's earlier session cannot be withdrawn, so this one ends as it
-        begins. Its lease ends too: otherwise each join of such a device would keep a slot free.
+    def _use_up(self, assignment: AssignmentTicket, answer: Aborted, *, is_leased: bool) -> None:
+        """The session ends as it begins. Its lease ends too: otherwise each such join would keep a
+        slot free.
         """
-        self.sessions.remember(assignment.session, _REPLACED, assignment.confirm_by)
+        self.sessions.remember(assignment.session, answer, assignment.confirm_by)
         self.confirmations.add(assignment.session)
         if is_leased:
             self.promises.keep(assignment.session)
@@ -870,7 +919,7 @@ class HeldTask:
 
     def _keep_until(self, session: Session) -> float:
         """Until then the client may ask for its answer: no later ticket of it is valid."""
-        until = keep_until(session.ticket.expires, self.config, self._server)
+        until = keep_until(session.ticket.expires, self._terms(session), self._server)
         return max(until, session.kept_until + self._server.heartbeat_s)
 
     def free_waiting(self, now: float) -> Effects:
@@ -916,7 +965,7 @@ class HeldTask:
         for session in list(self.sessions.active.values()) if self.is_over else ():
             effects += self._abort(session, "task_over")
         for session in self.sessions.training_from(range(oldest)):
-            effects += self._abort(session, "stale")
+            effects += self._abort(session, self._why_outdated(session.ticket) or "stale")
         return effects
 
     def _end_round(self) -> Effects:
@@ -928,18 +977,132 @@ class HeldTask:
             effects += end(session, "round_over")
         return effects
 
+    # -- revisions --------------------------------------------------------------------------
+
+    def _serve_earlier(self) -> None:
+        """Clients that joined before a revision may finish, until something forbids it."""
+        self._served = {
+            manifest: replaced + ticket_life_s(self.ledger.terms[manifest], self._server)
+            for manifest, replaced in self.ledger.replaced_at.items()
+            if manifest != self.pipeline.manifest
+        }
+        if self.offers is None:
+            return
+        self._to_forget = dict(self._served)
+        for record in self.ledger.records.values():
+            if record.manifest not in self.ledger.terms:  # of one that is no longer stored
+                self.pipeline.give_up(0.0, self.pipeline.buffers_of(record.manifest), REVISED)
+
+    def _terms(self, session: Session) -> TaskConfig:
+        """The settings under which the client joined."""
+        return self.ledger.terms.get(session.manifest, self.config)
+
+    def _may_go_on(self, manifest: bytes) -> bool:
+        return manifest == self.pipeline.manifest or manifest in self._served
+
+    def _why_outdated(self, ticket: SessionTicket) -> AbortReason | None:
+        """Why a client that still trains cannot go on; None if it can."""
+        if not self._may_go_on(ticket.manifest):
+            return "revised"
+        own = self.ledger.terms[ticket.manifest].max_staleness
+        # A device refuses to mask an update that is staler than it has agreed to.
+        current = self.pipeline.max_staleness
+        limit = min(own, current) if self.config.is_secure else current
+        if ticket.version >= self.ledger.oldest_allowed(limit):
+            return None
+        return "stale" if ticket.version < self.ledger.oldest_allowed(own) else "revised"
+
+    def _unless_revised(self, ticket: SessionTicket, reason: R) -> R | Literal["revised"]:
+        """The reason, or `revised` for a client that has agreed to an earlier manifest."""
+        return reason if ticket.manifest == self.pipeline.manifest else "revised"
+
+    def _offers_for(self, session: Session) -> Offers | None:
+        """Offers under the public parameters that the client has agreed to."""
+        manifest = session.manifest
+        if self.offers is None or manifest == self.pipeline.manifest:
+            return self.offers
+        if manifest not in self._earlier_offers:
+            self._earlier_offers[manifest] = Offers(self._terms(session), self.fence.seq)
+        return self._earlier_offers[manifest]
+
+    def _may_open(self, manifest: bytes) -> bool:
+        """May an update be the first in a buffer? Under an earlier manifest of a secure task, only
+        if there are enough clients to fill the buffer.
+        """
+        if self.offers is None or manifest == self.pipeline.manifest:
+            return True
+        return len(self._in_flight(manifest)) >= self.ledger.terms[manifest].aggregation_goal
+
+    def _in_flight(self, manifest: bytes) -> list[Session]:
+        """Clients under this manifest whose updates have no place in a buffer yet."""
+        return [
+            session
+            for session in self.sessions.active.values()
+            if session.manifest == manifest and not self.pipeline.holds(session.id)
+        ]
+
+    def _end_revised(self, now: float) -> Effects:
+        """Secure aggregation: give up the buffers of earlier manifests that cannot be filled any
+        more, and end the clients whose updates no buffer could take.
+        """
+        if self.offers is None or (now < self.adopts_until and self._expected > 0):
+            return []  # more of their clients may come
+        effects: Effects = []
+        for manifest, ends in list(self._served.items()):
+            effects += self._end_manifest(now, manifest, is_over=now >= ends)
+        return effects + self.pipeline.pump(now)
+
+    def _forget_earlier(self, now: float) -> Effects:
+        """Tell the TSA which public parameters no client can use any more. Call it right after a
+        commit: only the holder of the task may do this.
+        """
+        effects: Effects = []
+        for manifest, ends in list(self._to_forget.items()):
+            if now >= ends and not self.pipeline.buffers_of(manifest):
+                del self._to_forget[manifest]
+                effects.append(Forget(self.ledger.terms[manifest]))
+        return effects
+
+    def _end_manifest(self, now: float, manifest: bytes, *, is_over: bool) -> Effects:
+        waiting = self._in_flight(manifest)
+        left = 0 if is_over else len(waiting)
+        unfilled = self.pipeline.unfilled(manifest)
+        for buffer in unfilled:
+            missing = buffer.goal - buffer.taken
+            if missing > left:
+                self.pipeline.give_up(now, [buffer], REVISED)
+            else:
+                left -= missing
+        if self.pipeline.unfilled(manifest) or left >= self.ledger.terms[manifest].aggregation_goal:
+            return []
+        del self._served[manifest]
+        self._earlier_offers.pop(manifest, None)
+        effects: Effects = []
+        for session in waiting:
+            end = self._discard if session.is_complete else self._abort
+            effects += end(session, "revised")
+        return effects
+
     # -- updates ----------------------------------------------------------------------------
 
     def _place(self, session: Session) -> Effects:
         """Fold a complete upload into a buffer, or queue it until one has room."""
+        manifest = session.manifest
+        if not self._may_go_on(manifest):
+            return self._discard(session, "revised")
         if not regime.accepts(self.config, session.version, self.ledger.version + 1):
-            return self._discard(session, "round_over")
+            return self._discard(session, self._unless_revised(session.ticket, "round_over"))
         if self.pipeline.is_past(session.seed_group):
-            return self._discard(session, "seed_refused")
-        if self.pipeline.is_counted(session.pseudonym, session.seed_group):
+            return self._discard(session, self._unless_revised(session.ticket, "seed_refused"))
+        if self.pipeline.is_counted(session.pseudonym, manifest, session.seed_group):
             return self._discard(session, "already_counted")
-        seed = session.sealed_seed, session.seed_group
-        fold = self.pipeline.place(session.as_member(self._keep_until(session)), *seed)
+        fold = self.pipeline.place(
+            session.as_member(self._keep_until(session)),
+            manifest,
+            session.sealed_seed,
+            session.seed_group,
+            may_open=self._may_open(manifest),
+        )
         if fold is not None:
             return [fold]
         self._overflow.append(session.id)
@@ -977,8 +1140,10 @@ class HeldTask:
         if group is not None and group != session.seed_group:
             session.seed_group = group
             return self._request_again(session) + self._place_overflow()
-        if self.offers is not None:
-            self.offers.on_refused(reason, session.offer)
+        if (offers := self._offers_for(session)) is not None:
+            offers.on_refused(reason, session.offer)
+            if reason in ("seed_refused", "trusted_party_lost"):
+                reason = self._unless_revised(session.ticket, reason)
         session.upload = None
         return self._discard(session, reason) + self._place_overflow()
 
@@ -1000,7 +1165,9 @@ class HeldTask:
         """The client is not at fault: keep its session long enough for a whole upload."""
         keep_s = session.keep(now, self.config.upload_timeout_s)
         after_s = self._server.heartbeat_s / 4 if self._waits_for_tsa else _BUSY_RETRY_S
-        return Retry("waiting for the TSA", after_s, keep_s)
+        # With this ticket, a successor keeps the session for as long.
+        ticket = replace(session.upload_ticket or session.ticket, kept_until=session.kept_until)
+        return Retry("waiting for the TSA", after_s, keep_s, self._keyring.seal(ticket))
 
     def _on_unanswered(self, now: float, session: Session, message: Folded) -> Effects:
         """The TSA did not answer. It may have taken the seed into this group, where only a member
@@ -1019,7 +1186,10 @@ class HeldTask:
         if self.offers is None:
             return []
         self.may_want_more |= self.offers.is_away or self.offers.are_refused
-        self.offers.on_offered(now, message, self.pipeline)
+        is_current = message.manifest == self.pipeline.manifest
+        offers = self.offers if is_current else self._earlier_offers.get(message.manifest)
+        if offers is not None:
+            offers.on_offered(now, message, self.pipeline)
         if self.phase is not TaskPhase.SERVING:
             return []
         return [*self.pipeline.pump(now), *self._refill_offers(now)]
@@ -1038,7 +1208,7 @@ class HeldTask:
         return effects
 
     def on_stepped(self, now: float, message: Stepped) -> Effects:
-        life_s = ticket_life_s(self.config, self._server)
+        life_s = max(ticket_life_s(config, self._server) for config in self.ledger.terms.values())
         oldest_kept = self.sessions.oldest_kept(now)
         effects = self.pipeline.on_stepped(now, message, life_s, oldest_kept)
         if message.dropped:
@@ -1078,7 +1248,8 @@ class HeldTask:
         if has_advanced:
             self.counters["versions"] += 1
             self.may_want_more = True
-            effects += [*self._abort_outdated(), *self._place_overflow()]
+            effects += [*self._abort_outdated(), *self._end_revised(now)]
+            effects += [*self._forget_earlier(now), *self._place_overflow()]
         return effects + self.pipeline.pump(now)
 
     # -- time -------------------------------------------------------------------------------
@@ -1087,14 +1258,17 @@ class HeldTask:
         self._swept_at = now
         return [
             *self._abort_expired(now),
+            *self._end_revised(now),
             *self._place_overflow(),
             *self._refill_offers(now),
             *self.pipeline.pump(now),
         ]
 
     def _refill_offers(self, now: float) -> Effects:
-        offers = None if self.is_over else self.offers
-        return [] if offers is None else offers.refill(now, self.pipeline)
+        if self.is_over or self.offers is None:
+            return []
+        stocks = (self.offers, *self._earlier_offers.values())
+        return [effect for stock in stocks for effect in stock.refill(now, self.pipeline)]
 
     def next_wake(self) -> float:
         if self.phase is not TaskPhase.SERVING:
@@ -1102,7 +1276,14 @@ class HeldTask:
         # Sweep deadlines together: most have moved or no longer matter when they are due.
         sweep = max(self.sessions.next_deadline(), self._swept_at + self._sweep_s)
         due = min(sweep, self.pipeline.next_wake())
-        return due if self.offers is None or self.is_over else min(due, self.offers.next_wake())
+        if self.offers is None:
+            return due
+        if self._served:
+            due = min(due, self._swept_at + self._sweep_s)
+        if self.is_over:
+            return due
+        stocks = (self.offers, *self._earlier_offers.values())
+        return min(due, *(stock.next_wake() for stock in stocks))
 
     def check(self) -> None:
         if self.phase is TaskPhase.SERVING:
@@ -1122,6 +1303,11 @@ def _is_known(sealed: bytes, session: Session) -> bool:
     return compare_digest(sealed, session.sealed) or compare_digest(sealed, session.upload_sealed)
 
 
+def _kept_until(ticket: SessionTicket | UploadTicket, session: Session | None) -> float:
+    """The client may show its first ticket although the session was kept longer since."""
+    return ticket.kept_until if session is None else max(ticket.kept_until, session.kept_until)
+
+
 def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:
     ticket = session.ticket
     return (
@@ -1135,4 +1321,6 @@ def _session_fields(session: Session) -> tuple[str, str, int, int, str, float]:
 
 
 def _session_ticket(session: Session) -> SessionTicket:
-    return SessionTicket(*_session_fields(session), pseudonym=session.pseudonym)
+    return SessionTicket(
+        *_session_fields(session), pseudonym=session.pseudonym, manifest=session.manifest
+    )

@@ -48,6 +48,11 @@ class Ledger:
         self.config: TaskConfig = task.config
         self.task = task.config.task
         self.pseudonym_key = task.pseudonym_key
+        # The settings by the digest of the manifest that clients have agreed to, the current ones
+        # included, and when earlier ones were replaced.
+        self.terms = {e.config.manifest: e.config for e in reversed(task.earlier)}
+        self.terms[self.config.manifest] = self.config
+        self.replaced_at = {e.config.manifest: e.replaced for e in reversed(task.earlier)}
         optimizer = rows[optimizer_key(self.task)]
         assert isinstance(optimizer, OptimizerRow)
         self.optimizer = optimizer

@@ -51,26 +51,34 @@ class Buffer:
 
     A place is kept for a client whose seed the TSA may have taken, although it did not answer.
 
-    A lost buffer has seeds at a TSA that no longer exists. It takes no new members, and is dropped
-    as soon as those it has are durable.
+    A lost buffer has seeds at a TSA that no longer exists, or too few clients that have agreed to
+    the same. It takes no new members, and is dropped as soon as those it has are durable.
+
+    Of a secure task, all members have agreed to the same signed manifest: a sum can be unmasked
+    only under one set of public parameters.
 
     Invariants: durable <= folded; folded + folding + kept <= goal; each device is a member once.
     """
 
-    def __init__(self, target: int, goal: int) -> None:
+    def __init__(self, target: int, goal: int, manifest: bytes = b"") -> None:
         self.target = target
         self.goal = goal
+        # What the members of a secure task have agreed to. Changes only while the buffer is empty.
+        self.manifest = manifest
+        # Members by their state, and sessions whose places are kept.
         self.folding: dict[SessionId, Member] = {}
         self.kept: dict[SessionId, None] = {}
         self.folded: dict[SessionId, Member] = {}
         self.durable = 0
+        # It is lost; and why it is dropped without asking the TSA, empty if the TSA is asked.
         self.is_lost = False
+        self.given_up = ""
         # The pseudonyms of all members, folding and folded, that have one.
         self._devices: set[bytes] = set()
 
     @classmethod
     def of_record(cls, record: RecordRow, goal: int) -> Buffer:
-        buffer = cls(record.target, goal)
+        buffer = cls(record.target, goal, record.manifest)
         buffer.folded = {member.session: member for member in record.members}
         buffer.durable = len(record.members)
         buffer._devices = {member.pseudonym for member in record.members if member.pseudonym}
@@ -78,10 +86,10 @@ class Buffer:
 
     @property
     def has_room(self) -> bool:
-        return not self.is_lost and self._taken < self.goal
+        return not self.is_lost and self.taken < self.goal
 
     @property
-    def _taken(self) -> int:
+    def taken(self) -> int:
         return len(self.folded) + len(self.folding) + len(self.kept)
 
     @property
@@ -98,6 +106,10 @@ class Buffer:
     @property
     def is_dirty(self) -> bool:
         return len(self.folded) > self.durable
+
+    def belongs_to(self, manifest: bytes) -> bool:
+        """Is there a member, or a place kept for one, that has agreed to this manifest?"""
+        return self.taken > 0 and self.manifest == manifest
 
     def has(self, session: SessionId) -> bool:
         return session in self.folding or session in self.folded
@@ -122,7 +134,7 @@ class Buffer:
         return self.folded[session]
 
     def check(self) -> None:
-        if self.durable > len(self.folded) or self._taken > self.goal:
+        if self.durable > len(self.folded) or self.taken > self.goal:
             raise InvariantError(
                 f"buffer {self.target}: {self.durable} durable, {len(self.folded)} folded, "
                 f"{len(self.folding)} folding, {len(self.kept)} kept, goal {self.goal}"
@@ -142,10 +154,13 @@ class Pipeline:
         self.ledger = ledger
         self.config = ledger.config
         # Properties of the configuration that are computed; used for every request.
+        self.manifest = self.config.manifest
         self.max_staleness = self.config.max_staleness
         self._goal = self.config.aggregation_goal
         # Buffers by the version that they will become.
-        self._buffers = {t: Buffer.of_record(r, self._goal) for t, r in ledger.records.items()}
+        self._buffers = {
+            t: Buffer.of_record(r, self._goal_of(r)) for t, r in ledger.records.items()
+        }
 
         # The token of the storage request whose answer is awaited.
         self.token = 0
@@ -207,18 +222,28 @@ class Pipeline:
             return False
         return target not in self._open_targets or self._buffer(target).is_full
 
-    def is_counted(self, pseudonym: bytes, group: int | None) -> bool:
+    def is_counted(self, pseudonym: bytes, manifest: bytes, group: int | None) -> bool:
         """Has the device an update in every buffer in which it could be placed?"""
         targets = self._open_targets if group is None else (group,)
-        return bool(pseudonym) and all(
-            self._buffer(target).has_device(pseudonym) for target in targets
+        takers = [found for found in map(self._buffer, targets) if self._takes(found, manifest)]
+        return (
+            bool(pseudonym) and bool(takers) and all(each.has_device(pseudonym) for each in takers)
         )
 
-    def place(self, member: Member, sealed: bytes, group: int | None) -> Fold | None:
-        """Reserve a place in the first buffer with room and without an update of the same device;
-        None if there is none for now.
+    def _takes(self, buffer: Buffer, manifest: bytes) -> bool:
+        """May an update under this manifest be a member? Only the updates of secure tasks cannot be
+        added if they were made under different ones.
+        """
+        return not self.config.is_secure or buffer.taken == 0 or buffer.manifest == manifest
+
+    def place(
+        self, member: Member, manifest: bytes, sealed: bytes, group: int | None, *, may_open: bool
+    ) -> Fold | None:
+        """Reserve a place in the first buffer with room, for members under the same manifest and
+        without an update of the same device; None if there is none for now.
 
         With a `group`, only in that buffer: the TSA has the seed in its group, or may have it.
+        `may_open`: also as the first member of a buffer.
         """
         if any(buffer.has(member.session) for buffer in self._buffers.values()):
             raise InvariantError(f"session {member.session} is in a buffer already")
@@ -227,11 +252,14 @@ class Pipeline:
             has_place = buffer.has_room or member.session in buffer.kept
             if buffer.has_device(member.pseudonym) or not has_place:
                 continue
+            if not self._takes(buffer, manifest) or not (may_open or buffer.taken):
+                continue
             if regime.accepts(self.config, member.version, target):
+                self._open(buffer, manifest)
                 buffer.kept.pop(member.session, None)
                 buffer.reserve(member)
                 return Fold(
-                    self.config,
+                    self.ledger.terms[manifest],
                     self.ledger.fence.seq,
                     target,
                     member.session,
@@ -241,6 +269,12 @@ class Pipeline:
                     sealed,
                 )
         return None
+
+    def _open(self, buffer: Buffer, manifest: bytes) -> None:
+        """The first member of a secure task's buffer decides what all of them have agreed to."""
+        if self.config.is_secure and buffer.taken == 0:
+            buffer.manifest = manifest
+            buffer.goal = self.ledger.terms[manifest].aggregation_goal
 
     def counts(self, session: SessionId) -> bool:
         """Is the session's update in a version or in the sum of one to come?"""
@@ -265,10 +299,14 @@ class Pipeline:
         buffer.free(message.session)
         buffer.kept[message.session] = None
 
-    def keep_place(self, session: SessionId, group: int) -> None:
+    def keep_place(self, session: SessionId, manifest: bytes, group: int) -> None:
         """Keep a place for an update whose seed may be in this group, if there is room."""
-        if group in self._open_targets and self._buffer(group).has_room:
-            self._buffer(group).kept[session] = None
+        if group not in self._open_targets or manifest not in self.ledger.terms:
+            return
+        buffer = self._buffer(group)
+        if buffer.has_room and self._takes(buffer, manifest):
+            self._open(buffer, manifest)
+            buffer.kept[session] = None
 
     @property
     def kept_places(self) -> list[SessionId]:
@@ -294,6 +332,32 @@ class Pipeline:
             if buffer.folded and not buffer.is_full
         }
 
+    @property
+    def is_current_earlier(self) -> bool:
+        """Has the buffer of the next version members of a secure task under an earlier manifest?"""
+        current = self.current
+        return self.config.is_secure and current.taken > 0 and current.manifest != self.manifest
+
+    def holds(self, session: SessionId) -> bool:
+        """Has the session a place in a buffer, or is one kept for it?"""
+        return any(b.has(session) or session in b.kept for b in self._buffers.values())
+
+    def buffers_of(self, manifest: bytes) -> list[Buffer]:
+        """Of a secure task: the buffers whose members have agreed to this manifest."""
+        return [buffer for buffer in self._buffers.values() if buffer.belongs_to(manifest)]
+
+    def unfilled(self, manifest: bytes) -> list[Buffer]:
+        """Those of them that have room, in the order in which they become versions."""
+        found = [buffer for buffer in self.buffers_of(manifest) if not buffer.is_full]
+        return sorted(found, key=lambda buffer: buffer.target)
+
+    def give_up(self, now: float, buffers: Iterable[Buffer], reason: str) -> None:
+        """Close these buffers, and drop them without asking the TSA."""
+        for buffer in buffers:
+            if buffer.folded and not buffer.is_lost:
+                buffer.is_lost, buffer.given_up = True, reason
+                self._schedule_commit(now, buffer)
+
     def lose(self, now: float, targets: Iterable[int]) -> None:
         """The seeds of these buffers are gone: close them, so that no more updates are lost."""
         for target in targets:
@@ -304,8 +368,17 @@ class Pipeline:
 
     def _buffer(self, target: int) -> Buffer:
         if target not in self._buffers:
-            self._buffers[target] = Buffer(target, self._goal)
+            self._buffers[target] = Buffer(target, self._goal, self.manifest)
         return self._buffers[target]
+
+    def _goal_of(self, record: RecordRow) -> int:
+        """A secure buffer keeps the goal that its members have agreed to. Others have the current
+        one, which may be below what they have already.
+        """
+        agreed = self.ledger.terms.get(record.manifest)
+        if self.config.is_secure and agreed is not None:
+            return agreed.aggregation_goal
+        return max(self._goal, len(record.members))
 
     # -- one operation at a time ------------------------------------------------------------
 
@@ -323,7 +396,13 @@ class Pipeline:
             self._is_busy = True
             record = ledger.records[self.current.target]
             step = Step(
-                self.config, ledger.fence.seq, ledger.newest, ledger.optimizer.state, record
+                self.config,
+                ledger.fence.seq,
+                ledger.newest,
+                ledger.optimizer.state,
+                record,
+                ledger.terms.get(record.manifest) if self.config.is_secure else None,
+                self.current.given_up,
             )
             return [step]
         if now < self._commit_due:
@@ -354,7 +433,8 @@ class Pipeline:
         for found in message.sums:
             buffer = self._buffers[found.target]
             members = tuple(buffer.fold(session) for session in found.sessions)
-            records.append(RecordRow(found.target, found.blob, members, found.weight))
+            manifest = buffer.manifest if self.config.is_secure else b""
+            records.append(RecordRow(found.target, found.blob, members, found.weight, manifest))
         return self._transact(self.ledger.record(records))
 
     def on_stepped(

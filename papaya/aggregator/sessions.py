@@ -97,7 +97,7 @@ class Session:
         self.sealed_seed = b""
         self.seed_group: int | None = None
         # Until then the session continues past its deadline, because it had to wait for the TSA.
-        self.kept_until = 0.0
+        self.kept_until = ticket.kept_until
         # Requests that wait for the outcome of the update.
         self.answer_to: list[Handle] = []
 
@@ -108,6 +108,11 @@ class Session:
     @property
     def pseudonym(self) -> bytes:
         return self.ticket.pseudonym
+
+    @property
+    def manifest(self) -> bytes:
+        """The digest of the signed manifest under which the client trains."""
+        return self.ticket.manifest
 
     @property
     def is_training(self) -> bool:
@@ -196,6 +201,7 @@ class Sessions:
         """
         self._forget_training(session)
         session.ticket, session.sealed = ticket, sealed
+        session.kept_until = max(session.kept_until, ticket.kept_until)
         self._training.setdefault(session.version, {})[session.id] = session
         self.refile(session)
 

@@ -284,13 +284,19 @@ class Shards:
         config, parameters = work.config, work.config.public_parameters
         assert parameters is not None
         if self._tsa is None:
-            return Offered(config.task, work.seq, problem="this server has no TSA")
+            none = "this server has no TSA"
+            return Offered(config.task, work.seq, problem=none, manifest=config.manifest)
         try:
             offers, terms = self._tsa.offers(parameters, work.count)
         except TsaError as error:
-            is_unanswered = error.reason == UNREACHABLE
-            return Offered(config.task, work.seq, problem=str(error), is_unanswered=is_unanswered)
-        return Offered(config.task, work.seq, offers, terms)
+            return Offered(
+                config.task,
+                work.seq,
+                problem=str(error),
+                is_unanswered=error.reason == UNREACHABLE,
+                manifest=config.manifest,
+            )
+        return Offered(config.task, work.seq, offers, terms, manifest=config.manifest)
 
     def forget(self, work: Forget) -> None:
         parameters = work.config.public_parameters
@@ -314,7 +320,10 @@ class Shards:
     def _mean(self, work: Step, total: Total) -> parameters.Vector:
         if isinstance(total, WeightedSum):
             return total.mean()
-        return unmasked_mean(work.config, work.record, total, self._require_tsa())
+        if work.given_up:
+            raise TsaError(work.given_up, "the buffer was given up")
+        agreed = work.agreed or work.config
+        return unmasked_mean(agreed, work.record, total, self._require_tsa())
 
     def _require_tsa(self) -> Tsa:
         if self._tsa is None:

@@ -59,10 +59,14 @@ class Offered(Message, frozen=True):
     terms: SecureOffer | None = None
     problem: str = ""
     is_unanswered: bool = False
+    manifest: bytes = b""
+    """Of the settings that clients with these offers have agreed to."""
 
 
 class Fold(Effect, frozen=True):
     """Adds examples x staleness weight x update to the sum, and examples to its weight.
+
+    `config` has the settings under which the client trained: they weigh and clip its update.
 
     Under secure aggregation the TSA first accepts the sealed seed into the group of the target
     version; then the masked vector is added unchanged.
@@ -126,7 +130,9 @@ class Restored(Message, frozen=True):
 class Step(Effect, frozen=True):
     """From version `base` with its optimizer state and a closed record to the next version.
 
-    Under secure aggregation the TSA releases the masks of exactly the record's members.
+    Under secure aggregation the TSA releases the masks of exactly the record's members. `agreed`
+    are the settings that these have agreed to, None if they are those of `config`. With
+    `given_up`, the buffer is dropped for this reason and the TSA is not asked.
     """
 
     config: TaskConfig
@@ -134,10 +140,13 @@ class Step(Effect, frozen=True):
     base: VersionRow
     optimizer: BlobKey
     record: RecordRow
+    agreed: TaskConfig | None = None
+    given_up: str = ""
 
 
 UNREACHABLE = "trusted_party_unreachable"
 FAILED = "trusted_party_failed"
+REVISED = "revised"
 
 
 class Stepped(Message, frozen=True):

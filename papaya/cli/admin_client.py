@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import shlex
 import ssl
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -28,6 +30,8 @@ TOKEN_VARIABLE = "PAPAYA_ADMIN_TOKEN"
 TIMEOUT_S = 30.0
 MAX_JSON_BYTES = 64 << 20
 T = TypeVar("T")
+# Commands that take the options of a connection, as hints name them.
+_COMMAND = re.compile(r"\bpapaya (?:status|token revoked?|task (?!compile)[a-z]+)\b(?! --)")
 
 
 class ServerUnreachable(OperatorError):
@@ -49,6 +53,15 @@ class ConnectionOptions(FormatOptions):
     admin: str = DEFAULT_URL
     token_file: Path | None = None
     ca: str | None = None
+
+    def repeated(self, text: str) -> str:
+        given = {
+            "--admin": None if self.admin == DEFAULT_URL else self.admin,
+            "--token-file": self.token_file,
+            "--ca": self.ca,
+        }
+        options = [f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value]
+        return _COMMAND.sub(lambda command: " ".join([command[0], *options]), text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +221,8 @@ def _token(file: Path | None) -> str:
         problem = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise OperatorError(
             f"no admin token: {path}: {problem}",
-            hint="run this in the folder where `papaya serve` runs, or add --token-file FILE",
+            hint="the server keeps it in its data folder, which `papaya serve` prints when it "
+            f"starts: --token-file DATA/admin.token, or set ${TOKEN_VARIABLE}",
         ) from error
 
 

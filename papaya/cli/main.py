@@ -32,7 +32,7 @@ COMMANDS: Final = {
     "doctor": "check an installation and say what to do about each problem",
     "client": "run devices that train for a server",
     "store": "back up, restore or move the data of a cluster",
-    "token": "create a token for a device, or list the token files",
+    "token": "create or revoke the token of a device, or list the token files",
     "simulate": "run the servers with a simulated fleet, and train your model on it",
     "sweep": "train with many settings on a simulated fleet and compare them",
     "reproduce": "reproduce the paper's figures and tables in the simulator",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, TypeVar
 
 import msgspec
 
-from papaya.errors import OperatorError
+from papaya.errors import OperatorError, PapayaError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -49,6 +49,10 @@ class FormatOptions:
     def is_json(self) -> bool:
         return self.format == "json"
 
+    def repeated(self, text: str) -> str:
+        """A text for people, with the given options in the commands that it names."""
+        return text
+
 
 def bind(
     parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[Options], int]
@@ -69,7 +73,13 @@ def bind(
             action.default = argparse.SUPPRESS
 
     def call(found: argparse.Namespace) -> int:
-        return run(kind(**{name: getattr(found, name) for name in fields if hasattr(found, name)}))
+        options = kind(**{name: getattr(found, name) for name in fields if hasattr(found, name)})
+        try:
+            return run(options)
+        except PapayaError as error:
+            if isinstance(options, FormatOptions):
+                error.hint = options.repeated(error.hint)
+            raise
 
     parser.set_defaults(run=call)
 

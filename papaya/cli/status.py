@@ -27,7 +27,7 @@ def run(options: ConnectionOptions) -> int:
     if options.is_json:
         print_json(status)
     else:
-        print_data(describe(status))
+        print_data(options.repeated(describe(status)))
     for problem in problems:
         note(f"problem: {problem}")
     return 1 if problems else 0
@@ -63,7 +63,8 @@ def describe(status: SystemStatus) -> str:
     elif status.leads:
         leader += ", this server" + (", recovering" if status.recovers else "")
     elif status.leader:
-        leader += "; ask that one for live numbers"
+        leader += "; ask its admin API for live numbers"
+        leader += f": papaya status --admin {status.leader_admin}" if status.leader_admin else ""
     lines = [f"roles here   {', '.join(status.roles)}", f"leader       {leader}"]
     lines += [
         f"aggregator   {server.node}, heard {server.heard_s_ago:.0f} s ago, "

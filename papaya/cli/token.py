@@ -25,7 +25,7 @@ from papaya.cli.output import (
 )
 from papaya.credentials.token_files import SecretName, read, read_or_make
 from papaya.errors import OperatorError
-from papaya.server.admin.views import Revocation, Revoke
+from papaya.server.admin.views import Revocation, Revoke, SystemStatus
 from papaya.server.auth import SignedTokens
 
 _DEFAULT_DATA = Path("papaya-data")
@@ -152,11 +152,24 @@ def run_show(options: TokenShowOptions) -> int:
 
 
 def run_revoke(options: TokenRevokeOptions) -> int:
+    client = client_for(options)
     change = Revoke(options.device, revoked=not options.undo)
-    found = client_for(options).post(_REVOCATIONS, change, tuple[Revocation, ...])
+    found = client.post(_REVOCATIONS, change, tuple[Revocation, ...])
     _print_revoked(options, found)
+    if not client.get("/admin/status", SystemStatus).identifies_devices:
+        note(
+            "warning: this has no effect: the servers' tokens do not identify devices. Set "
+            'device_tokens = "signed" in their configuration, and give each device its own token: '
+            "papaya token make --device ID"
+        )
+        return 0
     now = "may take part again" if options.undo else "is revoked"
     note(f"{options.device} {now}; all servers learn of it within a heartbeat")
+    if any(each.device == options.device and each.is_seen is False for each in found):
+        note(
+            f"warning: no device {options.device!r} has checked in at this server since it "
+            "started; check the name: it is the one in the device's token"
+        )
     return 0
 
 

@@ -15,6 +15,8 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 from zlib import crc32
 
+from msgspec.structs import replace
+
 from papaya.client.history import History, evaluations_of
 from papaya.client.work import (
     Answered,
@@ -51,11 +53,13 @@ from papaya.messages.participation import (
     Join,
     Joined,
     Leave,
+    LeaveReason,
     Refused,
     Report,
     Retry,
     UploadGranted,
 )
+from papaya.messages.reasons import lacks_in_words
 from papaya.messages.selection import Accepted, Capabilities, CheckIn, Rejected
 
 
@@ -133,10 +137,10 @@ class Client:
         # The participations of this device so far.
         self.history = history
 
-        # Progress: the current stage, when it times out, and why the device wants to stop, if so.
+        # Progress: the current stage, when it times out, and whether the device wants to stop.
         self.stage = Stage.CHECKING_IN
         self._stage_ends = _NEVER
-        self._stopping = ""
+        self._stopping = False
         # By how much servers have moved the ends of stages, because they could not go on.
         self._extra_s = 0.0
         # The assigned task, the answer to the join, and the newest ticket of the session.
@@ -200,22 +204,22 @@ class Client:
             case WorkFailed():
                 return self._leave("failed", message.reason)
             case Stop():
-                return self._on_stop(message.reason)
+                return self._on_stop()
         raise ProtocolError(f"a client does not accept {type(message).__name__}")
 
-    def _on_stop(self, reason: str) -> Effects:
+    def _on_stop(self) -> Effects:
         """Leave. If a join is unanswered, wait first: only its answer has the ticket to leave."""
         if self.stage is Stage.JOINING and self._pending_attempt and not self._stopping:
-            self._stopping = reason
+            self._stopping = True
             return []
-        return self._leave("stopped", reason)
+        return self._leave("stopped", "stopped")
 
     def wake(self, now: float) -> Effects:
         if self.stage is Stage.OVER:
             return []
         if now >= self._stage_ends:
             ending: Ending = "failed" if self.stage in _WORKING else "gave_up"
-            return self._leave(ending, f"{self.stage.value} took too long")
+            return self._leave(ending, "timed_out", f"{self.stage.value} took too long")
         effects: Effects = []
         if now >= self._resend_at and self._pending is not None:
             if self._pending_attempt:
@@ -243,7 +247,7 @@ class Client:
     def _ask_again(self, now: float, after_s: float) -> Effects:
         """Send the request again later, through another selector, with jittered back-off."""
         if self._stopping:
-            return self._finish("stopped", self._stopping)
+            return self._finish("stopped", "stopped")
         self._selector = (self._selector + 1) % len(self._selectors)
         self._failures += 1
         ceiling = self._config.backoff_s * 2.0 ** min(self._failures, 16)
@@ -306,12 +310,16 @@ class Client:
                 return self._retry_heartbeat(now, answer.after_s)
             case Retry():
                 self._extend_stage(now, answer.keep_s)
+                if answer.ticket and isinstance(self._pending, Report | Chunk | Complete):
+                    self._ticket = answer.ticket
+                    self._pending = replace(self._pending, ticket=answer.ticket)
                 return self._ask_again(now, answer.after_s)
             case Alive() if is_heartbeat:
                 return []
             case Rejected() if self.stage is Stage.CHECKING_IN:
                 window = (answer.retry_from_s, answer.retry_until_s)
-                return self._finish("rejected", answer.reason, *window)
+                detail = lacks_in_words(answer.lacks)
+                return self._finish("rejected", answer.reason, *window, detail)
         return self._unexpected(answer)
 
     def _on_progress(self, now: float, answer: Message) -> Effects:
@@ -319,8 +327,8 @@ class Client:
         return go_on(self, now, answer) if stage is self.stage else self._unexpected(answer)
 
     def _unexpected(self, answer: Message) -> Effects:
-        reason = f"unexpected answer while {self.stage.value}: {type(answer).__name__}"
-        return self._leave("failed", reason)
+        detail = f"unexpected answer while {self.stage.value}: {type(answer).__name__}"
+        return self._leave("failed", "protocol", detail)
 
     def _on_accepted(self, now: float, accepted: Accepted) -> Effects:
         self._answered()
@@ -340,13 +348,14 @@ class Client:
         self.task = joined.task
         self._ticket = joined.ticket
         if self._stopping:
-            return self._leave("stopped", self._stopping)
+            return self._leave("stopped", "stopped")
         self._counted = self._bundles.counted(joined)
         for counted in self._counted:
             if counted.name != joined.task:
                 self.history.learn(joined.task, counted.name)
         if not all(self.history.allows(now, *counted) for counted in self._counted):
-            return self._leave("gave_up", "this device has taken part too recently or too often")
+            detail = "this device has taken part too recently or too often"
+            return self._leave("gave_up", "declined", detail)
         self.stage = Stage.DOWNLOADING
         self._stage_ends = now + joined.training_timeout_s
         self._heartbeat_at = now + joined.heartbeat_s
@@ -366,7 +375,7 @@ class Client:
         self._stage_ends += self.joined.heartbeat_s
         self._update = memoryview(trained.update)
         if not trained.update or trained.examples < 1:
-            return self._leave("failed", "training returned no update")
+            return self._leave("failed", "training_failed", "training returned no update")
         self._examples = trained.examples
         # A masked update does not reveal its number of examples, so the report must not either.
         return self._ask(now, Report(self._ticket, 1 if self.joined.secure else trained.examples))
@@ -382,7 +391,8 @@ class Client:
         if not self.joined.secure:
             return self._upload(now)
         if granted.secure is None:
-            return self._leave("failed", "the server sent no offer of a TSA for a secure task")
+            detail = "the server sent no offer of a TSA for a secure task"
+            return self._leave("failed", "protocol", detail)
         self.stage = Stage.SEALING
         joined, update = self.joined, bytes(self._update)
         return [
@@ -406,7 +416,8 @@ class Client:
         """Record the participation before the first byte of the update leaves the device."""
         assert self.joined is not None
         if self._chunks > MAX_CHUNKS:
-            return self._leave("failed", f"{self._chunks} chunks, the limit is {MAX_CHUNKS}")
+            detail = f"{self._chunks} chunks, the limit is {MAX_CHUNKS}"
+            return self._leave("failed", "protocol", detail)
         self._upload_id = f"{self._rng.getrandbits(64):016x}"
         self._to_send = list(range(self._chunks))
         remembered = [
@@ -438,22 +449,30 @@ class Client:
 
     # -- the end ----------------------------------------------------------------------------
 
-    def _leave(self, ending: Ending, reason: str) -> Effects:
-        """Tell the server once that the slot is free, and finish without waiting for an answer."""
+    def _leave(self, ending: Ending, reason: LeaveReason, detail: str = "") -> Effects:
+        """Tell the server once that the slot is free, and finish without waiting for an answer.
+
+        The server learns the reason, never the detail.
+        """
         effects: Effects = []
         if self.joined is not None:
             self._attempt += 1
-            leave = Leave(self._ticket, reason[:128])
+            leave = Leave(self._ticket, reason)
             effects.append(SendRequest(self._selectors[self._selector], self._attempt, leave))
-        return effects + self._finish(ending, reason)
+        return effects + self._finish(ending, reason, detail=detail)
 
     def _finish(
-        self, ending: Ending, reason: str, retry_from_s: float = 0.0, retry_until_s: float = 0.0
+        self,
+        ending: Ending,
+        reason: str,
+        retry_from_s: float = 0.0,
+        retry_until_s: float = 0.0,
+        detail: str = "",
     ) -> Effects:
         self.stage = Stage.OVER
         self._pending, self._pending_attempt = None, 0
         self._stage_ends = self._resend_at = self._heartbeat_at = _NEVER
-        return [Finish(ending, reason, retry_from_s, retry_until_s)]
+        return [Finish(ending, reason, retry_from_s, retry_until_s, detail)]
 
 
 # The answer that leads on from each stage.

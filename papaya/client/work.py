@@ -16,7 +16,7 @@ from typing import Literal
 from papaya.client.history import Participated
 from papaya.machine import Effect
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
-from papaya.messages.participation import SecureOffer
+from papaya.messages.participation import LeaveReason, SecureOffer
 
 Ending = Literal[
     "rejected",
@@ -102,13 +102,13 @@ class Sealed(Message, frozen=True):
 
 
 class WorkFailed(Message, frozen=True):
-    reason: str
+    """`reason` is all that the server learns."""
+
+    reason: LeaveReason
 
 
 class Stop(Message, frozen=True):
     """The device wants the visit to end. A second one ends it without waiting for an answer."""
-
-    reason: str
 
 
 class Remember(Effect, frozen=True):
@@ -117,7 +117,12 @@ class Remember(Effect, frozen=True):
 
 
 class Finish(Effect, frozen=True):
+    """`reason` is a code, of the kind that the ending has (`papaya/messages/reasons.py`); the
+    server's text if it refused or rejected the device. `detail` stays on the device.
+    """
+
     ending: Ending
     reason: str
     retry_from_s: float = 0.0
     retry_until_s: float = 0.0
+    detail: str = ""

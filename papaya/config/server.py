@@ -86,13 +86,18 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return 3 * self.heartbeat_s
 
     @property
+    def leader_read_s(self) -> float:
+        """How often a candidate reads the leader row."""
+        return self.heartbeat_s / 4
+
+    @property
     def max_clock_difference_s(self) -> float:
         """From which difference between their clocks on a leader refuses a server's reports."""
         return 3 * self.heartbeat_s
 
     @property
     def recovery_s(self) -> float:
-        """How long a new leader waits until all assignments of the old one have ended."""
+        """How long a new leader waits for a silent holder before it moves its tasks."""
         return 3 * self.heartbeat_s
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from papaya.config.checks import (
     MAX_COUNT,
@@ -28,6 +28,7 @@ from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
 from papaya.secagg.parameters import EXTRA_WORDS, MAX_GOAL, PublicParameters
 
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 MAX_MODEL_LENGTH = 2**30
 _STALENESS_OF_DEVICES = 1000  # the default limit of a device's own policy
@@ -95,8 +96,9 @@ class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
     """What a device must declare to be compatible with a task.
 
     A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
-    owner, who has signed a bundle: `bundle` and `program` are the keys of its blobs.
-    `engine_version` is the oldest version of the engine that will do.
+    owner, who has signed a bundle: `bundle` and `program` are the keys of its blobs, `manifest` is
+    the digest of what was signed, in hex. `engine_version` is the oldest version of the engine that
+    will do.
     """
 
     engine: str | None = None
@@ -107,6 +109,7 @@ class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
     bundle: str | None = None
     program: str | None = None
     engine_version: EngineVersion | None = None
+    manifest: Digest | None = None
 
 
 class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):
@@ -260,6 +263,8 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         if self.secure_aggregation is None:
             return None
         assert self.clip is not None
+        pinned, manifest = self.evaluates, self.requirements.manifest or ""
+        kind: Literal["train", "evaluate"] = "train" if pinned is None else "evaluate"
         return PublicParameters(
             task=self.task,
             length=self.model_length,
@@ -268,8 +273,16 @@ class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             clip=float(self.clip),
             max_examples=self.max_examples,
             max_staleness=self.max_staleness,
-            weighting="examples" if self.evaluates is None else "none",
+            weighting="examples" if pinned is None else "none",
+            manifest=manifest,
+            kind=kind if manifest else "",
+            number=pinned.version if pinned is not None and manifest else 0,
         )
+
+    @property
+    def manifest(self) -> bytes:
+        """The digest of what the task's owner has signed; empty if nobody has signed it."""
+        return bytes.fromhex(self.requirements.manifest or "")
 
     @property
     def workload(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from msgspec import Struct
 
@@ -26,6 +26,7 @@ from papaya.messages.participation import (
     Join,
     Joined,
     Leave,
+    LeaveReason,
     Left,
     Refused,
     Report,
@@ -105,8 +106,13 @@ def _messages(t: Transcript) -> Iterator[RuleFinding]:
 
 
 def _tickets(t: Transcript) -> Iterator[RuleFinding]:
-    """Which ticket a request needs depends on its type; that of a heartbeat is the newest."""
+    """Which ticket a request needs depends on its type; that of a heartbeat is the newest.
+
+    A client may also use the renewed ticket of a `Retry`.
+    """
     given: list[tuple[float, str, bytes]] = []
+    retries = [s.answer for s in t.seen if isinstance(s.answer, Retry)]
+    renewed = [retry.ticket for retry in retries if retry.ticket]
     for seen in t.seen:
         if isinstance(seen.answer, Accepted | Joined | UploadGranted):
             kind = type(seen.answer).__name__
@@ -128,7 +134,7 @@ def _tickets(t: Transcript) -> Iterator[RuleFinding]:
             settled = [ticket for at, _, ticket in before if at <= seen.at - t.grace_s]
             late = [ticket for at, _, ticket in before if at > seen.at - t.grace_s]
             right = [*settled[-1:], *late]
-        if message.ticket not in right:
+        if message.ticket not in (*right, *renewed):
             problems.append(f"{seen.kind} did not have the newest ticket that it may use")
     if asked:
         yield _verdict("ticket", problems)
@@ -192,6 +198,13 @@ def _leaves(t: Transcript) -> Iterator[RuleFinding]:
         has_left = bool(t.after(since, Leave))
         problem = "the client joined, and then neither completed the visit nor sent Leave"
         yield _verdict("leave", [] if is_over or has_left else [problem])
+
+
+def _reasons(t: Transcript) -> Iterator[RuleFinding]:
+    given = [s.message.reason for s in t.of(Leave) if isinstance(s.message, Leave)]
+    texts = [reason for reason in given if reason not in get_args(LeaveReason)]
+    if given:
+        yield _verdict("reason", [f"Leave has the reason {text!r}" for text in texts])
 
 
 def _rejections(t: Transcript) -> Iterator[RuleFinding]:
@@ -313,6 +326,7 @@ _CHECKS: tuple[Callable[[Transcript], Iterator[RuleFinding]], ...] = (
     _retries,
     _endings,
     _leaves,
+    _reasons,
     _rejections,
     _heartbeats,
     _chunks,

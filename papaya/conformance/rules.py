@@ -31,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     Rule("rejected", "rejected", "A rejected client comes back within its window, not earlier."),
     Rule("ticket", "json", "A request carries the newest ticket, unchanged."),
     Rule("leave", "joined", "A joined client completes the visit or sends Leave."),
+    Rule("reason", "leave", "A client leaves with a code from the list, never with text."),
     Rule("heartbeat", "heartbeat", "Heartbeats continue from Joined until Completed."),
     Rule("hash", "parameters", "Parameters with a wrong hash are not used."),
     Rule("download", "parameters", "A broken download is resumed or repeated."),

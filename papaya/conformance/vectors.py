@@ -160,7 +160,7 @@ _REQUESTS: tuple[Case, ...] = (
         },
         "excluded": ["next-word"],
     },
-    {"type": "CheckIn", "protocol": 1, "capabilities": {}},
+    {"type": "CheckIn", "protocol": 2, "capabilities": {}},
     {"type": "Join", "ticket": _TICKET},
     {"type": "Heartbeat", "ticket": _TICKET},
     {"type": "Report", "ticket": _TICKET, "examples": 2**31},
@@ -367,7 +367,20 @@ def _public_parameters() -> Iterator[Case]:
         found = changed(clip=clip)
         digest = sha256(found.encode()).hexdigest()
         yield _case("valid", f"a clip of {clip}", encoded=found, sha256=digest)
+    manifest = sha256(b"a manifest").hexdigest()
+    signed = changed(manifest=manifest, kind="train", number=0)
+    evaluation = {"clip": 8191.0, "max_examples": 1, "max_staleness": 1, "weighting": "none"}
+    evaluated = changed(**evaluation, manifest=manifest, kind="evaluate", number=7)
+    for name, found in (("of a signed task", signed), ("of its evaluation", evaluated)):
+        yield _case("valid", name, encoded=found, sha256=sha256(found.encode()).hexdigest())
     for name, text in (
+        ("a manifest without a kind", changed(manifest=manifest, number=0)),
+        ("a kind without a manifest", changed(kind="train")),
+        ("an empty manifest", changed(manifest="", kind="", number=0)),
+        ("a manifest in capitals", changed(manifest=manifest.upper(), kind="train", number=0)),
+        ("an unknown kind", changed(manifest=manifest, kind="test", number=0)),
+        ("training with the kind of an evaluation", signed.replace('"train"', '"evaluate"')),
+        ("training with a number", signed.replace('"number":0', '"number":1')),
         ("spaces", json.dumps(fields, sort_keys=True)),
         ("keys that are not sorted", _json(dict(reversed(fields.items())))),
         ("a clip without a decimal point", encoded.replace("1.0", "1")),

@@ -6,13 +6,16 @@
 
 Rows decide who leads and who holds a task. Reports tell which servers are alive and what demand
 there is. Orders are sent only after the rows behind them are committed. The Coordinator never talks
-to a device, never sees an update, and assigns no clients during its recovery period.
+to a device and never sees an update. It assigns clients to a task only after the task's holder has
+reported under its epoch: from then on, what an earlier leader assigned has no claim to a slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from random import Random
+
+from msgspec.structs import replace
 
 from papaya.config import Requirements, ServerConfig, TaskConfig
 from papaya.coordinator.assignment import Leases, assign
@@ -65,7 +68,7 @@ class Coordinator:
     """A candidate for leader. Invariant, per task: reported active + leases <= C."""
 
     def __init__(
-        self, node: NodeId, boot: float, now: float, config: ServerConfig, rng: Random
+        self, node: NodeId, boot: int, now: float, config: ServerConfig, rng: Random
     ) -> None:
         self.node = node
         self.boot = boot
@@ -124,7 +127,10 @@ class Coordinator:
         self._listen(now)
         if now < self._next_beat:
             return []
-        self._next_beat = now + self._config.heartbeat_s
+        is_leader = self.leadership.epoch > 0
+        self._next_beat = now + (
+            self._config.heartbeat_s if is_leader else self._config.leader_read_s
+        )
         self.fleet.drop_silent_selectors(now)
         self._drop_old_reports(now)
         effects = self._read()
@@ -141,10 +147,13 @@ class Coordinator:
         for task, row in self.tasks.items():
             report = self._report_of(task)
             active = 0 if report is None else report.active
-            if active + self.leases.count(task) > row.config.concurrency:
+            # Leases from before a revision that lowered it are refused by the holder.
+            before = (earlier.config.concurrency for earlier in row.earlier)
+            most = max((row.config.concurrency, *before))
+            if active + self.leases.count(task) > most:
                 raise InvariantError(
                     f"{self.node}: task {task} has {active} active and {self.leases.count(task)} "
-                    f"leased clients, above its concurrency of {row.config.concurrency}"
+                    f"leased clients, above its concurrency of {most}"
                 )
 
     # -- leadership -------------------------------------------------------------------------
@@ -159,11 +168,12 @@ class Coordinator:
         self._now = now
 
     def _read(self) -> Effects:
-        """Read the rows, every heartbeat: finds new tasks and settles unknown outcomes."""
+        """Finds new tasks and settles unknown outcomes. A candidate only watches the leader."""
         if self._reading or None in self._pending.values():
             return []  # a read must not overtake the lease transaction that it would settle
         self._reading = True
-        return [Read(self._new_token(), (LEADER_KEY, TASKS, FENCES))]
+        rows = (LEADER_KEY, TASKS, FENCES) if self.leadership.epoch > 0 else (LEADER_KEY,)
+        return [Read(self._new_token(), rows)]
 
     def _on_rows(self, now: float, rows: Rows) -> Effects:
         self._reading = False
@@ -175,6 +185,7 @@ class Coordinator:
         if self.leadership.epoch != epoch_before:
             self._loaded = False
             self._reset_view()
+            return self._read()  # a candidate did not read the tasks
         effects: Effects = []
         attempt = self.leadership.next_attempt(now)
         if attempt is not None:
@@ -185,20 +196,25 @@ class Coordinator:
             if is_new:
                 # Tasks can be placed then: every aggregator will have reported.
                 self._next_beat = now + self._config.heartbeat_s
-                effects += self._answer_selectors(now)
+                effects += self._tell_who_leads(now)
             effects += self._place(now)
         return effects
 
-    def _answer_selectors(self, now: float) -> Effects:
-        """Tell the selectors at once who leads, so that devices need not wait for their reports."""
+    def _tell_who_leads(self, now: float) -> Effects:
+        """Orders to the holders and to all selectors that have reported. They answer at once."""
+        fences = [fence for task, fence in self.fences.items() if task in self.tasks]
+        holders = dict.fromkeys((fence.aggregator, fence.boot) for fence in fences)
+        effects: Effects = [
+            self._orders_for_aggregator(node, AggregatorView(boot))
+            for node, boot in holders
+            if node
+        ]
         self._drop_old_reports(now)
         reports, self.unanswered = self.unanswered, {}
-        return [
-            effect
-            for _, report in reports.values()
-            if isinstance(report, SelectorReport)
-            for effect in self._on_selector_report(now, report)
-        ]
+        for _, report in reports.values():
+            if isinstance(report, SelectorReport):
+                effects += self._on_selector_report(now, report)
+        return effects
 
     def _drop_old_reports(self, now: float) -> None:
         """An old report would look like a wrong clock."""
@@ -269,7 +285,8 @@ class Coordinator:
         is_urgent = report.heartbeat or report.draining
         if is_urgent:
             effects += self._place(now)
-        if is_urgent or joined >= _ACKNOWLEDGE_AFTER_JOINS:
+        knows_leader = report.epoch == self.leadership.epoch
+        if is_urgent or not knows_leader or joined >= _ACKNOWLEDGE_AFTER_JOINS:
             effects.append(self._orders_for_aggregator(report.node))
         return effects + self._assign(now)
 
@@ -277,6 +294,8 @@ class Coordinator:
         if not self._acts(now):
             self.unanswered[report.node] = (now, report)
             return []
+        if report.epoch != self.leadership.epoch:
+            report = replace(report, acked=0)  # it acknowledges orders of another leader
         if not self.fleet.heard_selector(now, report):
             return []
         for session in report.unfilled:
@@ -287,10 +306,16 @@ class Coordinator:
         return effects
 
     def _report_of(self, task: TaskId) -> TaskReport | None:
-        """The last report on a task by the holder that its fence names, or None."""
+        """The last report on a task by the holder that its fence names, or None.
+
+        None also if that holder does not know this leader: then it still keeps slots for clients
+        that an earlier leader has assigned.
+        """
         fence = self.fences.get(task)
         view = self.fleet.aggregators.get(fence.aggregator) if fence is not None else None
         if fence is None or view is None or view.boot != fence.boot:
+            return None
+        if view.epoch != self.leadership.epoch:
             return None
         report = view.tasks.get(task)
         return report if report is not None and report.seq == fence.seq else None
@@ -302,6 +327,10 @@ class Coordinator:
             return 0
         return report.demand - self.leases.count(task)
 
+    def recovers(self, now: float) -> bool:
+        """Does a new leader still wait for the holder of some task to report?"""
+        return self.leadership.recovers(now) and None in map(self._report_of, self.tasks)
+
     def _on_drain(self, now: float) -> Effects:
         """Aggregators that stop at the same time need not wait for this leader."""
         self._is_draining = True
@@ -312,8 +341,6 @@ class Coordinator:
     # -- clients to tasks -------------------------------------------------------------------
 
     def _assign(self, now: float) -> Effects:
-        if self.leadership.recovers(now):
-            return []
         wanted = {task: demand for task in self.tasks if (demand := self.demand(task)) > 0}
         effects = self._assign_held(now, wanted) if wanted else []
         return effects + self._announce(effects)
@@ -438,8 +465,8 @@ class Coordinator:
 
     # -- orders -----------------------------------------------------------------------------
 
-    def _orders_for_aggregator(self, node: NodeId) -> Send:
-        view = self.fleet.aggregators[node]
+    def _orders_for_aggregator(self, node: NodeId, view: AggregatorView | None = None) -> Send:
+        view = view or self.fleet.aggregators[node]
         self._order += 1
         orders = AggregatorOrders(
             epoch=self.leadership.epoch,
@@ -497,9 +524,16 @@ class Coordinator:
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
             over=self.over,
             assignments=assignments,
-            assigns_in_s=max(0.0, self.leadership.recovers_until - self._now),
+            assigns_in_s=self._assigns_in_s(),
         )
         return Send(node, orders)
+
+    def _assigns_in_s(self) -> float:
+        """How long a new leader may have to wait for its first report of a holder."""
+        wait_s = self.leadership.recovers_until - self._now
+        if wait_s <= 0 or any(self._report_of(task) is not None for task in self.tasks):
+            return 0.0
+        return wait_s
 
     def _advertised(self) -> tuple[Advertised, ...]:
         """The tasks that selectors may offer to devices."""

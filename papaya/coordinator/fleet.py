@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from random import Random
 
-from papaya.messages.base import NodeId, TaskId
+from papaya.messages.base import Boot, NodeId, TaskId
 from papaya.messages.control import AggregatorReport, SelectorReport, TaskReport
 from papaya.messages.selection import DeviceClass
 
@@ -27,7 +27,7 @@ class PeerClock:
     this window and the last one counts: some report of the two was fast.
     """
 
-    def __init__(self, boot: float, window_s: float) -> None:
+    def __init__(self, boot: Boot, window_s: float) -> None:
         self.boot = boot
         self._window_s = window_s
         self.heard_at = -math.inf
@@ -49,11 +49,12 @@ class PeerClock:
 class AggregatorView:
     """One boot of one aggregator, as its last report describes it."""
 
-    def __init__(self, boot: float) -> None:
+    def __init__(self, boot: Boot) -> None:
         self.boot = boot
-        # The number of the last report, and when it arrived.
+        # The number of the last report, when it arrived, and the epoch of the leader it was for.
         self.number = -1
         self.heard_at = 0.0
+        self.epoch = 0
         # Its process is about to stop.
         self.is_draining = False
         # Consecutive heartbeats with a load above 1.
@@ -66,6 +67,7 @@ class AggregatorView:
     def update(self, now: float, report: AggregatorReport) -> None:
         self.number = report.number
         self.heard_at = now
+        self.epoch = report.epoch
         self.is_draining = report.draining
         self.tasks = {task.task: task for task in report.tasks}
         if report.heartbeat:
@@ -87,7 +89,7 @@ class AggregatorView:
 class SelectorView:
     """One boot of one selector: the check-ins it holds, less those already assigned."""
 
-    def __init__(self, boot: float) -> None:
+    def __init__(self, boot: Boot) -> None:
         self.boot = boot
         self.number = -1
         self.heard_at = 0.0
@@ -188,7 +190,7 @@ class Fleet:
         report = view.tasks.get(task)
         return report is None or report.seq != seq or report.drained
 
-    def boot_of(self, now: float, node: NodeId) -> float | None:
+    def boot_of(self, now: float, node: NodeId) -> Boot | None:
         """The boot that a node runs; None if it is dead.
 
         Silence only counts from `listens_since`: before that, reports were not processed here.

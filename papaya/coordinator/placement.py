@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from papaya.messages.base import NodeId, TaskId
+from papaya.messages.base import Boot, NodeId, TaskId
 from papaya.messages.storage import FenceRow
 
 
-def is_orphan(fence: FenceRow, live_boot: float | None, recovers: bool) -> bool:
+def is_orphan(fence: FenceRow, live_boot: Boot | None, recovers: bool) -> bool:
     """Is the boot that holds the task gone? `live_boot` is the boot its node reports now."""
     if live_boot is not None and live_boot >= fence.boot:
         return live_boot > fence.boot  # restarted: the boot that held the task is gone

@@ -4,9 +4,10 @@
     the current assignment map from aggregator reports and then resumes assignments."
 
 Clocks of different servers are never compared. A candidate takes over when it has seen the leader
-row unchanged for a whole lease by its own clock. A leader stops when no renewal that it *sent*
-within a lease was confirmed. The new leader then waits for a recovery period, which is longer than
-any assignment of the old leader can last. Tasks and clients are not decided here.
+row unchanged for a whole lease by its own clock. Only time in which its reads succeed counts: while
+the state store is away, the leader cannot renew either. A leader stops when no renewal that it
+*sent* within a lease was confirmed. In the recovery period of a new leader, holders that have not
+reported yet do not count as dead. Tasks and clients are not decided here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from papaya.messages.storage import (
 class Leadership:
     """One candidate's view of the lease."""
 
-    def __init__(self, node: NodeId, boot: float, config: ServerConfig) -> None:
+    def __init__(self, node: NodeId, boot: int, config: ServerConfig) -> None:
         self._node = node
         self._boot = boot
         self._config = config
@@ -33,6 +34,9 @@ class Leadership:
         # first read.
         self._row: LeaderRow | None = None
         self._row_seen_at: float | None = None
+        # The last read, and how much of the time since the row was first seen went without one.
+        self._read_at = 0.0
+        self._unread_s = 0.0
         # The row that a transaction on its way would write, when it was sent, and how many there
         # have been.
         self._attempt: LeaderRow | None = None
@@ -63,7 +67,10 @@ class Leadership:
             self.confirm(now)
             return
         if self._row_seen_at is None or row != self._row:
-            self._row, self._row_seen_at = row, now
+            self._see(now, row)
+        # Reads may be a little late.
+        self._unread_s += max(0.0, now - self._read_at - 2 * self._config.leader_read_s)
+        self._read_at = now
         if self.epoch > 0 and not self._is_mine(row):
             self._abdicate()
 
@@ -87,15 +94,19 @@ class Leadership:
             self.recovers_until = now + self._config.recovery_s if has_predecessor else now
         # The lease starts when the attempt was sent: the row may have been written right then.
         self._leads_until = self._attempted_at + self._config.leader_lease_s
-        self._row, self._row_seen_at = self._attempt, now
+        self._see(now, self._attempt)
         self._attempt = None
         return elected
+
+    def _see(self, now: float, row: LeaderRow | None) -> None:
+        self._row, self._row_seen_at = row, now
+        self._read_at, self._unread_s = now, 0.0
 
     def _may_claim(self, now: float) -> bool:
         if self._row is None or self._row.holder == self._node:
             return True  # no leader yet, or this node itself: an earlier boot, or a late claim
         assert self._row_seen_at is not None
-        return now - self._row_seen_at >= self._config.leader_lease_s
+        return now - self._row_seen_at - self._unread_s >= self._config.leader_lease_s
 
     def _claim(self, now: float) -> Transaction:
         epoch = 1 if self._row is None else self._row.epoch + 1

@@ -15,7 +15,7 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -36,11 +36,14 @@ from papaya.bundle.manifest import (
 from papaya.bundle.owner import OwnerKeys, SignedStatement, key_id
 from papaya.client.client import CountedAs, NoBundles
 from papaya.device.device_file import DeviceFile
+from papaya.device.example_store import ExampleStore
+from papaya.device.executor import GivenUp
 from papaya.device.owners import OwnerPolicy
-from papaya.errors import OperatorError, ProtocolError
+from papaya.errors import OperatorError
 from papaya.learning.definition import TaskTerms
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.participation import Joined
+from papaya.messages.selection import refused
 
 MAX_NAMED: Final = 32
 """How many refused bundles a check-in names."""
@@ -84,17 +87,20 @@ class Bundle(Struct, frozen=True):
             max_staleness=manifest.max_staleness,
             clip=manifest.clip,
             threshold=None if manifest.secure is None else manifest.secure.threshold,
+            manifest=manifest.digest,
+            aggregation_goal=None if manifest.secure is None else manifest.secure.aggregation_goal,
         )
 
     def check_evaluation(self, clients: int | None = None) -> None:
-        """ProtocolError unless the owner allows evaluations, and sums of so few clients."""
+        """GivenUp unless the owner allows evaluations, and sums of so few clients."""
         task, signed = self.manifest.task, self.manifest.evaluation_clients
         if signed == 0:
-            raise ProtocolError(f"the owner of {task} has signed no evaluations")
+            raise GivenUp("mismatch", f"the owner of {task} has signed no evaluations")
         if clients is not None and clients < signed:
-            raise ProtocolError(
+            raise GivenUp(
+                "mismatch",
                 f"an evaluation of {clients} clients; the owner of {task} has signed at least "
-                f"{signed}"
+                f"{signed}",
             )
 
     @property
@@ -123,8 +129,8 @@ class BundleStore:
         self._ready: dict[BlobKey, Bundle] = {}
         # Runs that came from a bundle, whether or not it may still be used.
         self._runs: dict[TaskId, None] = {}
-        # Refused bundles by the name in a check-in: the reason, and when.
-        self._refused: dict[str, tuple[str, float]] = {}
+        # Refused bundles by the name in a check-in: the reason, when, and in words.
+        self._refused: dict[str, tuple[str, float, str]] = {}
         self._fetching = asyncio.Lock()
         try:
             for part in ("blobs", "programs"):
@@ -149,6 +155,9 @@ class BundleStore:
         found = self._ready.get(head_key)
         return found is None or found.lease_until <= now
 
+    def get(self, head_key: str) -> Bundle | None:
+        return self._ready.get(head_key)
+
     def of_run(self, run: str) -> Bundle | None:
         return next((b for b in reversed(self._ready.values()) if b.run == run), None)
 
@@ -165,19 +174,28 @@ class BundleStore:
         """What the device allows the owner of a bundle, whatever a server says."""
         return self._policies[bundle.manifest.owner]
 
-    def refused(self, now: float) -> tuple[str, ...]:
-        """The names of refused bundles, for a check-in, the newest first."""
-        names = [
-            name
-            for name, (reason, at) in self._refused.items()
+    def refused(self, now: float) -> dict[str, str]:
+        """Refused bundles by the name for a check-in, the newest first, and why, in words."""
+        found = [
+            (name, words)
+            for name, (reason, at, words) in self._refused.items()
             if reason not in _MAY_PASS or now < at + _ASK_AGAIN_S
         ]
-        return tuple(reversed(names[-MAX_NAMED:]))
+        return dict(reversed(found[-MAX_NAMED:]))
 
-    def refuse(self, name: str, reason: str, now: float) -> None:
+    def without_examples(self, store: ExampleStore) -> dict[str, str]:
+        """Accepted bundles for which a device has nothing to train on, and why, as in `refused`."""
+        found = {}
+        for key, bundle in list(self._ready.items()):
+            manifest = bundle.manifest
+            if problem := store.why_none(manifest.examples.collection, manifest.task):
+                found[refused(bundle.run, key)] = f"{manifest.task}: {problem}"
+        return found
+
+    def refuse(self, name: str, reason: str, now: float, words: str) -> None:
         """Do not ask for this bundle again."""
         self._refused.pop(name, None)
-        self._refused[name] = (reason, now)
+        self._refused[name] = (reason, now, words)
         while len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
 
@@ -388,15 +406,21 @@ def _holds(folder: Path, files: Mapping[str, bytes]) -> bool:
 class VisitBundles(NoBundles):
     """What the client machine asks of the bundles, during one visit."""
 
-    def __init__(self, store: BundleStore, now: Callable[[], float]) -> None:
+    def __init__(
+        self, store: BundleStore, now: Callable[[], float], excluded: Iterable[str] = ()
+    ) -> None:
         self._store = store
         self._now = now
-        self._refused = store.refused(now())
+        self._excluded = tuple(excluded)
+        # What the owner has signed about the task to which the device was assigned.
+        self.accepted: TaskManifest | None = None
 
     def refused(self) -> tuple[str, ...]:
-        return self._refused
+        return self._excluded
 
     def lacks(self, bundle: BlobKey) -> bool:
+        found = self._store.get(bundle)
+        self.accepted = None if found is None else found.manifest
         return self._store.lacks(bundle, self._now())
 
     def counted(self, joined: Joined) -> tuple[CountedAs, ...]:

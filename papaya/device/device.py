@@ -131,19 +131,22 @@ class Device:
             self._process.limits.max_exclusion_s,
         )
         store, now = self._bundles, self._process.now
+        excluded = {} if store is None else await self._excluded(store)
+        bundles = None if store is None else VisitBundles(store, now, excluded)
         machine = Client(
             self._equipment.selectors,
             self._capabilities,
             history,
             self._config,
             self._rng,
-            None if store is None else VisitBundles(store, now),
+            bundles,
         )
         visit = self._visit = DeviceVisit(
             machine,
             self._equipment,
             lambda stage: self._reached(machine, stage),
             lambda done, steps: self._step_done(machine, done, steps),
+            bundles,
         )
         if self._stopping.is_set():
             visit.interrupt("the device was told to stop")
@@ -154,13 +157,20 @@ class Device:
             self._visit = None
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-        detail = visit.detail
+        detail = visit.detail or finish.detail
         if finish.ending == "unprepared":
             assert machine.task is not None
             detail = await self._prepare(machine.task, finish.reason)
-        ended = (finish.ending, finish.reason, machine.task, detail)
+        if finish.ending == "rejected":
+            detail = "; ".join(dict.fromkeys(filter(None, (detail, *excluded.values()))))
+        ended = (finish.ending, finish.reason, machine.task, detail, visit.explanation)
         self._notify(VisitEnded(self.name, self._process.now(), *ended))
         return finish
+
+    async def _excluded(self, store: BundleStore) -> dict[str, str]:
+        """Bundles that this device does not train now, as a check-in names them, and why."""
+        refused = store.refused(self._process.now())
+        return refused | await asyncio.to_thread(store.without_examples, self.store)
 
     async def _prepare(self, task: TaskId, head_key: BlobKey) -> str:
         """Fetch the bundle of a task, outside any session. Returns the problem, if there is one."""
@@ -176,9 +186,11 @@ class Device:
             bundle = await store.fetch(head_key, download, self._trainer.add_bundle, now)
         except PapayaError as error:
             if isinstance(error, BundleError):  # asking again does not help: exclude it
-                store.refuse(refused(task, head_key), error.reason, now)
+                # Rejections are explained for tasks of pinned owners only.
+                words = "" if error.reason == "unknown_owner" else in_words(error)
+                store.refuse(refused(task, head_key), error.reason, now, words)
             elif isinstance(error, OperatorError):  # such as a full disk: hold no slot meanwhile
-                store.refuse(refused(task, head_key), "cannot_keep", now)
+                store.refuse(refused(task, head_key), "cannot_keep", now, in_words(error))
             self._failures += 1
             return in_words(error)
         self._failures = 0

@@ -1,6 +1,6 @@
 """Events that a device reports to its app or command.
 
-Events are not sent to a server. They contain tasks and reasons, never tokens, tickets or examples.
+Events are not sent to a server. They contain tasks and reasons, never tokens or tickets.
 """
 
 from __future__ import annotations
@@ -36,12 +36,17 @@ class StepsTrained(Event, frozen=True):
 
 
 class VisitEnded(Event, frozen=True, tag="Ended"):
-    """A visit is over. `detail` is not sent to the server; `task` is None if none was assigned."""
+    """A visit is over; `task` is None if none was assigned.
+
+    `reason` is what a server knows, or its text. `detail` (a line) and `explanation` (a traceback)
+    are not sent to any server; errors of a task's code may quote examples.
+    """
 
     ending: Ending
     reason: str
     task: str | None
     detail: str = ""
+    explanation: str = ""
 
 
 class VisitScheduled(Event, frozen=True, tag="Waiting"):

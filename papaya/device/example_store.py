@@ -161,6 +161,22 @@ class ExampleStore:
                 [[found[split]]] = self._file.rows(select, collection, *_bounds(split, policy))
         return found
 
+    def why_none(self, collection: str, task: str) -> str:
+        """Why this task would find nothing to train on; empty if it would find examples."""
+        select = "SELECT 1 FROM example WHERE collection = ? AND bucket >= ? AND bucket < ? LIMIT 1"
+        with self._current():
+            policy = self._policies.get(collection)
+            if policy is None:
+                return f"this device has no collection {collection!r}"
+            if not policy.allows(task):
+                return f"the policies of this device do not allow collection {collection!r}"
+            if self._file.rows(select, collection, *_bounds("train", policy)):
+                return ""
+            select = "SELECT 1 FROM example WHERE collection = ? LIMIT 1"
+            has_some = bool(self._file.rows(select, collection))
+        problem = "has only held-out examples" if has_some else "is empty"
+        return f"collection {collection!r} {problem}"
+
     def drop(self, collection: str) -> None:
         """Delete a collection: its policy and all its examples."""
         with self._current():

@@ -15,10 +15,12 @@ from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
+from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import Examples, TaskTerms
 from papaya.learning.parameters import Manifest, Vector
 from papaya.messages.base import TaskId
+from papaya.messages.participation import LeaveReason
 
 LOADER: Final = "load_examples"
 """The optional function of a task file that makes examples from a text."""
@@ -26,7 +28,8 @@ LOADER: Final = "load_examples"
 EngineName = Literal["torch", "executorch"]
 """What a device trains with: task files in Python, or compiled programs."""
 
-FailureKind = Literal["timeout", "memory", "crashed", "refused", "unavailable"]
+FailureKind = Literal["timeout", "memory", "crashed", "diverged", "refused", "unavailable"]
+"""refused: the code of the task raised an error, or it must not be run."""
 
 
 class TaskFile(Struct, frozen=True):
@@ -92,12 +95,27 @@ class UnfitExample(Struct, frozen=True):
 
 
 class JobFailed(Exception):
-    """A job without a result. `kind` is for counters, the message for people."""
+    """A job without a result. `kind` is for counters, the message for people.
 
-    def __init__(self, kind: FailureKind, reason: str) -> None:
+    `traceback`: of the code of the task, if it raised an error.
+    """
+
+    def __init__(self, kind: FailureKind, reason: str, traceback: str = "") -> None:
         super().__init__(reason)
         self.kind = kind
         self.reason = reason
+        self.traceback = traceback
+
+
+class GivenUp(OperatorError):
+    """Why a device leaves a visit. `code` is all that the server learns of it."""
+
+    def __init__(
+        self, code: LeaveReason, message: str, *, hint: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+        self.traceback = traceback
 
 
 class TrainingEngine(Protocol):

@@ -27,6 +27,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -49,7 +50,7 @@ from papaya.device.executor import (
     UnfitExample,
 )
 from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, StepsDone, Unloadable
-from papaya.errors import OperatorError
+from papaya.errors import Diverged, OperatorError
 from papaya.learning.client_training import StepDone
 from papaya.learning.definition import TaskTerms
 from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
@@ -57,6 +58,7 @@ from papaya.learning.parameters import decode
 
 _MAX_REASON: Final = 500
 _CHECKED_TOGETHER: Final = 64
+_MAX_TRACEBACK: Final = 8000
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -268,7 +270,10 @@ def _problem(error: BaseException) -> JobProblem:
     text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return JobProblem("memory", f"exceeded its memory limit: {text}")
-    return JobProblem("refused", str(error) if isinstance(error, OperatorError) else text)
+    if isinstance(error, OperatorError):
+        return JobProblem("diverged" if isinstance(error, Diverged) else "refused", str(error))
+    raised = "".join(traceback.format_exception(error))
+    return JobProblem("refused", text, raised[-_MAX_TRACEBACK:])
 
 
 def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngine:

@@ -79,6 +79,7 @@ class Success(Struct, frozen=True, tag=True):
 class JobProblem(Struct, frozen=True, tag=True):
     kind: FailureKind
     reason: str
+    traceback: str = ""
 
 
 Order = Start | Kill

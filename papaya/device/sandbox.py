@@ -290,8 +290,8 @@ class _ForkServer:
         match outcome or _obituary(ended.result()):
             case Success(result=result):
                 return result
-            case JobProblem(kind=kind, reason=reason):
-                raise JobFailed(kind, reason)
+            case JobProblem(kind=kind, reason=reason, traceback=traceback):
+                raise JobFailed(kind, reason, traceback)
 
     async def _end(self, id_: int, ended: asyncio.Future[int]) -> None:
         """Kill what is left of a job and wait for its end; its place is free only then."""

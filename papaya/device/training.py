@@ -26,20 +26,31 @@ from papaya.device.executor import (
     LOADER,
     EngineName,
     Executor,
+    FailureKind,
+    GivenUp,
     Job,
     JobFailed,
     TaskFile,
     UnfitExample,
 )
 from papaya.device.sandbox import Sandbox
-from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.errors import ConfigError, OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import TaskTerms
 from papaya.learning.evaluation import evaluation_vector
 from papaya.messages.base import SessionId, TaskId
+from papaya.messages.participation import LeaveReason
 
 logger = logging.getLogger("papaya.device")
 
+_CODES: dict[FailureKind, LeaveReason] = {
+    "timeout": "timed_out",
+    "memory": "out_of_memory",
+    "crashed": "crashed",
+    "diverged": "diverged",
+    "refused": "training_failed",
+    "unavailable": "unavailable",
+}
 _LOAD_S = 600.0
 _LOAD_BYTES = 8 << 20  # of text per job
 _MAX_CHECK_S = 120.0  # to load the program of a bundle
@@ -95,7 +106,10 @@ class Trainer(Protocol):
         ...
 
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
-        """Train. Raises PapayaError on failure; stops when it is cancelled."""
+        """Train. Raises PapayaError on failure; stops when it is cancelled.
+
+        The server learns the code of a `GivenUp`, and "training_failed" of any other error.
+        """
         ...
 
 
@@ -179,16 +193,25 @@ class ExecutorTrainer:
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         file = self._files[assignment.program]
         if file.model_length != assignment.model_length:
-            raise ProtocolError(
+            raise GivenUp(
+                "mismatch",
                 f"the server's model has {assignment.model_length} parameters, "
-                f"that of {file.path} has {file.model_length}"
+                f"that of {file.path} has {file.model_length}",
             )
         split: Split = "validation" if assignment.evaluates else "train"
-        examples, volume = await asyncio.to_thread(self._examples, assignment.program, split, store)
+        collection = file.examples.collection
+        try:
+            examples, volume = await asyncio.to_thread(
+                self._examples, assignment.program, split, store
+            )
+        except ConfigError as error:  # there is no such collection
+            raise GivenUp("no_examples", str(error), hint=error.hint) from error
         if not examples:
-            raise OperatorError(
+            raise GivenUp(
+                "no_examples",
                 f"there are no {split} examples for {assignment.program!r}",
-                hint=f"add some to collection {file.examples.collection!r}",
+                hint=f"add some to collection {collection!r}: papaya client --import "
+                f"{collection}=PATH",
             )
         job = Job(
             kind="evaluate" if assignment.evaluates else "train",
@@ -202,7 +225,8 @@ class ExecutorTrainer:
         try:
             result = await self._executor.run(job, assignment.timeout_s, assignment.step_done)
         except JobFailed as error:
-            raise OperatorError(f"{error.kind}: {error.reason}") from error
+            told = f"{error.kind}: {error.reason}"
+            raise GivenUp(_CODES[error.kind], told, traceback=error.traceback) from error
         return Trained(result.update, result.examples)
 
     async def load_examples(self, task_file: Path, texts: Sequence[str]) -> list[list[bytes]]:

@@ -57,7 +57,8 @@ _DIFFERS = (
 def agreed_policy(
     owner: DevicePolicy, task: TaskId, terms: TaskTerms, *, evaluates: bool
 ) -> ParticipantPolicy:
-    """The terms under which a device masks: its own copy of the task file, its owner's limits.
+    """The terms under which a device masks: its own copy of the task file or the manifest that it
+    has verified, and its owner's limits.
 
     Requires the larger of the two thresholds. Nothing here comes from a server. A task without a
     clip is refused (ProtocolError), because masked values would be unbounded.
@@ -72,6 +73,7 @@ def agreed_policy(
             max_staleness=EVALUATION_MAX_STALENESS,
             minimum_threshold=minimum_threshold,
             weighting="none",
+            manifest=terms.manifest,
         )
     if terms.clip is None:
         raise ProtocolError(f"task {task} has no clip, which secure aggregation requires")
@@ -83,6 +85,9 @@ def agreed_policy(
         max_staleness=terms.max_staleness,
         minimum_threshold=minimum_threshold,
         maximum_staleness=owner.maximum_staleness,
+        manifest=terms.manifest,
+        aggregation_goal=terms.aggregation_goal,
+        threshold=terms.threshold if terms.manifest else None,
     )
 
 

@@ -4,7 +4,9 @@ Every effect becomes a task whose outcome comes back as a message; one loop feed
 that it never sees two things at once. `Remember` is the exception: it is durable before the effect
 after it is carried out, and if it cannot be, nothing after it happens.
 
-Reasons that reach the server are coarse: what is wrong on a device is for its owner (`detail`).
+The server learns one code of why a visit failed (`papaya/messages/reasons.py`). The text of an
+error may quote a path, a policy or an example: it is for the device's owner (`detail`,
+`explanation`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
+from traceback import format_exception
 from typing import Any, NamedTuple
 
 from msgspec import structs
@@ -34,17 +37,18 @@ from papaya.client.work import (
 )
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.bundles import Bundle, BundleStore
+from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.device_file import DeviceHistory
 from papaya.device.download import task_of
-from papaya.device.example_store import ExampleStore
+from papaya.device.example_store import ExampleStore, UseRefused
+from papaya.device.executor import GivenUp
 from papaya.device.process import DeviceProcess
 from papaya.device.training import Trainer, TrainingRequest
 from papaya.errors import PapayaError, ProtocolError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.machine import Effects
 from papaya.messages.base import Message, TaskId
-from papaya.messages.participation import Leave, UploadGranted
+from papaya.messages.participation import Leave, LeaveReason, UploadGranted
 from papaya.messages.selection import CheckIn
 from papaya.secagg.parameters import PublicParameters
 
@@ -76,9 +80,14 @@ class DeviceVisit:
         equipment: Equipment,
         reached: Callable[[Stage], None],
         step_done: StepDone = unwatched,
+        bundles: VisitBundles | None = None,
     ) -> None:
+        """`bundles` are those that the machine asks, if the device trusts owners."""
         self.machine = machine
+        self._bundles = bundles
+        # What went wrong, in a line, and all that is known about it.
         self.detail = ""
+        self.explanation = ""
         self._equipment = equipment
         self._process = equipment.process
         self._reached = reached
@@ -110,7 +119,7 @@ class DeviceVisit:
         """
         if even_sending or self.machine.stage not in _SENDING:
             self.detail = detail
-            self._inbox.put_nowait(Stop("interrupted"))
+            self._inbox.put_nowait(Stop())
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -157,9 +166,12 @@ class DeviceVisit:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _fail(self, reason: str, detail: str) -> None:
-        self.detail = detail
-        self._inbox.put_nowait(WorkFailed(reason))
+    def _fail(self, error: Exception, otherwise: LeaveReason) -> None:
+        """Leave because of this error; `otherwise` is the code if the error has none."""
+        self.detail = in_words(error)
+        self.explanation = _explained(error)
+        code: LeaveReason = "declined" if isinstance(error, UseRefused) else otherwise
+        self._inbox.put_nowait(WorkFailed(error.code if isinstance(error, GivenUp) else code))
 
     # -- effects ----------------------------------------------------------------------------
 
@@ -196,7 +208,7 @@ class DeviceVisit:
                 effect.parameters, effect.model_length, self._equipment.selectors
             )
         except Exception as error:  # `knows` and `terms` are the app's code
-            self._fail("no parameters", in_words(error))
+            self._fail(error, "no_parameters")
         else:
             self._inbox.put_nowait(Downloaded())
 
@@ -205,12 +217,13 @@ class DeviceVisit:
         assert joined is not None
         program = task_of(effect.parameters)
         if program != joined.task and not joined.evaluates:
-            raise ProtocolError(
-                f"for task {joined.task!r}, the server sent parameters of {program!r}"
+            raise GivenUp(
+                "protocol", f"for task {joined.task!r}, the server sent parameters of {program!r}"
             )
         bundles = self._equipment.bundles
         if bundles is not None and (reason := bundles.why_not(program, self._process.now())):
-            raise ProtocolError(f"task {program!r}: {reason}")
+            raise GivenUp("declined", f"task {program!r}: {reason}")
+        self._check_manifest(program)
         bundle = self._bundle(program)
         if bundle is not None and joined.evaluates:
             bundle.check_evaluation()
@@ -218,26 +231,41 @@ class DeviceVisit:
             # An app's own trainer need not list its tasks.
             names: tuple[TaskId, ...] = getattr(self._equipment.trainer, "tasks", ())
             name = names[0] if len(names) == 1 else "NAME-IN-THE-FILE"
-            raise ProtocolError(
+            raise GivenUp(
+                "no_program",
                 f"this device has no task file for {program!r}",
                 hint=f"if it was submitted under another name: --alias {program}={name}",
             )
         terms = self._equipment.trainer.terms(program)
         if terms is not None and terms.secure != joined.secure:
             has_it = "has" if terms.secure else "does not have"
-            raise ProtocolError(
+            raise GivenUp(
+                "mismatch",
                 f"the device's file of {program!r} and the server's task differ on secure "
                 f"aggregation: the file {has_it} it",
                 hint="give devices exactly the file that was submitted",
             )
         if joined.secure and self._process.trust is None:
-            raise ProtocolError(_NO_TRUST, hint=_TRUST_HINT)  # now, not after training
+            raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)  # now, not after training
         limit = self._process.limits.max_model_bytes
         if 4 * max(joined.model_length, joined.update_length) > limit:
-            raise ProtocolError(
+            raise GivenUp(
+                "declined",
                 f"the task has {joined.model_length} parameters and updates of "
-                f"{joined.update_length} values, above this device's limit of {limit} bytes"
+                f"{joined.update_length} values, above this device's limit of {limit} bytes",
             )
+
+    def _check_manifest(self, program: TaskId) -> None:
+        """The server knows under which manifest this device joined. Another visit of this process
+        may have replaced it since: then what this one computes would be weighed by the wrong one.
+        """
+        accepted = None if self._bundles is None else self._bundles.accepted
+        if accepted is None:
+            return
+        assert self._equipment.bundles is not None
+        newest = self._equipment.bundles.of_run(program)
+        if newest is None or newest.manifest != accepted:
+            raise GivenUp("mismatch", f"task {program!r}: the owner has replaced this revision")
 
     async def _train(self, effect: Train) -> None:
         joined = self.machine.joined
@@ -256,10 +284,11 @@ class DeviceVisit:
         )
         try:
             async with self._process.training_slot():
+                self._check_manifest(assignment.program)
                 trained = await self._equipment.trainer.train(assignment, self._equipment.store)
             _check_update(trained, joined.update_length)
         except Exception as error:  # `knows` and `terms` are the app's code
-            self._fail("no update", in_words(error))
+            self._fail(error, "training_failed")
         else:
             self._inbox.put_nowait(trained)
 
@@ -271,17 +300,19 @@ class DeviceVisit:
     async def _seal(self, effect: Seal) -> None:
         joined, trust = self.machine.joined, self._process.trust
         assert joined is not None
-        terms = self._equipment.trainer.terms(task_of(joined.parameters))
+        program = task_of(joined.parameters)
+        terms = self._equipment.trainer.terms(program)
         try:
+            self._check_manifest(program)
             if trust is None or terms is None:
-                raise ProtocolError(_NO_TRUST, hint=_TRUST_HINT)
-            bundle = self._bundle(task_of(joined.parameters))
+                raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)
+            bundle = self._bundle(program)
             if bundle is not None and joined.evaluates:
                 offered = PublicParameters.decode(effect.offer.parameters)
                 bundle.check_evaluation(offered.aggregation_goal)
             done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
         except Exception as error:  # whatever goes wrong, nothing was masked
-            self._fail("no seal", in_words(error))
+            self._fail(error, "untrusted")
         else:
             self._inbox.put_nowait(done)
 
@@ -290,7 +321,7 @@ class DeviceVisit:
         try:
             await asyncio.to_thread(history.remember, effect.task, effect.participated)
         except PapayaError as error:
-            self._fail("no history", str(error))
+            self._fail(error, "storage")
             return False
         return True
 
@@ -300,6 +331,13 @@ def _check_update(trained: Trained, length: int) -> None:
         raise ProtocolError(
             f"training gave {len(trained.update)} bytes, the task takes {4 * length}"
         )
+
+
+def _explained(error: Exception) -> str:
+    """All that is known about an error, for the device's own log."""
+    if isinstance(error, GivenUp):
+        return error.traceback
+    return "" if isinstance(error, PapayaError) else "".join(format_exception(error))
 
 
 def in_words(error: Exception) -> str:

@@ -109,6 +109,10 @@ class TaskTerms(Struct, frozen=True):
     max_staleness: int
     clip: float | None
     threshold: int | None
+    manifest: str = ""
+    """The digest of the signed manifest that has these settings; empty for a task file."""
+    aggregation_goal: int | None = None
+    """The one that the manifest states for a secure task."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:

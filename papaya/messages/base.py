@@ -6,12 +6,19 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+OLDEST_PROTOCOL = 1
+"""Devices of this version and later may take part."""
+SIGNED_TASKS_SINCE = 2
+"""Devices of earlier versions get only tasks that nobody has signed."""
 
 TaskId: TypeAlias = str
 NodeId: TypeAlias = str
 SessionId: TypeAlias = str
 BlobKey: TypeAlias = str
+# The number of a node's start, from its row `boot/<node>`. In rows and messages of earlier versions
+# it is a float, in those of 0.3.0 even a time.
+Boot: TypeAlias = int | float
 
 # Limits on what an untrusted peer can make a server hold.
 MAX_EXCLUDED = 64

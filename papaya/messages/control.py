@@ -6,7 +6,8 @@
                ◀── SelectorOrders ────                 assignments, task list, assignment map
 
 These are one-way messages that may be lost, duplicated or late. Reports are numbered within a boot
-of their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored.
+of their sender. Orders carry the leader's epoch; orders of an earlier epoch are ignored, and the
+first orders of a new one are answered with a report at once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from papaya.config import Requirements
-from papaya.messages.base import Message, NodeId, SessionId, TaskId
+from papaya.messages.base import Boot, Message, NodeId, SessionId, TaskId
 from papaya.messages.selection import DeviceClass
 
 
@@ -25,6 +26,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     `version` is the newest committed version.
     `drained`: every update that was folded is in a record, and no other will be folded here.
     `awaited`: clients of earlier holders that have not come yet, for which room is kept.
+    `endings`: how often sessions ended at this holder, by ending (`papaya/messages/reasons.py`).
     """
 
     task: TaskId
@@ -37,6 +39,7 @@ class TaskReport(Struct, frozen=True, gc=False):
     version: int = 0
     drained: bool = False
     awaited: int = 0
+    endings: tuple[tuple[str, int], ...] = ()
 
 
 class AggregatorReport(Message, frozen=True):
@@ -47,7 +50,7 @@ class AggregatorReport(Message, frozen=True):
     """
 
     node: NodeId
-    boot: float
+    boot: Boot
     number: int
     at: float
     epoch: int
@@ -78,7 +81,7 @@ class AggregatorOrders(Message, frozen=True):
 
     epoch: int
     leader: NodeId
-    boot: float
+    boot: Boot
     number: int
     acked: int
     tasks: tuple[Placement, ...]
@@ -108,7 +111,7 @@ class SelectorReport(Message, frozen=True):
     """
 
     node: NodeId
-    boot: float
+    boot: Boot
     number: int
     epoch: int
     acked: int
@@ -149,13 +152,13 @@ class Assignment(Struct, frozen=True, gc=False):
 
 class SelectorOrders(Message, frozen=True):
     """`wanting`: tasks with demand. `over`: tasks that ended but whose clients may still ask.
-    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long the leader still
-    recovers and assigns no client.
+    `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long a new leader that
+    no holder has reported to may assign no client.
     """
 
     epoch: int
     leader: NodeId
-    boot: float
+    boot: Boot
     number: int
     acked: int
     advertised: tuple[Advertised, ...]

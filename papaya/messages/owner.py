@@ -3,6 +3,7 @@
     running ◀──▶ paused          mark      keep a version, whatever its age
        └──┬────────┘             rollback  continue from an earlier version
     completed, cancelled         evaluate  evaluate a version in a task of its own (docs/adr/0016)
+       └──▶ deleted               revise    continue with other settings (docs/adr/0045)
 
 Each transaction requires exactly the rows that it was made from. One that is late or repeated is
 refused and changes nothing. The caller writes the blobs that a transaction names before it.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 
 import msgspec
@@ -27,6 +28,7 @@ from papaya.config import (
     Evaluated,
     EvaluationPlan,
     OptimizerConfig,
+    Requirements,
     SecureAggregation,
     StopRule,
     TaskConfig,
@@ -36,6 +38,8 @@ from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
     ConsumedRow,
+    DeletedRow,
+    EarlierRevision,
     FenceRow,
     OptimizerRow,
     PointRow,
@@ -46,6 +50,7 @@ from papaya.messages.storage import (
     Transaction,
     VersionRow,
     consumed_key,
+    deleted_key,
     fence_key,
     holder_prefixes,
     optimizer_key,
@@ -53,6 +58,7 @@ from papaya.messages.storage import (
     record_key,
     submission,
     task_key,
+    task_prefixes,
     version_key,
 )
 
@@ -63,6 +69,7 @@ _NEXT: dict[TaskState, tuple[TaskState, ...]] = {
     "cancelled": (),
 }
 _MAX_TASK_ID = 64
+_MAX_EARLIER = 8
 _EVALUATION_ID = re.compile(r".*-eval-[0-9]+(-[0-9]+)?")
 
 
@@ -122,43 +129,83 @@ def change_state(row: TaskRow, state: TaskState, now: float, why: str = "") -> T
     )
 
 
-def revise(rows: TaskRows, config: TaskConfig, *, moves: bool) -> Transaction:
+def revise(
+    rows: TaskRows,
+    config: TaskConfig,
+    evaluations: Iterable[TaskRow],
+    now: float,
+    *,
+    revision: int = 0,
+    lease_until: float = 0.0,
+) -> Transaction:
     """Replace the settings of a running task; its model, buffers and clients stay.
 
-    `moves`: a new fence makes the holder let go, and whoever holds the task next reads the new
-    settings and adopts its clients. Refused: settings that stored data depends on.
+    A new fence makes the holder let go. Whoever holds the task next reads the new settings and
+    adopts its clients, which finish under the settings that they joined under. `evaluations` of the
+    task that are running end: their clients have agreed to the settings before. `revision` and
+    `lease_until` are those that the owner has signed. Refused: settings that stored data depends
+    on.
     """
     old, task = rows.row.config, rows.task
-    if rows.row.is_over:
-        raise OperatorError(
-            f"task {task} is {rows.row.state}", hint="start a new run: papaya task submit FILE"
-        )
+    _require_running(rows.row)
     fixed = {
         "model_length": (old.model_length, config.model_length),
-        "clip": (old.clip, config.clip),
-        "max_examples": (old.max_examples, config.max_examples),
-        "secure_aggregation": (old.secure_aggregation, config.secure_aggregation),
+        "secure_aggregation": (old.is_secure, config.is_secure),
     }
     if changed := [field for field, (before, after) in fixed.items() if before != after]:
         raise OperatorError(
             f"a revision cannot change {', '.join(changed)}",
             hint="start a new run with it: papaya task submit FILE --replace",
         )
-    if old.public_parameters != config.public_parameters:
-        raise OperatorError(
-            "a revision cannot change what clients of a secure task have agreed to: "
-            "aggregation goal, threshold, max_staleness",
-            hint="start a new run with it: papaya task submit FILE --replace",
-        )
-    # Convert it as a read would: an int in a float field comes back from the store as a float.
-    config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
+    earlier = (EarlierRevision(old, now), *rows.row.earlier)[:_MAX_EARLIER]
+    revised = structs.replace(
+        rows.row,
+        config=_as_read(config),
+        earlier=earlier,
+        revision=revision,
+        lease_until=lease_until,
+    )
+    ended = [change_state(row, "cancelled", now, "the task was revised") for row in evaluations]
     return Transaction(
-        require=((task_key(task), rows.row), (fence_key(task), rows.fence)),
+        require=(
+            (task_key(task), rows.row),
+            (fence_key(task), rows.fence),
+            *(required for change in ended for required in change.require),
+        ),
         put=(
-            (task_key(task), structs.replace(rows.row, config=config)),
-            *([(fence_key(task), FenceRow(rows.fence.seq + 1, "", 0.0))] if moves else []),
+            (task_key(task), revised),
+            (fence_key(task), FenceRow(rows.fence.seq + 1, "", 0)),
+            *(put for change in ended for put in change.put),
         ),
     )
+
+
+def renew(rows: TaskRows, requirements: Requirements, lease_until: float) -> Transaction:
+    """Name a bundle with another lease on the same manifest. Nothing else changes.
+
+    It requires the fence under which the bundle was stored: a later holder may have deleted it.
+    """
+    row, task = rows.row, rows.task
+    _require_running(row)
+    config = structs.replace(row.config, requirements=requirements)
+    renewed = structs.replace(row, config=config, lease_until=lease_until)
+    return Transaction(
+        require=((task_key(task), row), (fence_key(task), rows.fence)),
+        put=((task_key(task), renewed),),
+    )
+
+
+def _require_running(row: TaskRow) -> None:
+    if row.is_over:
+        raise OperatorError(
+            f"task {row.config.task} is {row.state}",
+            hint="start a new run: papaya task submit FILE",
+        )
+
+
+def _as_read(config: TaskConfig) -> TaskConfig:
+    """As the store returns it: an int in a float field comes back as a float."""
+    return msgspec.convert(msgspec.to_builtins(config), TaskConfig)
 
 
 def mark(task: TaskId, row: VersionRow, marked: bool) -> Transaction:
@@ -315,21 +362,42 @@ def end_evaluation(
     )
 
 
+def delete(row: TaskRow, now: float) -> Transaction:
+    """Delete a task that is over. The supervisor removes its rows and blobs, see `forget`.
+
+    Nothing can use its id again: tickets of its clients and names of its blobs would fit.
+    """
+    task = row.config.task
+    if not row.is_over:
+        raise OperatorError(
+            f"task {task} is {row.state} and cannot be deleted",
+            hint=f"end it first: papaya task cancel {row.name or task}",
+        )
+    return Transaction(
+        require=((task_key(task), row), (deleted_key(task), None)),
+        put=((deleted_key(task), DeletedRow(now)),),
+    )
+
+
 def forget(row: TaskRow, rows: Mapping[str, Row]) -> Transaction:
-    """Delete all rows of an evaluation that has ended. Its result stays as a point."""
-    if not row.is_over or row.config.evaluates is None:
+    """Delete these rows of a task that has ended; among them must be all of `holder_prefixes`.
+
+    A holder that has not heard of the end may write until its fence is deleted. What it writes
+    after these rows were read would stay without a task, so they must not have changed.
+    """
+    if not row.is_over:
         raise OperatorError(
             f"task {row.config.task} is {row.state} and cannot be deleted",
-            hint="only evaluations that have ended can be deleted",
+            hint="only tasks that have ended can be deleted",
         )
-    task, kinds = row.config.task, ("record", "version", "consumed")
-    exact = (task_key(task), fence_key(task), optimizer_key(task))
-    under = tuple(f"{kind}/{task}/" for kind in kinds)
-    # A read by prefix also finds tasks whose id starts with this one.
+    task = row.config.task
+    exact = tuple(key.rstrip("/") for key in task_prefixes(task))
+    under = tuple(f"{key}/" for key in exact)
     own = tuple(key for key in rows if key in exact or key.startswith(under))
-    # A holder that has not heard of the end may write until its fence is deleted. What it writes
-    # after this read would stay without a task. An evaluation has one record, that of version 1.
-    written = (optimizer_key(task), record_key(task, 1))
+    versions = [found.version for key in own if isinstance(found := rows[key], VersionRow)]
+    head = max(versions, default=0)
+    written = [optimizer_key(task), record_key(task, head + 1), record_key(task, head + 2)]
+    written += [version_key(task, version) for version in versions]
     return Transaction(
         require=((task_key(task), row), *((key, rows.get(key)) for key in written)), delete=own
     )

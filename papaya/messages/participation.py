@@ -50,6 +50,7 @@ AbortReason = Literal[
     "task_over",
     "replaced",
     "revoked",
+    "revised",
 ]
 DiscardReason = Literal[
     "round_over",
@@ -59,7 +60,29 @@ DiscardReason = Literal[
     "seed_refused",
     "trusted_party_lost",
     "already_counted",
+    "revised",
 ]
+LeaveReason = Literal[
+    "stopped",
+    "timed_out",
+    "no_parameters",
+    "no_program",
+    "mismatch",
+    "no_examples",
+    "diverged",
+    "training_failed",
+    "out_of_memory",
+    "crashed",
+    "unavailable",
+    "declined",
+    "untrusted",
+    "storage",
+    "protocol",
+    "other",
+]
+"""`declined`: what the device's policies, history or budgets do not allow, without saying which.
+`papaya/messages/reasons.py` has the words for all reasons.
+"""
 ChunkIndex = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 
 
@@ -179,6 +202,8 @@ class Completed(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
+    """`reason` is a `LeaveReason`. Text of earlier clients is counted as "other", never kept."""
+
     ticket: SealedTicket
     reason: ShortText
 
@@ -205,11 +230,14 @@ class Retry(Message, frozen=True):
 
     `keep_s`: the server keeps the session for at least so long, past its deadline if need be,
     because the client is not the reason for the delay.
+    `ticket`: if not empty, use it from now on, also in this request. It tells another server of
+    `keep_s`.
     """
 
     reason: ShortText
     after_s: Seconds
     keep_s: Seconds = 0.0
+    ticket: SealedTicket = b""
 
 
 Request = Join | Heartbeat | Report | Chunk | Complete | Leave

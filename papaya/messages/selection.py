@@ -11,7 +11,9 @@ participation) or rejection (client will try to participate at another time)."
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from papaya.config import Requirements
 from papaya.config.versions import is_at_least
@@ -29,6 +31,8 @@ from papaya.messages.base import (
     TaskId,
     Url,
 )
+
+MAX_LACKS = 8
 
 
 class Capabilities(Struct, frozen=True, gc=False):
@@ -106,6 +110,19 @@ class Accepted(Message, frozen=True):
     bundle: BlobKey = ""
 
 
+class Lack(Struct, frozen=True, gc=False):
+    """What keeps a device out of a task: a code, and what the task needs.
+
+    engine         another engine, `needs`           label     the label `needs`
+    memory         `needs` MB of memory              frozen    a file with other frozen tensors
+    trust_policy   a trust policy: it is secure      no_demand nothing: it has enough clients
+    """
+
+    task: TaskId
+    code: Name
+    needs: ShortText = ""
+
+
 class Located(Message, frozen=True):
     """The answer to a request for the place of a blob that devices may download."""
 
@@ -113,8 +130,12 @@ class Located(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """Come back at a time drawn uniformly from the window."""
+    """Come back at a time drawn uniformly from the window.
+
+    `lacks` names only tasks of owners that the device has pinned, and tasks whose file it has.
+    """
 
     reason: ShortText
     retry_from_s: Seconds
     retry_until_s: Seconds
+    lacks: Annotated[tuple[Lack, ...], Meta(max_length=MAX_LACKS)] = ()

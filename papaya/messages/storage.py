@@ -11,14 +11,14 @@ names it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from papaya.config import TaskConfig
-from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
+from papaya.messages.base import BlobKey, Boot, Message, NodeId, SessionId, TaskId
 
 
 class Row(Struct, frozen=True, gc=False, tag=True):
@@ -29,7 +29,7 @@ class LeaderRow(Row, frozen=True):
     """Who leads. Every renewal changes the row, which shows that the leader is alive."""
 
     holder: NodeId
-    boot: float
+    boot: Boot
     epoch: int
     renewal: int
 
@@ -46,6 +46,13 @@ class EpochRow(Row, frozen=True):
     epoch: int
 
 
+class EarlierRevision(Struct, frozen=True, gc=False):
+    """Settings that a revision has replaced, and when. Clients may still train under them."""
+
+    config: TaskConfig
+    replaced: float
+
+
 TaskState = Literal["running", "paused", "completed", "cancelled"]
 
 
@@ -55,6 +62,8 @@ class TaskRow(Row, frozen=True):
     `name`: that of the task, if its id is that of one run of an owner's task; else empty.
     `pseudonym_key` makes the pseudonyms of devices in this task's tickets and rows. It is secret,
     and deleted when the task ends: then nobody can link them to devices any more.
+    `run`, `revision`, `lease_until`: what the owner has signed last; 0 without an owner.
+    `earlier`: the settings before the last few revisions, the newest first.
     """
 
     config: TaskConfig
@@ -64,6 +73,10 @@ class TaskRow(Row, frozen=True):
     ended: float = 0.0
     name: str = ""
     pseudonym_key: bytes = b""
+    run: int = 0
+    revision: int = 0
+    lease_until: float = 0.0
+    earlier: tuple[EarlierRevision, ...] = ()
 
     @property
     def is_over(self) -> bool:
@@ -75,7 +88,7 @@ class FenceRow(Row, frozen=True):
 
     seq: int
     aggregator: NodeId
-    boot: float
+    boot: Boot
 
 
 class Member(Struct, frozen=True, gc=False, array_like=True):
@@ -97,12 +110,16 @@ class Member(Struct, frozen=True, gc=False, array_like=True):
 
 
 class RecordRow(Row, frozen=True):
-    """The durable part of the buffer that will become version `target`."""
+    """The durable part of the buffer that will become version `target`.
+
+    `manifest`: of a secure task, the digest of what all members have agreed to; else empty.
+    """
 
     target: int
     sum: BlobKey
     members: tuple[Member, ...]
     weight: float
+    manifest: bytes = b""
 
 
 class VersionRow(Row, frozen=True):
@@ -181,6 +198,14 @@ class RevokedRow(Row, frozen=True):
     at: float
 
 
+class RunRow(Row, frozen=True):
+    """The newest run of an owner's task. A submission replaces the row that it has read, so two at
+    the same time cannot both start a run.
+    """
+
+    task: TaskId
+
+
 class PointRow(Row, frozen=True):
     """One version in the history of a task. It stays when the version itself is deleted."""
 
@@ -193,6 +218,65 @@ class PointRow(Row, frozen=True):
     perplexity: float | None = None
     evaluated: str = ""
     """The complete result of the evaluation, as JSON."""
+
+
+class RevisionRow(Row, frozen=True):
+    """One revision of a run: its settings, and the signed manifest as JSON. Kept with the run."""
+
+    revision: int
+    created: float
+    config: TaskConfig
+    manifest: bytes
+
+
+class EndingsRow(Row, frozen=True):
+    """How often participations in a task ended, by ending (`papaya/messages/reasons.py`).
+
+    `current`: at the holder with this `seq`, by its last report. `earlier`: at holders before it.
+    """
+
+    seq: int = 0
+    current: dict[str, int] = {}
+    earlier: dict[str, int] = {}
+
+    @property
+    def total(self) -> dict[str, int]:
+        return _added(self.earlier, self.current)
+
+    def heard(self, seq: int, endings: Mapping[str, int]) -> EndingsRow:
+        """With the numbers that a holder reported. An old or repeated report changes nothing."""
+        if seq < self.seq:
+            return self
+        if seq > self.seq:
+            return EndingsRow(seq, dict(endings), self.total)
+        highest = {
+            ending: max(self.current.get(ending, 0), endings.get(ending, 0))
+            for ending in (*self.current, *(e for e in endings if e not in self.current))
+        }
+        return EndingsRow(seq, highest, self.earlier)
+
+
+def _added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    found = dict(first)
+    for ending, times in second.items():
+        found[ending] = found.get(ending, 0) + times
+    return found
+
+
+class DeletedRow(Row, frozen=True):
+    """The owner has deleted a task. Its id is never used again, so the row stays.
+
+    `is_done`: no row and no blob of the task is left.
+    """
+
+    at: float
+    is_done: bool = False
+
+
+class AdminAddressRow(Row, frozen=True):
+    """Where the admin API of a node is, as its operator has configured it."""
+
+    url: str
 
 
 class Transaction(Struct, frozen=True, gc=False):
@@ -234,6 +318,8 @@ BOOTS = "boot/"
 TICKET_KEYS = "ticket-key/"
 CLUSTER_KEY = "cluster-key"
 REVOKED = "revoked/"
+ENDINGS = "endings/"
+DELETED = "deleted/"
 TSAS = "tsa/"
 
 
@@ -277,12 +363,32 @@ def ticket_key_key(key_id: int) -> str:
     return f"{TICKET_KEYS}{key_id:012d}"
 
 
+def run_key(owner: str, name: str) -> str:
+    return f"run/{owner}/{name}"
+
+
 def tsa_key(parameters_hash: bytes) -> str:
     return f"{TSAS}{parameters_hash.hex()}"
 
 
 def revoked_key(device: str) -> str:
     return f"{REVOKED}{device}"
+
+
+def revision_key(task: TaskId, revision: int) -> str:
+    return f"revision/{task}/{revision:012d}"
+
+
+def endings_key(task: TaskId) -> str:
+    return f"{ENDINGS}{task}"
+
+
+def deleted_key(task: TaskId) -> str:
+    return f"{DELETED}{task}"
+
+
+def admin_address_key(node: NodeId) -> str:
+    return f"admin-address/{node}"
 
 
 def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
@@ -317,15 +423,25 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
     )
 
 
+def task_prefixes(task: TaskId) -> tuple[str, ...]:
+    """All rows of a task. A read by prefix also finds tasks whose id starts with this one."""
+    others = ("manifest", "endings")
+    return (
+        *holder_prefixes(task),
+        *(f"{kind}/{task}" for kind in others),
+        f"point/{task}/",
+        f"revision/{task}/",
+    )
+
+
 def submission(
     config: TaskConfig,
     parameters: BlobKey,
     optimizer: BlobKey,
     now: float,
     pseudonym_key: bytes = b"",
-    name: str = "",
 ) -> Transaction:
-    """A new task at version 0, not placed yet. Refused if the task exists.
+    """A new task at version 0, not placed yet. Refused if the task exists, or existed.
 
     `pseudonym_key` is random. Without it, devices of this task are not told apart.
     """
@@ -333,13 +449,10 @@ def submission(
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     task = config.task
     return Transaction(
-        require=((task_key(task), None),),
+        require=((task_key(task), None), (deleted_key(task), None)),
         put=(
-            (
-                task_key(task),
-                TaskRow(config, submitted=now, name=name, pseudonym_key=pseudonym_key),
-            ),
-            (fence_key(task), FenceRow(seq=0, aggregator="", boot=0.0)),
+            (task_key(task), TaskRow(config, submitted=now, pseudonym_key=pseudonym_key)),
+            (fence_key(task), FenceRow(seq=0, aggregator="", boot=0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),
         ),

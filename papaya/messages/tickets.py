@@ -1,6 +1,7 @@
 """Tickets carry the state of a virtual session, so any server can continue it (paper).
 
-    AssignmentTicket   from the Selector   session, task, sequence number, confirm-by, version
+    AssignmentTicket   from the Selector   session, task, sequence number, confirm-by, version, and
+                                           the epoch of the leader
     SessionTicket      from join           + initial version, parameters, expiry
     UploadTicket       from report         + frozen staleness, examples, upload-by, offer
 
@@ -9,7 +10,8 @@ TicketError for anything that was not sealed as this kind of ticket by one of th
 check the expiry, since they know the time.
 
 Tickets carry a pseudonym of the device if its token identifies it, so that one device can be
-limited (docs/adr/0035). Only whoever has the task's key can tell which device it belongs to.
+limited (docs/adr/0035). Only whoever has the task's key can tell which device it belongs to. They
+also carry the digest of the signed manifest under which the client trains (docs/adr/0045).
 """
 
 from __future__ import annotations
@@ -42,29 +44,49 @@ def pseudonym_of(device: str, key: bytes) -> bytes:
     return hmac.digest(key, device.encode(), "sha256")[:_PSEUDONYM_BYTES]
 
 
-class _Pseudonymous(Struct, frozen=True, gc=False, tag=True, array_like=True, kw_only=True):
-    """The last element of every ticket; empty if tokens do not identify devices."""
+class _LastElements(Struct, frozen=True, gc=False, tag=True, array_like=True, kw_only=True):
+    """Come after all other elements except those that were added later, in every ticket.
+
+    `pseudonym` is empty if tokens do not identify devices, `manifest` if nobody signed the task.
+    """
 
     pseudonym: bytes = b""
+    manifest: bytes = b""
 
 
-class Ticket(_Pseudonymous, frozen=True):
+class Ticket(_LastElements, frozen=True):
     task: TaskId
     session: SessionId
     seq: int
 
 
-class AssignmentTicket(Ticket, frozen=True):
-    """`version`: not newer than the one the session will start from."""
-
+class _Confirmable(Ticket, frozen=True):
     confirm_by: float
     version: int = 0
 
 
-class SessionTicket(Ticket, frozen=True):
+class AssignmentTicket(_Confirmable, frozen=True, kw_only=True):
+    """`version`: not newer than the one the session will start from.
+
+    `epoch`: of the leader that made the assignment. Last, because tickets of the version before do
+    not have it; then it is 0.
+    """
+
+    epoch: int = 0
+
+
+class _Expiring(Ticket, frozen=True):
     version: int
     parameters: BlobKey
     expires: float
+
+
+class SessionTicket(_Expiring, frozen=True, kw_only=True):
+    """`kept_until`: the session continues until then, past its deadline (`Retry.keep_s`). Last,
+    because tickets of the version before do not have it.
+    """
+
+    kept_until: float = 0.0
 
 
 class UploadTicket(SessionTicket, frozen=True):

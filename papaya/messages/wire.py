@@ -38,7 +38,12 @@ _rows = msgspec.json.Decoder(
     | storage.ClusterKeyRow
     | storage.TsaRow
     | storage.RevokedRow
+    | storage.RunRow
     | storage.PointRow
+    | storage.RevisionRow
+    | storage.EndingsRow
+    | storage.DeletedRow
+    | storage.AdminAddressRow
 )
 
 

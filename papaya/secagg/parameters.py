@@ -4,7 +4,8 @@ Paper, "Deployment with Intel SGX": the quote holds "the hash of public paramete
 protocol", which the paper lists as the group, the vector length and the threshold. Here they are
 all that decides what a sum reveals: also the limits by which a client computes its own weight.
 `scheme` names the group, the ciphers, the layout of the vector and every rule of this package; code
-that computes anything else must use another name.
+that computes anything else must use another name. For a task that its owner has signed they also
+name the signed manifest, so that no server can show a device another task than the TSA's quote.
 
 One encoding: JSON, keys sorted, no spaces, ASCII, floats as their shortest decimal. The hash is
 SHA-256 of exactly these bytes, so `sha256sum` on the published file gives it. Refused
@@ -32,7 +33,10 @@ MAX_LENGTH: Final = 2**30  # coordinates: 4 GiB
 EXTRA_WORDS: Final = 2  # after the update: the weight, and the constant 1
 MAX_STALENESS: Final = 2**31
 MAX_GOAL: Final = 131_066  # members that one request for a release can name
+MAX_NUMBER: Final = 2**53
 _TASK: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_MANIFEST: Final = re.compile(r"[0-9a-f]{64}")
+_SIGNED: Final = ("manifest", "kind", "number")
 _FLOAT32_TINY: Final = 2.0**-126
 _FLOAT32_MAX: Final = 2.0**128 * (1 - 2.0**-24)
 
@@ -44,6 +48,11 @@ class PublicParameters:
     `weighting`: "examples" multiplies an update by min(n, max_examples)/max_examples and by
     1/sqrt(1 + staleness); "none" sums whole numbers of at most `clip` as they are, as an evaluation
     does: nothing is rounded or clamped.
+
+    `manifest`: the digest of the manifest that the task's owner has signed, in hex; empty if nobody
+    has. An evaluation has the manifest of the task that it evaluates, the kind "evaluate", and the
+    version that it evaluates as its `number`. Without a manifest the three fields are left out of
+    the encoding.
     """
 
     task: str
@@ -55,12 +64,16 @@ class PublicParameters:
     max_staleness: int
     weighting: Literal["examples", "none"] = "examples"
     scheme: str = SCHEME
+    manifest: str = ""
+    kind: Literal["", "train", "evaluate"] = ""
+    number: int = 0
 
     def __post_init__(self) -> None:
         _require("scheme", self.scheme, self.scheme == SCHEME, f"this code speaks {SCHEME}")
         _require("task", self.task, _is_task(self.task), "1-64 of a-z, 0-9, - and _")
         known = self.weighting in ("examples", "none")
         _require("weighting", self.weighting, known, "examples or none")
+        self._check_signed()
         _require_count("length", self.length, 1, MAX_LENGTH)
         _require_count("aggregation_goal", self.aggregation_goal, 1, MAX_GOAL)
         _require_count("threshold", self.threshold, 1, self.aggregation_goal)
@@ -76,6 +89,14 @@ class PublicParameters:
         _require("clip", self.clip, fits, "a clip whose sums and steps are float32")
         counts = self.weighting != "none" or (self.clip.is_integer() and self.clip <= self.levels)
         _require("clip", self.clip, counts, f"a whole number of at most {self.levels} levels")
+
+    def _check_signed(self) -> None:
+        named = self.manifest == "" or _is_manifest(self.manifest)
+        _require("manifest", self.manifest, named, "64 hex digits")
+        kind = "" if not self.manifest else "evaluate" if self.weighting == "none" else "train"
+        _require("kind", self.kind, self.kind == kind, repr(kind))
+        largest = MAX_NUMBER if kind == "evaluate" else 0
+        _require_count("number", self.number, 0, largest)
 
     @property
     def levels(self) -> int:
@@ -107,6 +128,9 @@ class PublicParameters:
     def encode(self) -> bytes:
         """The one encoding."""
         fields = dataclasses.asdict(self)
+        if not self.manifest:
+            for name in _SIGNED:
+                del fields[name]
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
     def digest(self) -> bytes:
@@ -123,7 +147,9 @@ class PublicParameters:
             fields: Any = json.loads(data)
         except (ValueError, RecursionError):
             raise ParametersError("encoding", "not JSON") from None
-        expected = sorted(field.name for field in dataclasses.fields(cls))
+        names = sorted(field.name for field in dataclasses.fields(cls))
+        is_signed = isinstance(fields, dict) and "manifest" in fields
+        expected = [name for name in names if is_signed or name not in _SIGNED]
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise ParametersError("encoding", f"not an object of {', '.join(expected)}")
         parameters = cls(**fields)
@@ -134,6 +160,10 @@ class PublicParameters:
 
 def _is_task(value: object) -> bool:
     return isinstance(value, str) and _TASK.fullmatch(value) is not None
+
+
+def _is_manifest(value: object) -> bool:
+    return isinstance(value, str) and _MANIFEST.fullmatch(value) is not None
 
 
 def _is_positive(value: object) -> bool:

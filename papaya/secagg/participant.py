@@ -37,11 +37,21 @@ from papaya.secagg.words import BLOCK, WORD, Entropy, Reals, Words, blocks
 
 DEFAULT_MINIMUM_THRESHOLD: Final = 10
 DEFAULT_MAXIMUM_STALENESS: Final = 1000
+_OPTIONAL: Final = ("aggregation_goal", "threshold")
+_COMPARED: Final = (
+    *("manifest", "task", "length", "clip", "max_examples", "max_staleness", "weighting"),
+    *_OPTIONAL,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParticipantPolicy:
-    """What this device agrees to: the values of its own task file, and its owner's limits."""
+    """What this device agrees to: its own task file or signed manifest, and its owner's limits.
+
+    `manifest`: the digest of the manifest that the device has verified; empty for a task file. The
+    quote binds the parameters, so a TSA that shows another digest serves another task.
+    `aggregation_goal` and `threshold` are those that the manifest states; None if any will do.
+    """
 
     task: str
     length: int
@@ -51,6 +61,9 @@ class ParticipantPolicy:
     minimum_threshold: int = DEFAULT_MINIMUM_THRESHOLD
     maximum_staleness: int = DEFAULT_MAXIMUM_STALENESS
     weighting: str = "examples"
+    manifest: str = ""
+    aggregation_goal: int | None = None
+    threshold: int | None = None
 
     def check(self, parameters: PublicParameters) -> None:
         """Raises OfferRefused at the first difference."""
@@ -60,10 +73,11 @@ class ParticipantPolicy:
         if parameters.max_staleness > self.maximum_staleness:
             message = f"max_staleness = {parameters.max_staleness}, this device allows "
             raise OfferRefused("max_staleness", f"{message}at most {self.maximum_staleness}")
-        for name in ("task", "length", "clip", "max_examples", "max_staleness", "weighting"):
+        source = "the manifest of its owner" if self.manifest else "this device's task file"
+        for name in _COMPARED:
             found, wanted = getattr(parameters, name), getattr(self, name)
-            if found != wanted:
-                raise OfferRefused(name, f"{name} = {found}, this device's task file says {wanted}")
+            if found != wanted and (wanted is not None or name not in _OPTIONAL):
+                raise OfferRefused(name, f"{name} = {found!r}, {source} says {wanted!r}")
 
 
 @dataclass(frozen=True, slots=True)

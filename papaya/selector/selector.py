@@ -22,11 +22,19 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
-from papaya.config import ServerConfig
+from papaya.config import Requirements, ServerConfig
 from papaya.config.versions import is_at_least, version_number
 from papaya.errors import InvariantError, ProtocolError, TicketError
 from papaya.machine import Effects, Forward, Handle, Reply, Send
-from papaya.messages.base import PROTOCOL_VERSION, BlobKey, Message, NodeId, SessionId, TaskId
+from papaya.messages.base import (
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
+    SIGNED_TASKS_SINCE,
+    Message,
+    NodeId,
+    SessionId,
+    TaskId,
+)
 from papaya.messages.control import (
     Advertised,
     Assignment,
@@ -38,12 +46,14 @@ from papaya.messages.control import (
 )
 from papaya.messages.participation import Aborted, Join, Refused, Retry, Ticketed
 from papaya.messages.selection import (
+    MAX_LACKS,
     Accepted,
     Capabilities,
     CheckIn,
     DeviceClass,
     Gone,
     IdentifiedCheckIn,
+    Lack,
     Rejected,
     refused,
 )
@@ -53,6 +63,7 @@ from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_
 MAX_OPEN_ASSIGNMENTS = 2
 
 _REVOKED = Refused("this device was revoked", "ask the operator of the servers")
+_UNSIGNED = ("trust_policy", "frozen", "engine_version")
 _MAX_REPORTED_CLASSES = 256
 _MAX_CACHED_CLASSES = 64
 # A selector never paces check-ins below this rate: it costs nothing, and keeps a small fleet close
@@ -114,25 +125,40 @@ class Distinctions:
         return DeviceClass(capabilities, excluded)
 
 
-def lacking_for(offer: Advertised, device: DeviceClass) -> str:
-    """What keeps a device out of a task that it fits otherwise; empty if it is something else."""
+def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> list[Lack]:
+    """What keeps a device out of this task, if it has pinned the owner. Without an owner: the one
+    thing that is missing on a device with the task's file. What it excludes itself is left out.
+    """
     needs, declared = offer.requirements, device.capabilities
-
-    def would_fit(**changes: object) -> bool:
-        changed = DeviceClass(replace(declared, **changes), device.excluded)
-        return changed.fits(offer.task, needs, offer.is_secure)
-
-    if not declared.trust_policy and would_fit(trust_policy=True):
-        return f"task {offer.task} is secure, and this device has no trust policy"
-    if not is_at_least(declared.engine_version, needs.engine_version) and would_fit(
-        engine_version=needs.engine_version
+    if offer.task in device.excluded or (
+        needs.bundle and refused(offer.task, needs.bundle) in device.excluded
     ):
-        return f"task {offer.task} needs {needs.engine} {needs.engine_version} or newer"
-    file = (needs.module or "").partition(".")[0]
-    has_file = any(module.partition(".")[0] == file for module in declared.modules)
-    if has_file and would_fit(modules=(needs.module,)):
-        return f"task {offer.task}: the model of this device holds other frozen tensors"
-    return ""
+        return []
+    if needs.owner is None:
+        file = (needs.module or "").partition(".")[0]
+        has_file = not file or any(module.partition(".")[0] == file for module in declared.modules)
+        may_know = is_wanting and has_file
+    else:
+        may_know = needs.owner in declared.owners
+    if not may_know:
+        return []
+    found: list[tuple[str, str]] = []
+    if needs.engine not in (None, declared.engine):
+        found.append(("engine", needs.engine or ""))
+    elif not is_at_least(declared.engine_version, needs.engine_version):
+        found.append(("engine_version", f"{needs.engine} ≥ {needs.engine_version}"))
+    if needs.min_memory_mb > declared.memory_mb:
+        found.append(("memory", str(needs.min_memory_mb)))
+    found += [("label", label) for label in needs.labels if label not in declared.labels]
+    if offer.is_secure and not declared.trust_policy:
+        found.append(("trust_policy", ""))
+    if needs.owner is None and needs.module is not None and needs.module not in declared.modules:
+        found.append(("frozen", ""))
+    if needs.owner is None and (len(found) != 1 or found[0][0] not in _UNSIGNED):
+        return []
+    if not found and not is_wanting:
+        found.append(("no_demand", ""))
+    return [Lack(offer.task, code, need) for code, need in found]
 
 
 class Pacing:
@@ -256,7 +282,7 @@ class Selector:
     def __init__(
         self,
         node: NodeId,
-        boot: float,
+        boot: int,
         now: float,
         config: ServerConfig,
         keyring: Keyring,
@@ -288,11 +314,11 @@ class Selector:
         # When the last orders arrived; the start of the process before that.
         self.led_at = now
         self._seen: dict[int, float] = {}
-        # What follows from the newest orders: routes, device classes, the bundles of tasks, and a
+        # What follows from the newest orders: routes, device classes, what tasks require, and a
         # cache of which classes fit a task that needs clients.
         self._map = AssignmentMap()
         self._distinctions = Distinctions()
-        self._bundles: dict[TaskId, BlobKey] = {}
+        self._needs: dict[TaskId, Requirements] = {}
         self._welcome: dict[DeviceClass, bool] = {}
         self._pacing = Pacing(now, config)
         # Assigned sessions for which no client was held: the report that names each of them first,
@@ -393,9 +419,12 @@ class Selector:
     def _on_check_in(
         self, now: float, check_in: CheckIn, reply_to: Handle, device: str = ""
     ) -> Effects:
-        if check_in.protocol != PROTOCOL_VERSION:
-            reason = f"protocol {check_in.protocol} is not supported, only {PROTOCOL_VERSION}"
+        if not OLDEST_PROTOCOL <= check_in.protocol <= PROTOCOL_VERSION:
+            supported = f"only {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
+            reason = f"protocol {check_in.protocol} is not supported, {supported}"
             return [Reply(reply_to, Refused(reason, "update the client"))]
+        if check_in.protocol < SIGNED_TASKS_SINCE:
+            check_in = replace(check_in, capabilities=replace(check_in.capabilities, owners=()))
         if reply_to in self._in_order:
             return []  # a duplicate of a request that is already held
         self._pacing.arrived()
@@ -406,7 +435,8 @@ class Selector:
             return [Reply(reply_to, Retry("this selector has just started", after_s))]
         device_class = self._distinctions.class_of(check_in)
         if not self._is_welcome(device_class):
-            return [self._reject(now, reply_to, self._why_unwelcome(check_in))]
+            reason = "no compatible task needs clients now"
+            return [self._reject(now, reply_to, reason, self._lacks(check_in))]
         if self.held_count >= self._config.max_held:
             return [self._reject(now, reply_to, "too many devices are waiting")]
         waiting = HeldCheckIn(now + self._config.hold_s, device_class, reply_to, device)
@@ -445,19 +475,25 @@ class Selector:
             self._welcome[device_class] = welcome
         return welcome
 
-    def _why_unwelcome(self, check_in: CheckIn) -> str:
-        """Name the task that the device fits but for one thing that its owner can change."""
+    def _lacks(self, check_in: CheckIn) -> tuple[Lack, ...]:
+        """What keeps a device out of the tasks that it may know of."""
+        orders = self._orders
+        if orders is None:
+            return ()
         device = DeviceClass(check_in.capabilities, check_in.excluded)
-        if self._orders is not None:
-            for offer in self._orders.advertised:
-                if offer.task in self._orders.wanting and (lacking := lacking_for(offer, device)):
-                    return lacking
-        return "no compatible task needs clients now"
+        lacks = [
+            lack
+            for offer in orders.advertised
+            for lack in lacks_for(offer, device, is_wanting=offer.task in orders.wanting)
+        ]
+        return tuple(lacks[:MAX_LACKS])
 
-    def _reject(self, now: float, handle: Handle, reason: str) -> Reply:
+    def _reject(
+        self, now: float, handle: Handle, reason: str, lacks: tuple[Lack, ...] = ()
+    ) -> Reply:
         # Without orders nobody leads yet, and a new leader recovers before it assigns clients.
         wait_s = self._config.recovery_s if self._orders is None else self._assigns_at - now
-        return Reply(handle, Rejected(reason, *self._window(max(0.0, wait_s))))
+        return Reply(handle, Rejected(reason, *self._window(max(0.0, wait_s)), lacks))
 
     def _window(self, wait_s: float) -> tuple[float, float]:
         """When to come back if no client is assigned for `wait_s`: after that, and over as long a
@@ -515,6 +551,7 @@ class Selector:
             return []
         if orders.epoch > epoch:
             self._seen.clear()
+            self._report_due = now  # a new leader waits for it
         if orders.number in self._seen:
             return []  # a duplicate
         self._seen[orders.number] = now
@@ -524,7 +561,7 @@ class Selector:
             self._assigns_at = now + orders.assigns_in_s
         effects: Effects = []
         for assignment in orders.assignments:
-            effects += self._forward_clients(now, assignment)
+            effects += self._forward_clients(now, assignment, orders.epoch)
         return effects + self._report_if_due(now)
 
     def _forget_orders(self, now: float) -> None:
@@ -544,12 +581,14 @@ class Selector:
         if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
             self._distinctions = Distinctions(orders.advertised)
-            self._bundles = {o.task: o.requirements.bundle or "" for o in orders.advertised}
+            self._needs = {offer.task: offer.requirements for offer in orders.advertised}
 
-    def _forward_clients(self, now: float, assignment: Assignment) -> Effects:
+    def _forward_clients(self, now: float, assignment: Assignment, epoch: int) -> Effects:
         effects: Effects = []
         if now > assignment.confirm_by:
             return effects  # too late: no client could confirm it in time
+        needs = self._needs.get(assignment.task, Requirements())
+        manifest = bytes.fromhex(needs.manifest or "")
         for session in assignment.sessions:
             queue = self._held.get(assignment.device_class)
             if not queue:
@@ -567,9 +606,11 @@ class Selector:
                 assignment.confirm_by,
                 assignment.version,
                 pseudonym=pseudonym_of(waiting.device, assignment.pseudonym_key),
+                epoch=epoch,
+                manifest=manifest,
             )
-            bundle = self._bundles.get(assignment.task, "")
-            accepted = Accepted(self._keyring.seal(ticket), assignment.task, session, bundle)
+            sealed = self._keyring.seal(ticket)
+            accepted = Accepted(sealed, assignment.task, session, needs.bundle or "")
             effects.append(Reply(waiting.handle, accepted))
         return effects
 

@@ -22,7 +22,7 @@ class Boots:
         self._state = state
         self._taken: dict[NodeId, int] = {}
 
-    async def take(self, node: NodeId) -> float:
+    async def take(self, node: NodeId) -> int:
         """The number of this boot. Only one process gets it."""
         key = boot_key(node)
         for _ in range(_ATTEMPTS):
@@ -32,7 +32,7 @@ class Boots:
             # A number whose outcome is unknown may be taken by another process: try the next one.
             if await self._state.transact(change) == "committed":
                 self._taken[node] = number
-                return float(number)
+                return number
         raise OperatorError(
             f"cannot store the boot number of {node}",
             hint="the log says why the state store failed; check for a full disk",

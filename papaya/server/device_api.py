@@ -97,6 +97,9 @@ def _openapi() -> bytes:
     return msgspec.json.encode(device_document())
 
 
+_MAX_SEEN = 20_000
+
+
 class Door:
     """Check-ins, and parameters by key."""
 
@@ -117,6 +120,11 @@ class Door:
         # A slow blob store holds up these threads and nothing else.
         self._fetching = ThreadPoolExecutor(_FETCHES_AT_ONCE, "papaya-fetch")
         self._verifying: set[asyncio.Task[None]] = set()
+        self._seen: dict[str, None] = {}  # identities, the oldest first
+
+    def has_seen(self, device: str) -> bool:
+        """Has it checked in lately, since this process started?"""
+        return device in self._seen
 
     def routes(self) -> list[HttpRoute]:
         return [
@@ -164,6 +172,11 @@ class Door:
         if not isinstance(message, CheckIn):
             return  # it was answered
         self._metrics.check_ins.inc()
+        if identity:
+            self._seen.pop(identity, None)
+            self._seen[identity] = None
+            while len(self._seen) > _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
         self._hold(exchange, IdentifiedCheckIn(identity, message) if identity else message)
 
     def _hold(self, exchange: Exchange, message: Message) -> None:

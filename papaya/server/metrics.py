@@ -37,7 +37,8 @@ from prometheus_client.registry import Collector
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.coordinator.coordinator import Coordinator
-from papaya.messages.participation import AbortReason, DiscardReason
+from papaya.messages.participation import AbortReason, DiscardReason, LeaveReason
+from papaya.messages.reasons import in_words
 from papaya.messages.storage import Outcome
 from papaya.selector.selector import Selector
 from papaya.server.certificates import Certificates
@@ -60,13 +61,14 @@ _TASK_GAUGES = {
     "buffer_updates": "Updates folded into the next version so far.",
     "serving": "1 while the task serves clients, 0 while it loads or is halted.",
 }
-_REASONED = {
+_REASONED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "discarded": (
         "updates_discarded",
         "Complete uploads that were not counted.",
         get_args(DiscardReason),
     ),
     "aborted": ("sessions_aborted", "Sessions that the server ended.", get_args(AbortReason)),
+    "left": ("sessions_left", "Sessions that the device gave up.", get_args(LeaveReason)),
 }
 _WORK = {
     "updates": "Complete uploads checked.",
@@ -222,7 +224,7 @@ class CoordinatorCollector(Collector):
             (
                 "recovering",
                 "1 in a leader's recovery period.",
-                leads and leadership.recovers(at),
+                leads and coordinator.recovers(at),
             ),
             ("aggregators", "Aggregators that reported lately.", len(fleet.live_aggregators(at))),
             ("selectors", "Selectors that reported lately.", len(fleet.selectors)),
@@ -230,7 +232,7 @@ class CoordinatorCollector(Collector):
         ):
             yield GaugeMetricFamily(f"papaya_coordinator_{name}", help_, value)
         families = _TaskFamilies()
-        for task in coordinator.tasks:
+        for task, row in coordinator.tasks.items():
             leases = coordinator.leases.count(task)
             families.gauge(
                 "papaya_coordinator_leases", "Clients assigned, not yet confirmed.", task, leases
@@ -241,6 +243,9 @@ class CoordinatorCollector(Collector):
                 task,
                 coordinator.demand(task),
             )
+            if row.lease_until:
+                help_ = "Until the lease of a signed task ends; devices then stop training it."
+                families.gauge("papaya_task_lease_seconds", help_, task, row.lease_until - at)
         yield from families.by_name.values()
 
 
@@ -274,7 +279,9 @@ def _read_task(families: _TaskFamilies, held: HeldTask, now: float) -> None:
         }
     for name, value in gauges.items():
         families.gauge(f"papaya_task_{name}", _TASK_GAUGES[name], task, value)
-    for kind, (name, help_, reasons) in _REASONED.items():
+    for kind, (name, what, reasons) in _REASONED.items():
+        words = (f"{reason}: {in_words(f'{kind}_{reason}')}" for reason in reasons)
+        help_ = f"{what} {'; '.join(words)}."
         for reason in reasons:  # also those at 0, so that the first one is seen as an increase
             times = held.counters[f"{kind}_{reason}"]
             families.counter(f"papaya_task_{name}", help_, task, times, reason)

@@ -35,7 +35,17 @@ from papaya.http.listener import Listener, serve
 from papaya.http.routes import HttpRoute
 from papaya.messages.base import Message, NodeId
 from papaya.messages.control import Drain
-from papaya.messages.storage import REVOKED, TASKS, Changed, Revoked, TaskRow, revoked_devices
+from papaya.messages.storage import (
+    REVOKED,
+    TASKS,
+    AdminAddressRow,
+    Changed,
+    Revoked,
+    TaskRow,
+    Transaction,
+    admin_address_key,
+    revoked_devices,
+)
 from papaya.selector.selector import Selector
 from papaya.server import public_log
 from papaya.server.admin.blobs import ThreadedBlobs
@@ -110,6 +120,7 @@ class Server:
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
         self._operations: Health
+        self._door: Door | None = None
         self._revoked: tuple[str, ...] = ()
         self._tsas: TsaFleet | None = None
 
@@ -356,7 +367,7 @@ class Server:
             'of each coordinator: coordinators = ["host:8752"]',
         )
 
-    def _make_host(self, role: Role, boot: float) -> Host:
+    def _make_host(self, role: Role, boot: int) -> Host:
         shared, server = self._resources, self.deployment.server
         start = (self._node(role), boot, shared.clock.now(), server)
         keyring = shared.keys.keyring
@@ -441,13 +452,25 @@ class Server:
             where = self.deployment.devices
             await self._listen("devices", where, routes, self._device_limits, proxies)
         await self._listen("admin", self.deployment.admin, self._admin_routes())
+        await self._tell_address()
+
+    async def _tell_address(self) -> None:
+        """Store where the admin API of this coordinator is, for `papaya status` elsewhere."""
+        if (coordinator := self._hosts.get("coordinator")) is not None:
+            scheme = "http" if self.deployment.tls_certificate is None else "https"
+            host, _, port = self.addresses["admin"].rpartition(":")
+            if host in ("0.0.0.0", "[::]") and "servers" in self.addresses:
+                host = self.addresses["servers"].rpartition(":")[0]
+            key = admin_address_key(coordinator.machine.node)
+            address = AdminAddressRow(f"{scheme}://{host}:{port}")
+            await self._resources.state.transact(Transaction(put=((key, address),)))
 
     def _devices_routes(self) -> list[HttpRoute]:
         shared, selector = self._resources, self._hosts["selector"]
         assert isinstance(selector.machine, Selector)
         auth = verifier_for(self.deployment, shared.data)
         driver = self._operations.driver
-        door = Door(selector, auth, shared.blobs, driver, shared.locator())
+        door = self._door = Door(selector, auth, shared.blobs, driver, shared.locator())
         uploads = Uploads(shared.clock, shared.peers, selector.machine, self._aggregators, driver)
         return [*door.routes(), uploads.route(), public_log.route(self._log)]
 
@@ -484,12 +507,27 @@ class Server:
             if coordinator is not None:
                 coordinator.deliver(Changed())
 
-        service = AdminService(state, blobs, history, self._live(), now, changed, server)
+        live = self._live()
+        service = AdminService(
+            state,
+            blobs,
+            history,
+            live,
+            now,
+            changed,
+            server,
+            identifies_devices=self.deployment.device_tokens not in ("shared", "none"),
+            has_seen=self._has_seen,
+        )
         routes = AdminRoutes(service)
-        if coordinator is None:
+        if not isinstance(live, CoordinatorLive):
             return [routes.status_route()]
-        self._look_after(Supervisor(state, blobs, history, server, now, changed).run())
+        supervisor = Supervisor(state, blobs, history, server, now, changed, endings=live.endings)
+        self._look_after(supervisor.run())
         return routes.routes()
+
+    def _has_seen(self, device: str) -> bool | None:
+        return None if self._door is None else self._door.has_seen(device)
 
     def _live(self) -> Live:
         now, server = self._resources.clock.now, self.deployment.server

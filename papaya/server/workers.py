@@ -302,7 +302,8 @@ class Workers:
             offered = self._shards.get_offers(work)
         except Exception as error:
             logger.exception("cannot get offers for %s", work.config.task)
-            offered = Offered(work.config.task, work.seq, problem=str(error) or repr(error))
+            problem, manifest = str(error) or repr(error), work.config.manifest
+            offered = Offered(work.config.task, work.seq, problem=problem, manifest=manifest)
         self._call(self._deliver_all, [offered])
 
     def _forget(self, work: Forget) -> None:

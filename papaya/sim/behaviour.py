@@ -47,7 +47,7 @@ class Behaviour:
 
     def seal(self, device: SimulatedDevice, work: Seal, rng: Random) -> Sealed:
         """The masked update and the sealed seed; SecureAggregationError if the device refuses."""
-        return sealed(work, device.cluster.engine.now, rng)
+        return sealed(work, device.cluster.engine.now, rng, device.bundles.manifest)
 
     def carry(self, message: Message) -> Message:
         """What the receiver of a message gets: here, the same object."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from papaya.aggregator import masked_sum as masked
-from papaya.aggregator.held_task import HeldTask, TaskPhase
+from papaya.aggregator.held_task import HeldTask, Promises, TaskPhase
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.masked_sum import TsaError
 from papaya.aggregator.offers import Offers
@@ -23,6 +23,7 @@ from papaya.aggregator.shards import NewBlobs, Shards
 from papaya.aggregator.tsa import TsaAdapter
 from papaya.aggregator.work import FAILED, UNREACHABLE, Fold, Stepped, StockedOffer
 from papaya.client.client import Client
+from papaya.config import TaskConfig
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import OperatorError
 from papaya.learning.weighting import BytesLike
@@ -30,7 +31,7 @@ from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.participation import Complete, SecureOffer
 from papaya.messages.storage import Member, RecordRow, Row, Transaction, record_key
-from papaya.messages.tickets import AnyTicket, Keyring, claim_of, pseudonym_of
+from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
 from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.parameters import PublicParameters
@@ -85,6 +86,10 @@ def _all_room(self: HeldTask) -> int:
     return self.config_demand
 
 
+def _cover_every_epoch(self: Promises, assignment: AssignmentTicket) -> bool:
+    return assignment.seq == self._seq or self.inherits(assignment.session)
+
+
 def _open_unchecked(self: Keyring, sealed: bytes, kind: type) -> AnyTicket:
     return claim_of(sealed)
 
@@ -122,6 +127,14 @@ def _fold_before_accept(self: Shards, work: Fold, pieces: list[BytesLike]) -> An
         return _member(self, work, pieces)
     except TsaError:
         return pieces
+
+
+def _take_any(self: Pipeline, buffer: Buffer, manifest: bytes) -> bool:
+    return True
+
+
+def _newest_terms(self: HeldTask, session: Session) -> TaskConfig:
+    return self.config
 
 
 _release = TsaAdapter.release
@@ -306,6 +319,10 @@ BUGS: dict[str, Bug] = {
             (HeldTask, "room", property(_all_room)),
         ),
     ),
+    "earlier-leaders-assignments-kept": Bug(
+        "an assignment of an earlier leader takes a slot that was reported to the new one",
+        ((Promises, "cover", _cover_every_epoch),),
+    ),
     "adoption-without-a-ticket-check": Bug(
         "tickets are accepted without verifying their seal", ((Keyring, "open", _open_unchecked),)
     ),
@@ -335,6 +352,14 @@ BUGS: dict[str, Bug] = {
     "fold-before-accept": Bug(
         "a masked update is added although the TSA refused its seed",
         ((Shards, "_member", _fold_before_accept),),
+    ),
+    "manifests-mixed-in-a-buffer": Bug(
+        "a masked update is added to those of clients that have agreed to another manifest",
+        ((Pipeline, "_takes", _take_any),),
+    ),
+    "revised-client-weighed-by-the-new-manifest": Bug(
+        "the updates of clients that joined before a revision are weighed by the settings after it",
+        ((HeldTask, "_terms", _newest_terms),),
     ),
     "release-of-another-list": Bug(
         "masks are released for fewer members than the buffer has",

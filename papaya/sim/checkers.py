@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 from msgspec import structs
 
 from papaya.aggregator.aggregator import Aggregator
+from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import SyncFL, TaskConfig
@@ -25,7 +27,7 @@ from papaya.learning.weighting import WeightedSum
 from papaya.machine import Reply
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
-from papaya.messages.control import AggregatorReport
+from papaya.messages.control import AggregatorReport, SelectorOrders, SelectorReport
 from papaya.messages.participation import (
     Completed,
     Leave,
@@ -80,6 +82,13 @@ def _without_free_text(message: Message) -> Message:
     return message
 
 
+def _is_within_clip(config: TaskConfig, session: SessionId) -> bool:
+    """Does this clip allow what the device of the session uploads in the clear?"""
+    if config.clip is None or config.evaluates is not None:
+        return True
+    return float(np.linalg.norm(protocol_vector(session, config.model_length))) <= config.clip
+
+
 def _row_without_free_text(row: Row) -> Row:
     return structs.replace(row, why="") if isinstance(row, TaskRow) else row
 
@@ -88,21 +97,104 @@ class TaskBooks:
     """What the auditor knows of one task."""
 
     def __init__(self, config: TaskConfig) -> None:
+        # The current settings, and all that the task ever had by the digest of their manifest.
         self.config = config
+        self.terms = {config.manifest: config}
+        # The manifest of each session, and the examples that its client has reported.
+        self.manifest_of: dict[SessionId, bytes] = {}
+        self.reported: dict[SessionId, int] = {}
         self.version = 0
         self.counted: dict[SessionId, int] = {}
         # Every assigned session, and the identity of the device that got it.
         self.assigned: dict[SessionId, str] = {}
         self.trained_from: dict[SessionId, int] = {}
-        self.tickets: dict[bytes, None] = {}
+        self.tickets: dict[UploadTicket, None] = {}
         self.granted_at: dict[SessionId, list[int]] = {}
         self.acknowledged: dict[SessionId, None] = {}
         self.dropped = 0
+
+    def terms_of(self, session: SessionId) -> TaskConfig:
+        """The settings under which the session's client trains."""
+        return self.terms[self.manifest_of[session]]
+
+    def goal_of(self, record: RecordRow) -> int:
+        """A secure buffer has the goal that its members have agreed to."""
+        config = self.terms[record.manifest] if self.config.is_secure else self.config
+        return config.aggregation_goal
 
     @property
     def steps(self) -> int:
         """Versions that differ from their predecessors."""
         return self.version - self.dropped
+
+
+class _Lease(NamedTuple):
+    """`epoch`: of the leader that granted it. `seq`: of the holder it is for."""
+
+    epoch: int
+    seq: int
+    confirm_by: float
+
+
+class SlotAuditor:
+    """Active clients and clients on their way stay within C, also when the leader changes.
+
+    A client is on its way from its assignment until it joins, until its selector returns it
+    unfilled, or until it is too late by the holder's clock. Once a holder follows a new leader,
+    earlier assignments have no claim to a slot and do not count.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._leases: dict[TaskId, dict[SessionId, _Lease]] = {}
+
+    def on_sent(self, message: Message) -> None:
+        if isinstance(message, SelectorReport):
+            for session in message.unfilled:
+                for leases in self._leases.values():
+                    leases.pop(session, None)
+        elif isinstance(message, SelectorOrders):
+            for assignment in message.assignments:
+                lease = _Lease(message.epoch, assignment.seq, assignment.confirm_by)
+                leases = self._leases.setdefault(assignment.task, {})
+                leases.update(dict.fromkeys(assignment.sessions, lease))
+                self._check_holder(assignment.task)
+
+    def after_event(self, host: SimulatedHost) -> None:
+        if isinstance(host.machine, Aggregator):
+            for held in host.machine.tasks.values():
+                self._check(host, host.machine, held)
+
+    def _check_holder(self, task: TaskId) -> None:
+        fence = self._cluster.state.rows[fence_key(task)]
+        assert isinstance(fence, FenceRow)
+        host = self._cluster.hosts.get(fence.aggregator)  # none: a revision has just ended its hold
+        if host is not None and host.is_alive and isinstance(host.machine, Aggregator):
+            held = host.machine.tasks.get(task)
+            if held is not None:
+                self._check(host, host.machine, held)
+
+    def _check(self, host: SimulatedHost, aggregator: Aggregator, held: HeldTask) -> None:
+        leases = self._leases.get(held.task)
+        if not leases or held.phase is not TaskPhase.SERVING:
+            return
+        known = held.sessions
+        for session, lease in list(leases.items()):
+            is_late = lease.seq == held.fence.seq and lease.confirm_by < host.now
+            has_moved = lease.seq < held.fence.seq
+            if is_late or has_moved or session in known.active or session in known.ended:
+                del leases[session]
+        on_their_way = sum(
+            lease.seq == held.fence.seq and lease.epoch >= aggregator.epoch
+            for lease in leases.values()
+        )
+        active, limit = len(known.active), held.config.concurrency
+        # A revision may lower C below the number of active clients: then nobody may be on the way.
+        demand(
+            not on_their_way or active + on_their_way <= limit,
+            f"{held.task} at {host.node} has {active} active clients, and {on_their_way} are on "
+            f"their way, above its concurrency of {limit}",
+        )
 
 
 class Auditor(Observer):
@@ -124,6 +216,7 @@ class Auditor(Observer):
         self.engine, self.state, self.blobs = cluster.engine, cluster.state, cluster.blobs
         self.books = {task.task: TaskBooks(task) for task in cluster.config.tasks}
         self._secure = SecureAuditor(cluster.config.tasks, self.state.rows, cluster.tsa)
+        self._slots = SlotAuditor(cluster)
         for row in self.state.rows.values():
             self._name(row, +1)
 
@@ -142,9 +235,11 @@ class Auditor(Observer):
     def on_sent(self, source: NodeId, target: NodeId, message: Message) -> None:
         self._trace.update(f"{self.engine.now.hex()} {source} {target} ".encode())
         self._trace.update(wire.encode(_without_free_text(message)))
+        self._slots.on_sent(message)
 
     def after_event(self, host: SimulatedHost) -> None:
         host.machine.check()
+        self._slots.after_event(host)
 
     def on_departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         ending = "dropped" if finish is None else finish.ending
@@ -168,6 +263,7 @@ class Auditor(Observer):
             return
         if isinstance(message, Report):
             self.books[joined.task].trained_from[joined.session] = joined.version
+            self.books[joined.task].reported[joined.session] = message.examples
         if self._secure.audits(joined.task):
             chunk_bytes = self.cluster.config.server.chunk_bytes
             self._secure.on_request(joined.session, message, chunk_bytes)
@@ -180,8 +276,9 @@ class Auditor(Observer):
 
     def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:
-            case Accepted(task=task, session=session):
+            case Accepted(task=task, session=session, ticket=sealed):
                 self.books[task].assigned[session] = reply.to.identity
+                self.books[task].manifest_of[session] = claim_of(sealed).manifest
             case UploadGranted():
                 self._on_granted(host, reply.message)
             case Completed(discarded=None):
@@ -189,6 +286,11 @@ class Auditor(Observer):
             case Completed(discarded="trusted_party_lost"):
                 ticket = claim_of(reply.to.request.ticket)
                 self._secure.check_discarded_as_lost(ticket.session)
+            case Completed(discarded="over_norm"):
+                ticket = claim_of(reply.to.request.ticket)
+                terms = self.books[ticket.task].terms_of(ticket.session)
+                is_due = terms.evaluates is not None or not _is_within_clip(terms, ticket.session)
+                demand(is_due, f"{ticket.session} was discarded, but its manifest allows its norm")
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         demand(not self._named.get(blob), f"blob {blob} is gone, but a row names it")
@@ -232,6 +334,8 @@ class Auditor(Observer):
                 demand(row.config.task not in self.books, f"{key} is used a second time")
                 self.books[row.config.task] = TaskBooks(row.config)
                 self._secure.watch(row.config)
+            case TaskRow() if row.config != self.books[row.config.task].config:
+                self._check_revision(row, before[key])
             case FenceRow():
                 self._check_fence(key, row, before.get(key))
             case LeaderRow():
@@ -248,11 +352,23 @@ class Auditor(Observer):
                 self._check_holder(writer, _task_in(key))
                 self._check_version(writer, _task_in(key), row, before)
             case ConsumedRow():
-                self._check_consumed(_task_in(key), row)
+                self._check_consumed(_task_in(key), row, before)
             case OptimizerRow():
                 old = before.get(key)
                 if isinstance(old, OptimizerRow):
                     demand(row.settled >= old.settled, f"{key}: {old.settled=} {row.settled=}")
+
+    def _check_revision(self, row: TaskRow, old: Row) -> None:
+        """The holder must not go on with the settings before: the fence moves with the row."""
+        assert isinstance(old, TaskRow)
+        books, task = self.books[row.config.task], row.config.task
+        demand(row.earlier[0].config == old.config, f"{task} forgot the settings of its clients")
+        demand(row.config.manifest not in books.terms, f"{task} has two revisions of one digest")
+        fence = self.state.rows[fence_key(task)]
+        assert isinstance(fence, FenceRow)
+        demand(not fence.aggregator, f"{task} was revised and {fence.aggregator} still holds it")
+        books.config = books.terms[row.config.manifest] = row.config
+        self._secure.watch(row.config)
 
     def _check_pinned(self, writer: Writer, key: str, row: VersionRow, old: Row) -> None:
         """All that an owner changes about a version is how long it is kept."""
@@ -278,14 +394,16 @@ class Auditor(Observer):
     def _check_record(self, task: TaskId, row: RecordRow, old: Row | None) -> None:
         books = self.books[task]
         demand(row.target > books.version, f"record {row.target} of {task} is of the past")
-        goal, last = books.config.aggregation_goal, books.config.stop.versions
+        last = books.config.stop.versions
         demand(last is None or row.target <= last, f"record {row.target} of {task} after {last=}")
-        demand(len(row.members) <= goal, f"record {row.target} of {task} is over its goal")
+        before = old.members if isinstance(old, RecordRow) else ()
+        # A revision in the clear may lower the goal below what a record has already.
+        most = max(books.goal_of(row), len(before))
+        demand(len(row.members) <= most, f"record {row.target} of {task} is over its goal")
         sessions = {member.session: None for member in row.members}
         demand(len(sessions) == len(row.members), f"a session is twice in record {row.target}")
-        if isinstance(old, RecordRow):
-            for member in old.members:
-                demand(member.session in sessions, f"{member.session} fell out of its record")
+        for member in before:
+            demand(member.session in sessions, f"{member.session} fell out of its record")
         for key in (record_key(task, t) for t in (row.target - 1, row.target + 1)):
             other = self.state.rows.get(key)
             if isinstance(other, RecordRow):
@@ -293,6 +411,11 @@ class Auditor(Observer):
                     demand(member.session not in sessions, f"{member.session} is in two records")
         for member in row.members:
             self._check_member(task, member, row.target)
+        if isinstance(books.config.regime, SyncFL):
+            # Members from before a switch to SyncFL stay.
+            for member in row.members[len(before) :]:
+                is_of_round = member.version == row.target - 1
+                demand(is_of_round, f"{member.session} is of another round than {row.target}")
         self._check_devices(task, row)
         if self._secure.audits(task):
             self._secure.check_record(task, row, self.blobs.get(row.sum))
@@ -323,12 +446,23 @@ class Auditor(Observer):
             member.version + member.staleness in granted_at,
             f"{session} has staleness {member.staleness} from {base}, reported at {granted_at}",
         )
+        terms = books.terms_of(session)
+        # In the clear, the settings when the client reported decide; a device decides by its own.
+        limits = [terms] if terms.is_secure else books.terms.values()
+        limit = max(config.max_staleness for config in limits)
         demand(
-            0 <= member.staleness <= books.config.max_staleness,
-            f"{session} has staleness {member.staleness}, above {books.config.max_staleness}",
+            0 <= member.staleness <= limit,
+            f"{session} has staleness {member.staleness}, above {limit}",
         )
-        if isinstance(books.config.regime, SyncFL):
-            demand(member.version == target - 1, f"{session} is of another round than {target}")
+        counted = min(books.reported[session], terms.max_examples)
+        demand(
+            member.examples == counted,
+            f"{session} weighs {member.examples} examples, by its manifest {counted}",
+        )
+        demand(
+            terms.is_secure or _is_within_clip(terms, session),
+            f"{session} is counted, above the clip of its manifest",
+        )
 
     def _check_sum(self, config: TaskConfig, row: RecordRow) -> None:
         """Each update is in the sum once: integers that name their session, weighted here again."""
@@ -413,10 +547,12 @@ class Auditor(Observer):
             f"version {row.version} of {config.task} is not one step from its predecessor",
         )
 
-    def _check_consumed(self, task: TaskId, row: ConsumedRow) -> None:
+    def _check_consumed(self, task: TaskId, row: ConsumedRow, before: dict[str, Row]) -> None:
         books = self.books[task]
-        goal = books.config.aggregation_goal
-        is_whole = len(row.members) == goal or self._secure.is_dropped(task, row.version)
+        record = before[record_key(task, row.version)]
+        assert isinstance(record, RecordRow)
+        is_full = len(row.members) >= books.goal_of(record)
+        is_whole = is_full or self._secure.is_dropped(task, row.version)
         demand(is_whole, f"version {row.version} has {len(row.members)} members")
         for member in row.members:
             self._check_member(task, member, row.version)
@@ -474,12 +610,14 @@ class Auditor(Observer):
         books = self.books[ticket.task]
         assert isinstance(host.machine, Aggregator)
         version = host.machine.tasks[ticket.task].ledger.version
-        if granted.ticket not in books.tickets:
-            books.tickets[granted.ticket] = None
+        assert isinstance(ticket, UploadTicket)
+        first = structs.replace(ticket, kept_until=0.0)  # a renewed one is not another grant
+        if first not in books.tickets:
+            books.tickets[first] = None
             books.granted_at.setdefault(ticket.session, []).append(version)
             if self._secure.audits(ticket.task):
-                assert isinstance(ticket, UploadTicket)
                 self._secure.on_granted(ticket.session, ticket.offer, version, granted.secure)
+                self._secure.check_agreed(ticket, granted.secure)
 
     def _on_acknowledged(self, reply: Reply) -> None:
         ticket = claim_of(reply.to.request.ticket)

@@ -32,7 +32,7 @@ from papaya.messages.storage import submission
 from papaya.messages.tickets import PSEUDONYM_KEY_BYTES, Keyring
 from papaya.selector.selector import Selector
 from papaya.sim.behaviour import Behaviour
-from papaya.sim.devices import SimulatedDevice
+from papaya.sim.devices import SimulatedBundles, SimulatedDevice
 from papaya.sim.engine import Engine, TimerWheel
 from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost
 from papaya.sim.network import Network, NetworkConfig
@@ -192,13 +192,13 @@ class Cluster:
         coordinators = [f"coordinator-{i}" for i in range(config.coordinators)]
         self.selectors = [f"selector-{i}" for i in range(config.selectors)]
 
-        def coordinator(node: NodeId, boot: float, now: float) -> Coordinator:
+        def coordinator(node: NodeId, boot: int, now: float) -> Coordinator:
             return Coordinator(node, boot, now, server, self._rng(f"{node}@{boot}"))
 
-        def selector(node: NodeId, boot: float, now: float) -> Selector:
+        def selector(node: NodeId, boot: int, now: float) -> Selector:
             return Selector(node, boot, now, server, self.keyring, coordinators)
 
-        def aggregator(node: NodeId, boot: float, now: float) -> Aggregator:
+        def aggregator(node: NodeId, boot: int, now: float) -> Aggregator:
             own = (self.keyring, coordinators, config.upload_bytes)
             return Aggregator(node, boot, now, server, *own)
 
@@ -240,14 +240,16 @@ class Cluster:
         return always or self.population.is_available(device, self.engine.now)
 
     def admit(self, visit: Visit) -> None:
+        bundles = SimulatedBundles()
         machine = Client(
             self.selectors,
             self._kind_of(visit.device),
             self._history_of(visit.device),
             self.config.device,
             self._device_rng,
+            bundles,
         )
-        device = self.devices[visit.device] = SimulatedDevice(self, visit, machine)
+        device = self.devices[visit.device] = SimulatedDevice(self, visit, machine, bundles)
         device.start()
 
     def _kind_of(self, device: int) -> Capabilities:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from papaya.client.client import Client
+from papaya.client.client import Client, NoBundles
 from papaya.client.work import (
     Answered,
     Download,
@@ -23,7 +23,7 @@ from papaya.client.work import (
     WorkFailed,
 )
 from papaya.machine import Effects
-from papaya.messages.base import Message, NodeId
+from papaya.messages.base import BlobKey, Message, NodeId
 from papaya.messages.participation import Join
 from papaya.messages.selection import CheckIn, IdentifiedCheckIn
 from papaya.secagg.errors import SecureAggregationError
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
 
 _SEAL_S = 0.05
+NOBODY: NodeId = "nobody"
+"""Whoever makes requests that are not those of a device."""
 
 
 class Path:
@@ -59,7 +61,7 @@ class Path:
 
     @property
     def device_name(self) -> NodeId:
-        return "nobody" if self._device is None else self._device.name
+        return NOBODY if self._device is None else self._device.name
 
     @property
     def identity(self) -> str:
@@ -77,6 +79,20 @@ class Path:
             self._device.deliver(answered)
 
 
+class SimulatedBundles(NoBundles):
+    """Lacks nothing, and keeps what the owner has signed about the task of this visit."""
+
+    __slots__ = ("manifest",)
+
+    def __init__(self) -> None:
+        # Simulated owners put the digest into the key of the bundle (revisions.py).
+        self.manifest = ""
+
+    def lacks(self, bundle: BlobKey) -> bool:
+        self.manifest = bundle.rpartition("-")[2]
+        return False
+
+
 class SimulatedDevice:
     """One visit of one device."""
 
@@ -84,13 +100,17 @@ class SimulatedDevice:
         "_armed_for",
         "_engine",
         "assigned_s",
+        "bundles",
         "cluster",
         "is_present",
         "machine",
         "visit",
     )
 
-    def __init__(self, cluster: Cluster, visit: Visit, machine: Client) -> None:
+    def __init__(
+        self, cluster: Cluster, visit: Visit, machine: Client, bundles: SimulatedBundles
+    ) -> None:
+        self.bundles = bundles
         self.cluster = cluster
         self.visit = visit
         self.machine = machine
@@ -174,7 +194,7 @@ class SimulatedDevice:
         else:
             for observe in self.cluster.hooks.missing_download:
                 observe(self, parameters)
-            self.deliver(WorkFailed("the parameters are gone"))
+            self.deliver(WorkFailed("no_parameters"))
 
     def _train(self, effect: Train) -> None:
         self._engine.after(self.visit.execution_s, self._trained, effect)
@@ -189,8 +209,8 @@ class SimulatedDevice:
     def _seal(self, effect: Seal) -> None:
         try:
             done: Message = self.cluster.seal(self, effect)
-        except SecureAggregationError as error:
-            done = WorkFailed(str(error))
+        except SecureAggregationError:
+            done = WorkFailed("untrusted")
         self._engine.after(_SEAL_S, self.deliver, done)
 
     def _remember(self, effect: Remember) -> None:

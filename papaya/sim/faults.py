@@ -2,7 +2,8 @@
 
 Everything a data centre and a fleet do to a protocol: processes crash, freeze and come back, clocks
 jump and stand still, links break and heal, messages are lost, doubled and late, the store answers
-nothing, the power fails; and devices replay what was accepted and forge what was never given.
+nothing, the power fails; and devices replay what was accepted, forge what was never given, and use
+an assignment as late as they can.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from zlib import crc32
 from msgspec.structs import replace
 
 from papaya.aggregator.aggregator import Aggregator
-from papaya.messages.base import Message, NodeId
+from papaya.coordinator.coordinator import Coordinator
+from papaya.machine import Reply
+from papaya.messages.base import PROTOCOL_VERSION, Message, NodeId
 from papaya.messages.control import Drain
-from papaya.messages.participation import Chunk, Complete, Heartbeat, Report
+from papaya.messages.participation import Chunk, Complete, Heartbeat, Join, Report
+from papaya.messages.selection import Accepted, CheckIn
 from papaya.messages.storage import FenceRow, Revoked, Row, Transaction
 from papaya.messages.tickets import Keyring, SessionTicket, UploadTicket
 from papaya.sim.cluster import Cluster
-from papaya.sim.devices import Path, SimulatedDevice
+from papaya.sim.devices import NOBODY, Path, SimulatedDevice
 from papaya.sim.hosts import SimulatedAggregatorHost, SimulatedHost
 from papaya.sim.network import NetworkConfig
 from papaya.sim.observer import Observer
@@ -73,6 +77,8 @@ class Faults:
             self._crash,
             self._crash,
             self._crash_soon_after,
+            self._restart_leader,
+            self._restart_leader,
             self._stop,
             self._stop,
             self._pause,
@@ -138,6 +144,17 @@ class Faults:
         """A crash within milliseconds of something: between a write and the news of it."""
         delay_s = self._rng.random() * 0.1
         self._cluster.engine.after(delay_s, self._crash_node, self._aggregator())
+
+    def _restart_leader(self) -> None:
+        """It leads again at once, while clients that it has assigned are still on their way."""
+        for host in self._cluster.hosts.values():
+            if (
+                host.is_alive
+                and isinstance(host.machine, Coordinator)
+                and host.machine.leadership.leads(host.now)
+            ):
+                host.crash()
+                host.start()
 
     def _stop(self) -> None:
         node = self._node()
@@ -293,7 +310,7 @@ class Faults:
 
 
 class Hostile(Observer):
-    """Devices that replay uploads which they overheard, and forge tickets.
+    """Devices that replay uploads which they overheard, forge tickets, and join late.
 
     Their requests go through the selectors, as those of all devices do.
     """
@@ -315,6 +332,12 @@ class Hostile(Observer):
             if len(self._recorded) > _RECORDED_MESSAGES:
                 del self._recorded[0]
 
+    def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
+        """A device that was accepted joins at any time while its assignment is valid, or after."""
+        if isinstance(reply.message, Accepted) and reply.to.device_name == NOBODY:
+            late_s = 1.2 * self.cluster.config.server.confirm_by_s * self._rng.random()
+            self.cluster.engine.after(late_s, self._ask, [Join(reply.message.ticket)])
+
     def on_transaction(self, writer: Writer, change: Transaction, before: dict[str, Row]) -> None:
         """A new holder adopts the clients that come first: be among them."""
         if any(isinstance(row, FenceRow) for _, row in change.put):
@@ -327,7 +350,10 @@ class Hostile(Observer):
             self.cluster.engine.after(self._rng.expovariate(2.0), self._attack)
 
     def _attack(self) -> None:
-        if self._recorded and self._rng.random() < 0.7:
+        attack = self._rng.random()
+        if attack < 0.2:
+            self._ask([CheckIn(PROTOCOL_VERSION, self.cluster.config.kinds[0].capabilities)])
+        elif self._recorded and attack < 0.8:
             self._replay()
         else:
             self._forge()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from papaya.sim.cluster import Cluster
 
 # The arguments are the number of the boot and the time.
-MakeMachine = Callable[[float, float], Machine]
+MakeMachine = Callable[[int, float], Machine]
 
 # A timer of a wrong clock fires this late, so that rounding cannot make it early.
 _ROUNDING_S = 1e-9
@@ -75,7 +75,7 @@ class SimulatedHost:
         self._armed_for = float("inf")
         self.was_ahead = False
         self._set_clock(clock_ahead_s)
-        self.machine = self._make(float(self.boots), self.now)
+        self.machine = self._make(self.boots, self.now)
         self._arm()
 
     @property

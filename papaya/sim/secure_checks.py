@@ -5,10 +5,12 @@ which seed the TSA took into which group, and which sums it released. From that 
 masked sum and every step, in whole numbers, and requires:
 
 - a device seals one update once, for an offer that no other device got, and sends only those bytes;
+- a client gets offers for the manifest that it joined under, and all members of a record have
+  agreed to the same manifest;
 - a seed is taken into one group, and a record names only members whose seeds are in its group;
 - masks are released for exactly the members of a full and durable record;
 - a version is one step with its members' fixed-point sum, or its predecessor again: only if a seed
-  is lost with an earlier TSA, or a member lied about its seed;
+  is lost with an earlier TSA, a member lied about its seed, or a revision left it unfilled;
 - no update is discarded as lost with the TSA while the TSA that it was sealed for lives.
 """
 
@@ -36,6 +38,7 @@ from papaya.messages.storage import (
     record_key,
     version_key,
 )
+from papaya.messages.tickets import UploadTicket
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import WORD, Words
@@ -57,6 +60,7 @@ class SealedOnce(NamedTuple):
     """All that one device ever sends of one update, and the truth under the mask."""
 
     seed: Seed
+    parameters: bytes
     update: bytes
     sealed: bytes
     examples: int
@@ -75,8 +79,11 @@ class SecureAuditor:
     def __init__(self, tasks: Sequence[TaskConfig], rows: dict[str, Row], tsa: TsaTwin) -> None:
         self._rows = rows
         self._tsa = tsa
-        self._parameters: dict[TaskId, PublicParameters] = {}
-        self._task_of: dict[bytes, TaskId] = {}
+        # By task and manifest. `_task_of` finds both by the hash of the parameters.
+        self._parameters: dict[tuple[TaskId, bytes], PublicParameters] = {}
+        self._task_of: dict[bytes, tuple[TaskId, bytes]] = {}
+        # The current manifest of each secure task.
+        self._current: dict[TaskId, bytes] = {}
         for task in tasks:
             self.watch(task)
         self._granted: dict[Seed, Granted] = {}
@@ -89,15 +96,22 @@ class SecureAuditor:
         tsa.on_released = self._on_released
 
     def watch(self, config: TaskConfig) -> None:
-        """A task that was submitted, at the start or later; only secure ones are audited."""
+        """A task that was submitted or revised; only secure ones are audited."""
         if config.public_parameters is not None:
-            self._parameters[config.task] = config.public_parameters
-            self._task_of[config.public_parameters.digest()] = config.task
+            name = config.task, config.manifest
+            self._parameters[name] = config.public_parameters
+            self._task_of[config.public_parameters.digest()] = name
+            self._current[config.task] = config.manifest
 
     def audits(self, task: TaskId) -> bool:
-        return task in self._parameters
+        return task in self._current
 
     # -- devices ----------------------------------------------------------------------------
+
+    def check_agreed(self, ticket: UploadTicket, offer: SecureOffer | None) -> None:
+        agreed = self._parameters[ticket.task, ticket.manifest].encode()
+        is_agreed = offer is not None and offer.parameters == agreed
+        demand(is_agreed, f"{ticket.session} got an offer for another manifest")
 
     def on_granted(
         self, session: SessionId, index: int, version: int, offer: SecureOffer | None
@@ -128,7 +142,7 @@ class SecureAuditor:
         )
         assert granted is not None
         staleness = granted.version - joined.version
-        truth = seed, done.update, done.sealed, examples, staleness, is_lie
+        truth = seed, work.offer.parameters, done.update, done.sealed, examples, staleness, is_lie
         self._sealed[session] = SealedOnce(*truth)
 
     def on_request(self, session: SessionId, message: Message, chunk_bytes: int) -> None:
@@ -164,13 +178,17 @@ class SecureAuditor:
         demand(known == group, f"seed {index} was taken into group {known} and into {group}")
 
     def _on_released(self, digest: bytes, group: int, members: tuple[int, ...]) -> None:
-        task = self._task_of[digest]
+        task, manifest = self._task_of[digest]
         key = self._tsa.identity_public_key, task, group
         if key not in self._released:
             name = record_key(task, group)
             record = self._rows.get(name, self._recorded.get(name))
-            goal = self._parameters[task].aggregation_goal
-            is_closed = isinstance(record, RecordRow) and len(record.members) == goal
+            goal = self._parameters[task, manifest].aggregation_goal
+            is_closed = (
+                isinstance(record, RecordRow)
+                and record.manifest == manifest
+                and len(record.members) == goal
+            )
             demand(is_closed, f"masks of group {group} of {task} were released before it closed")
             assert isinstance(record, RecordRow)
             self._released[key] = tuple(sorted(member.offer for member in record.members))
@@ -184,17 +202,22 @@ class SecureAuditor:
     def check_record(self, task: TaskId, row: RecordRow, blob: bytes) -> None:
         """The masked sum is that of its members, whose seeds are in the record's group."""
         self._recorded[record_key(task, row.target)] = row
-        expected = np.zeros(self._parameters[task].vector_words, WORD)
+        agreed = self._parameters[task, row.manifest]
+        expected = np.zeros(agreed.vector_words, WORD)
         for member in row.members:
-            expected += self._masked_by(member, row.target)
+            expected += self._masked_by(member, row.target, agreed)
         tensors, _ = decode_tensors(blob, ["masked"], expected.size, WORD)
         same = bool(np.array_equal(tensors["masked"], expected))
         demand(same, f"the masked sum of record {row.target} of {task} is not that of its members")
 
-    def _masked_by(self, member: Member, target: int) -> Words:
+    def _masked_by(self, member: Member, target: int, agreed: PublicParameters) -> Words:
         session = member.session
         demand(session in self._sealed, f"{session} is counted, but it masked nothing")
         sealed = self._sealed[session]
+        is_agreed = sealed.parameters == agreed.encode()
+        demand(
+            is_agreed, f"{session} is in record {target}, whose members agreed to another manifest"
+        )
         demand(
             (member.offer, member.staleness) == (sealed.seed[1], sealed.staleness),
             f"{session} sealed for offer {sealed.seed[1]} at staleness {sealed.staleness}, its "
@@ -229,15 +252,16 @@ class SecureAuditor:
         now = self._tsa.identity_public_key
         sealed = [self._sealed[member.session] for member in record.members]
         is_lost = any(member.seed[0] != now for member in sealed)
-        is_full = len(sealed) == self._parameters[task].aggregation_goal
+        is_full = len(sealed) == self._parameters[task, record.manifest].aggregation_goal
+        is_revised = record.manifest != self._current[task] and not is_full
         demand(
-            is_lost or (is_full and any(member.is_lie for member in sealed)),
+            is_lost or is_revised or (is_full and any(member.is_lie for member in sealed)),
             f"version {record.target} of {task} dropped a buffer that could be used",
         )
 
     def expected_mean(self, task: TaskId, record: RecordRow) -> Vector:
         """The mean of the members' updates, through the fixed point and back, in whole numbers."""
-        parameters = self._parameters[task]
+        parameters = self._parameters[task, record.manifest]
         total, weight = [0] * parameters.length, 0
         for member in record.members:
             sealed = self._sealed[member.session]

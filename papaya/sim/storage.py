@@ -27,9 +27,9 @@ class StorageConfig(Struct, frozen=True, kw_only=True):
     """How long after an unknown outcome the transaction may still be applied."""
 
 
-Writer = tuple[NodeId, float]
+Writer = tuple[NodeId, int]
 """Which boot of which process sent a transaction."""
-OWNER: Writer = ("owner", 0.0)
+OWNER: Writer = ("owner", 0)
 OnTransaction = Callable[[Writer, Transaction, dict[str, Row]], None]
 
 

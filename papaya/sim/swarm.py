@@ -16,6 +16,7 @@ from random import Random
 
 from msgspec import Struct, structs
 
+from papaya.aggregator.sessions import ticket_life_s
 from papaya.aggregator.upload import needed_bytes
 from papaya.client.work import Seal, Sealed, Train
 from papaya.config import (
@@ -40,6 +41,7 @@ from papaya.sim.evaluations import EvaluationOwner, evaluation_upload_bytes
 from papaya.sim.faults import Faults, Hostile
 from papaya.sim.network import NetworkConfig
 from papaya.sim.population import PopulationConfig
+from papaya.sim.revisions import RevisionOwner, signed
 from papaya.sim.storage import StorageConfig
 
 _LABELS = ("red", "green", "blue")
@@ -94,6 +96,10 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     evaluates = evaluations.random() < 0.5
     if evaluates:
         config = _with_room_for_evaluations(config)
+    revisions = Random(f"revisions/{seed}")
+    revises = revisions.random() < 0.5
+    if revises:
+        config = structs.replace(config, tasks=tuple(signed(task, 0) for task in config.tasks))
     auditor, hostile = Auditor(_lies), Hostile()
     cluster = Cluster(config, seed, observers=(auditor, hostile), behaviour=SwarmBehaviour())
     failure = None
@@ -101,6 +107,8 @@ def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
         try:
             if evaluates:
                 EvaluationOwner(cluster, evaluations)
+            if revises:
+                RevisionOwner(cluster, revisions, _faults_until(config))
             _run(cluster, auditor, hostile, rng, evaluates=evaluates)
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
@@ -125,12 +133,16 @@ def _run(
     cluster: Cluster, auditor: Auditor, hostile: Hostile, rng: Random, *, evaluates: bool
 ) -> None:
     heartbeat_s = cluster.config.server.heartbeat_s
-    faults_until = 60 * heartbeat_s
+    faults_until = _faults_until(cluster.config)
     Faults(cluster, rng, faults_until, mean_gap_s=rng.choice((1, 3, 8)) * heartbeat_s)
     hostile.start(rng, faults_until)
     cluster.run(faults_until)
     _check_liveness(auditor, evaluates=evaluates)
     auditor.check_acknowledged()
+
+
+def _faults_until(config: ClusterConfig) -> float:
+    return 60 * config.server.heartbeat_s
 
 
 def _check_liveness(auditor: Auditor, *, evaluates: bool) -> None:
@@ -154,7 +166,9 @@ def _check_liveness(auditor: Auditor, *, evaluates: bool) -> None:
             return False
         return all(auditor.books[t].steps >= goal for t, goal in goals.items())
 
-    cluster.run(healed_at + liveness_bound_s(cluster.config), all_live)
+    current = [auditor.books[task] for task in tasks]
+    terms = tuple(config for books in current for config in books.terms.values())
+    cluster.run(healed_at + liveness_bound_s(cluster.config.server, terms), all_live)
     if auditor.endings.get("counted", 0) == counted:
         raise PapayaError("after the faults stopped, no client was told that its update counts")
     if auditor.evaluations < results:
@@ -168,20 +182,22 @@ def _check_liveness(auditor: Auditor, *, evaluates: bool) -> None:
             )
 
 
-def liveness_bound_s(config: ClusterConfig) -> float:
+def liveness_bound_s(server: ServerConfig, tasks: tuple[TaskConfig, ...]) -> float:
     """Election, recovery and failure detection, then the slowest way to fill the buffers.
 
-    Buffers that were open when the TSA crashed are dropped, some when they are full.
+    Buffers that were open when the TSA crashed are dropped, some when they are full. Those of a
+    manifest that was replaced are given up after the life of a ticket at the latest.
     """
-    server = config.server
     settle_s = 3 * server.leader_lease_s + server.recovery_s + 4 * server.dead_after_s
     per_version_s = max(
         (task.training_timeout_s + server.dead_after_s + 30.0)
         * (1 + task.aggregation_goal / task.concurrency)
-        for task in config.tasks
+        for task in tasks
     )
-    is_secure = any(task.secure_aggregation is not None for task in config.tasks)
+    is_secure = any(task.is_secure for task in tasks)
     dropped = _OPEN_BUFFERS if is_secure else 0
+    if is_secure and any(task.manifest for task in tasks):
+        settle_s += max(ticket_life_s(task, server) for task in tasks)
     return settle_s + (_NEW_VERSIONS + 1 + dropped) * per_version_s
 
 

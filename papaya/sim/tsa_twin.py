@@ -122,8 +122,11 @@ class TsaTwin:
         return self._tsa
 
 
-def sealed(work: Seal, now: float, rng: Random) -> Sealed:
-    """What an honest device makes of an offer, and of an update that is clipped already."""
+def sealed(work: Seal, now: float, rng: Random, manifest: str = "") -> Sealed:
+    """What an honest device makes of an offer, and of an update that is clipped already.
+
+    `manifest`: the digest of the manifest under which it has trained.
+    """
     parameters = PublicParameters.decode(work.offer.parameters)
     policy = ParticipantPolicy(
         task=work.task,
@@ -134,6 +137,7 @@ def sealed(work: Seal, now: float, rng: Random) -> Sealed:
         minimum_threshold=1,
         maximum_staleness=parameters.max_staleness,
         weighting=parameters.weighting,
+        manifest=manifest,
     )
     terms = Terms(work.offer.identity, parameters, policy)
     update = UnsealedUpdate(np.frombuffer(work.update, FLOAT32), work.examples, work.version)

@@ -229,6 +229,11 @@ def completes_twice(client: Any) -> None:
     client.upload = twice
 
 
+@breaks("reason", "wrong-parameters")
+def tells_its_error(client: Any) -> None:
+    _changing(client, "Leave", reason="ValueError: my example")
+
+
 @breaks("leave", "wrong-parameters")
 def goes_without_a_word(client: Any) -> None:
     client.leave = lambda *_: None

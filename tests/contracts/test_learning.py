@@ -135,7 +135,7 @@ def test_few_are_trained_who_are_not_counted(regime: AsyncFL | SyncFL) -> None:
     assert run.trained == sum(workload.batches)
     spare = 24 if regime is ASYNC else 24 + 0.25 * counted
     assert counted <= run.trained <= counted + spare
-    assert max(workload.batches) == 8
+    assert 4 < max(workload.batches) <= 8
 
 
 @pytest.mark.parametrize("kernel", ["fastest", "numpy"])

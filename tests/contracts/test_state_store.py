@@ -37,7 +37,7 @@ class Twin:
 
     def transact(self, transaction: Transaction) -> Outcome:
         outcomes: list[Outcome] = []
-        self.twin.transact(("node", 0.0), transaction, outcomes.append)
+        self.twin.transact(("node", 0), transaction, outcomes.append)
         self.engine.run(self.engine.now + 1000)
         [outcome] = outcomes
         return outcome
@@ -225,7 +225,7 @@ def test_unknown_outcomes_are_of_all_kinds() -> None:
     for seed in range(40):
         store = Twin(unknown=1.0, seed=seed)
         outcomes: list[Outcome] = []
-        store.twin.transact(("node", 0.0), put("a", 1), outcomes.append)
+        store.twin.transact(("node", 0), put("a", 1), outcomes.append)
         store.engine.run(2.0)
         assert outcomes == ["unknown"]
         early = "a" in store.twin.rows

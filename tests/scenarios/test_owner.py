@@ -127,7 +127,9 @@ def run_until_live(auditor: OwnedAuditor, tasks: list[TaskId]) -> None:
 
     # Evaluations that nobody ends take clients too.
     cluster = auditor.cluster
-    cluster.run(cluster.engine.now + 3 * liveness_bound_s(cluster.config), live)
+    cluster.run(
+        cluster.engine.now + 3 * liveness_bound_s(cluster.config.server, cluster.config.tasks), live
+    )
     assert live(), {task: (auditor.books[task].version, goal) for task, goal in goals.items()}
 
 

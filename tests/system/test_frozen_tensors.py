@@ -30,7 +30,7 @@ def test_a_device_with_another_base_model_is_not_counted_and_says_why(tmp_path: 
         admin.submit(load_task(owner).config())
         ending, reason = asyncio.run(_visited(installation, server, other))
         assert ending == "rejected"
-        assert reason == "task lora: the model of this device holds other frozen tensors"
+        assert reason == "lora: the model of this device holds other frozen tensors"
         _, metrics = admin.ask("GET", "/metrics")
         assert reading(metrics.decode(), "papaya_task_joined_total", "lora") == 0
         ending, _ = asyncio.run(_visited(installation, server, same))
@@ -59,8 +59,8 @@ async def _visited(
             device.store.declare({"points": UsePolicy(tasks=("lora",))})
             device.store.add_new("points", [b"1 2", b"3 4"], time.time())
             async with asyncio.timeout(STEP_S):
-                while not reason.startswith("task lora") and ending in ("", "rejected"):
+                while not reason.startswith("lora") and ending in ("", "rejected"):
                     finish = await device.visit()
-                    ending, reason = finish.ending, finish.reason
+                    ending, reason = finish.ending, finish.detail
                     await asyncio.sleep(0.05)
     return ending, reason

@@ -65,7 +65,7 @@ def test_a_leader_that_was_suspended_knows_that_its_lease_has_ended(
 ) -> None:
     times = Suspended(monkeypatch)
     clock, config = Clock(), ServerConfig(heartbeat_s=10.0)
-    leadership = Leadership("c-1", 1.0, config)
+    leadership = Leadership("c-1", 1, config)
     leadership.observe(clock.now(), None)
     assert leadership.next_attempt(clock.now()) is not None
     assert leadership.confirm(clock.now())

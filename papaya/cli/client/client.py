@@ -45,6 +45,7 @@ from papaya.device.events import (
 )
 from papaya.device.executor import EngineName
 from papaya.errors import OperatorError
+from papaya.messages.reasons import in_words
 
 SERVER = "http://127.0.0.1:8750"
 _REFUSED_HINT = (
@@ -64,6 +65,7 @@ class ClientOptions(FormatOptions):
     engine: EngineName = "torch"
     alias: Sequence[tuple[str, str]] = ()  # (name of a submitted task, name in the file)
     visits: int | None = None  # per device; None: until it is stopped
+    explain: bool = False
     # Devices
     devices: int = 1
     assume: str = ""
@@ -127,6 +129,12 @@ def add_to(commands: Commands) -> None:
         metavar="N",
         help="stop after this many visits per device, successful or not (default: "
         "run until interrupted)",
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="print all that is known about a failed training, such as the traceback of the task's "
+        "code. This may show examples. Servers learn only a code, whether or not it is given",
     )
     _add_device_options(parser.add_argument_group("devices"))
     _add_data_options(parser.add_argument_group("data"))
@@ -272,7 +280,7 @@ def run(options: ClientOptions) -> int:
         raise OperatorError(
             "devices need aiohttp, which is not installed", hint="pip install 'papaya-fl[device]'"
         ) from error
-    printer = Printer(options.format)
+    printer = Printer(options.format, explains=options.explain)
     try:
         asyncio.run(_run(options, printer))
     except KeyboardInterrupt:  # during start and end, when devices do not handle signals
@@ -355,8 +363,9 @@ async def _run(options: ClientOptions, printer: Printer) -> None:
 class Printer:
     """Prints the end of each visit on stdout, and notes, each of them once, on stderr."""
 
-    def __init__(self, format_: str) -> None:
+    def __init__(self, format_: str, *, explains: bool = False) -> None:
         self._is_json = format_ == "json"
+        self._explains = explains
         self._endings: Counter[str] = Counter()
         self._noted: set[str] = set()
 
@@ -368,6 +377,8 @@ class Printer:
                 self._endings[event.ending] += 1
                 if not self._is_json:
                     print_data(printable(_line(event)))
+                    if self._explains and event.explanation:
+                        print_data(event.explanation)
                 if event.ending == "refused":
                     self._note_once(_REFUSED_HINT)
             case StepsTrained():
@@ -397,9 +408,15 @@ class Printer:
 
 
 def _line(ended: VisitEnded) -> str:
-    # When a device stops, the reason is what the server is told; the owner sees the detail.
-    # A device that lacks a bundle has fetched it, or the detail says why not.
-    reason = "" if ended.ending in ("stopped", "unprepared") else ended.reason
+    match ended.ending:
+        case "failed" | "gave_up":
+            reason = in_words(f"left_{ended.reason}")
+        case "aborted" | "discarded":
+            reason = in_words(f"{ended.ending}_{ended.reason}")
+        case "stopped" | "unprepared":  # a bundle was fetched, or the detail says why not
+            reason = ""
+        case _:
+            reason = ended.reason
     why = "; ".join(filter(None, (reason, ended.detail)))
     words = [ended.device, ended.ending, ended.task or "", f"({why})" if why else ""]
     return " ".join(filter(None, words))

@@ -132,15 +132,10 @@ def add_to(actions: Commands) -> None:
 def run(options: TaskSubmitOptions) -> int:
     from papaya.learning import parameters
     from papaya.learning.executorch.program_file import decode_program
-    from papaya.learning.task import load_task  # here: it imports torch
 
     client = client_for(options)
     found = _signer(options)
-    if options.file.is_dir():
-        sys.path.insert(0, str(options.file))  # as on devices: its files import each other
-        loaded = load_task(options.file / PROGRAM_FILE)
-    else:
-        loaded = load_task(options.file)
+    loaded = loaded_from(options.file)
     compiled = _compiled(options, loaded, is_signed=found is not None)
     file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
     config = changed(file, options.name, options.set)
@@ -173,8 +168,18 @@ def run(options: TaskSubmitOptions) -> int:
             )
         clients, name = plural(config.concurrency, "client"), view.name or view.task
         print_data(f"{name} is {view.state}: {clients} at a time")
-        note(f"\nto watch it: papaya task watch {name}")
+        note(options.repeated(f"\nto watch it: papaya task watch {name}"))
     return 0
+
+
+def loaded_from(path: Path) -> LoadedTask:
+    """The task in a file, or in a folder with a task.py and the files that it imports."""
+    from papaya.learning.task import load_task  # here: it imports torch
+
+    if not path.is_dir():
+        return load_task(path)
+    sys.path.insert(0, str(path))  # as on devices: its files import each other
+    return load_task(path / PROGRAM_FILE)
 
 
 def _signer(options: TaskSubmitOptions) -> OwnerSigner | None:

@@ -1,8 +1,9 @@
 """`papaya task …`: what the owner of a model does with a running system.
 
     compile FILE         a program for devices without torch
-    submit FILE          start a task            pause, resume, cancel TASK
+    submit FILE          start a task            pause, resume, cancel, delete TASK
     update, renew TASK   sign a revision, a lease
+    diff TASK            what an update would change
     list, show, watch    look at it              rollback TASK VERSION, mark TASK VERSION
     evaluate TASK        on devices' held-out data
     export, metrics      the model, its history
@@ -14,7 +15,7 @@ a change if the task was changed in the meantime.
 from __future__ import annotations
 
 import argparse
-import re
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -42,11 +43,13 @@ from papaya.cli.output import (
     whole,
 )
 from papaya.cli.task import compile as compiling
-from papaya.cli.task import export, submit, update, watch
+from papaya.cli.task import diff, export, submit, update, watch
 from papaya.config import EvaluationPlan, StopRule, TaskConfig
 from papaya.errors import OperatorError
+from papaya.messages.reasons import in_words, without_update
 from papaya.server.admin.views import (
     ChangeReason,
+    Deletion,
     Evaluate,
     Mark,
     RollBack,
@@ -59,20 +62,25 @@ from papaya.server.admin.views import (
 Change = Literal["pause", "resume", "cancel"]
 
 _LEFT_HINT = (
-    "hint: these devices left the task; look for `failed` lines in the device logs. Check that the "
-    "devices have the same task file that was submitted"
+    "hint: these devices left the task; what went wrong in full is in their logs: "
+    "papaya client --explain"
 )
-_METRICS_BYTES = 16 << 20
-_COUNTER = r"papaya_task_(?:sessions_aborted|updates_discarded)_total"
+_DAY_S = 86400.0
+_WARN_BEFORE_S = 7 * _DAY_S
 _HEADER = (
-    *("task", "state", "version", "evaluated", "loss", "perplexity"),
-    *("active", "of", "utilization"),
+    *("task", "owner", "run", "revision", "lease", "state", "version", "evaluated", "loss"),
+    *("perplexity", "active", "of", "utilization"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskListOptions(ConnectionOptions):
     evaluations: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskShowOptions(OneTaskOptions):
+    number: int | None = None  # of the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +115,30 @@ def add_to(commands: Commands) -> None:
     compiling.add_to(actions)
     submit.add_to(actions)
     update.add_to(actions)
+    diff.add_to(actions)
     listing = _add(actions, "list", "list all tasks", has_task=False)
     listing.add_argument("--evaluations", action="store_true", help="also list evaluations")
     bind(listing, TaskListOptions, run_list)
     showing = _add(actions, "show", "show the settings, versions and history of a task")
-    bind(showing, OneTaskOptions, run_show)
+    showing.add_argument(
+        "--run", dest="number", type=whole(1), metavar="N", help="run to show (default: the newest)"
+    )
+    bind(showing, TaskShowOptions, run_show)
     watch.add_to(actions)
     _add_change(
         actions, "pause", "pause a task: assign no new clients, but let running clients finish"
     )
     _add_change(actions, "resume", "continue a paused task")
     _add_change(actions, "cancel", "end a task and keep its versions")
+    delete = _add(actions, "delete", "delete a run that is over: its versions and its history")
+    delete.add_argument(
+        "--run",
+        dest="number",
+        type=whole(1),
+        metavar="N",
+        help="run to delete (default: the newest)",
+    )
+    bind(delete, TaskShowOptions, run_delete)
     _add_versioned(actions)
     export.add_to(actions)
 
@@ -177,15 +198,21 @@ def run_list(options: TaskListOptions) -> int:
     if options.is_json:
         print_json(shown)
     elif shown:
-        print_data(table(_HEADER, [task_line(view) for view in shown]))
+        print_data(table(_HEADER, [task_line(view, time.time()) for view in shown]))
     else:
-        note("no tasks; start one: papaya task submit my_task.py")
+        note(options.repeated("no tasks; start one: papaya task submit my_task.py"))
+    for warning in filter(None, (lease_warning(view, time.time()) for view in shown)):
+        note(options.repeated(f"warning: {warning}"))
     return 0
 
 
-def task_line(view: TaskView) -> tuple[str, ...]:
+def task_line(view: TaskView, now: float) -> tuple[str, ...]:
     return (
         view.task,
+        view.owner[:8] or "-",
+        str(view.run or "-"),
+        str(view.revision or "-"),
+        lease(view, now) or "-",
         view.state + (" HALTED" if view.halted else ""),
         "-" if view.evaluates else f"{view.version:,}",
         _or_dash(view.evaluated, ","),
@@ -197,38 +224,87 @@ def task_line(view: TaskView) -> tuple[str, ...]:
     )
 
 
-def run_show(options: OneTaskOptions) -> int:
+def lease(view: TaskView, now: float) -> str:
+    """How long devices may still start to train the task; empty if that does not matter."""
+    if not view.lease_until or view.state in ("completed", "cancelled"):
+        return ""
+    left_s = view.lease_until - now
+    return f"{left_s / _DAY_S:.1f} days" if left_s > 0 else "ended"
+
+
+def lease_warning(view: TaskView, now: float) -> str:
+    left = lease(view, now)
+    if not left or view.lease_until - now > _WARN_BEFORE_S:
+        return ""
+    when = "has ended: no device starts to train it" if left == "ended" else f"ends in {left}"
+    return f"the lease of {view.name} {when}; renew it: papaya task renew {view.name}"
+
+
+def run_show(options: TaskShowOptions) -> int:
     client = client_for(options)
-    detail = client.get(task_path(options.task), TaskDetail)
-    versions = client.get(task_path(options.task, "versions"), tuple[VersionView, ...])
-    reasons = without_update(client, options.task)
+    task = run_named(client, options.task, options.number)
+    detail = client.get(task_path(task), TaskDetail)
+    versions = client.get(task_path(task, "versions"), tuple[VersionView, ...])
     if options.is_json:
-        print_json({"detail": detail, "versions": versions, "without_update": reasons})
+        print_json({"detail": detail, "versions": versions})
         return 0
     history = [] if detail.task.evaluates else ["", _versions_table(detail, versions)]
-    print_data("\n".join([*_facts(detail, reasons), *history]))
-    if next(iter(reasons), "") == "left":
+    print_data("\n".join([*_facts(detail), *history]))
+    if next(iter(without_update(detail.endings)), "").startswith("left_"):
         note(_LEFT_HINT)
-    for warning in detail.warnings:
-        note(f"warning: {warning}")
+    for warning in filter(None, (*detail.warnings, lease_warning(detail.task, time.time()))):
+        note(options.repeated(f"warning: {warning}"))
     return 0
 
 
-def _facts(detail: TaskDetail, reasons: dict[str, int]) -> list[str]:
+def run_named(client: AdminClient, task: str, run: int | None) -> str:
+    """The id of this run of a task; without a run the task itself, so the server picks one."""
+    if run is None:
+        return task
+    runs = [v for v in client.get("/admin/tasks", tuple[TaskView, ...]) if v.name == task]
+    found = [view.task for view in runs if view.run == run]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(str(view.run) for view in runs) or "none"
+    raise OperatorError(
+        f"task {task} has no run {run}", hint=f"runs of it: {known}; papaya task list shows them"
+    )
+
+
+def _facts(detail: TaskDetail) -> list[str]:
     task, config = detail.task, detail.config
     facts = {
         "task": task.task,
+        "owner": task.owner,
+        "run": f"{task.run}, revision {task.revision}" if task.run else "",
+        "lease": _lease_fact(task),
         "state": task.state + (f": {task.why}" if task.why else ""),
         "halted": task.halted,
         "evaluates": task.evaluates,
         **(_of_an_evaluation(task) if task.evaluates else _of_a_model(detail)),
         "server sees": _sees(config),
-        "no update": in_words(reasons),
+        "no update": _no_update(detail.endings),
         "submitted": _date(task.submitted),
         "ended": _date(task.ended) if task.ended else "",
         "held by": task.holder,
     }
     return [f"{name:<12} {value}" for name, value in facts.items() if value]
+
+
+def _lease_fact(task: TaskView) -> str:
+    left = lease(task, time.time())
+    return f"until {_date(task.lease_until)} ({left})" if left else ""
+
+
+def _no_update(endings: dict[str, int]) -> str:
+    """How participations ended that gave no update, a line for each reason."""
+    reasons = without_update(endings)
+    if not reasons:
+        return ""
+    ended = plural(sum(endings.values()), "participation")
+    lines = [f"{sum(reasons.values()):,} of {ended}"]
+    lines += [f"{times:,} × {in_words(ending)}" for ending, times in reasons.items()]
+    return f"\n{13 * ' '}".join(lines)
 
 
 def _of_an_evaluation(task: TaskView) -> dict[str, str]:
@@ -292,6 +368,15 @@ def run_change(action: Change, options: TaskChangeOptions) -> int:
     return _tell(options, view, f"{view.task} is {view.state}")
 
 
+def run_delete(options: TaskShowOptions) -> int:
+    client = client_for(options)
+    task = run_named(client, options.task, options.number)
+    deleted = client.post(task_path(task, "delete"), ChangeReason(), Deletion)
+    wait_s = deleted.gone_after - time.time()
+    when = f"at {_date(deleted.gone_after)}, when its last tickets expire" if wait_s > 0 else "now"
+    return _tell(options, deleted, f"{deleted.task} is deleted; its data are removed {when}")
+
+
 def run_rollback(options: TaskRollbackOptions) -> int:
     path = task_path(options.task, "rollback")
     view = client_for(options).post(path, RollBack(options.version), VersionView)
@@ -328,34 +413,3 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def without_update(client: AdminClient, task: str) -> dict[str, int]:
-    """How many sessions ended without an update, by reason, the most frequent first.
-
-    Read from the metrics of the server, which counts them for the tasks of its own aggregator; the
-    result is empty if the aggregators run elsewhere. A device that refuses a task only leaves: the
-    server does not learn why.
-    """
-    try:
-        text = client.download("/metrics", _METRICS_BYTES)[0].decode(errors="replace")
-    except OperatorError:
-        return {}
-    return counted(text, task)
-
-
-def counted(metrics: str, task: str) -> dict[str, int]:
-    # The order of labels is not specified, and a value may be written as 7, 7.0 or 7e+06.
-    name, reason = rf'task="{re.escape(task)}"', r'reason="(\w+)"'
-    series = rf"^{_COUNTER}\{{(?:{name},{reason}|{reason},{name})\}} (\S+)$"
-    found: dict[str, int] = {}
-    for first, second, times in re.findall(series, metrics, re.MULTILINE):
-        found[first or second] = found.get(first or second, 0) + int(float(times))
-    return {r: found[r] for r in sorted(found, key=lambda r: (-found[r], r)) if found[r]}
-
-
-def in_words(reasons: dict[str, int]) -> str:
-    if not reasons:
-        return ""
-    listed = ", ".join(f"{times:,} {reason}" for reason, times in reasons.items())
-    return f"{plural(sum(reasons.values()), 'session')} so far: {listed}"

@@ -23,6 +23,7 @@ from papaya.cli.admin_client import (
 from papaya.cli.output import Commands, bind, note, print_data, print_json
 from papaya.cli.task.signing import default_key, next_manifest, own_manifest, signer
 from papaya.cli.task.submit import changed
+from papaya.config import TaskConfig
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.server.admin.views import Revision, SignedBundle, TaskDetail, TaskView
@@ -77,16 +78,15 @@ def run_update(options: TaskUpdateOptions) -> int:
     if not options.set:
         raise OperatorError("nothing to change", hint="--set client.rate=0.05")
     found, client = signer(options.owner or default_key()), client_for(options)
-    head, detail = _newest(client, options.task)
-    manifest = own_manifest(found, head)
-    settings = [setting for setting in options.set if not setting.startswith(_CLIENT)]
-    config = changed(detail.config, None, settings)
-    training = _changed_client(
-        manifest.client, [s.removeprefix(_CLIENT) for s in options.set if s.startswith(_CLIENT)]
-    )
+    head, detail = newest_of(client, options.task)
+    config, following = next_revision(own_manifest(found, head), detail.config, options.set)
     for warning in config.warnings():
         note(f"warning: {warning}")
-    following = next_manifest(manifest, config, training)
+    if config.is_secure and detail.open_updates:
+        note(
+            f"warning: this may cost up to {detail.open_updates} acknowledged updates: a secure "
+            "buffer is given up if too few clients of the revision before are left to fill it"
+        )
     revision = Revision(config, found.head(following, head.program))
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
     _print(options, view, following)
@@ -95,7 +95,7 @@ def run_update(options: TaskUpdateOptions) -> int:
 
 def run_renew(options: TaskRenewOptions) -> int:
     found, client = signer(options.owner or default_key()), client_for(options)
-    head, detail = _newest(client, options.task)
+    head, detail = newest_of(client, options.task)
     manifest = own_manifest(found, head)
     revision = Revision(detail.config, found.head(manifest, head.program))
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
@@ -104,7 +104,19 @@ def run_renew(options: TaskRenewOptions) -> int:
     return 0
 
 
-def _newest(client: AdminClient, task: str) -> tuple[BundleHead, TaskDetail]:
+def next_revision(
+    manifest: TaskManifest, config: TaskConfig, settings: Sequence[str]
+) -> tuple[TaskConfig, TaskManifest]:
+    """The settings and the manifest of the next revision, with these fields changed."""
+    ours = [setting for setting in settings if not setting.startswith(_CLIENT)]
+    config = changed(config, None, ours)
+    training = _changed_client(
+        manifest.client, [s.removeprefix(_CLIENT) for s in settings if s.startswith(_CLIENT)]
+    )
+    return config, next_manifest(manifest, config, training)
+
+
+def newest_of(client: AdminClient, task: str) -> tuple[BundleHead, TaskDetail]:
     detail = client.get(task_path(task), TaskDetail)
     signed = client.get(task_path(detail.task.task, "bundle"), SignedBundle)
     if not signed.bundle:

@@ -8,21 +8,40 @@ learns of it, and not a fleet of devices.
 from __future__ import annotations
 
 import asyncio
+from typing import NamedTuple
 
+import msgspec
 from msgspec import structs
 
 from papaya.aggregator.shards import blob_key
 from papaya.bundle import archive
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import Lease, TaskManifest, run_id
+from papaya.bundle.owner import SignedStatement
 from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages import owner
-from papaya.messages.base import TaskId
-from papaya.messages.storage import FenceRow, Transaction, fence_key
+from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.storage import (
+    TASKS,
+    FenceRow,
+    RevisionRow,
+    RunRow,
+    TaskRow,
+    Transaction,
+    fence_key,
+    revision_key,
+    run_key,
+)
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
-from papaya.server.admin.views import Revision, SignedBundle, Stored, TaskView
+from papaya.server.admin.views import (
+    Revision,
+    RevisionView,
+    SignedBundle,
+    Stored,
+    TaskView,
+)
 
 
 async def store_program(service: AdminService, task: TaskId, data: bytes) -> Stored:
@@ -43,21 +62,39 @@ async def _fence(service: AdminService, task: TaskId) -> int:
     return row.seq if isinstance(row, FenceRow) else 0
 
 
+class KeptBundle(NamedTuple):
+    """A stored bundle: the settings that name it, its manifest, and the end of its lease."""
+
+    config: TaskConfig
+    manifest: TaskManifest
+    lease_until: float
+    signed: SignedStatement
+
+    def revision_row(self, now: float) -> tuple[str, RevisionRow]:
+        number, signed = self.manifest.revision, msgspec.json.encode(self.signed)
+        key = revision_key(self.config.task, number)
+        return key, RevisionRow(number, now, self.config, signed)
+
+
 async def keep(
-    service: AdminService, config: TaskConfig, data: bytes
-) -> tuple[TaskConfig, TaskManifest]:
-    """Store the head of a bundle. Returns the settings that name it, and its manifest."""
+    service: AdminService, config: TaskConfig, data: bytes, named: BlobKey | None = None
+) -> KeptBundle:
+    """Store the head of a bundle. `named`: the program that the task's row names already."""
     head = BundleHead.decode(data)
     manifest = TaskManifest.verify(head.manifest)
-    Lease.verify(head.lease).check(manifest, service.now())
+    lease = Lease.verify(head.lease)
+    lease.check(manifest, service.now())
     _check_agreement(manifest, config)
+    seq = await _fence(service, config.task)
     if not head.program.startswith(f"{config.task}/"):
         raise OperatorError("the program belongs to another task", hint="submit the task again")
+    if head.program != named and not head.program.startswith(f"{config.task}/{seq}/"):
+        # Nothing names it, so the holder may be about to delete it.
+        raise Conflict("the task moved while its program was stored", hint="run the command again")
     try:
         manifest.program.check(await service.blobs.get(head.program), "program")
     except MissingBlob as error:
         raise NotFound(str(error), hint="submit the task again") from error
-    seq = await _fence(service, config.task)
     key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
     await service.blobs.put(key, data)
     needs = structs.replace(
@@ -67,23 +104,30 @@ async def keep(
         bundle=key,
         program=head.program,
         engine_version=manifest.engine_version,
+        manifest=manifest.digest,
     )
-    return structs.replace(config, requirements=needs), manifest
+    config = structs.replace(config, requirements=needs)
+    return KeptBundle(config, manifest, lease.expires, head.manifest)
 
 
-async def end_earlier_run(
-    service: AdminService, manifest: TaskManifest, *, replace: bool
+async def follow_earlier_run(
+    service: AdminService, task: TaskId, manifest: TaskManifest, *, replace: bool
 ) -> Transaction:
-    """What a new run changes about the one before it."""
+    """Make `task` the newest run of its name, and end the one before it."""
+    key = run_key(manifest.owner, manifest.task)
+    # Read before the runs: if another submission starts one after this, the row changes.
+    found = (await service.state.read((key,))).get(key)
+    follows = Transaction(require=((key, found),), put=((key, RunRow(task)),))
     earlier = await service.newest_run(manifest.task, manifest.owner)
     if earlier is None or earlier.is_over:
-        return Transaction()
+        return follows
     if not replace:
         raise Conflict(
             f"a run of {manifest.task} is {earlier.state}",
             hint="end it and start the new one: papaya task submit FILE --replace",
         )
-    return owner.change_state(earlier, "cancelled", service.now(), "replaced by a new run")
+    ended = owner.change_state(earlier, "cancelled", service.now(), "replaced by a new run")
+    return Transaction(require=follows.require + ended.require, put=follows.put + ended.put)
 
 
 async def newest(service: AdminService, task: TaskId) -> SignedBundle:
@@ -91,11 +135,23 @@ async def newest(service: AdminService, task: TaskId) -> SignedBundle:
     return SignedBundle(b"" if key is None else await service.blobs.get(key))
 
 
+async def revisions(service: AdminService, task: TaskId) -> tuple[RevisionView, ...]:
+    """All revisions of a run, the first one first."""
+    found = await service.rows(task)
+    rows = await service.state.read((revision_key(found.task, 0)[:-12],))
+    return tuple(
+        RevisionView(row.revision, row.created, row.config, row.manifest)
+        for row in rows.values()
+        if isinstance(row, RevisionRow)
+    )
+
+
 async def revise(service: AdminService, task: TaskId, revision: Revision) -> TaskView:
     """Replace the settings of a running task by the next revision, or renew its lease."""
     found = await service.rows(task)
     config = structs.replace(revision.config, task=found.task)
-    config, manifest = await keep(service, config, revision.bundle)
+    kept = await keep(service, config, revision.bundle, found.row.config.requirements.program)
+    manifest = kept.manifest
     before = found.row.config.requirements
     if before.bundle is None or before.owner != manifest.owner:
         raise Conflict(f"task {task} was not signed by this owner", hint="papaya owner show")
@@ -114,11 +170,36 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
             hint="run the command again: it starts from the newest revision",
         )
     try:
-        change = owner.revise(found, config, moves=not is_renewal)
+        if is_renewal:
+            change = owner.renew(found, kept.config.requirements, kept.lease_until)
+        else:
+            running = await _running_evaluations(service, found.task)
+            change = owner.revise(
+                found,
+                kept.config,
+                running,
+                service.now(),
+                revision=manifest.revision,
+                lease_until=kept.lease_until,
+            )
     except OperatorError as error:
         raise Conflict(str(error), hint=error.hint) from error
+    if not is_renewal:
+        put = (*change.put, kept.revision_row(service.now()))
+        change = structs.replace(change, put=put)
     await service.write(change)
     return (await service.task(found.task)).task
+
+
+async def _running_evaluations(service: AdminService, task: TaskId) -> list[TaskRow]:
+    rows = [r for r in (await service.state.read((TASKS,))).values() if isinstance(r, TaskRow)]
+    return [
+        row
+        for row in rows
+        if not row.is_over
+        and row.config.evaluates is not None
+        and row.config.evaluates.task == task
+    ]
 
 
 def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:

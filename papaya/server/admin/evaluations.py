@@ -49,6 +49,15 @@ def check_plan(config: TaskConfig) -> None:
         ) from error
 
 
+def of(task: TaskId, rows: Iterable[TaskRow]) -> list[TaskRow]:
+    """The evaluations of a task among these rows."""
+    return [
+        row
+        for row in rows
+        if row.config.evaluates is not None and row.config.evaluates.task == task
+    ]
+
+
 async def running(state: AsyncState, task: TaskId, version: VersionRow) -> TaskId | None:
     """The evaluation of this version that is still running, if any."""
     if version.evaluations == 0:

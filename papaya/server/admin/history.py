@@ -14,10 +14,12 @@ from papaya.messages.storage import (
     Member,
     PointRow,
     Row,
+    TaskRow,
     Transaction,
     VersionRow,
     consumed_key,
     point_key,
+    task_key,
 )
 from papaya.server.state_thread import AsyncState
 
@@ -46,8 +48,9 @@ class TaskHistory:
     def forget_all_but(self, tasks: Mapping[TaskId, object]) -> None:
         self._points = {task: found for task, found in self._points.items() if task in tasks}
 
-    async def record(self, task: TaskId, versions: Mapping[int, VersionRow]) -> None:
-        """Write the points of versions that have none."""
+    async def record(self, row: TaskRow, versions: Mapping[int, VersionRow]) -> None:
+        """Write the points of versions that have none, unless the task has changed or is gone."""
+        task = row.config.task
         known = await self.points(task)
         new = sorted(version for version in versions if version not in known)
         for start in range(0, len(new), _AT_ONCE):
@@ -56,7 +59,7 @@ class TaskHistory:
             points = [point(versions[v], consumed.get(consumed_key(task, v))) for v in batch]
             keys = [point_key(task, v) for v in batch]
             change = Transaction(
-                require=tuple((key, None) for key in keys),
+                require=((task_key(task), row), *((key, None) for key in keys)),
                 put=tuple(zip(keys, points, strict=True)),
             )
             if await self._state.transact(change) != "committed":

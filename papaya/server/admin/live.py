@@ -14,7 +14,7 @@ from msgspec import Struct
 from papaya.aggregator.aggregator import Aggregator
 from papaya.config import ServerConfig
 from papaya.coordinator.coordinator import Coordinator
-from papaya.messages.base import NodeId
+from papaya.messages.base import NodeId, TaskId
 from papaya.messages.control import AggregatorReport, SelectorReport
 from papaya.messages.storage import TaskRow
 from papaya.selector.selector import Selector
@@ -77,7 +77,7 @@ class CoordinatorLive:
         return self._coordinator.leadership.is_led(self._now())
 
     def recovers(self) -> bool:
-        return self.leads() and self._coordinator.leadership.recovers(self._now())
+        return self.leads() and self._coordinator.recovers(self._now())
 
     def task(self, row: TaskRow) -> LiveTask | None:
         coordinator, task = self._coordinator, row.config.task
@@ -100,6 +100,15 @@ class CoordinatorLive:
             if device_class.fits(config.task, config.requirements, config.is_secure)
         ]
         return max(0, sum(counts))
+
+    def endings(self) -> dict[TaskId, tuple[int, dict[str, int]]]:
+        """What holders reported of ended sessions, by task, with the holder's sequence number."""
+        found: dict[TaskId, tuple[int, dict[str, int]]] = {}
+        for view in self._coordinator.fleet.aggregators.values() if self.leads() else ():
+            for task, report in view.tasks.items():
+                if report.seq >= found.get(task, (0, {}))[0]:
+                    found[task] = (report.seq, dict(report.endings))
+        return found
 
     def aggregators(self) -> tuple[AggregatorStatus, ...]:
         now = self._now()

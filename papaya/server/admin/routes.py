@@ -4,9 +4,9 @@
     PUT  /admin/tasks/{task}/program                        the archive of a bundle, before the task
     POST /admin/tasks                                       submit
     POST /admin/tasks/{task}/revise                         new settings, signed
-    GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions   …/bundle
+    GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions   …/bundle   …/revisions
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
-    POST /admin/tasks/{task}/pause | resume | cancel | rollback | mark | evaluate
+    POST /admin/tasks/{task}/pause | resume | cancel | delete | rollback | mark | evaluate
     GET  /admin/status
     GET  /admin/revocations                                 POST: revoke a device, or undo it
 
@@ -78,6 +78,11 @@ class AdminRoutes:
             self._post(f"{_TASK}/rollback", RollBack, service.roll_back),
             self._post(f"{_TASK}/mark", Mark, service.mark),
             self._post(f"{_TASK}/evaluate", Evaluate, service.evaluate),
+            self._post(f"{_TASK}/delete", ChangeReason, lambda task, _: service.delete(task)),
+            self._get(
+                f"{_TASK}/revisions",
+                lambda exchange: bundles.revisions(service, _task(exchange)),
+            ),
             self._get(f"{_TASK}/bundle", lambda exchange: bundles.newest(service, _task(exchange))),
             self._post(
                 f"{_TASK}/revise",

@@ -2,7 +2,7 @@
 
     submit    parameters first, as a blob; then the task that names them
     look      tasks, one task, points, versions, parameters, status
-    change    pause, resume, cancel, roll back, mark, evaluate: each a compare-and-set
+    change    pause, resume, cancel, delete, roll back, mark, evaluate: each a compare-and-set
     revoke    devices that may not take part, although their tokens are valid
 
 The caller has been checked for the admin token. Refused: a missing task or version (404), a row
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from papaya.aggregator.sessions import ticket_life_s
 from papaya.aggregator.shards import blob_key
 from papaya.config import EvaluationPlan, ServerConfig
 from papaya.errors import OperatorError
@@ -22,9 +23,12 @@ from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
+    DELETED,
     LEADER_KEY,
     REVOKED,
     TASKS,
+    AdminAddressRow,
+    EndingsRow,
     LeaderRow,
     ManifestRow,
     OptimizerRow,
@@ -35,6 +39,9 @@ from papaya.messages.storage import (
     TaskState,
     Transaction,
     VersionRow,
+    admin_address_key,
+    deleted_key,
+    endings_key,
     manifest_key,
     optimizer_key,
     revoked_key,
@@ -46,6 +53,7 @@ from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import Live
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
 from papaya.server.admin.views import (
+    Deletion,
     Evaluate,
     Mark,
     Revocation,
@@ -78,7 +86,11 @@ class AdminService:
         now: Callable[[], float],
         changed: Callable[[], None],
         server: ServerConfig,
+        *,
+        identifies_devices: bool = True,
+        has_seen: Callable[[str], bool | None] = lambda device: None,
     ) -> None:
+        """`has_seen`: whether a device has checked in here; None if this process cannot know."""
         self.state = state
         self.blobs = blobs
         self.live = live
@@ -87,12 +99,13 @@ class AdminService:
         self._changed = changed
         self._server = server
         self._started = now()
+        self._identifies_devices = identifies_devices
+        self._has_seen = has_seen
 
     # -- look -------------------------------------------------------------------------------
 
     async def tasks(self) -> tuple[TaskView, ...]:
-        rows = await self.state.read((TASKS,))
-        tasks = [row for row in rows.values() if isinstance(row, TaskRow)]
+        tasks = await self._task_rows()
         heads = await self.state.read((OPTIMIZERS,)) if tasks else {}
         return tuple([await self._view(row, heads) for row in tasks])
 
@@ -100,7 +113,8 @@ class AdminService:
         found = await self.rows(task)
         task = found.task
         points = await self._points(task)
-        manifest = (await self.state.read((manifest_key(task),))).get(manifest_key(task))
+        others = await self.state.read((manifest_key(task), endings_key(task)))
+        manifest, endings = others.get(manifest_key(task)), others.get(endings_key(task))
         recent = points[-_RECENT_POINTS:]
         return TaskDetail(
             task=self._line(found.row, found.newest.version, points),
@@ -109,6 +123,8 @@ class AdminService:
             points=recent,
             versions_per_minute=versions_per_minute(recent, found.row, self.now()),
             warnings=tuple(found.row.config.warnings()),
+            endings=endings.total if isinstance(endings, EndingsRow) else {},
+            open_updates=sum(len(record.members) for record in found.records.values()),
         )
 
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
@@ -133,6 +149,8 @@ class AdminService:
     async def status(self) -> SystemStatus:
         leader = (await self.state.read((LEADER_KEY,))).get(LEADER_KEY)
         known = leader if isinstance(leader, LeaderRow) else LeaderRow("", 0.0, 0, 0)
+        key = admin_address_key(known.holder)
+        address = (await self.state.read((key,))).get(key)
         return SystemStatus(
             roles=self.live.roles,
             leads=self.live.leads(),
@@ -145,6 +163,8 @@ class AdminService:
             selectors=self.live.selectors(),
             tasks=await self.tasks(),
             clocks=self.live.clocks(),
+            leader_admin=address.url if isinstance(address, AdminAddressRow) else "",
+            identifies_devices=self._identifies_devices,
         )
 
     # -- change -----------------------------------------------------------------------------
@@ -157,6 +177,22 @@ class AdminService:
             raise Conflict(str(error), hint=error.hint) from error
         await self.write(change)
         return (await self.task(task)).task
+
+    async def delete(self, task: TaskId) -> Deletion:
+        """Delete a task that is over. The supervisor removes what is left of it."""
+        found = await self.rows(task)
+        row = found.row
+        if any(not each.is_over for each in evaluations.of(found.task, await self._task_rows())):
+            raise Conflict(
+                f"an evaluation of task {found.task} is running",
+                hint="wait until it ends: papaya task list --evaluations",
+            )
+        try:
+            change = owner.delete(row, self.now())
+        except OperatorError as error:
+            raise Conflict(str(error), hint=error.hint) from error
+        await self.write(change)
+        return Deletion(found.task, row.name, row.ended + ticket_life_s(row.config, self._server))
 
     async def roll_back(self, task: TaskId, request: RollBack) -> VersionView:
         """Roll back, and retry on a newer head: a busy task commits many times a second, and the
@@ -233,8 +269,8 @@ class AdminService:
         """All revoked devices, in the order of their ids."""
         rows = await self.state.read((REVOKED,))
         return tuple(
-            Revocation(key.removeprefix(REVOKED), row.at)
-            for key, row in rows.items()
+            Revocation(device, row.at, self._has_seen(device))
+            for device, row in ((key.removeprefix(REVOKED), row) for key, row in rows.items())
             if isinstance(row, RevokedRow)
         )
 
@@ -269,8 +305,8 @@ class AdminService:
 
     async def rows(self, task: TaskId) -> TaskRows:
         """The rows of a task, by its id, or of the newest run of a task with this name."""
-        rows = await self.state.read(owner.owner_prefixes(task))
-        if isinstance(rows.get(task_key(task)), TaskRow):
+        rows = await self.state.read((*owner.owner_prefixes(task), deleted_key(task)))
+        if isinstance(rows.get(task_key(task)), TaskRow) and deleted_key(task) not in rows:
             return TaskRows(task, rows)
         newest = await self.newest_run(task)
         if newest is None:
@@ -278,9 +314,17 @@ class AdminService:
         run = newest.config.task
         return TaskRows(run, await self.state.read(owner.owner_prefixes(run)))
 
+    async def _task_rows(self) -> list[TaskRow]:
+        """All tasks that were not deleted."""
+        rows = await self.state.read((TASKS, DELETED))
+        return [
+            row
+            for row in rows.values()
+            if isinstance(row, TaskRow) and deleted_key(row.config.task) not in rows
+        ]
+
     async def newest_run(self, name: str, owner_id: str | None = None) -> TaskRow | None:
-        rows = (await self.state.read((TASKS,))).values()
-        runs = [row for row in rows if isinstance(row, TaskRow) and name and row.name == name]
+        runs = [row for row in await self._task_rows() if name and row.name == name]
         if owner_id is not None:
             runs = [row for row in runs if row.config.requirements.owner == owner_id]
         owners = sorted({row.config.requirements.owner or "" for row in runs})
@@ -308,6 +352,10 @@ class AdminService:
         return TaskView(
             task=config.task,
             name=row.name,
+            owner=config.requirements.owner or "",
+            run=row.run,
+            revision=row.revision,
+            lease_until=row.lease_until,
             state=row.state,
             why=row.why,
             regime=type(config.regime).__name__,

@@ -24,14 +24,17 @@ from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import (
     ManifestRow,
+    Row,
     TaskRow,
     Transaction,
+    deleted_key,
     manifest_key,
     submission,
     task_key,
 )
 from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin import bundles, evaluations
+from papaya.server.admin.bundles import KeptBundle
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import NewTask, Stored, TaskView
@@ -65,25 +68,45 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
     _check_manifest(new)
     await _require_new(service, config.task)
     await _require_parameters(service, new)
-    name, earlier = "", Transaction()
+    kept = None
     if new.bundle:
-        config, manifest = await bundles.keep(service, config, new.bundle)
-        name = manifest.task
-        earlier = await bundles.end_earlier_run(service, manifest, replace=new.replace)
+        kept = await bundles.keep(service, config, new.bundle)
+        config = kept.config
     optimizer = server_optimizer(config.optimizer)
     state = optimizer.encode_state(optimizer.initial_state(config.model_length))
     key = blob_key(config.task, 0, "optimizer-0", state)
     pseudonym_key = token_bytes(PSEUDONYM_KEY_BYTES)
-    change = submission(config, new.parameters, key, service.now(), pseudonym_key, name)
-    change = structs.replace(
-        change, require=change.require + earlier.require, put=change.put + earlier.put
-    )
+    change = submission(config, new.parameters, key, service.now(), pseudonym_key)
+    if kept is not None:
+        earlier = await bundles.follow_earlier_run(
+            service, config.task, kept.manifest, replace=new.replace
+        )
+        change = structs.replace(
+            change,
+            require=change.require + earlier.require,
+            put=(*_signed(change, kept), *earlier.put, kept.revision_row(service.now())),
+        )
     if new.manifest:
         row = ManifestRow(new.manifest)
         change = structs.replace(change, put=(*change.put, (manifest_key(config.task), row)))
     await service.blobs.put(key, state)
     await service.write(change)
     return (await service.task(config.task)).task
+
+
+def _signed(change: Transaction, kept: KeptBundle) -> list[tuple[str, Row]]:
+    """The rows of a new task, with what its owner has signed."""
+    manifest = kept.manifest
+    signed = {
+        "name": manifest.task,
+        "run": manifest.run,
+        "revision": manifest.revision,
+        "lease_until": kept.lease_until,
+    }
+    return [
+        (key, structs.replace(row, **signed) if isinstance(row, TaskRow) else row)
+        for key, row in change.put
+    ]
 
 
 def _check_manifest(new: NewTask) -> None:
@@ -101,8 +124,15 @@ def _check_manifest(new: NewTask) -> None:
 
 
 async def _require_new(service: AdminService, task: TaskId) -> None:
-    key = task_key(task)
-    if isinstance((await service.state.read((key,))).get(key), TaskRow):
+    keys = (task_key(task), deleted_key(task))
+    found = await service.state.read(keys)
+    if keys[1] in found:
+        raise Conflict(
+            f"task {task} existed and was deleted; its name cannot be used again",
+            hint="choose another name: papaya task submit FILE --name NAME; or sign the task "
+            "(papaya owner key): runs of a signed task do not share names",
+        )
+    if keys[0] in found:
         raise Conflict(
             f"task {task} exists already",
             hint="choose another name: papaya task submit FILE --name NAME",

@@ -1,4 +1,5 @@
-"""Supervises tasks: writes their history, starts planned evaluations, applies stop rules.
+"""Supervises tasks: writes their history, starts planned evaluations, applies stop rules, removes
+deleted tasks.
 
 One runs beside every coordinator, about once a second, and works on rows only. Every write is a
 compare-and-set, and a refused write is tried again in the next turn, so several supervisors give
@@ -7,15 +8,19 @@ evaluations of a task, which costs a few clients.) `changed` tells the coordinat
 now.
 
 An evaluation with invalid sums is cancelled with the reason. Rows under a fence are not changed,
-except to remove old evaluations.
+except to remove old evaluations and deleted tasks. A deletion goes on after a crash: the row that
+asks for it stays until nothing is left.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
+
+from msgspec import structs
 
 from papaya.aggregator.sessions import ticket_life_s
 from papaya.config import ServerConfig
@@ -24,12 +29,18 @@ from papaya.learning.evaluation import verdict
 from papaya.messages import owner
 from papaya.messages.base import TaskId
 from papaya.messages.storage import (
+    DELETED,
     TASKS,
+    DeletedRow,
+    EndingsRow,
     PointRow,
     TaskRow,
     Transaction,
     VersionRow,
-    holder_prefixes,
+    deleted_key,
+    endings_key,
+    task_key,
+    task_prefixes,
     version_key,
 )
 from papaya.server.admin import evaluations
@@ -43,6 +54,10 @@ TURN_S = 1.0
 # For as long as the coordinator tells selectors that a task is over.
 REMEMBER_S = 3600.0
 _ALL_SEQS = 2**62
+_DELETED_AT_ONCE = 1000
+
+ReportedEndings: TypeAlias = Mapping[TaskId, tuple[int, Mapping[str, int]]]
+"""By task: the sequence number of its holder, and how often sessions ended there, by ending."""
 
 Versions = dict[int, VersionRow]
 
@@ -59,6 +74,7 @@ class Supervisor:
         now: Callable[[], float],
         changed: Callable[[], None],
         *,
+        endings: Callable[[], ReportedEndings] = dict,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._state = state
@@ -66,6 +82,7 @@ class Supervisor:
         self._server = server
         self._now = now
         self._changed = changed
+        self._endings = endings
         self._sleep = sleep
         self._history = history
 
@@ -77,24 +94,35 @@ class Supervisor:
             await self._sleep(TURN_S)
 
     async def turn(self) -> None:
-        found = await self._state.read((TASKS,))
+        found = await self._state.read((TASKS, DELETED))
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
+        deleted = {
+            key.removeprefix(DELETED): row
+            for key, row in found.items()
+            if isinstance(row, DeletedRow) and not row.is_done
+        }
         self._history.forget_all_but(rows)
         for row in rows.values():
             with _one_error_at_a_time(f"task {row.config.task}"):
-                await self._look_after_any(row, rows)
+                if row.config.task not in deleted:
+                    await self._look_after_any(row, rows)
+        for task, tombstone in deleted.items():
+            with _one_error_at_a_time(f"deleted task {task}"):
+                await self._delete(task, tombstone, rows)
+        with _one_error_at_a_time("the numbers of endings"):
+            await self._count_endings({t: row for t, row in rows.items() if t not in deleted})
 
     async def _look_after_any(self, row: TaskRow, rows: dict[TaskId, TaskRow]) -> None:
         if row.config.evaluates is not None:
             await self._look_after_evaluation(row, rows.get(row.config.evaluates.task))
         elif not row.is_over or self._now() < row.ended + REMEMBER_S:
-            await self._look_after(row, _evaluations_of(row.config.task, rows))
+            await self._look_after(row, evaluations.of(row.config.task, rows.values()))
 
     async def _look_after(self, row: TaskRow, own: list[TaskRow]) -> None:
         task = row.config.task
         found = await self._state.read((f"version/{task}/",))
         versions = {r.version: r for r in found.values() if isinstance(r, VersionRow)}
-        await self._history.record(task, versions)
+        await self._history.record(row, versions)
         points = await self._history.points(task)
         if any(e.state == "completed" and not _has_result(e, points) for e in own):
             self._history.forget(task)  # another supervisor wrote it
@@ -127,14 +155,14 @@ class Supervisor:
         tickets_expire = row.ended + ticket_life_s(row.config, self._server)
         if not row.is_over:
             await self._settle(row, of)
-        elif self._now() >= max(tickets_expire, row.ended + REMEMBER_S):
-            await self._forget(row)
+        elif self._now() >= max(tickets_expire, row.ended + REMEMBER_S) and await self._forget(row):
+            await self._blobs.sweep(row.config.task, _ALL_SEQS, frozenset())
 
     async def _settle(self, row: TaskRow, of: TaskRow | None) -> None:
         """End an evaluation that is done, and write its result to the task's history."""
         now = self._now()
         made = await self._version(row.config.task, 1)
-        if made is not None:
+        if made is not None and of is not None:
             await self._take_result(row, made)
         elif of is None or of.state == "cancelled":
             await self._end(row, "its task was cancelled")
@@ -163,12 +191,55 @@ class Supervisor:
         change = owner.end_evaluation(row, "cancelled", self._now(), why)
         await self._write(change, f"{row.config.task} is cancelled: {why}")
 
-    async def _forget(self, row: TaskRow) -> None:
-        """Delete the rows, then the blobs."""
+    async def _forget(self, row: TaskRow) -> bool:
+        """Delete the rows; blobs may go only after them. Many points take several transactions."""
         task: TaskId = row.config.task
-        rows = await self._state.read(holder_prefixes(task))
-        if await self._state.transact(owner.forget(row, rows)) == "committed":
-            await self._blobs.sweep(task, _ALL_SEQS, frozenset())
+        points = list(await self._state.read((f"point/{task}/",)))
+        for start in range(0, len(points), _DELETED_AT_ONCE):
+            batch = tuple(points[start : start + _DELETED_AT_ONCE])
+            change = Transaction(require=((task_key(task), row),), delete=batch)
+            if await self._state.transact(change) != "committed":
+                return False
+        rows = await self._state.read(task_prefixes(task))
+        return await self._state.transact(owner.forget(row, rows)) == "committed"
+
+    async def _delete(
+        self, task: TaskId, tombstone: DeletedRow, rows: dict[TaskId, TaskRow]
+    ) -> None:
+        """Go on with the deletion of a task, also if another process began it and crashed.
+
+        Not while a client may have a valid ticket, or an evaluation may write into its history.
+        """
+        row = rows.get(task)
+        if row is not None:
+            tickets_expire = row.ended + ticket_life_s(row.config, self._server)
+            is_evaluated = any(not e.is_over for e in evaluations.of(task, rows.values()))
+            if is_evaluated or self._now() < tickets_expire or not await self._forget(row):
+                return
+        await self._blobs.sweep(task, _ALL_SEQS, frozenset())
+        done = structs.replace(tombstone, is_done=True)
+        key = deleted_key(task)
+        change = Transaction(require=((key, tombstone),), put=((key, done),))
+        await self._write(change, f"task {task} is deleted")
+
+    # -- endings ----------------------------------------------------------------------------
+
+    async def _count_endings(self, tasks: dict[TaskId, TaskRow]) -> None:
+        """Write what holders have reported, so that a failover loses at most a heartbeat of it."""
+        reported = {task: e for task, e in self._endings().items() if task in tasks}
+        if not reported:
+            return
+        found = await self._state.read(tuple(map(endings_key, reported)))
+        change = Transaction()
+        for task, (seq, endings) in reported.items():
+            key = endings_key(task)
+            old = found.get(key)
+            new = (old if isinstance(old, EndingsRow) else EndingsRow()).heard(seq, endings)
+            if new != old and new.total:
+                required = ((task_key(task), tasks[task]), (key, old))
+                change = Transaction((*change.require, *required), (*change.put, (key, new)))
+        if change.put:
+            await self._state.transact(change)
 
     async def _version(self, task: TaskId, version: int) -> VersionRow | None:
         key = version_key(task, version)
@@ -214,11 +285,3 @@ def _has_result(evaluation: TaskRow, points: dict[int, PointRow]) -> bool:
     pinned = evaluation.config.evaluates
     found = None if pinned is None else points.get(pinned.version)
     return found is not None and bool(found.evaluated)
-
-
-def _evaluations_of(task: TaskId, rows: dict[TaskId, TaskRow]) -> list[TaskRow]:
-    return [
-        row
-        for row in rows.values()
-        if row.config.evaluates is not None and row.config.evaluates.task == task
-    ]

@@ -59,6 +59,25 @@ class SignedBundle(Struct, frozen=True):
     bundle: bytes
 
 
+class RevisionView(Struct, frozen=True):
+    """One revision of a run. `manifest` is the owner's signed statement, as JSON."""
+
+    revision: int
+    created: float
+    config: TaskConfig
+    manifest: bytes
+
+
+class Deletion(Struct, frozen=True):
+    """A task that was deleted. Its rows and blobs are removed after `gone_after`: until then its
+    last clients may have valid tickets.
+    """
+
+    task: TaskId
+    name: str
+    gone_after: float
+
+
 class ChangeReason(Struct, frozen=True):
     why: Why = ""
 
@@ -88,8 +107,13 @@ class Revoke(Struct, frozen=True):
 
 
 class Revocation(Struct, frozen=True):
+    """`is_seen`: whether the device has checked in here since this process started; None if this
+    process cannot know, because it has no selector.
+    """
+
     device: str
     at: float
+    is_seen: bool | None = None
 
 
 class TaskView(Struct, frozen=True, kw_only=True):
@@ -98,6 +122,11 @@ class TaskView(Struct, frozen=True, kw_only=True):
     task: TaskId
     name: str = ""
     """The owner's name for it, if `task` is the id of one run; else empty."""
+    owner: str = ""
+    run: int = 0
+    revision: int = 0
+    lease_until: float = 0.0
+    """Devices start to train it until then; 0 without an owner."""
     state: TaskState
     why: str
     regime: str
@@ -128,6 +157,10 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
     """The newest points, in order of version."""
     versions_per_minute: float
     warnings: tuple[str, ...]
+    endings: dict[str, int] = {}
+    """How many participations ended in which way (`papaya/messages/reasons.py`)."""
+    open_updates: int = 0
+    """Acknowledged updates that are not in a version yet."""
 
 
 class VersionView(Struct, frozen=True):
@@ -179,6 +212,8 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
 
     `is_led`: whether any coordinator renewed its lease in time, as seen from this process.
     `just_started`: some servers may not have reported yet.
+    `leader_admin`: the address of the leader's admin API, as configured there; empty if unknown.
+    `identifies_devices`: whether tokens identify devices; without that, none can be revoked.
     """
 
     roles: tuple[str, ...]
@@ -192,3 +227,5 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
     selectors: tuple[SelectorStatus, ...]
     tasks: tuple[TaskView, ...]
     clocks: tuple[ClockStatus, ...] = ()
+    leader_admin: str = ""
+    identifies_devices: bool = True

@@ -96,7 +96,7 @@ class World:
         self.store = Store()
         self.blobs: dict[BlobKey, bytes] = {}
         self.nodes: list[Node] = []
-        self.boots = 0.0
+        self.boots = 0
         self.answers: dict[int, Message] = {}
         self._handles = 0
         self._sessions = 0
@@ -348,8 +348,12 @@ class Phone:
         self.session = session
         held = node.machine.tasks[task]
         version = held.ledger.version if held.has_served else 0
+        self.manifest = held.config.manifest if held.has_served else b""
         confirm_by = world.now + world.server.confirm_by_s
-        ticket = AssignmentTicket(task, session, held.fence.seq, confirm_by, version)
+        seq, manifest, epoch = held.fence.seq, self.manifest, node.machine.epoch
+        ticket = AssignmentTicket(
+            task, session, seq, confirm_by, version, manifest=manifest, epoch=epoch
+        )
         self.assignment = KEYRING.seal(ticket)
         self.ticket = b""
         self.version = -1

@@ -125,7 +125,7 @@ class SecurePhone(Phone):
             self.version,
             self.granted.version,
         )
-        self.sealed = sealed(asked, self.world.now, self._rng)
+        self.sealed = sealed(asked, self.world.now, self._rng, self.manifest.hex())
         return self.sealed
 
     def send_masked(self, upload: str = "u1") -> list[Message | None]:

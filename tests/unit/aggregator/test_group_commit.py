@@ -69,7 +69,7 @@ def test_a_record_is_fenced_and_requires_the_row_that_it_replaces() -> None:
     world.pass_s(1.0)
     transaction = node.settle("committed")
     required = dict(transaction.require)
-    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 1.0)
+    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 1)
     assert required[record_key(TASK, 1)] == before
     [after] = world.store.all(RecordRow)
     assert transaction.put == ((record_key(TASK, 1), after),)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.work import Drop, Folded, Restore, Snapshotted
 from papaya.machine import Read, Send, Transact
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement
-from papaya.messages.participation import Alive, Completed, Joined, Retry
+from papaya.messages.participation import Aborted, Alive, Completed, Joined, Retry
 from papaya.messages.storage import FenceRow, Transacted, fence_key, holder_prefixes
+from papaya.messages.tickets import AssignmentTicket
 from tests.unit.aggregator.builders import (
     KEYRING,
     SERVER,
@@ -42,7 +45,7 @@ def test_a_task_is_taken_when_orders_name_it_and_the_row_agrees() -> None:
 def test_orders_alone_give_no_authority() -> None:
     """The row names somebody else: then nothing else that was read may be believed."""
     world = World(a_task())
-    world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0.0)
+    world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0)
     node = world.start()
     node.order([Placement(TASK, 1)])
     assert node.machine.tasks == {}
@@ -53,7 +56,7 @@ def test_the_row_must_name_this_boot() -> None:
     world = World(a_task())
     world.now = 50.0
     node = world.start()
-    world.store.rows[fence_key(TASK)] = FenceRow(1, "agg-1", 49.0)
+    world.store.rows[fence_key(TASK)] = FenceRow(1, "agg-1", 49)
     node.order([Placement(TASK, 1)])
     assert node.machine.tasks == {}
 
@@ -164,11 +167,56 @@ def test_without_a_coordinator_an_aggregator_goes_on() -> None:
     assert world.version == 1
 
 
+# -- a new leader ------------------------------------------------------------------------------
+
+
+def test_the_first_orders_of_a_new_leader_are_answered_with_a_report_at_once() -> None:
+    _, node = a_world(a_task())
+    before = len(node.reports)
+    node.order([Placement(TASK, 1)], epoch=2)
+    [report] = node.reports[before:]
+    assert (report.epoch, report.heartbeat) == (2, False)
+    assert [task.task for task in report.tasks] == [TASK]
+    node.order([Placement(TASK, 1)], epoch=2)
+    assert len(node.reports) == before + 1, "only the first"
+
+
+def test_an_earlier_leaders_assignment_takes_no_slot_that_the_new_one_was_told_of() -> None:
+    """The new leader may have assigned all of them, and does not know of this one."""
+    config = a_task()
+    world, node = a_world(config)
+    earlier = world.phone(node)
+    node.order([Placement(TASK, 1)], epoch=2)
+    assert node.last_report().demand == config.concurrency
+    assert earlier.join() == Aborted("full")
+    assert len(world.joined(node, config.concurrency)) == config.concurrency
+
+
+def test_an_earlier_leaders_assignment_takes_a_slot_that_nobody_was_told_of() -> None:
+    config = a_task()
+    world, node = a_world(config)
+    phones = world.joined(node, config.concurrency)
+    earlier = world.phone(node)
+    node.order([Placement(TASK, 1)], epoch=2)
+    assert node.last_report().demand == 0
+    phones[0].leave()
+    assert isinstance(earlier.join(), Joined), "its report is not due yet"
+
+
+def test_an_assignment_of_a_version_without_epochs_is_judged_by_its_sequence_number() -> None:
+    world, node = a_world(a_task())
+    old = world.phone(node)
+    ticket = KEYRING.open(old.assignment, AssignmentTicket)
+    old.assignment = KEYRING.seal(replace(ticket, epoch=0))
+    node.order([Placement(TASK, 1)], epoch=2)
+    assert isinstance(old.join(), Joined)
+
+
 # -- reports ----------------------------------------------------------------------------------
 
 
 def test_a_report_goes_out_every_heartbeat_to_every_candidate() -> None:
-    machine = Aggregator("agg", 1.0, 0.0, SERVER, KEYRING, ["c-1", "c-2"])
+    machine = Aggregator("agg", 1, 0.0, SERVER, KEYRING, ["c-1", "c-2"])
     seen = []
     for beat in range(3):
         assert machine.next_wake() == beat * H

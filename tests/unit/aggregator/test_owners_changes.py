@@ -96,7 +96,7 @@ def test_a_refusal_that_no_row_explains_loads_the_task_again() -> None:
 
 
 MORE: dict[str, tuple[str, Row]] = {
-    "the fence": (fence_key(TASK), FenceRow(9, "agg-2", 0.0)),
+    "the fence": (fence_key(TASK), FenceRow(9, "agg-2", 0)),
     "the head": (optimizer_key(TASK), OptimizerRow(9, "optimizer")),
     "a record": (record_key(TASK, 4), RecordRow(4, "sum", (), 0.0)),
     "the consumed": (consumed_key(TASK, 9), ConsumedRow(9, ())),

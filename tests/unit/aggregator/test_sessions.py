@@ -121,6 +121,18 @@ def test_a_leave_twice_is_answered_the_same() -> None:
     assert phone.leave() == Left()
 
 
+@pytest.mark.parametrize(
+    ("reason", "counted"),
+    [("diverged", "left_diverged"), ("ValueError: my secret", "left_other"), ("", "left_other")],
+)
+def test_why_a_client_left_is_counted_by_code_and_reported(reason: str, counted: str) -> None:
+    world, node = a_world()
+    [phone] = world.joined(node, 1)
+    for _ in range(2):
+        assert phone.ask(Leave(phone.ticket, reason)) == Left()
+    assert dict(node.held().report(world.now, 9).endings) == {counted: 1}
+
+
 def test_a_client_that_left_is_no_longer_active_and_is_told_so() -> None:
     world, node = a_world()
     [phone] = world.joined(node, 1)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from papaya.aggregator.work import GetOffers, Offered, Step
 from papaya.machine import Transact
@@ -17,11 +18,13 @@ from papaya.messages.participation import (
     Completed,
     Incomplete,
     Left,
+    Refused,
     Retry,
     UploadGranted,
 )
 from papaya.messages.storage import RecordRow
-from tests.unit.aggregator.builders import SERVER, TASK
+from papaya.messages.tickets import UploadTicket
+from tests.unit.aggregator.builders import KEYRING, SERVER, TASK
 from tests.unit.aggregator.secure_builders import (
     SecureNode,
     SecurePhone,
@@ -55,11 +58,15 @@ def completed_again(world: SecureWorld, phone: SecurePhone) -> Message:
     return world.answers[phone.complete()]
 
 
-def stay(world: SecureWorld, phone: SecurePhone, seconds: float) -> None:
-    """Ask again and again, as a client does that was answered Retry."""
+def stay(world: SecureWorld, phone: SecurePhone, seconds: float, *, renews: bool = True) -> None:
+    """Ask again and again, as a client does that was answered Retry.
+
+    `renews`: it uses the tickets that these answers carry, as clients of earlier versions do not.
+    """
     ends_at = world.now + seconds
     while world.now < ends_at:
-        kept(completed_again(world, phone))
+        answer = kept(completed_again(world, phone))
+        phone.ticket = answer.ticket if renews else phone.ticket
         world.pass_s(min(H, ends_at - world.now))
 
 
@@ -74,6 +81,65 @@ def test_an_update_whose_seed_gets_no_answer_is_sent_again_and_counted() -> None
     assert phone.send_for_good() == COUNTED
     assert (world.version, node.dropped()) == (1, {})
     assert world.parameters(1)[0] == pytest.approx(3.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("renews", [True, False])
+def test_a_client_may_wait_past_its_deadline_with_any_of_its_tickets(renews: bool) -> None:
+    world, node = a_secure_world(a_secure_task(goal=1))
+    [phone] = world.secure_phones(node, 1)
+    world.tsa.cut_off(UPLOAD_S + 2 * H)
+    unanswered(world, phone, 3.0)
+    first = phone.ticket
+    stay(world, phone, UPLOAD_S + 2 * H, renews=renews)
+    world.pass_s(1.0)
+    assert isinstance(completed_again(world, phone), Incomplete)
+    phone.ticket = first
+    assert phone.send_for_good() == COUNTED
+
+
+def test_a_successor_keeps_a_client_that_waits_past_its_deadline() -> None:
+    """The answers of the first holder carried tickets that say so."""
+    world, node = a_secure_world(a_secure_task(goal=1))
+    [phone] = world.secure_phones(node, 1)
+    world.tsa.cut_off(UPLOAD_S + 2 * H)
+    unanswered(world, phone, 3.0)
+    first = phone.ticket
+    stay(world, phone, UPLOAD_S + 2 * H)
+    phone.node = successor(world, node)
+    renewed, phone.ticket = phone.ticket, first
+    assert isinstance(completed_again(world, phone), Refused), "nothing in it says so"
+    phone.ticket = renewed
+    assert isinstance(completed_again(world, phone), Incomplete)
+    assert phone.send_for_good() == COUNTED
+    assert world.version == 1
+
+
+def test_a_successor_keeps_a_client_that_waits_for_an_offer_past_its_deadline() -> None:
+    world, node = a_secure_world(a_secure_task(goal=1, training_timeout_s=60.0))
+    [first, phone] = world.secure_phones(node, 2)
+    world.tsa.cut_off(12 * H)
+    unanswered(world, first, 3.0)
+    for _ in range(12):
+        phone.ticket = kept(phone.report()).ticket
+        world.pass_s(H)
+    phone.node = successor(world, node)
+    world.pass_s(1.0)
+    assert phone.upload_for_good(3.0) == COUNTED
+
+
+def test_no_ticket_keeps_a_session_longer_than_the_limit() -> None:
+    world, node = a_secure_world(a_secure_task(goal=1))
+    [phone] = world.secure_phones(node, 1)
+    world.tsa.cut_off(HOUR_S)
+    unanswered(world, phone, 3.0)
+    opened = KEYRING.open(phone.ticket, UploadTicket)
+    while isinstance(answer := completed_again(world, phone), Retry):
+        phone.ticket = answer.ticket
+        renewed = KEYRING.open(phone.ticket, UploadTicket)
+        assert renewed.kept_until <= opened.upload_by + MAX_EXTRA_S
+        assert replace(renewed, kept_until=0.0) == opened
+        world.pass_s(H)
+    assert world.now >= opened.upload_by + MAX_EXTRA_S - H
 
 
 def test_a_seed_that_the_tsa_may_have_keeps_its_place_in_the_buffer() -> None:

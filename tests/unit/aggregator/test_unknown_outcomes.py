@@ -277,7 +277,7 @@ def test_an_update_that_waited_for_a_place_is_sent_again() -> None:
 @pytest.mark.parametrize("fate", ["committed", "lost"])
 def test_a_deposed_holder_stops_when_it_reads_the_row(fate: str) -> None:
     world, node, phone, handle = a_held_record()
-    world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0.0)
+    world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0)
     transaction = node.settle("committed" if fate == "committed" else "lost")
     assert isinstance(transaction, Transaction)
     assert TASK not in node.machine.tasks

@@ -83,7 +83,7 @@ def test_a_version_is_one_fenced_transaction() -> None:
         phone.upload(1)
     transaction = the_version_transaction(node)
     required, put = dict(transaction.require), dict(transaction.put)
-    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 1.0)
+    assert required[fence_key(TASK)] == FenceRow(1, "agg-1", 1)
     record = required[record_key(TASK, 1)]
     assert isinstance(record, RecordRow)
     assert [member.session for member in record.members] == [phone.session for phone in phones]
@@ -132,7 +132,7 @@ def test_a_deposed_holder_makes_no_version() -> None:
     phone.upload(1)
     node.settle("committed")
     before = dict(world.store.rows)
-    before[fence_key(TASK)] = world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0.0)
+    before[fence_key(TASK)] = world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0)
     node.settle("committed")
     assert world.store.rows == before
     assert TASK not in node.machine.tasks

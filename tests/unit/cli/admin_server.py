@@ -10,15 +10,11 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
-
 from papaya.cli import status, token
 from papaya.cli.main import CommandParser
 from papaya.cli.task import task
 from papaya.credentials.token_files import Secret
-from papaya.http.exchange import Exchange
 from papaya.http.listener import serve
-from papaya.http.routes import Buffered
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.auth import guarded
 from tests.unit.server.admin.builders import System
@@ -30,12 +26,9 @@ TOKEN = "0123456789abcdef-test"
 class AdminServer:
     """A running one. `call` runs a coroutine on its loop."""
 
-    def __init__(
-        self, system: System, loop: asyncio.AbstractEventLoop, url: str, metrics: CollectorRegistry
-    ) -> None:
+    def __init__(self, system: System, loop: asyncio.AbstractEventLoop, url: str) -> None:
         self.system = system
         self.url = url
-        self.metrics = metrics
         self._loop = loop
 
     def call(self, coroutine: Coroutine[None, None, T]) -> T:
@@ -53,14 +46,9 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         routes = guarded(AdminRoutes(system.service).routes(), Secret(TOKEN), b"{}")
-        metrics = CollectorRegistry()
-
-        def on_metrics(exchange: Exchange, body: bytes) -> None:
-            exchange.answer(200, generate_latest(metrics))
-
-        listening = await serve([*routes, Buffered("GET", "/metrics", on_metrics)], "127.0.0.1", 0)
+        listening = await serve(routes, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.port}"
-        found.append(AdminServer(system, loop, url, metrics))
+        found.append(AdminServer(system, loop, url))
         stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
         started.set()
         await stopping.wait()

@@ -392,19 +392,33 @@ def test_the_end_of_a_visit_is_a_line(capsys: pytest.CaptureFixture[str]) -> Non
         ("counted", "", "next-word", ""),
         ("rejected", "no compatible task needs clients now", None, ""),
         ("aborted", "task_over", "next-word", ""),
-        ("failed", "no update", "next-word", "memory: it took 2 GB"),
-        ("stopped", "interrupted", "next-word", "the device was told to stop"),
+        ("failed", "out_of_memory", "next-word", "memory: it took 2 GB"),
+        ("stopped", "stopped", "next-word", "the device was told to stop"),
     ):
         printer.on_event(VisitEnded("phone", 0.0, cast(Ending, ending), reason, task, detail))
+    memory = "training exceeded the device's memory limit"
     assert capsys.readouterr().out.splitlines() == [
         "phone counted next-word",
         "phone rejected (no compatible task needs clients now)",
-        "phone aborted next-word (task_over)",
-        "phone failed next-word (no update; memory: it took 2 GB)",
+        "phone aborted next-word (the task ended)",
+        f"phone failed next-word ({memory}; memory: it took 2 GB)",
         "phone stopped next-word (the device was told to stop)",
     ]
     printer.summarize()
     assert "5 visits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("explains", [True, False])
+def test_the_full_text_of_a_failure_is_printed_on_request(
+    capsys: pytest.CaptureFixture[str], explains: bool
+) -> None:
+    failed = VisitEnded(
+        "phone", 0.0, "failed", "training_failed", "t", "refused: KeyError", "Traceback\n  line 3"
+    )
+    Printer("text", explains=explains).on_event(failed)
+    out = capsys.readouterr().out
+    assert "the code of the task failed; refused: KeyError" in out
+    assert ("Traceback\n  line 3\n" in out) is explains
 
 
 def test_policies_are_declared_anew(tmp_path: Path) -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec import structs
-from prometheus_client import Counter
 
-from papaya.cli.admin_client import TOKEN_VARIABLE, AdminClient, ServerUnreachable
+from papaya.cli.admin_client import (
+    TOKEN_VARIABLE,
+    AdminClient,
+    ConnectionOptions,
+    ServerUnreachable,
+)
 from papaya.cli.output import print_data
 from papaya.cli.task import watch
 from papaya.cli.task.submit import changed
@@ -21,10 +26,16 @@ from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.storage import (
     LEADER_KEY,
+    AdminAddressRow,
+    EndingsRow,
     LeaderRow,
     PointRow,
+    TaskRow,
     Transaction,
+    admin_address_key,
+    endings_key,
     point_key,
+    task_key,
 )
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.views import ClockStatus, SystemStatus, TaskDetail, TaskView
@@ -59,7 +70,9 @@ def test_list_and_show_and_status(server: AdminServer, capsys: pytest.CaptureFix
     with_loss(server, [3.0, 2.5])
     assert run(server, "task", "list") == 0
     out, err = capsys.readouterr()
-    assert " ".join(out.splitlines()[2].split()) == "next-word running 0 2 2.5 2.5 18 20 90 %"
+    assert (
+        " ".join(out.splitlines()[2].split()) == "next-word - - - - running 0 2 2.5 2.5 18 20 90 %"
+    )
     assert err == ""
     assert run(server, "task", "show", "next-word") == 0
     out, err = capsys.readouterr()
@@ -94,7 +107,11 @@ def test_status_exits_with_1_when_a_person_should_look(
     assert "task next-word halted: it diverged" in capsys.readouterr().err
     server.system.live.is_leader = False
     assert run(server, "status") == 1
-    assert "ask that one" in capsys.readouterr().out
+    assert "coordinator; ask its admin API for live numbers\n" in capsys.readouterr().out
+    where = AdminAddressRow("https://10.0.0.7:8751")
+    server.system.change(Transaction(put=((admin_address_key("coordinator"), where),)))
+    assert run(server, "status") == 1
+    assert "papaya status --admin https://10.0.0.7:8751\n" in capsys.readouterr().out
     server.system.live.found["next-word"] = LiveTask("aggregator", 18, 2, 5, "")
     assert run(server, "status") == 0
     capsys.readouterr()
@@ -122,7 +139,7 @@ def test_every_command_speaks_json(server: AdminServer, capsys: pytest.CaptureFi
         msgspec.json.decode(out, type=kind)
     assert run(server, "task", "show", "next-word", "--format", "json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert set(shown) == {"detail", "versions", "without_update"}
+    assert set(shown) == {"detail", "versions"}
 
 
 def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,6 +180,23 @@ def test_what_is_wrong_is_told_with_a_hint(
     with pytest.raises(OperatorError, match=problem) as error:
         papaya(*arguments, *(("--admin", server.url) if len(arguments) > 1 else ()))
     assert hint in error.value.hint
+
+
+def test_commands_in_hints_repeat_the_options_that_were_given(
+    server: AdminServer, tmp_path: Path
+) -> None:
+    token = ("--token-file", str(tmp_path / "admin.token"))
+    with pytest.raises(OperatorError) as error:
+        papaya("task", "show", "nothing", "--admin", server.url, *token)
+    assert error.value.hint == f"papaya task list --admin {server.url} {' '.join(token)}"
+    options = ConnectionOptions(token_file=Path("a b/admin.token"))
+    assert options.repeated("first: papaya task show x; papaya task compile y") == (
+        "first: papaya task show --token-file 'a b/admin.token' x; papaya task compile y"
+    )
+    assert options.repeated("papaya status --admin http://10.0.0.7:8751") == (
+        "papaya status --admin http://10.0.0.7:8751"
+    )
+    assert ConnectionOptions().repeated("papaya task list") == "papaya task list"
 
 
 # -- the connection -----------------------------------------------------------------------------
@@ -396,25 +430,83 @@ def test_a_rate_is_of_versions_that_clients_made_and_of_some_seconds() -> None:
     assert watch.versions_per_minute([]) is None
 
 
-def test_show_tells_how_sessions_ended_that_brought_no_update(
+def test_show_tells_why_participations_gave_no_update(
     server: AdminServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(server, "task", "show", "next-word") == 0
     assert "no update" not in capsys.readouterr().out
-    labels = ("task", "reason")
-    aborted = Counter("papaya_task_sessions_aborted", "", labels, registry=server.metrics)
-    discarded = Counter("papaya_task_updates_discarded", "", labels, registry=server.metrics)
-    aborted.labels("next-word", "left").inc(7)
-    aborted.labels("next-word-2", "silent").inc(9)
-    aborted.labels("next-word", "stale").inc(0)
-    discarded.labels("next-word", "over_norm").inc(2)
+    row = EndingsRow(2, {"counted": 60, "left_diverged": 30}, {"left_diverged": 7, "new_one": 1})
+    server.system.change(Transaction(put=((endings_key("next-word"), row),)))
     assert run(server, "task", "show", "next-word") == 0
     out, err = capsys.readouterr()
-    assert "no update    9 sessions so far: 7 left, 2 over_norm\n" in out
-    assert "these devices left the task" in err
-    discarded.labels("next-word", "round_over").inc(10)
+    assert "no update    38 of 98 participations\n" in out
+    assert "\n             37 × training diverged: loss is not finite\n" in out
+    assert "\n             1 × new_one\n" in out
+    assert "papaya client --explain" in err
+    row = EndingsRow(2, {"aborted_stale": 9, "left_diverged": 1}, {})
+    server.system.change(Transaction(put=((endings_key("next-word"), row),)))
     assert run(server, "task", "show", "next-word") == 0
     assert "hint" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("left_s", "shown", "warning"),
+    [
+        (29 * 86400.0 + 60, "29.0 days", ""),
+        (7 * 86400.0 - 60, "7.0 days", "the lease of digits ends in 7.0 days"),
+        (-60.0, "ended", "the lease of digits has ended: no device starts to train it"),
+    ],
+)
+def test_a_lease_is_shown_and_its_end_announced(
+    server: AdminServer,
+    capsys: pytest.CaptureFixture[str],
+    left_s: float,
+    shown: str,
+    warning: str,
+) -> None:
+    system = server.system
+    rows = system.store.read((task_key("next-word"),))
+    row = rows[task_key("next-word")]
+    assert isinstance(row, TaskRow)
+    needs = structs.replace(row.config.requirements, owner=32 * "a", bundle="b")
+    signed = structs.replace(
+        row,
+        config=structs.replace(row.config, requirements=needs),
+        name="digits",
+        run=1700,
+        revision=3,
+        lease_until=time.time() + left_s,
+    )
+    system.change(Transaction(put=((task_key("next-word"), signed),)))
+    assert run(server, "task", "list") == 0
+    out, err = capsys.readouterr()
+    line = f"next-word aaaaaaaa 1700 3 {shown} running"
+    assert " ".join(out.splitlines()[2].split()).startswith(line)
+    assert warning in err
+    assert ("papaya task renew" in err) is bool(warning)
+    assert run(server, "task", "show", "digits", "--run", "1700") == 0
+    out, err = capsys.readouterr()
+    assert "run          1700, revision 3\n" in out
+    assert f"({shown})" in out
+    assert warning in err
+    with pytest.raises(OperatorError, match="has no run 1701") as error:
+        run(server, "task", "show", "digits", "--run", "1701")
+    assert "runs of it: 1700" in error.value.hint
+
+
+def test_a_run_that_is_over_is_deleted(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OperatorError, match="is running and cannot be deleted") as error:
+        run(server, "task", "delete", "next-word")
+    assert "papaya task cancel" in error.value.hint
+    assert run(server, "task", "cancel", "next-word") == 0
+    assert run(server, "task", "delete", "next-word") == 0
+    assert "next-word is deleted; its data are removed" in capsys.readouterr().out
+    assert run(server, "task", "list") == 0
+    assert "no tasks" in capsys.readouterr().err
+    with pytest.raises(OperatorError, match="there is no task"):
+        run(server, "task", "delete", "next-word")
 
 
 def test_an_evaluation_is_shown_as_one(
@@ -429,4 +521,4 @@ def test_an_evaluation_is_shown_as_one(
     assert "parameters" not in out
     assert "loss" not in out
     assert run(server, "task", "list", "--evaluations") == 0
-    assert "next-word-eval-0 running - -" in " ".join(capsys.readouterr().out.split())
+    assert "next-word-eval-0 - - - - running - -" in " ".join(capsys.readouterr().out.split())

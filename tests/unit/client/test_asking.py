@@ -10,8 +10,12 @@ from papaya.messages.participation import (
     MAX_EXTRA_S,
     Aborted,
     Alive,
+    Chunk,
+    Complete,
+    Heartbeat,
     Incomplete,
     Refused,
+    Report,
     Retry,
 )
 from papaya.messages.selection import Accepted
@@ -149,6 +153,26 @@ def test_a_client_stays_as_long_as_the_server_keeps_its_session(stage: Stage) ->
             phone.answer(Retry("waiting for the TSA", 30.0, 120.0))
             phone.wait(40.0)
     assert [finish.ending for finish in phone.endings] == ["gave_up"]
+
+
+@pytest.mark.parametrize("stage", [Stage.REPORTING, Stage.UPLOADING, Stage.COMPLETING])
+def test_a_client_uses_the_ticket_that_an_answer_renews(stage: Stage) -> None:
+    phone = Phone().until(stage)
+    phone.answer(Retry("waiting for the TSA", 0.5, 120.0, b"renewed"))
+    phone.wait(40.0)
+    assert isinstance(phone.asked.message, Report | Chunk | Complete)
+    assert phone.asked.message.ticket == b"renewed"
+    last = phone.heartbeats[-1].message
+    assert isinstance(last, Heartbeat)
+    assert last.ticket == b"renewed"
+
+
+def test_an_answer_to_a_join_renews_nothing() -> None:
+    phone = Phone().until(Stage.JOINING)
+    asked = phone.asked.message
+    phone.answer(Retry("busy", 0.5, 0.0, b"renewed"))
+    phone.wait(10.0)
+    assert phone.asked.message == asked
 
 
 def test_a_short_keep_does_not_bring_the_end_forward() -> None:

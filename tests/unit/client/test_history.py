@@ -191,7 +191,8 @@ def test_a_client_that_joined_against_the_rule_leaves_at_once(
     assert leave.message.ticket == b"session"
     assert isinstance(finish, Finish)
     assert finish.ending == "gave_up"
-    assert "taken part" in finish.reason
+    assert leave.message.reason == finish.reason == "declined"
+    assert "taken part" in finish.detail
     assert phone.stage is Stage.OVER
 
 

@@ -10,8 +10,8 @@ from papaya.messages.participation import Aborted, Join, Leave, Refused, Retry
 from papaya.messages.selection import Rejected
 from tests.unit.client.builders import ASSIGNED, Phone, joined
 
-STOP = Stop("interrupted")
-STOPPED = Finish("stopped", "interrupted")
+STOP = Stop()
+STOPPED = Finish("stopped", "stopped")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ STOPPED = Finish("stopped", "interrupted")
 def test_a_stop_gives_the_slot_back_at_any_stage(stage: Stage, ticket: bytes) -> None:
     leave, finish = Phone().until(stage).receive(STOP)
     assert isinstance(leave, SendRequest)
-    assert leave.message == Leave(ticket, "interrupted")
+    assert leave.message == Leave(ticket, "stopped")
     assert finish == STOPPED
 
 
@@ -43,7 +43,7 @@ def test_a_join_that_is_on_its_way_is_waited_for_and_left() -> None:
     assert phone.receive(STOP) == []
     leave, finish = phone.answer(joined())
     assert isinstance(leave, SendRequest)
-    assert leave.message == Leave(b"session", "interrupted")
+    assert leave.message == Leave(b"session", "stopped")
     assert finish == STOPPED
     assert phone.history.excluded(phone.now) == ()
 

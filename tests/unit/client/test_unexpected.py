@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,6 +32,7 @@ from papaya.messages.participation import (
     Incomplete,
     Joined,
     Leave,
+    LeaveReason,
     Left,
     UploadGranted,
 )
@@ -142,8 +145,8 @@ class AnySequence(RuleBasedStateMachine):
         self.did(effects)
 
     @precondition(lambda self: self.is_working)
-    @rule(reason=st.text(max_size=300))
-    def work_fails(self, reason: str) -> None:
+    @rule(reason=st.sampled_from(get_args(LeaveReason)))
+    def work_fails(self, reason: LeaveReason) -> None:
         self.did(self.phone.receive(WorkFailed(reason)))
 
     @precondition(lambda self: self.is_working)

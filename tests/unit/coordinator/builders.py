@@ -72,14 +72,15 @@ class Office:
         *tasks: TaskConfig,
         node: NodeId = "c-1",
         store: Store | None = None,
-        boot: float = 0.0,
+        boot: int = 0,
+        now: float = 0.0,
         seed: int = 1,
     ) -> None:
-        self.now = boot
+        self.now = now
         self.store = Store() if store is None else store
         for config in tasks:
-            self.store.apply(submission(config, f"{config.task}-p", f"{config.task}-o", boot))
-        self.machine = Coordinator(node, boot, boot, SERVER, Random(seed))
+            self.store.apply(submission(config, f"{config.task}-p", f"{config.task}-o", now))
+        self.machine = Coordinator(node, boot, now, SERVER, Random(seed))
         self.sent: list[Send] = []
         self.log: list[Effect] = []
         self.held_back: deque[Effect] = deque()
@@ -179,19 +180,21 @@ class Office:
         self,
         node: NodeId,
         *tasks: TaskReport,
-        boot: float = 0.0,
+        boot: int = 0,
         heartbeat: bool = True,
         load: float = 0.0,
         number: int | None = None,
         at: float | None = None,
         draining: bool = False,
+        epoch: int | None = None,
     ) -> list[Send]:
+        """A report. Without `epoch`, its sender follows this leader."""
         report = AggregatorReport(
             node=node,
             boot=boot,
             number=self._number(node) if number is None else number,
             at=self.now if at is None else at,
-            epoch=0,
+            epoch=self.machine.leadership.epoch if epoch is None else epoch,
             load=load,
             heartbeat=heartbeat,
             tasks=tasks,
@@ -205,16 +208,17 @@ class Office:
         held: Mapping[DeviceClass, int] | int = 0,
         unfilled: tuple[SessionId, ...] = (),
         acked: int = 0,
-        boot: float = 0.0,
+        boot: int = 0,
         number: int | None = None,
         at: float | None = None,
+        epoch: int | None = None,
     ) -> list[Send]:
         counts = {PHONE: held} if isinstance(held, int) else held
         report = SelectorReport(
             node=node,
             boot=boot,
             number=self._number(node) if number is None else number,
-            epoch=0,
+            epoch=self.machine.leadership.epoch if epoch is None else epoch,
             acked=acked,
             held=tuple(Held(kind, count) for kind, count in counts.items()),
             unfilled=unfilled,

@@ -34,9 +34,9 @@ def last_orders(office: Office, node: str) -> AggregatorOrders:
 def test_a_task_moves_as_soon_as_its_last_record_is_reported() -> None:
     office = two_aggregators()
     office.aggregator("agg-1", BUSY, draining=True, heartbeat=False)
-    assert office.fence() == FenceRow(1, "agg-1", 0.0), "not before its last record"
+    assert office.fence() == FenceRow(1, "agg-1", 0), "not before its last record"
     sends = office.aggregator("agg-1", DRAINED, draining=True, heartbeat=False)
-    assert office.fence() == FenceRow(2, "agg-2", 0.0)
+    assert office.fence() == FenceRow(2, "agg-2", 0)
     assert last_orders(office, "agg-2").tasks == (Placement("words", 2, active=3),)
     assert last_orders(office, "agg-1").tasks == (), "it may stop now"
     [routes] = [orders.routes for orders in orders_in(sends, SelectorOrders)]
@@ -59,13 +59,13 @@ def test_nothing_is_given_to_an_aggregator_that_is_about_to_stop() -> None:
     office = two_aggregators()
     office.aggregator("agg-2", draining=True)
     office.aggregator("agg-1", DRAINED, draining=True)
-    assert office.fence() == FenceRow(1, "agg-1", 0.0)
+    assert office.fence() == FenceRow(1, "agg-1", 0)
     for _ in range(4):  # agg-1 dies
         office.pass_s(H)
         office.aggregator("agg-2", draining=True)
-    assert office.fence() == FenceRow(1, "agg-1", 0.0)
-    office.aggregator("agg-2", boot=1.0, number=1)
-    assert office.fence() == FenceRow(2, "agg-2", 1.0), "until it has restarted"
+    assert office.fence() == FenceRow(1, "agg-1", 0)
+    office.aggregator("agg-2", boot=1, number=1)
+    assert office.fence() == FenceRow(2, "agg-2", 1), "until it has restarted"
 
 
 def test_an_aggregator_learns_whether_others_can_take_its_tasks() -> None:
@@ -79,7 +79,7 @@ def test_an_aggregator_learns_whether_others_can_take_its_tasks() -> None:
 
 def test_a_new_leader_does_not_call_an_aggregator_the_last_before_it_has_listened() -> None:
     office = two_aggregators()
-    second = Office(node="c-1", store=office.store, boot=1.0)
+    second = Office(node="c-1", store=office.store, boot=1)
     second.wake()
     assert second.leads
     second.aggregator("agg-1", BUSY, draining=True)

@@ -51,13 +51,13 @@ def test_nobody_is_told_before_the_row_names_the_new_holder() -> None:
     assert len(office.held_back) == 1
     placements = [o.tasks for o in orders_in(office.sent[before:], AggregatorOrders)]
     assert placements == [()], "its heartbeat is answered, without the task"
-    assert office.fence() == FenceRow(1, "agg-1", 0.0)
+    assert office.fence() == FenceRow(1, "agg-1", 0)
     office.selector("sel-1")
     [orders] = orders_in(office.sent[before:], SelectorOrders)
     assert orders.routes == (Route("words", "agg-1", 1),)
     told = len(office.sent)
     office.settle("committed")
-    assert office.fence() == FenceRow(2, "agg-2", 0.0)
+    assert office.fence() == FenceRow(2, "agg-2", 0)
     [orders_2] = orders_in(office.sent[told:], AggregatorOrders, "agg-2")
     assert orders_2.tasks == (Placement("words", 2, active=0),)
     [orders_1] = orders_in(office.sent[told:], AggregatorOrders, "agg-1")
@@ -72,9 +72,9 @@ def test_a_placement_requires_the_epoch_and_the_fence_that_it_replaces() -> None
     transaction = office.settle("committed")
     assert dict(transaction.require) == {
         EPOCH_KEY: EpochRow(1),
-        fence_key("words"): FenceRow(1, "agg-1", 0.0),
+        fence_key("words"): FenceRow(1, "agg-1", 0),
     }
-    assert transaction.put == ((fence_key("words"), FenceRow(2, "agg-2", 0.0)),)
+    assert transaction.put == ((fence_key("words"), FenceRow(2, "agg-2", 0)),)
 
 
 def test_a_task_is_placed_once_at_a_time() -> None:
@@ -89,25 +89,25 @@ def test_leases_on_their_way_are_told_to_the_successor_until_it_reports() -> Non
     office = a_served_office(a_task(), demand=4)
     sessions = sessions_in(office.selector("sel-1", 3))
     office.pass_s(1.0)
-    sends = office.aggregator("agg-1", boot=0.5, number=1)
+    sends = office.aggregator("agg-1", boot=1, number=1)
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")[-1:]
-    assert orders.boot == 0.5
+    assert orders.boot == 1
     assert orders.tasks == (Placement("words", 2, tuple(sessions), 0),)
-    sends = office.aggregator("agg-1", on("words", 1, demand=0), boot=0.5, number=2)
+    sends = office.aggregator("agg-1", on("words", 1, demand=0), boot=1, number=2)
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")
     assert orders.tasks == (Placement("words", 2, tuple(sessions), 0),), "not under this number yet"
-    sends = office.aggregator("agg-1", on("words", 2, demand=0), boot=0.5, number=3)
+    sends = office.aggregator("agg-1", on("words", 2, demand=0), boot=1, number=3)
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")
     assert orders.tasks == (Placement("words", 2),), "it knows of them by now"
 
 
 def test_after_a_move_the_old_demand_counts_no_more() -> None:
     office = a_served_office(a_task(), demand=4)
-    office.aggregator("agg-1", boot=0.5, number=1)
+    office.aggregator("agg-1", boot=1, number=1)
     assert office.machine.demand("words") == 0
-    office.aggregator("agg-1", on("words", 1, demand=4), boot=0.5, number=2)
+    office.aggregator("agg-1", on("words", 1, demand=4), boot=1, number=2)
     assert office.machine.demand("words") == 0, "the old sequence number"
-    office.aggregator("agg-1", on("words", 2, demand=4), boot=0.5, number=3)
+    office.aggregator("agg-1", on("words", 2, demand=4), boot=1, number=3)
     assert office.machine.demand("words") == 4
 
 
@@ -125,7 +125,7 @@ def test_an_unknown_placement_is_read_back(fate: str) -> None:
     assert not any(orders.tasks for orders in orders_in(office.sent[told:], AggregatorOrders))
     office.release()
     sends = office.aggregator("agg-2")
-    assert office.fence() == FenceRow(2, "agg-2", 0.0), "and never seq 3"
+    assert office.fence() == FenceRow(2, "agg-2", 0), "and never seq 3"
     [orders] = orders_in(sends, AggregatorOrders, "agg-2")
     assert orders.tasks == (Placement("words", 2, active=0),)
 
@@ -138,7 +138,7 @@ def test_a_placement_that_is_applied_late_is_not_made_twice() -> None:
     office.release()
     office.pass_s(H)
     sends = office.aggregator("agg-2")
-    assert office.fence() == FenceRow(2, "agg-2", 0.0)
+    assert office.fence() == FenceRow(2, "agg-2", 0)
     [orders] = orders_in(sends, AggregatorOrders, "agg-2")
     assert orders.tasks == (Placement("words", 2, active=0),)
 
@@ -146,7 +146,7 @@ def test_a_placement_that_is_applied_late_is_not_made_twice() -> None:
 def test_a_refused_placement_is_read_back_and_the_row_decides() -> None:
     office = a_failed_aggregator()
     office.aggregator("agg-2")
-    office.store.rows[fence_key("words")] = FenceRow(9, "agg-2", 0.0)
+    office.store.rows[fence_key("words")] = FenceRow(9, "agg-2", 0)
     office.settle("committed")
     office.release()
     sends = office.aggregator("agg-2")
@@ -162,7 +162,7 @@ def test_a_deposed_leader_moves_nothing_and_says_nothing() -> None:
     told = len(office.sent)
     office.settle("committed")
     office.release()
-    assert office.fence() == FenceRow(1, "agg-1", 0.0)
+    assert office.fence() == FenceRow(1, "agg-1", 0)
     assert not office.leads
     office.aggregator("agg-2")
     office.selector("sel-1", 5)
@@ -179,7 +179,7 @@ def test_a_snapshot_older_than_a_placement_does_not_undo_it() -> None:
     old_rows = tuple(office.store.rows.items())
     office.hold(Read)
     office.pass_s(H)
-    assert office.fence() == FenceRow(2, "agg-2", 0.0)
+    assert office.fence() == FenceRow(2, "agg-2", 0)
     [read] = office.held_back
     assert isinstance(read, Read)
     office.held_back.clear()
@@ -200,14 +200,14 @@ def test_an_aggregator_with_a_stale_assignment_is_told_what_it_holds() -> None:
     sends = office.aggregator("agg-1", on("words", 1, demand=4, active=3))
     [orders] = orders_in(sends, AggregatorOrders, "agg-1")
     assert orders.tasks == ()
-    assert office.fence() == FenceRow(2, "agg-2", 0.0), "and it does not get the task back"
+    assert office.fence() == FenceRow(2, "agg-2", 0), "and it does not get the task back"
     assert office.machine.demand("words") == 0
 
 
 def test_a_holder_is_told_all_its_tasks_and_no_others() -> None:
     office = an_office(a_task("words"), a_task("images"), a_task("sounds"))
     office.aggregator("agg-1")
-    office.store.rows[fence_key("images")] = FenceRow(2, "agg-2", 0.0)
+    office.store.rows[fence_key("images")] = FenceRow(2, "agg-2", 0)
     office.aggregator("agg-2")
     office.pass_s(H)
     [orders_1] = orders_in(office.aggregator("agg-1"), AggregatorOrders)
@@ -218,12 +218,12 @@ def test_a_holder_is_told_all_its_tasks_and_no_others() -> None:
 
 def test_an_earlier_boot_is_not_told_what_the_row_gives_to_a_later_one() -> None:
     first = a_served_office(a_task())
-    first.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.0)
+    first.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.5)
     office = Office(node="c-2", store=first.store)
     office.wake()
     office.pass_s(SERVER.leader_lease_s)
     office.pass_s(H)
-    [orders] = orders_in(office.aggregator("agg-1", boot=50.0), AggregatorOrders)
+    [orders] = orders_in(office.aggregator("agg-1", boot=50), AggregatorOrders)
     assert orders.tasks == ()
     assert office.fence().seq == 4, "a later boot has it: this may be a late report"
 
@@ -231,20 +231,20 @@ def test_an_earlier_boot_is_not_told_what_the_row_gives_to_a_later_one() -> None
 def test_a_fence_of_a_later_boot_than_any_that_reports_is_replaced_after_the_recovery() -> None:
     """In a database of an earlier Papaya boots are times, which are larger than numbers."""
     first = a_served_office(a_task())
-    first.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.0)
+    first.store.rows[fence_key("words")] = FenceRow(4, "agg-1", 100.5)
     office = Office(node="c-1", store=first.store)
     office.wake()
     office.wake()
     assert office.leads
     for _ in range(4):
         office.pass_s(H)
-        office.aggregator("agg-1", boot=50.0)
-    assert office.fence() == FenceRow(5, "agg-1", 50.0)
+        office.aggregator("agg-1", boot=50)
+    assert office.fence() == FenceRow(5, "agg-1", 50)
 
 
 def test_a_task_that_is_forgotten_and_made_again_is_placed_again() -> None:
     office = a_served_office(a_task())
-    assert office.fence() == FenceRow(1, "agg-1", 0.0)
+    assert office.fence() == FenceRow(1, "agg-1", 0)
     for key in [key for key in office.store.rows if "/words" in key]:
         del office.store.rows[key]
     office.pass_s(H)
@@ -253,4 +253,4 @@ def test_a_task_that_is_forgotten_and_made_again_is_placed_again() -> None:
     assert office.fence().seq == 0
     office.pass_s(H)
     office.aggregator("agg-1")
-    assert office.fence() == FenceRow(1, "agg-1", 0.0)
+    assert office.fence() == FenceRow(1, "agg-1", 0)

@@ -178,18 +178,18 @@ def test_a_task_without_any_live_aggregator_stays_where_it_is() -> None:
 def test_a_restarted_aggregator_holds_its_task_under_a_new_number() -> None:
     """The boot that held it is gone: what it had in memory must not be believed."""
     office = an_office(a_task())
-    office.aggregator("agg-1", boot=1.0, number=7)
+    office.aggregator("agg-1", boot=1, number=7)
     assert (office.fence().seq, office.fence().boot) == (1, 1.0)
     office.pass_s(A_MOMENT_S)
-    office.aggregator("agg-1", boot=2.0, number=1)
+    office.aggregator("agg-1", boot=2, number=1)
     assert (office.fence().seq, office.fence().aggregator, office.fence().boot) == (2, "agg-1", 2.0)
 
 
 def test_a_restarted_aggregators_task_may_go_to_one_with_less_work() -> None:
     office = an_office(*several(2))
-    office.aggregator("agg-1", boot=1.0)
-    office.aggregator("agg-2", boot=1.0)
-    office.aggregator("agg-1", boot=2.0, number=1)
+    office.aggregator("agg-1", boot=1)
+    office.aggregator("agg-2", boot=1)
+    office.aggregator("agg-1", boot=2, number=1)
     assert sorted(holders(office).values()) == ["agg-1", "agg-2"]
     assert {office.fence(task).seq for task in holders(office)} == {2}
 

@@ -53,18 +53,18 @@ def test_an_overtaken_report_is_no_sign_of_life() -> None:
 
 def test_a_report_of_an_earlier_boot_is_ignored() -> None:
     office = an_office(a_task())
-    office.aggregator("agg-1", boot=5.0, number=1)
-    office.aggregator("agg-1", on("words", 1, demand=2), boot=5.0, number=2)
-    assert office.aggregator("agg-1", on("words", 1, demand=4), boot=4.0, number=900) == []
+    office.aggregator("agg-1", boot=5, number=1)
+    office.aggregator("agg-1", on("words", 1, demand=2), boot=5, number=2)
+    assert office.aggregator("agg-1", on("words", 1, demand=4), boot=4, number=900) == []
     assert office.machine.demand("words") == 2
     assert (office.fence().seq, office.fence().boot) == (1, 5.0)
 
 
 def test_a_later_boot_counts_from_its_own_first_report() -> None:
     office = an_office(a_task())
-    office.aggregator("agg-1", boot=5.0, number=900)
-    office.aggregator("agg-1", boot=6.0, number=1)
-    office.aggregator("agg-1", on("words", 2, demand=3), boot=6.0, number=2)
+    office.aggregator("agg-1", boot=5, number=900)
+    office.aggregator("agg-1", boot=6, number=1)
+    office.aggregator("agg-1", on("words", 2, demand=3), boot=6, number=2)
     assert office.machine.demand("words") == 3
 
 
@@ -153,9 +153,9 @@ def test_an_overtaken_report_of_held_clients_is_ignored() -> None:
 
 def test_a_restarted_selector_holds_what_it_says() -> None:
     office = a_served_office(a_task(), demand=0)
-    office.selector("sel-1", 5, boot=1.0, number=900)
-    office.selector("sel-1", 1, boot=2.0, number=1)
-    office.selector("sel-1", 9, boot=1.0, number=901)
+    office.selector("sel-1", 5, boot=1, number=900)
+    office.selector("sel-1", 1, boot=2, number=1)
+    office.selector("sel-1", 9, boot=1, number=901)
     sends = office.aggregator("agg-1", on("words", 1, demand=4))
     assert len(sessions_in(sends)) == 1
     [orders] = orders_in(sends, SelectorOrders)
@@ -200,7 +200,7 @@ def test_a_new_leader_answers_selectors_that_reported_before_it_led() -> None:
     office.wake()
     [orders] = orders_in(office.sent, SelectorOrders, "sel-1")
     assert orders.assigns_in_s == 0.0
-    second = Office(node="c-1", store=office.store, boot=1.0)
+    second = Office(node="c-1", store=office.store, boot=1)
     second.selector("sel-1", 5)
     second.wake()
     [orders] = orders_in(second.sent, SelectorOrders, "sel-1")

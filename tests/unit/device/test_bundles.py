@@ -250,21 +250,21 @@ def test_a_successor_is_remembered_and_the_recovery_key_resets_marks(
 
 def test_refused_bundles_are_remembered(opened: Open) -> None:
     store = opened()
-    assert store.refused(NOW) == ()
+    assert store.refused(NOW) == {}
     for number in range(300):
-        store.refuse(f"digits@{number:08x}", "not_allowed", NOW + number)
+        store.refuse(f"digits@{number:08x}", "not_allowed", NOW + number, "too many")
     assert len(store.refused(NOW)) == 32
-    assert store.refused(NOW)[0] == f"digits@{299:08x}", "the newest first"
+    assert next(iter(store.refused(NOW))) == f"digits@{299:08x}", "the newest first"
     store.close()
-    assert opened().refused(NOW) == (), "a new policy may allow it"
+    assert opened().refused(NOW) == {}, "a new policy may allow it"
 
 
 def test_a_reason_that_may_pass_excludes_a_bundle_for_an_hour(opened: Open) -> None:
     store = opened()
-    store.refuse("digits@00000001", "expired", NOW)
-    store.refuse("digits@00000002", "not_allowed", NOW)
+    store.refuse("digits@00000001", "expired", NOW, "digits: the lease ended")
+    store.refuse("digits@00000002", "not_allowed", NOW, "digits: not allowed")
     assert len(store.refused(NOW + 3599)) == 2
-    assert store.refused(NOW + 3600) == ("digits@00000002",)
+    assert store.refused(NOW + 3600) == {"digits@00000002": "digits: not allowed"}
 
 
 def test_a_replaced_run_and_an_old_lease_are_not_trained_whatever_a_server_says(

@@ -218,7 +218,7 @@ def test_a_device_that_becomes_ineligible_while_training_leaves() -> None:
                 finish = await visit
         assert finish.ending == "stopped"
         [leave] = [message for message in fake.messages if isinstance(message, Leave)]
-        assert leave.reason == "interrupted"
+        assert leave.reason == "stopped"
         assert watcher.of(VisitEnded)[0].detail == "the battery is discharging"
 
     asyncio.run(scenario())

@@ -146,7 +146,7 @@ def test_the_longest_evidence_of_the_protocol_is_an_answer() -> None:
             async with process(trust=object()) as host:
                 with device(host, fake.url) as phone:
                     finish = await phone.visit()
-        assert (finish.ending, finish.reason) == ("failed", "no seal")
+        assert (finish.ending, finish.reason) == ("failed", "declined")
         assert fake.seen.count("report") == 1
 
     asyncio.run(scenario())
@@ -195,7 +195,7 @@ def test_an_upload_that_is_never_complete_enough_ends() -> None:
             fake.replace["complete"] = answer(Incomplete((0, 1, 4095)))
             finish = await visit_for_hours(fake, "complete")
         assert finish.ending == "gave_up"
-        assert finish.reason.endswith("took too long")
+        assert finish.detail.endswith("took too long")
         assert fake.seen[-1] == "leave"
 
     asyncio.run(scenario())
@@ -216,22 +216,24 @@ def test_a_server_cannot_make_a_device_wait_for_long() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "reason"),
     [
-        {"model_length": 2**40},
-        {"update_length": 2**40},
-        {"task": "another"},
-        {"parameters": KEY.replace("next-word", "another")},
-        {"parameters": "../../etc/passwd"},
-        {"parameters": f"{KEY}?x=http://127.0.0.1"},
-        {"parameters": ""},
+        ({"model_length": 2**40}, "declined"),
+        ({"update_length": 2**40}, "declined"),
+        ({"task": "another"}, "protocol"),
+        ({"parameters": KEY.replace("next-word", "another")}, "protocol"),
+        ({"parameters": "../../etc/passwd"}, "no_parameters"),
+        ({"parameters": f"{KEY}?x=http://127.0.0.1"}, "no_parameters"),
+        ({"parameters": ""}, "no_parameters"),
     ],
 )
-def test_an_offer_that_makes_no_sense_is_left_before_a_download(changes: dict[str, object]) -> None:
+def test_an_offer_that_makes_no_sense_is_left_before_a_download(
+    changes: dict[str, object], reason: str
+) -> None:
     async def scenario() -> None:
         async with serving() as fake:
             fake.joined = joined(**changes)
-            assert await visit(fake) == Finish("failed", "no parameters")
+            assert await visit(fake) == Finish("failed", reason)
         assert fake.seen == ["check-in", "join", "leave"]
 
     asyncio.run(scenario())

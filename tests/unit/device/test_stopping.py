@@ -107,7 +107,7 @@ def test_a_device_that_is_told_to_stop_while_it_joins_leaves_what_it_joined() ->
                 async with asyncio.timeout(30):
                     await phone.run_forever()
         [leave] = [message for message in fake.messages if isinstance(message, Leave)]
-        assert leave == Leave(JOINED.ticket, "interrupted")
+        assert leave == Leave(JOINED.ticket, "stopped")
         assert "parameters" not in fake.seen
         [ended] = [event for event in events if isinstance(event, VisitEnded)]
         assert (ended.ending, ended.task) == ("stopped", "next-word")

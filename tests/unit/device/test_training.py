@@ -12,12 +12,12 @@ import pytest
 from papaya.client.work import Finish, Trained
 from papaya.device.events import Event, VisitEnded
 from papaya.device.example_store import ExampleStore, UseRefused, split_of
-from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
+from papaya.device.executor import GivenUp, Job, JobFailed, JobResult, TaskFile
 from papaya.device.process import memory_mb
 from papaya.device.training import ExecutorTrainer, ProtocolTrainer, TrainingRequest
 from papaya.device.trust import Trust
 from papaya.device.use_policy import UsePolicy
-from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.errors import ConfigError, OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import Examples, TaskTerms
 from papaya.learning.evaluation import admit_evaluation
@@ -109,7 +109,7 @@ def test_a_task_that_the_owner_does_not_allow_gets_no_example() -> None:
 
 def test_a_model_of_another_length_is_not_trained() -> None:
     executor = FakeExecutor(task_file())
-    with pytest.raises(ProtocolError, match="has 4 parameters"):
+    with pytest.raises(GivenUp, match="has 4 parameters"):
         trained(executor, assignment(model_length=4))
     assert executor.jobs == []
 
@@ -146,7 +146,7 @@ def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -
             executor = FakeExecutor(task_file("another"))
             trainer = ExecutorTrainer(executor, host.now, Random(1))
             with device(host, fake.url, trainer=trainer, notify=events.append) as phone:
-                assert await phone.visit() == Finish("failed", "no parameters")
+                assert await phone.visit() == Finish("failed", "no_program")
             [ended] = [event for event in events if isinstance(event, VisitEnded)]
             assert "--alias next-word=another" in ended.detail
             assert fake.messages[0].capabilities.modules == ("sha256:ab",)  # type: ignore[attr-defined]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from papaya.attestation.policy import DevicePolicy
-from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, TaskConfig
+from papaya.config import AsyncFL, EvaluationPlan, Requirements, SecureAggregation, TaskConfig
 from papaya.device.trust import agreed_policy
 from papaya.errors import ProtocolError
 from papaya.learning.definition import TaskTerms
@@ -106,6 +108,59 @@ def test_evaluations_are_not_damped_so_no_staleness_is_too_much() -> None:
         an_owner(maximum_staleness=0), config.task, TaskTerms.of(a_config()), evaluates=True
     )
     policy.check(offered(config))
+
+
+SIGNED = structs.replace(
+    TaskTerms.of(a_config()),
+    manifest="ab" * 32,
+    aggregation_goal=a_config().aggregation_goal,
+)
+
+
+def signed_offer(**changes: Any) -> PublicParameters:
+    config = a_config(requirements=Requirements(manifest=SIGNED.manifest))
+    return dataclasses.replace(offered(config), **changes)
+
+
+def test_a_device_agrees_to_the_manifest_that_it_has_verified() -> None:
+    agreed_policy(an_owner(), "next-word", SIGNED, evaluates=False).check(signed_offer())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"manifest": "cd" * 32},
+        {"manifest": "", "kind": ""},
+        {"aggregation_goal": a_config().aggregation_goal + 1},
+        {"aggregation_goal": a_config().aggregation_goal + 1, "threshold": 11},
+        {"clip": 9.0},
+        {"max_examples": 7},
+    ],
+    ids=str,
+)
+def test_a_server_that_shows_another_task_than_was_signed_is_refused(
+    changes: dict[str, Any],
+) -> None:
+    policy = agreed_policy(an_owner(), "next-word", SIGNED, evaluates=False)
+    with pytest.raises(OfferRefused):
+        policy.check(signed_offer(**changes))
+
+
+def test_a_task_file_agrees_to_no_signed_task() -> None:
+    policy = agreed_policy(an_owner(), "next-word", TaskTerms.of(a_config()), evaluates=False)
+    with pytest.raises(OfferRefused, match="manifest"):
+        policy.check(signed_offer())
+
+
+@pytest.mark.parametrize(("manifest", "agrees"), [("ab" * 32, True), ("cd" * 32, False)])
+def test_an_evaluation_has_the_manifest_of_its_task(manifest: str, agrees: bool) -> None:
+    task = a_config(requirements=Requirements(manifest=manifest))
+    evaluation = an_evaluation_of(task)
+    found = offered(evaluation)
+    assert (found.kind, found.manifest) == ("evaluate", manifest)
+    policy = agreed_policy(an_owner(), evaluation.task, SIGNED, evaluates=True)
+    with nullcontext() if agrees else pytest.raises(OfferRefused, match="manifest"):
+        policy.check(found)
 
 
 def test_a_file_in_the_clear_has_no_threshold() -> None:

@@ -122,7 +122,7 @@ def test_a_history_that_cannot_be_written_lets_nothing_out(tmp_path: Path) -> No
         async with serving() as fake:
             fake.replace["report"] = break_it
             finish = await one_visit(fake, store=path)
-        assert finish == Finish("failed", "no history")
+        assert finish == Finish("failed", "storage")
         assert "chunk" not in fake.seen
         assert fake.seen[-1] == "leave"
 
@@ -220,9 +220,9 @@ def test_a_trainer_that_fails_says_nothing_of_it_to_the_server(
         events: list[Event] = []
         async with serving() as fake:
             finish = await one_visit(fake, trainer=Failing(error), notify=events.append)
-        assert finish == Finish("failed", "no update")
+        assert finish == Finish("failed", "training_failed")
         [leave] = [message for message in fake.messages if isinstance(message, Leave)]
-        assert leave.reason == "no update"
+        assert leave.reason == "training_failed"
         assert isinstance(events[-1], VisitEnded)
         assert events[-1].detail == detail
 
@@ -233,7 +233,7 @@ def test_an_update_of_the_wrong_size_is_not_sent() -> None:
     async def scenario() -> None:
         async with serving() as fake:
             fake.joined = joined(update_length=4)
-            assert await one_visit(fake) == Finish("failed", "no update")
+            assert await one_visit(fake) == Finish("failed", "training_failed")
             assert "report" not in fake.seen
 
     asyncio.run(scenario())
@@ -273,7 +273,7 @@ def test_training_ends_at_the_devices_own_limit() -> None:
             async with process(limits=limits, now=clock) as host:
                 with device(host, fake.url, trainer=endless) as phone:
                     finish = await phone.visit()
-        assert finish == Finish("failed", "training took too long")
+        assert finish == Finish("failed", "timed_out", detail="training took too long")
         assert fake.seen[-1] == "leave"
 
     asyncio.run(scenario())

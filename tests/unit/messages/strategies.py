@@ -28,6 +28,7 @@ ROWS: tuple[type[storage.Row], ...] = tuple(
 # Whole numbers that JSON carries exactly, and finite floats: it has no others.
 _LARGEST = 2**53
 _SHORT = 12
+_DIGEST = 64  # the longest text that a pattern requires
 
 
 def a_message(*kinds: type[Message]) -> st.SearchStrategy[Message]:
@@ -72,6 +73,8 @@ def _value(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.lists(_value(item), max_size=4).map(tuple)
         case inspect.TupleType(item_types=items):
             return st.tuples(*[_value(item) for item in items])
+        case inspect.DictType(key_type=key, value_type=item):
+            return st.dictionaries(_value(key), _value(item), max_size=4)
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
     return _scalar(kind)
@@ -92,7 +95,7 @@ def _scalar(kind: inspect.Type) -> st.SearchStrategy[Any]:
         case inspect.StrType(max_length=longest, pattern=None):
             return st.text(max_size=min(_SHORT, longest or _SHORT))
         case inspect.StrType(pattern=str(pattern)):
-            return st.from_regex(pattern, fullmatch=True).filter(lambda text: len(text) <= _SHORT)
+            return st.from_regex(pattern, fullmatch=True).filter(lambda text: len(text) <= _DIGEST)
         case inspect.BytesType(min_length=shortest, max_length=longest):
             least = shortest or 0
             most = max(least, min(4 * _SHORT, longest or 4 * _SHORT))

@@ -54,7 +54,7 @@ def running_rows(state: TaskState = "running") -> dict[str, Row]:
     """At version 3, held by a-1, with two open buffers."""
     return {
         task_key("next-word"): TaskRow(TASK, state, submitted=1.0),
-        fence_key("next-word"): FenceRow(4, "a-1", 7.0),
+        fence_key("next-word"): FenceRow(4, "a-1", 7),
         optimizer_key("next-word"): OptimizerRow(3, "next-word/4/optimizer-3-x", settled=1),
         **{
             version_key("next-word", v): VersionRow(v, f"next-word/4/version-{v}-x", 4, 10.0 * v)
@@ -109,7 +109,7 @@ def test_a_rollback_restarts_from_the_old_model_and_keeps_members_consumed() -> 
     assert after.newest == VersionRow(
         4, "next-word/4/version-1-x", 5, 99.0, marked=True, restarts=True
     )
-    assert after.fence == FenceRow(5, "", 0.0)
+    assert after.fence == FenceRow(5, "", 0)
     assert after.optimizer == OptimizerRow(4, "next-word/4/optimizer-4-new", settled=1)
     assert after.records == {}
     consumed = rows[consumed_key("next-word", 4)]
@@ -119,7 +119,7 @@ def test_a_rollback_restarts_from_the_old_model_and_keeps_members_consumed() -> 
 
 
 MEANWHILE: dict[str, dict[str, Row | None]] = {
-    "another fence": {fence_key("next-word"): FenceRow(5, "a-2", 8.0)},
+    "another fence": {fence_key("next-word"): FenceRow(5, "a-2", 8)},
     "another head": {optimizer_key("next-word"): OptimizerRow(4, "next-word/4/optimizer-4-x")},
     "a longer record": {
         record_key("next-word", 4): RecordRow(4, "s", tuple(map(a_member, "abcd")), 20.0)

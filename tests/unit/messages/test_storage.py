@@ -27,6 +27,22 @@ def test_every_row_comes_back_as_it_was_written(
     assert read == row
 
 
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b'{"type":"FenceRow","seq":2,"aggregator":"agg","boot":3.0}',
+        b'{"type":"LeaderRow","holder":"c","boot":1763300000.25,"epoch":1,"renewal":2}',
+    ],
+)
+def test_a_boot_that_an_earlier_version_wrote_is_encoded_as_it_was(encoded: bytes) -> None:
+    """A row that is encoded differently than it was read might never be replaced."""
+    assert wire.encode_row(wire.decode_row(encoded)) == encoded
+
+
+def test_a_boot_is_written_as_an_integer() -> None:
+    assert b'"boot":3}' in wire.encode_row(FenceRow(2, "agg", 3))
+
+
 def test_every_row_is_frozen() -> None:
     assert [kind for kind in ROWS if not kind.__struct_config__.frozen] == []
 
@@ -67,11 +83,14 @@ def test_tasks_and_fences_are_found_under_their_prefix() -> None:
 
 def test_a_submission_begins_at_version_0_with_nobody_holding_it() -> None:
     transaction = storage.submission(CONFIG, "parameters", "optimizer", now=5.0)
-    assert transaction.require == ((storage.task_key("next-word"), None),)
+    assert transaction.require == (
+        (storage.task_key("next-word"), None),
+        (storage.deleted_key("next-word"), None),
+    )
     assert transaction.delete == ()
     assert dict(transaction.put) == {
         storage.task_key("next-word"): TaskRow(CONFIG, "running", submitted=5.0),
-        storage.fence_key("next-word"): FenceRow(seq=0, aggregator="", boot=0.0),
+        storage.fence_key("next-word"): FenceRow(seq=0, aggregator="", boot=0),
         storage.version_key("next-word", 0): VersionRow(0, "parameters", seq=0, created=5.0),
         storage.optimizer_key("next-word"): OptimizerRow(0, "optimizer"),
     }

@@ -56,7 +56,7 @@ def test_what_a_hello_looks_like() -> None:
     """Written down: a change of these bytes is a change of the protocol."""
     hello = CheckIn(PROTOCOL_VERSION, Capabilities("torch", ("ab12",), 512, ("eu",)), ("t1",))
     assert wire.encode(hello) == (
-        b'{"type":"CheckIn","protocol":1,"capabilities":{"engine":"torch","modules":["ab12"],'
+        b'{"type":"CheckIn","protocol":2,"capabilities":{"engine":"torch","modules":["ab12"],'
         b'"memory_mb":512,"labels":["eu"],"trust_policy":true,"owners":[],"engine_version":""},'
         b'"excluded":["t1"]}'
     )

@@ -15,6 +15,8 @@ from papaya.tsa import wire
 from tests.unit.secagg.builders import a_task
 
 GOOD = a_task()
+DIGEST = "0123456789abcdef" * 4
+SIGNED = a_task(manifest=DIGEST, kind="train")
 
 
 def test_what_is_encoded_is_decoded() -> None:
@@ -37,6 +39,14 @@ def test_what_is_encoded_is_decoded() -> None:
         aggregation_goal=st.integers(50, 1000),
         clip=st.integers(1, 10**6).map(float),
         weighting=st.just("none"),
+        manifest=st.just(DIGEST),
+        kind=st.just("evaluate"),
+        number=st.integers(0, 2**53),
+    )
+    | st.builds(
+        a_task,
+        manifest=st.binary(min_size=32, max_size=32).map(bytes.hex),
+        kind=st.just("train"),
     )
 )
 def test_the_encoding_is_one_to_one(parameters: PublicParameters) -> None:
@@ -66,12 +76,23 @@ def test_the_encoding_is_one_to_one(parameters: PublicParameters) -> None:
         GOOD.encode()[:-1] + b',"weight":1}',
         json.dumps(json.loads(GOOD.encode())).encode(),
         GOOD.encode() + b" " * 1024,
+        GOOD.encode().replace(b'"length"', b'"kind":"","length"'),
+        GOOD.encode().replace(b'"max_ex', b'"manifest":"","max_ex'),
+        SIGNED.encode().replace(b',"number":0', b""),
+        SIGNED.encode().replace(DIGEST.encode(), b""),
     ],
 )
 def test_every_other_encoding_is_refused(encoded: bytes) -> None:
     with pytest.raises(ParametersError) as caught:
         PublicParameters.decode(encoded)
     assert len(str(caught.value)) < 200
+
+
+def test_a_task_that_nobody_has_signed_is_encoded_as_before_there_were_manifests() -> None:
+    """Devices of protocol version 1 read it, and its hash stays the same."""
+    names = sorted(json.loads(GOOD.encode()))
+    assert names == sorted(json.loads(SIGNED.encode()).keys() - {"manifest", "kind", "number"})
+    assert SIGNED.digest() != GOOD.digest()
 
 
 @given(st.binary(max_size=200) | st.text().map(str.encode))
@@ -111,6 +132,16 @@ BAD: list[dict[str, Any]] = [
     {"weighting": "none", "clip": 0.5},
     {"weighting": "none", "clip": 2.0**30},
     {"aggregation_goal": 10**6, "length": 10**6},
+    {"manifest": "0" * 63, "kind": "train"},
+    {"manifest": "A" * 64, "kind": "train"},
+    {"manifest": 5, "kind": "train"},
+    {"kind": "train"},
+    {"kind": [], "manifest": DIGEST},
+    {"kind": "evaluate", "manifest": DIGEST},
+    {"kind": "train", "manifest": DIGEST, "weighting": "none"},
+    {"number": 1, "kind": "train", "manifest": DIGEST},
+    {"number": -1, "kind": "evaluate", "manifest": DIGEST, "weighting": "none"},
+    {"number": 1},
 ]
 
 

@@ -12,7 +12,7 @@ from papaya.messages.selection import Accepted, Capabilities, CheckIn, DeviceCla
 from papaya.messages.tickets import Keyring
 from papaya.selector.selector import Selector
 
-NODE, BOOT, EPOCH = "selector-1", 100.0, 5
+NODE, BOOT, EPOCH = "selector-1", 100, 5
 COORDINATORS = ("coordinator-1", "coordinator-2")
 KEYRING = Keyring({1: b"a key of thirty-two bytes or so."})
 TASK, SEQ, VERSION = "next-word", 3, 12

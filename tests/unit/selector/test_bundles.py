@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from papaya.machine import Reply
-from papaya.messages.base import PROTOCOL_VERSION
+from papaya.messages.base import PROTOCOL_VERSION, SIGNED_TASKS_SINCE
 from papaya.messages.selection import (
     Accepted,
     Capabilities,
     CheckIn,
     DeviceClass,
+    Lack,
     Rejected,
     refused,
 )
+from papaya.messages.tickets import claim_of
 from papaya.selector.selector import Distinctions
 from tests.unit.selector.builders import BOOT, TASK, a_selector, advertised, assign, orders
 
@@ -23,7 +25,7 @@ CLASS = DeviceClass(Capabilities("", owners=(OWNER,)))
 def test_an_accepted_device_learns_where_the_bundle_is() -> None:
     selector = a_selector()
     selector.wake(BOOT)
-    offer = advertised(owner=OWNER, bundle=BUNDLE)
+    offer = advertised(owner=OWNER, bundle=BUNDLE, manifest="ab" * 32)
     selector.receive(BOOT, orders(0, advertised=(offer,)))
     owners = (OTHER, OWNER)  # of which no advertised task needs the first
     check_in = CheckIn(PROTOCOL_VERSION, Capabilities("", owners=owners), ("x", "y@00000000"))
@@ -34,6 +36,7 @@ def test_an_accepted_device_learns_where_the_bundle_is() -> None:
     [answer] = [effect.message for effect in found if isinstance(effect, Reply)]
     assert isinstance(answer, Accepted)
     assert answer.bundle == BUNDLE
+    assert claim_of(answer.ticket).manifest == bytes.fromhex("ab" * 32)
 
 
 def test_a_device_that_refused_the_bundle_is_of_another_class() -> None:
@@ -69,4 +72,18 @@ def test_a_device_with_an_older_engine_is_told_which_it_needs() -> None:
     [answer] = selector.receive(BOOT, CheckIn(PROTOCOL_VERSION, old), "phone")
     assert isinstance(answer, Reply)
     assert isinstance(answer.message, Rejected)
-    assert answer.message.reason == f"task {TASK} needs torch 2.6 or newer"
+    assert answer.message.lacks == (Lack(TASK, "engine_version", "torch ≥ 2.6"),)
+
+
+def test_a_device_of_an_earlier_protocol_gets_only_tasks_that_nobody_signed() -> None:
+    """Whatever it says about owners: it knows neither bundles nor their digests."""
+    selector = a_selector()
+    selector.wake(BOOT)
+    selector.receive(BOOT, orders(0, advertised=(advertised(owner=OWNER, bundle=BUNDLE),)))
+    before = CheckIn(SIGNED_TASKS_SINCE - 1, Capabilities("", owners=(OWNER,)))
+    [rejection] = selector.receive(BOOT, before, "old phone")
+    assert isinstance(rejection, Reply)
+    assert type(rejection.message).__name__ == "Rejected"
+    selector.receive(BOOT, orders(1, advertised=(advertised(),)))
+    assert selector.receive(BOOT, before, "old phone") == [], "held for the other task"
+    assert selector.held_count == 1

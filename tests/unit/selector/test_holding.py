@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from papaya.config import Requirements
 from papaya.errors import InvariantError, ProtocolError
 from papaya.machine import Effects
+from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION
 from papaya.messages.control import Advertised, Drain, Held
 from papaya.messages.participation import Alive, Refused, Retry
-from papaya.messages.selection import Capabilities, CheckIn, DeviceClass, Rejected
+from papaya.messages.reasons import lacks_in_words
+from papaya.messages.selection import MAX_LACKS, Capabilities, CheckIn, DeviceClass, Rejected
 from papaya.selector.selector import Distinctions
 from tests.unit.selector.builders import (
     BOOT,
@@ -150,7 +153,7 @@ def test_a_device_is_answered_soon_after_its_time_however_busy_the_selector() ->
     due = {number: BOOT + 21 + number / 100 for number in range(300)}
     for number, at in due.items():
         selector.receive(at - 20.0, check_in(), number)
-    now, wakes, late_s = BOOT + 4, 0, []
+    now, wakes, late_s = BOOT + 4.0, 0, []
     while selector.held_count:
         now, wakes = max(now, selector.next_wake()), wakes + 1
         gone = rejected(selector.wake(now))
@@ -416,26 +419,25 @@ def test_devices_of_one_class_fit_the_same_tasks(
 
 FILE, OTHER_FILE = "sha256:" + 32 * "a", "sha256:" + 32 * "b"
 NO_TASK = "no compatible task needs clients now"
-FROZEN = "task {}: the model of this device holds other frozen tensors"
-UNTRUSTING = "task {} is secure, and this device has no trust policy"
+FROZEN, UNTRUSTING, NOTHING = ["frozen"], ["trust_policy"], list[str]()
 
 
 @pytest.mark.parametrize(
-    ("required", "is_secure", "device", "reason"),
+    ("required", "is_secure", "device", "lacks"),
     [
         (f"{FILE}.base1", False, Capabilities(modules=(f"{FILE}.base2",)), FROZEN),
         (f"{FILE}.base1", False, Capabilities(modules=(FILE,)), FROZEN),
         (FILE, False, Capabilities(modules=(f"{FILE}.base1",)), FROZEN),
-        (f"{FILE}.base1", False, Capabilities(modules=(f"{OTHER_FILE}.base1",)), NO_TASK),
-        (f"{FILE}.base1", False, Capabilities(engine="x", modules=(f"{FILE}.base2",)), NO_TASK),
+        (f"{FILE}.base1", False, Capabilities(modules=(f"{OTHER_FILE}.base1",)), NOTHING),
+        (f"{FILE}.base1", False, Capabilities(engine="x", modules=(f"{FILE}.base2",)), NOTHING),
         (None, True, Capabilities(trust_policy=False), UNTRUSTING),
         (FILE, True, Capabilities(modules=(FILE,), trust_policy=False), UNTRUSTING),
-        (FILE, True, Capabilities(modules=(OTHER_FILE,), trust_policy=False), NO_TASK),
-        (FILE, False, Capabilities(), NO_TASK),
+        (FILE, True, Capabilities(modules=(OTHER_FILE,), trust_policy=False), NOTHING),
+        (FILE, False, Capabilities(), NOTHING),
     ],
 )
 def test_a_device_that_lacks_one_thing_only_is_told_which(
-    required: str | None, is_secure: bool, device: Capabilities, reason: str
+    required: str | None, is_secure: bool, device: Capabilities, lacks: list[str]
 ) -> None:
     task = "t" * 64
     needs = Advertised(task, Requirements(engine="torch", module=required), is_secure)
@@ -443,8 +445,53 @@ def test_a_device_that_lacks_one_thing_only_is_told_which(
     selector.receive(BOOT, orders(1, advertised=(needs,), wanting=(task,)))
     [answer] = answers(selector.receive(BOOT + 1, check_in(DeviceClass(device)), "d")).values()
     assert isinstance(answer, Rejected)
-    assert answer.reason == reason.format(task)
-    assert len(answer.reason) <= 128
+    assert answer.reason == NO_TASK
+    assert [lack.code for lack in answer.lacks] == lacks
+    assert all(lack.task == task for lack in answer.lacks)
+
+
+OWNER, BUNDLE = 32 * "a", "digits-0123456789ab/0/bundle-1-0123456789abcdef"
+SIGNED = Requirements(engine="torch", owner=OWNER, bundle=BUNDLE, min_memory_mb=512, labels=("eu",))
+ABLE = Capabilities(memory_mb=512, labels=("eu",), owners=(OWNER,))
+
+
+@pytest.mark.parametrize(
+    ("device", "excluded", "words"),
+    [
+        (ABLE, (), "digits: needs no more clients now"),
+        (replace(ABLE, engine="executorch"), (), "digits: needs engine torch"),
+        (
+            replace(ABLE, memory_mb=1, labels=()),
+            (),
+            "digits: needs 512 MB of memory; digits: needs the label eu",
+        ),
+        (replace(ABLE, owners=()), (), ""),
+        (replace(ABLE, owners=(32 * "b",), engine="executorch"), (), ""),
+        (ABLE, ("digits-0123456789ab",), ""),
+        (ABLE, ("digits-0123456789ab@89abcdef",), ""),
+    ],
+)
+def test_a_device_learns_about_tasks_of_pinned_owners_and_no_others(
+    device: Capabilities, excluded: tuple[str, ...], words: str
+) -> None:
+    signed = Advertised("digits-0123456789ab", SIGNED)
+    selector = an_open_selector()
+    selector.receive(BOOT, orders(1, advertised=(signed,), wanting=()))
+    [answer] = answers(
+        selector.receive(BOOT + 1, check_in(DeviceClass(device, excluded)), "d")
+    ).values()
+    assert isinstance(answer, Rejected)
+    assert lacks_in_words(answer.lacks) == words
+
+
+def test_a_rejection_names_no_more_than_the_wire_takes() -> None:
+    tasks = tuple(Advertised(f"digits-{n:012x}", SIGNED) for n in range(20))
+    selector = an_open_selector()
+    selector.receive(BOOT, orders(1, advertised=tasks, wanting=()))
+    [answer] = answers(selector.receive(BOOT + 1, check_in(DeviceClass(ABLE)), "d")).values()
+    assert isinstance(answer, Rejected)
+    assert len(answer.lacks) == MAX_LACKS
+    assert wire.to_device.parse(wire.encode(answer)) == answer
 
 
 def test_a_task_that_wants_nobody_is_no_reason() -> None:
@@ -454,4 +501,4 @@ def test_a_task_that_wants_nobody_is_no_reason() -> None:
     bare = DeviceClass(Capabilities(trust_policy=False))
     [answer] = answers(selector.receive(BOOT + 1, check_in(bare), "d")).values()
     assert isinstance(answer, Rejected)
-    assert answer.reason == NO_TASK
+    assert (answer.reason, answer.lacks) == (NO_TASK, ())

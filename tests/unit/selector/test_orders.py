@@ -72,7 +72,7 @@ def test_each_accepted_device_gets_a_valid_ticket_of_its_own() -> None:
         assert isinstance(answer, Accepted)
         assert (answer.task, answer.session) == (TASK, session)
         ticket = KEYRING.open(answer.ticket, AssignmentTicket)
-        assert ticket == AssignmentTicket(TASK, session, SEQ, CONFIRM_BY, VERSION)
+        assert ticket == AssignmentTicket(TASK, session, SEQ, CONFIRM_BY, VERSION, epoch=EPOCH)
 
 
 def test_only_devices_of_the_named_class_are_forwarded() -> None:
@@ -201,6 +201,14 @@ def test_a_deposed_leader_is_ignored() -> None:
     assert answers(selector.receive(BOOT + 2, check_in(), "b")) == {}
     assert selector.held_count == 2
     assert next_report(selector, []).epoch == EPOCH
+
+
+def test_the_first_orders_of_a_new_leader_are_answered_with_a_report_at_once() -> None:
+    selector = holding("a", "b")
+    found = report(selector.receive(BOOT + 1, orders(1, epoch=EPOCH + 1)))
+    assert found is not None
+    assert (found.epoch, found.acked, found.held) == (EPOCH + 1, 1, (Held(PHONE, 2),))
+    assert report(selector.receive(BOOT + 1, orders(2, epoch=EPOCH + 1))) is None
 
 
 def test_a_new_leader_numbers_its_orders_by_itself() -> None:

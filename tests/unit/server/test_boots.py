@@ -15,7 +15,7 @@ from papaya.store.state import SqliteState
 
 
 def test_every_start_of_a_node_has_the_next_number(tmp_path: Path) -> None:
-    async def boots() -> list[float]:
+    async def boots() -> list[int]:
         state = StateThread(SqliteState(tmp_path / "state.db"))
         try:
             starts = ("agg@a:1", "agg@a:1", "agg@a:2", "agg@a:1")
@@ -23,12 +23,12 @@ def test_every_start_of_a_node_has_the_next_number(tmp_path: Path) -> None:
         finally:
             await state.close()
 
-    assert asyncio.run(boots()) == [1.0, 2.0, 1.0, 3.0]
-    assert asyncio.run(boots()) == [4.0, 5.0, 2.0, 6.0]
+    assert asyncio.run(boots()) == [1, 2, 1, 3]
+    assert asyncio.run(boots()) == [4, 5, 2, 6]
 
 
 def test_processes_that_start_at_the_same_time_have_different_numbers(tmp_path: Path) -> None:
-    async def boots() -> list[float]:
+    async def boots() -> list[int]:
         states = [StateThread(SqliteState(tmp_path / "state.db")) for _ in range(3)]
         try:
             return await asyncio.gather(*(Boots(state).take("agg") for state in states))
@@ -36,7 +36,7 @@ def test_processes_that_start_at_the_same_time_have_different_numbers(tmp_path: 
             for state in states:
                 await state.close()
 
-    assert sorted(asyncio.run(boots())) == [1.0, 2.0, 3.0]
+    assert sorted(asyncio.run(boots())) == [1, 2, 3]
 
 
 def test_the_earlier_of_two_processes_is_told_to_stop(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ class Forgetful:
 
 def test_a_number_is_used_only_if_it_was_surely_written() -> None:
     state = Forgetful()
-    assert asyncio.run(Boots(state).take("agg")) == 3.0
+    assert asyncio.run(Boots(state).take("agg")) == 3
     assert state.rows == {boot_key("agg"): BootRow(3)}
 
 

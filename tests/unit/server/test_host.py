@@ -23,7 +23,7 @@ T = TypeVar("T")
 class Machine:
     """Does what the test says."""
 
-    node, boot = "machine", 0.0
+    node, boot = "machine", 0
 
     def __init__(self) -> None:
         self.heard: list[Message] = []

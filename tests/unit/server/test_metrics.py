@@ -13,6 +13,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
@@ -279,6 +280,17 @@ def test_a_coordinator_tells_who_leads_and_what_is_leased() -> None:
     assert value("coordinator_aggregators") == len(office.machine.fleet.aggregators) == 1
     assert value("coordinator_leases", task="words") == 3
     assert value("coordinator_demand", task="words") == 1
+
+
+def test_a_coordinator_tells_how_long_a_lease_lasts() -> None:
+    office = a_served_office(a_placed_task(), demand=4)
+    row = office.machine.tasks["words"]
+    registry = CollectorRegistry()
+    registry.register(CoordinatorCollector(office.machine, lambda: office.now))
+    assert b"lease_seconds" not in generate_latest(registry), "it has no owner"
+    office.machine.tasks["words"] = structs.replace(row, lease_until=office.now + 86400)
+    value = scrape(CoordinatorCollector(office.machine, lambda: office.now))
+    assert value("task_lease_seconds", task="words") == 86400
 
 
 def test_a_candidate_that_lost_its_lease_does_not_lead() -> None:

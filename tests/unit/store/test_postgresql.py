@@ -195,7 +195,7 @@ def test_transactions_that_share_a_commit_are_as_one_after_the_other(
     transactions: list[Transaction],
 ) -> None:
     one_by_one = StateTwin(Engine(), Random(0), StorageConfig())
-    outcomes = [one_by_one.apply(("node", 0.0), change) for change in transactions]
+    outcomes = [one_by_one.apply(("node", 0), change) for change in transactions]
     with postgres().schema() as url, closing(PostgresState(url, "node")) as together:
         assert together.transact_all(transactions) == outcomes
         assert together.read(("",)) == one_by_one.snapshot(("",))

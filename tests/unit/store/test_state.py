@@ -273,7 +273,7 @@ def test_transactions_that_share_a_sync_are_as_one_after_the_other(
     with TemporaryDirectory() as folder:
         together = SqliteState(Path(folder) / "state.sqlite")
         one_by_one = StateTwin(Engine(), Random(0), StorageConfig())
-        outcomes = [one_by_one.apply(("node", 0.0), change) for change in transactions]
+        outcomes = [one_by_one.apply(("node", 0), change) for change in transactions]
         assert together.transact_all(transactions) == outcomes
         assert together.read(("",)) == one_by_one.snapshot(("",))
         together.close()

@@ -99,7 +99,10 @@ class System:
         stores = (self.state, ThreadedBlobs(self.blobs), self.history)
         server = ServerConfig()
         self.service = AdminService(*stores, self.live, self.now, self._changed, server)
-        self.supervisor = Supervisor(*stores, server, self.now, self._changed)
+        self.endings: dict[TaskId, tuple[int, dict[str, int]]] = {}
+        self.supervisor = Supervisor(
+            *stores, server, self.now, self._changed, endings=lambda: self.endings
+        )
 
     def now(self) -> float:
         return self.time

@@ -7,16 +7,26 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.head import BundleHead
-from papaya.bundle.manifest import Participation, TaskManifest, run_id
-from papaya.config import AsyncFL, EvaluationPlan, Requirements, SyncFL, TaskConfig
+from papaya.bundle.manifest import Participation, SecureTerms, TaskManifest, run_id
+from papaya.bundle.owner import SignedStatement
+from papaya.cli.task.diff import differences
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    Requirements,
+    SecureAggregation,
+    SyncFL,
+    TaskConfig,
+)
 from papaya.errors import OperatorError
-from papaya.messages.storage import FenceRow, Transaction, fence_key
+from papaya.messages.storage import EarlierRevision, FenceRow, Transaction, fence_key
 from papaya.server.admin import bundles, submissions
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.views import Evaluate, NewTask, Revision, TaskView
@@ -87,6 +97,7 @@ def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
         assert system.blobs.get(needs.program) == ARCHIVE
         head = BundleHead.decode(system.blobs.get(needs.bundle))
         assert TaskManifest.verify(head.manifest) == manifest
+        assert needs.manifest == manifest.digest
         assert (await bundles.newest(system.service, "digits")).bundle == head.encode()
 
     run(tmp_path, test)
@@ -185,6 +196,27 @@ def test_a_new_run_starts_when_the_earlier_one_is_over_or_replaced(tmp_path: Pat
     run(tmp_path, test)
 
 
+def test_two_submissions_of_one_name_at_once_start_one_run(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        both = [signed_manifest(run=int(NOW * 1000) + n) for n in range(2)]
+        found = await asyncio.gather(*(submit(system, m) for m in both), return_exceptions=True)
+        assert sorted(type(each).__name__ for each in found) == ["Conflict", "TaskView"]
+        [running] = await system.service.tasks()
+        assert running.state == "running"
+        system.time += 1
+        [third, fourth] = [signed_manifest(run=int(NOW * 1000) + n) for n in (2, 3)]
+        found = await asyncio.gather(
+            *(submit(system, m, replace=True) for m in (third, fourth)), return_exceptions=True
+        )
+        # Either they collide, or the later one replaces the earlier one.
+        submitted = sum(isinstance(each, TaskView) for each in found)
+        assert submitted + sum(isinstance(each, Conflict) for each in found) == 2
+        states = [view.state for view in await system.service.tasks()]
+        assert sorted(states) == ["cancelled"] * submitted + ["running"]
+
+    run(tmp_path, test)
+
+
 async def revise(system: System, manifest: TaskManifest, **changes: Any) -> TaskView:
     head = await head_of(system, manifest)
     revision = Revision(settings(manifest, **changes), head)
@@ -203,16 +235,68 @@ def test_a_revision_replaces_the_settings_and_moves_the_task(tmp_path: Path) -> 
     async def test(system: System) -> None:
         manifest = signed_manifest()
         view = await submit(system, manifest)
-        held = FenceRow(1, "aggregator", 7.0)
+        held = FenceRow(1, "aggregator", 7)
         system.change(Transaction(put=((fence_key(view.task), held),)))
         following = signed_manifest(revision=4, max_staleness=0)
         await revise(system, following, regime=SyncFL(over_selection=0.0))
         detail = await system.service.task("digits")
         assert detail.config.regime == SyncFL(over_selection=0.0)
-        assert fence_of(system, view.task) == FenceRow(2, "", 0.0)
+        assert fence_of(system, view.task) == FenceRow(2, "", 0)
         needs = detail.config.requirements
         assert needs.bundle is not None
         assert needs.bundle.startswith(f"{view.task}/1/bundle-4-"), "not swept by the holder"
+        assert (detail.task.run, detail.task.revision) == (manifest.run, 4)
+        both = await bundles.revisions(system.service, "digits")
+        assert [each.revision for each in both] == [manifest.revision, 4]
+        assert [each.config.regime for each in both][1] == SyncFL(over_selection=0.0)
+        signed = [msgspec.json.decode(each.manifest, type=SignedStatement) for each in both]
+        manifests = [TaskManifest.verify(each) for each in signed]
+        assert manifests == [manifest, following]
+        sides = [(each.config, found) for each, found in zip(both, manifests, strict=True)]
+        assert differences(sides[0], sides[0]) == {}
+        changed = differences(sides[0], sides[1])
+        assert changed["regime.type"] == ("async", "sync")
+        assert "revision" not in changed
+        assert not any(field.startswith("requirements") for field in changed)
+
+    run(tmp_path, test)
+
+
+def test_a_revision_may_change_the_clip_and_keeps_the_settings_of_clients(tmp_path: Path) -> None:
+    async def test(system: System) -> None:
+        manifest = signed_manifest(evaluation_clients=3)
+        plan = EvaluationPlan(clients=3)
+        view = await submit(system, manifest, evaluation=plan)
+        started = await system.service.evaluate("digits", Evaluate())
+        before = (await system.service.rows("digits")).row.config
+        following = signed_manifest(revision=4, clip=2.0, evaluation_clients=3)
+        system.time += 5
+        await revise(system, following, clip=2.0, evaluation=plan)
+        row = (await system.service.rows(view.task)).row
+        assert (row.config.clip, row.config.requirements.manifest) == (2.0, following.digest)
+        assert row.earlier == (EarlierRevision(before, system.time),)
+        ended = (await system.service.task(started.task)).task
+        assert (ended.state, ended.why) == ("cancelled", "the task was revised")
+
+    run(tmp_path, test)
+
+
+def test_no_revision_names_a_program_of_an_earlier_fence_that_no_row_names(tmp_path: Path) -> None:
+    """The holder deletes such blobs when it loads the task."""
+
+    async def test(system: System) -> None:
+        view = await submit(system, signed_manifest())
+        following = signed_manifest(revision=4)
+
+        def move(seq: int) -> None:
+            moved = FenceRow(seq, "a", 1)
+            system.store.transact(Transaction(put=((fence_key(view.task), moved),)))
+
+        move(1)
+        head = await head_of(system, following)
+        move(2)
+        with pytest.raises(Conflict, match="the task moved while its program was stored"):
+            await bundles.revise(system.service, "digits", Revision(settings(following), head))
 
     run(tmp_path, test)
 
@@ -227,6 +311,9 @@ def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
         await bundles.revise(system.service, "digits", Revision(settings(manifest), head))
         assert fence_of(system, view.task) == before
         assert (await bundles.newest(system.service, "digits")).bundle == head
+        renewed = (await system.service.task("digits")).task
+        assert renewed.lease_until == view.lease_until + 1000.0
+        assert len(await bundles.revisions(system.service, "digits")) == 1
 
     run(tmp_path, test)
 
@@ -236,7 +323,11 @@ def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
     [
         (signed_manifest(revision=5), {}, "does not follow revision 3"),
         (signed_manifest(revision=2), {}, "does not follow revision 3"),
-        (signed_manifest(revision=4, clip=2.0), {"clip": 2.0}, "cannot change clip"),
+        (
+            signed_manifest(revision=4, clip=2.0, secure=SecureTerms(4, 4)),
+            {"clip": 2.0, "secure_aggregation": SecureAggregation()},
+            "cannot change secure_aggregation",
+        ),
     ],
 )
 def test_a_revision_that_does_not_fit_is_refused(

@@ -52,7 +52,7 @@ def test_a_lease_that_is_not_renewed_means_that_nobody_leads() -> None:
 
 
 def test_a_candidate_that_heard_nobody_knows_nothing() -> None:
-    machine = Coordinator("coordinator-1", 1.0, 0.0, ServerConfig(), Random(1))
+    machine = Coordinator("coordinator-1", 1, 0.0, ServerConfig(), Random(1))
     live = CoordinatorLive(machine, lambda: 5.0, ("coordinator",), DEAD_S)
     assert not live.leads()
     assert not live.is_led()

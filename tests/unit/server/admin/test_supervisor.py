@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,20 +18,32 @@ from papaya.learning import parameters
 from papaya.learning.evaluation import EVALUATION_LENGTH, evaluation_vector
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.storage import (
+    DELETED,
+    DeletedRow,
+    EndingsRow,
     OptimizerRow,
     Outcome,
     PointRow,
+    RecordRow,
+    RevisionRow,
     Row,
     TaskRow,
     Transaction,
     VersionRow,
+    deleted_key,
+    endings_key,
     optimizer_key,
+    point_key,
+    record_key,
+    revision_key,
     submission,
+    task_key,
     version_key,
 )
 from papaya.server.admin import evaluations
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
+from papaya.server.admin.problems import Conflict
 from papaya.server.admin.supervisor import Supervisor
 from papaya.server.admin.views import Evaluate
 from tests.unit.server.admin.builders import TASK, System, a_system, encoded
@@ -289,9 +302,11 @@ def test_two_histories_of_one_task_end_up_the_same(tmp_path: Path) -> None:
             }
             first, second = TaskHistory(system.state), TaskHistory(system.state)
             await second.points("next-word")  # it believes that there is none
-            await first.record("next-word", dict(list(rows.items())[:100]))
-            await second.record("next-word", rows)
-            await second.record("next-word", rows)
+            task = system.store.read(("task/",))["task/next-word"]
+            assert isinstance(task, TaskRow)
+            await first.record(task, dict(list(rows.items())[:100]))
+            await second.record(task, rows)
+            await second.record(task, rows)
             assert sorted(await second.points("next-word")) == list(range(150))
             first.forget("next-word")
             assert await first.points("next-word") == await second.points("next-word")
@@ -311,5 +326,161 @@ def test_configurations_of_evaluations_survive_the_store(tmp_path: Path) -> None
             await system.service.evaluate("next-word", Evaluate())
             view = await system.service.set_state("next-word-eval-0", "cancelled")
             assert view.state == "cancelled"
+
+    asyncio.run(test())
+
+
+# -- deleted tasks ------------------------------------------------------------------------------
+
+
+def left_of(system: System, task: str) -> list[str]:
+    """Rows and blobs that belong to a task; the row that says that it was deleted is not one."""
+    kinds = (
+        *("task", "fence", "optimizer", "record", "version", "consumed", "manifest", "point"),
+        *("revision", "endings"),
+    )
+    rows = system.store.read(tuple(f"{kind}/{task}" for kind in kinds))
+    return [*rows, *system.blobs.keys(task)]
+
+
+async def an_ended_task(system: System, name: str = "next-word", points: int = 3) -> None:
+    await system.submit(structs.replace(TASK, task=name))
+    version(system, name, 1, b"one")
+    found = [PointRow(number, 0.0, 4, 4, 0.0) for number in range(points)]
+    system.change(
+        Transaction(
+            put=(
+                *((point_key(name, p.version), p) for p in found),
+                (endings_key(name), EndingsRow(1, {"counted": 4})),
+                (record_key(name, 2), RecordRow(2, "s", (), 0.0)),
+                (revision_key(name, 1), RevisionRow(1, 0.0, TASK, b"m")),
+            )
+        )
+    )
+    await system.service.set_state(name, "cancelled")
+
+
+def test_a_deleted_task_goes_completely_and_takes_nothing_of_others(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await an_ended_task(system, points=2500)  # more than fit into one transaction
+            await system.submit(structs.replace(TASK, task="next-word-2"))
+            other = left_of(system, "next-word-2")
+            deleted = await system.service.delete("next-word")
+            assert [view.task for view in await system.service.tasks()] == ["next-word-2"]
+            system.time = deleted.gone_after - 1
+            await system.turn()
+            assert task_key("next-word") in left_of(system, "next-word"), "tickets are still valid"
+            system.time = deleted.gone_after
+            await system.turn()
+            left = left_of(system, "next-word")
+            assert [key for key in left if "next-word-2" not in key] == []
+            assert set(other) <= set(left_of(system, "next-word-2"))
+            with pytest.raises(Conflict, match="existed and was deleted"):
+                await system.submit()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("crash", range(6))
+def test_a_deletion_goes_on_after_a_crash(tmp_path: Path, crash: int) -> None:
+    """Whatever step fails, the next supervisor finishes the work. Blobs go after their rows."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await an_ended_task(system)
+            system.time = (await system.service.delete("next-word")).gone_after
+            steps = 0
+            transact, sweep = system.state.transact, system.blobs.sweep
+
+            def step() -> None:
+                nonlocal steps
+                steps += 1
+                if steps == crash:
+                    raise OperatorError("the power is gone")
+
+            async def failing_transact(change: Transaction) -> Outcome:
+                step()
+                return await transact(change)
+
+            def failing_sweep(*arguments: Any) -> None:
+                step()
+                rows = system.store.read((task_key("next-word"), "version/next-word/"))
+                assert not rows, "blobs are deleted after the rows that name them"
+                sweep(*arguments)
+
+            system.state.transact = failing_transact  # type: ignore[method-assign, assignment]
+            system.blobs.sweep = failing_sweep  # type: ignore[method-assign, assignment]
+            await system.turn()
+            again = Supervisor(
+                system.state,
+                ThreadedBlobs(system.blobs),
+                TaskHistory(system.state),
+                ServerConfig(),
+                system.now,
+                lambda: None,
+            )
+            await again.turn()
+            assert left_of(system, "next-word") == []
+            row = system.store.read((DELETED,))[deleted_key("next-word")]
+            assert isinstance(row, DeletedRow)
+            assert row.is_done
+            quiet = steps
+            await again.turn()
+            assert steps == quiet, "nothing is left to do"
+
+    asyncio.run(test())
+
+
+def test_a_task_is_not_deleted_while_it_runs_or_is_evaluated(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+            with pytest.raises(Conflict, match="is running and cannot be deleted"):
+                await system.service.delete("next-word")
+            await system.service.evaluate("next-word", Evaluate(clients=2))
+            await system.service.set_state("next-word", "cancelled")
+            with pytest.raises(Conflict, match="an evaluation"):
+                await system.service.delete("next-word")
+
+    asyncio.run(test())
+
+
+def test_an_evaluation_of_a_deleted_task_ends(tmp_path: Path) -> None:
+    """Another supervisor may have started it just before the deletion."""
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+            started = await system.service.evaluate("next-word", Evaluate(clients=2))
+            version(system, started.task, 1, b"a result")
+            system.change(Transaction(delete=(task_key("next-word"),)))
+            await system.turn()
+            assert task_row(system, started.task).state == "cancelled"
+
+    asyncio.run(test())
+
+
+# -- endings ------------------------------------------------------------------------------------
+
+
+def test_endings_are_added_up_over_holders(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+
+            async def after(seq: int, **endings: int) -> dict[str, int]:
+                system.endings = {"next-word": (seq, endings), "unknown": (1, {"counted": 9})}
+                await system.turn()
+                return (await system.service.task("next-word")).endings
+
+            assert await after(1) == {}
+            assert await after(1, left_diverged=30) == {"left_diverged": 30}
+            assert await after(1, left_diverged=29) == {"left_diverged": 30}, "an old report"
+            moved = {"left_diverged": 30, "counted": 5}
+            assert await after(2, counted=5) == moved
+            assert await after(1, left_diverged=31) == moved, "a holder that lost the task"
+            assert await after(4, left_diverged=7) == {"left_diverged": 37, "counted": 5}
+            assert left_of(system, "unknown") == []
 
     asyncio.run(test())

@@ -1,0 +1,179 @@
+"""`papaya task diff`: what would change, or what a revision has changed.
+
+    diff TASK --set client.rate=0.05    by `papaya task update` with the same settings
+    diff FILE                           by `papaya task submit FILE`, against the newest run
+    diff TASK --from 1 --to 3           between two revisions of the newest run
+
+It signs nothing and sends nothing. A change of what devices compute is in the manifest, everything
+else in the settings; both are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from papaya.bundle import archive
+from papaya.bundle.manifest import TaskManifest
+from papaya.bundle.owner import SignedStatement
+from papaya.cli.admin_client import (
+    AdminClient,
+    OneTaskOptions,
+    add_connection,
+    client_for,
+    task_path,
+)
+from papaya.cli.output import Commands, bind, note, print_data, print_json, whole
+from papaya.cli.task.signing import first_manifest, program_files
+from papaya.cli.task.submit import changed, loaded_from
+from papaya.cli.task.update import newest_of, next_revision
+from papaya.config import TaskConfig
+from papaya.errors import OperatorError
+from papaya.server.admin.views import RevisionView, SignedBundle, TaskDetail
+
+# What differs between any two runs or revisions, or is in the manifest too.
+_LEFT_OUT = ("task", "requirements")
+_SIGNED = (
+    *("engine", "engine_version", "program", "frozen", "layout", "client", "examples"),
+    *("weighting", "evaluation_clients", "privacy"),
+)
+
+Side = tuple[TaskConfig, TaskManifest | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskDiffOptions(OneTaskOptions):
+    set: Sequence[str] = ()
+    since: int | None = None
+    to: int | None = None
+
+
+def add_to(actions: Commands) -> None:
+    parser = actions.add_parser(
+        "diff",
+        help="show what an update or the next submit would change",
+        description="Show what `papaya task update` or `papaya task submit` would change about the "
+        "newest run of a task, or what changed between two of its revisions.",
+    )
+    parser.add_argument(
+        "task",
+        metavar="TASK|FILE",
+        help="name of the task, or the file or folder to submit next",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="FIELD=VALUE",
+        help="a setting, as for `update` and `submit`; may be repeated",
+    )
+    parser.add_argument(
+        "--from", dest="since", type=whole(1), metavar="N", help="compare this revision"
+    )
+    parser.add_argument(
+        "--to", type=whole(1), metavar="N", help="with this one (default: the newest)"
+    )
+    add_connection(parser)
+    bind(parser, TaskDiffOptions, run)
+
+
+def run(options: TaskDiffOptions) -> int:
+    client, path = client_for(options), Path(options.task)
+    if options.since is not None or options.to is not None:
+        before, after = _revisions(client, options)
+    elif path.exists():
+        before, after = _next_run(client, path, options.set)
+    else:
+        before, after = _next_revision(client, options)
+    found = differences(before, after)
+    if options.is_json:
+        print_json([{"field": f, "before": b, "after": a} for f, (b, a) in found.items()])
+    elif found:
+        print_data("\n".join(f"{f}: {_shown(b)} → {_shown(a)}" for f, (b, a) in found.items()))
+    else:
+        note("no changes")
+    return 0
+
+
+def _next_revision(client: AdminClient, options: TaskDiffOptions) -> tuple[Side, Side]:
+    if not options.set:
+        raise OperatorError(
+            "nothing to compare with",
+            hint=f"papaya task diff {options.task} --set client.rate=0.05, or --from 1 --to 2",
+        )
+    head, detail = newest_of(client, options.task)
+    manifest = TaskManifest.verify(head.manifest)
+    config, following = next_revision(manifest, detail.config, options.set)
+    return (detail.config, manifest), (config, following)
+
+
+def _next_run(client: AdminClient, path: Path, settings: Sequence[str]) -> tuple[Side, Side]:
+    loaded = loaded_from(path)
+    config = changed(loaded.config(), None, settings)
+    detail = client.get(task_path(config.task), TaskDetail)
+    signed = client.get(task_path(detail.task.task, "bundle"), SignedBundle)
+    if not signed.bundle:
+        return (detail.config, None), (config, None)
+    head, _ = newest_of(client, config.task)
+    program = archive.pack(program_files(path))
+    manifest = TaskManifest.verify(head.manifest)
+    return (detail.config, manifest), (
+        config,
+        first_manifest(manifest.owner, loaded, config, program),
+    )
+
+
+def _revisions(client: AdminClient, options: TaskDiffOptions) -> tuple[Side, Side]:
+    path = task_path(options.task, "revisions")
+    known = {view.revision: view for view in client.get(path, tuple[RevisionView, ...])}
+    newest = max(known, default=0)
+
+    def side(number: int) -> Side:
+        if number not in known:
+            listed = ", ".join(map(str, known)) or "none"
+            raise OperatorError(
+                f"the newest run of {options.task} has no revision {number}",
+                hint=f"its revisions are: {listed}",
+            )
+        signed = msgspec.json.decode(known[number].manifest, type=SignedStatement)
+        return known[number].config, TaskManifest.verify(signed)
+
+    last = options.to or newest
+    return side(options.since or max(1, last - 1)), side(last)
+
+
+def differences(before: Side, after: Side) -> dict[str, tuple[object, object]]:
+    """The fields that differ, in order, with both values. None: the field is not there."""
+    first, second = _flat(_document(before)), _flat(_document(after))
+    fields = dict.fromkeys((*first, *second))
+    return {
+        field: (first.get(field), second.get(field))
+        for field in fields
+        if first.get(field) != second.get(field)
+    }
+
+
+def _document(side: Side) -> dict[str, Any]:
+    config, manifest = side
+    settings: dict[str, Any] = msgspec.to_builtins(config)
+    document = {name: value for name, value in settings.items() if name not in _LEFT_OUT}
+    if manifest is not None:
+        signed: dict[str, Any] = msgspec.to_builtins(manifest)
+        document |= {name: signed[name] for name in _SIGNED}
+    return document
+
+
+def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in document.items():
+        found |= (
+            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
+    return found
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else msgspec.json.encode(value).decode()

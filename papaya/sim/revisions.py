@@ -1,0 +1,94 @@
+"""The owner of a simulated cluster changes the settings of its tasks while they run.
+
+It writes the same transaction as `papaya task update`. Nothing is signed here: a digest is the hash
+of the task and the number of its revision, and the key of the bundle, which no device fetches, ends
+with it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from hashlib import sha256
+from random import Random
+
+from msgspec import structs
+
+from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.messages import owner
+from papaya.messages.base import TaskId
+from papaya.messages.owner import TaskRows
+from papaya.messages.storage import TASKS, Changed, Outcome, Row, TaskRow
+from papaya.sim.cluster import Cluster
+from papaya.sim.storage import OWNER
+
+_MEAN_GAP_HEARTBEATS = 12.0
+
+
+def signed(config: TaskConfig, revision: int) -> TaskConfig:
+    """These settings as a revision that an owner has signed."""
+    manifest = sha256(f"{config.task}/{revision}".encode()).hexdigest()
+    bundle = f"{config.task}/0/bundle-{revision}-{manifest}"
+    needs = structs.replace(config.requirements, manifest=manifest, bundle=bundle)
+    return structs.replace(config, requirements=needs)
+
+
+class RevisionOwner:
+    """Revises a random task now and then, until `until`."""
+
+    def __init__(self, cluster: Cluster, rng: Random, until: float) -> None:
+        self._cluster = cluster
+        self._rng = rng
+        self._until = until
+        self._revision = 0
+        self._next()
+
+    def _next(self) -> None:
+        mean_s = _MEAN_GAP_HEARTBEATS * self._cluster.config.server.heartbeat_s
+        delay_s = self._rng.expovariate(1 / mean_s)
+        if self._cluster.engine.now + delay_s < self._until:
+            self._cluster.engine.after(delay_s, self._turn)
+
+    def _turn(self) -> None:
+        task = self._rng.choice(self._cluster.config.tasks).task
+        prefixes = (TASKS, *owner.owner_prefixes(task))
+        self._cluster.state.read(prefixes, partial(self._revise, task))
+        self._next()
+
+    def _revise(self, task: TaskId, rows: dict[str, Row]) -> None:
+        found = TaskRows(task, rows)
+        self._revision += 1
+        config = signed(self._changed(found.row.config), self._revision)
+        running = [
+            row
+            for row in rows.values()
+            if isinstance(row, TaskRow)
+            and not row.is_over
+            and row.config.evaluates is not None
+            and row.config.evaluates.task == task
+        ]
+        now = self._cluster.engine.now
+        self._cluster.state.transact(
+            OWNER, owner.revise(found, config, running, now), self._written
+        )
+
+    def _changed(self, config: TaskConfig) -> TaskConfig:
+        rng = self._rng
+        regime: AsyncFL | SyncFL = SyncFL(rng.choice((0.0, 0.3)))
+        if rng.random() < 0.6:
+            regime = AsyncFL(rng.choice((1, 2, 5)), rng.choice((0, 2, 50)))
+        return structs.replace(
+            config,
+            concurrency=rng.choice((3, 8, 20)),
+            regime=regime,
+            clip=rng.choice((32.0, 64.0)) if config.is_secure else rng.choice((None, 16.0)),
+            max_examples=rng.choice((5, 50, 1500)),
+            training_timeout_s=rng.choice((15.0, 30.0)),
+            upload_timeout_s=rng.choice((8.0, 20.0)),
+        )
+
+    def _written(self, outcome: Outcome) -> None:
+        """Usually tell the coordinators; otherwise they read the rows later."""
+        if outcome == "committed" and self._rng.random() < 0.7:
+            for node, host in self._cluster.hosts.items():
+                if node.startswith("coordinator"):
+                    host.deliver(Changed())
