@@ -179,8 +179,15 @@ class Cluster:
         for key, data in blobs:
             self.blobs.put(key, data)
         pseudonym_key = self._rng(f"pseudonyms/{task.task}").randbytes(PSEUDONYM_KEY_BYTES)
+        self.put_bundle(task)
         transaction = submission(task, blobs[0][0], blobs[1][0], self.engine.now, pseudonym_key)
         self.state.apply(OWNER, transaction)
+
+    def put_bundle(self, config: TaskConfig) -> None:
+        """Store the bundle that these settings name, if an owner has signed them."""
+        needs = config.requirements
+        if needs.bundle is not None and needs.manifest is not None:
+            self.blobs.put(needs.bundle, needs.manifest.encode())
 
     # -- servers ----------------------------------------------------------------------------
 

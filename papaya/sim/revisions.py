@@ -1,8 +1,8 @@
 """The owner of a simulated cluster changes the settings of its tasks while they run.
 
 It writes the same transaction as `papaya task update`. Nothing is signed here: a digest is the hash
-of the task and the number of its revision, and the key of the bundle, which no device fetches, ends
-with it.
+of the task and the number of its revision. It is also the content of the bundle, which no device
+fetches.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from random import Random
 
 from msgspec import structs
 
+from papaya.aggregator.shards import blob_key
 from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.messages import owner
 from papaya.messages.base import TaskId
@@ -24,10 +25,10 @@ from papaya.sim.storage import OWNER
 _MEAN_GAP_HEARTBEATS = 12.0
 
 
-def signed(config: TaskConfig, revision: int) -> TaskConfig:
-    """These settings as a revision that an owner has signed."""
+def signed(config: TaskConfig, revision: int, seq: int = 0) -> TaskConfig:
+    """These settings as a revision that an owner has signed. Its bundle is stored under `seq`."""
     manifest = sha256(f"{config.task}/{revision}".encode()).hexdigest()
-    bundle = f"{config.task}/0/bundle-{revision}-{manifest}"
+    bundle = blob_key(config.task, seq, f"bundle-{revision}", manifest.encode())
     needs = structs.replace(config.requirements, manifest=manifest, bundle=bundle)
     return structs.replace(config, requirements=needs)
 
@@ -57,7 +58,8 @@ class RevisionOwner:
     def _revise(self, task: TaskId, rows: dict[str, Row]) -> None:
         found = TaskRows(task, rows)
         self._revision += 1
-        config = signed(self._changed(found.row.config), self._revision)
+        config = signed(self._changed(found.row.config), self._revision, found.fence.seq)
+        self._cluster.put_bundle(config)
         running = [
             row
             for row in rows.values()

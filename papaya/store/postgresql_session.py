@@ -28,7 +28,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.errors import InsufficientPrivilege, LockNotAvailable
 
 from papaya.errors import LostHistory, OperatorError
-from papaya.store.rows import AFTER_UTF8, CLUSTER_KEY
+from papaya.store.rows import AFTER_UTF8, CLUSTER_ID_KEY
 
 logger = logging.getLogger("papaya.store")
 
@@ -284,7 +284,7 @@ class DatabaseSession:
             if not self._exists():
                 self._create(cluster, new_cluster)
             self._check_version()
-            found = self._find(CLUSTER_KEY)
+            found = self._find(CLUSTER_ID_KEY)
         assert found is not None
         if cluster is not None and found.decode() != cluster:
             raise OperatorError(
@@ -328,7 +328,7 @@ class DatabaseSession:
                 hint=f"ALTER DATABASE {self.connection.info.dbname} OWNER TO "
                 f"{self.connection.info.user}",
             ) from error
-        for key, row in ((_VERSION_KEY, SCHEMA_VERSION), (CLUSTER_KEY, new_cluster.encode())):
+        for key, row in ((_VERSION_KEY, SCHEMA_VERSION), (CLUSTER_ID_KEY, new_cluster.encode())):
             self.connection.execute(_PUT, (key, row))
 
     def _check_version(self) -> None:

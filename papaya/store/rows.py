@@ -12,7 +12,7 @@ from papaya.messages import wire
 from papaya.messages.storage import Row, Transaction
 
 AFTER_UTF8 = b"\xff"  # not used in UTF-8, and sorts after every byte that is
-CLUSTER_KEY = AFTER_UTF8 + b"cluster"  # the row of the cluster's id
+CLUSTER_ID_KEY = AFTER_UTF8 + b"cluster"  # the row of the cluster's id
 
 RawRows = dict[bytes, bytes]
 

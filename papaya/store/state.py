@@ -37,7 +37,7 @@ from papaya.messages.storage import Outcome, Row, Transaction
 from papaya.store.folders import make_folder, sync_folder, unusable
 from papaya.store.rows import (
     AFTER_UTF8,
-    CLUSTER_KEY,
+    CLUSTER_ID_KEY,
     EncodedTransaction,
     RawRows,
     decode_rows,
@@ -205,11 +205,11 @@ class SqliteState:
                 self._connection.execute(statement)
         if version < 2:
             # 0.3.0 must not open it any more: it would drop `settled` from rows that it rewrites.
-            self._connection.execute(_PUT, (CLUSTER_KEY, cluster.encode()))
+            self._connection.execute(_PUT, (CLUSTER_ID_KEY, cluster.encode()))
         self._connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _cluster(self) -> str:
-        [row] = self._connection.execute(_FIND, (CLUSTER_KEY,)).fetchone()
+        [row] = self._connection.execute(_FIND, (CLUSTER_ID_KEY,)).fetchone()
         return bytes(row).decode()
 
     def _known_version(self) -> int:

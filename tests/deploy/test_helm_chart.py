@@ -34,7 +34,7 @@ SEPARATE = (
     "tsa.replicas=2",
     "selector.autoscaling.enabled=true",
     "aggregator.autoscaling.enabled=true",
-    'config=state = "postgresql://db"',
+    'config=state = "postgresql://db"\nblobs = "s3://bucket/papaya"',
 )
 Object = dict[str, Any]
 
@@ -117,9 +117,8 @@ def settings(objects: list[Object]) -> dict[str, Any]:
 
 def test_the_settings_are_accepted_by_the_servers(helm: str) -> None:
     msgspec.convert(settings(rendered(helm, ())), Deployment)
-    separate = settings(rendered(helm, SEPARATE))
-    assert separate.pop("state") == "postgresql://db"
-    found = msgspec.convert(separate, Deployment)
+    found = msgspec.convert(settings(rendered(helm, SEPARATE)), Deployment)
+    assert (found.state, found.blobs) == ("postgresql://db", "s3://bucket/papaya")
     assert found.has_mutual_tls
     assert len(found.tsa_addresses) == 2
 
@@ -181,7 +180,8 @@ def test_only_the_roles_that_call_a_role_may_connect_to_it(helm: str) -> None:
     [
         (("mode=many",), "use single or separate"),
         (("mode=separate",), "needs secrets.tokens"),
-        (("mode=separate", "secrets.tokens=t"), "needs a database"),
+        (("mode=separate", "secrets.tokens=t", "config=blobs = "), "needs a database"),
+        (("mode=separate", "secrets.tokens=t", "config=state = "), "needs a bucket"),
         (("tsa.enabled=true",), "needs secrets.roles"),
         (tuple(v for v in SEPARATE if "roles" not in v and "tsa" not in v), "needs secrets.roles"),
     ],

@@ -48,8 +48,10 @@ def test_everything_that_it_copies_exists_and_is_not_ignored() -> None:
 def installed() -> Iterator[str]:
     """The distributions of the image, by the extras that its Containerfile names."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    [extra] = re.findall(r"'\.\[(\w+)\]'", "\n".join(LINES))
-    wanted = [*project["dependencies"], *project["optional-dependencies"][extra]]
+    [extras] = re.findall(r"'\.\[([\w,]+)\]'", "\n".join(LINES))
+    wanted = list(project["dependencies"])
+    for extra in extras.split(","):
+        wanted += project["optional-dependencies"][extra]
     found: set[str] = set()
     while wanted:
         needed = Requirement(wanted.pop())

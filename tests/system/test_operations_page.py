@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 
 from papaya.config import Deployment
 from papaya.server.certificates import Certificates
+from papaya.store.backup import JUMP
 from tests.system.fleet import briefly, fleet
 from tests.system.oracle import Books
-from tests.system.processes import Installation
+from tests.system.processes import PAPAYA, Installation
 from tests.system.test_roles_anywhere import CLEAR
 from tests.system.test_secure import GOAL, SERVER, STEP_S, admin_of, counted, url
 
@@ -31,8 +33,9 @@ def commands(page: str, heading: str) -> list[str]:
 
 
 def follow(folder: Path, block: str) -> None:
+    papaya = f'papaya() {{ {shlex.join(PAPAYA)} "$@"; }}\n'
     done = subprocess.run(
-        ["sh", "-e", "-c", block],
+        ["sh", "-e", "-c", papaya + block],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -43,40 +46,26 @@ def follow(folder: Path, block: str) -> None:
 
 
 def test_backup_and_restore(tmp_path: Path) -> None:
-    """Updates after the backup are lost, and everything before it is there."""
+    """tests/system/test_backup.py has what a restoration does."""
     with Installation(tmp_path) as installation:
         server = installation.add(server=SERVER).start()
         admin_of(installation, server).submit(CLEAR)
-        before = asyncio.run(_train(installation, url(server), GOAL))
-        assert server.stop() == 0
+        asyncio.run(_train(installation, url(server), GOAL))
         [back_up] = commands("operations.md", "Back up")
         follow(tmp_path, back_up)
-        kept = Books(installation.data, CLEAR.task).newest
-        server.start()
-        asyncio.run(_train(installation, url(server), GOAL))
         assert server.stop() == 0
-
         [restore] = commands("operations.md", "Restore")
         follow(tmp_path, restore)
-        restored = tmp_path / "restored"
-        assert restored.stat().st_mode & 0o077 == 0
-        assert Books(restored, CLEAR.task).newest == kept
-        shutil.rmtree(installation.data)
-        restored.rename(installation.data)
+        assert Books(installation.data, CLEAR.task).newest > JUMP
         server.start()
-        after = asyncio.run(_train(installation, url(server), GOAL))
         assert server.stop() == 0
-        books = Books(installation.data, CLEAR.task)
-        books.check(before | after)
-        assert books.newest > kept
 
 
-async def _train(installation: Installation, selector: str, count: int) -> dict[str, int]:
+async def _train(installation: Installation, selector: str, count: int) -> None:
     folder, token = installation.folder / "devices", installation.secret("device.token")
     async with fleet(folder, [selector], token, 8, briefly) as flying:
         await counted(flying.book, count)
         await flying.go_home(STEP_S)
-    return dict(flying.book.acknowledged)
 
 
 def test_a_new_admin_token(tmp_path: Path) -> None:

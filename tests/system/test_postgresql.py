@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from papaya.messages.storage import FenceRow, fence_key
 from papaya.store.clusters import state_file
 from papaya.store.postgresql import PostgresState
@@ -54,7 +56,8 @@ def fence(url: str) -> FenceRow:
     return row
 
 
-def test_the_database_is_killed_under_traffic(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.soak)])
+def test_the_database_is_killed_under_traffic(tmp_path: Path, kills: int) -> None:
     with running() as database, Installation(tmp_path) as installation:
         installation.data.mkdir()
         data_of_0_3_0.write(installation.data, data_of_0_3_0.rows_at(time.time()))
@@ -64,19 +67,22 @@ def test_the_database_is_killed_under_traffic(tmp_path: Path) -> None:
         servers = add_servers(installation, url)
         with ThreadPoolExecutor() as threads:
             list(threads.map(ServerProcess.start, servers.values()))
-        book, resumed_s = asyncio.run(_kill_again_and_again(installation, database, servers))
+        book, resumed_s = asyncio.run(_kill_again_and_again(installation, database, servers, kills))
         for server in reversed(servers.values()):
             assert server.stop() == 0
-        # A busy machine may be slow once, but not each time.
-        assert min(resumed_s) < _RESUME_S, resumed_s
+        if kills > 2:  # a busy machine may be slow, but not each time
+            assert min(resumed_s) < _RESUME_S, resumed_s
         migrate(url, installation.data)
         books = Books(installation.data, _TASK)
         books.check([*data_of_0_3_0.ACKNOWLEDGED, *book.acknowledged])
-        assert books.newest >= 4
+        assert books.newest >= 1 + kills
 
 
 async def _kill_again_and_again(
-    installation: Installation, database: Postgres, servers: dict[str, ServerProcess]
+    installation: Installation,
+    database: Postgres,
+    servers: dict[str, ServerProcess],
+    kills: int,
 ) -> tuple[Book, list[float]]:
     token = installation.secret("device.token")
     urls = [f"http://{servers['selector'].addresses['devices']}"]
@@ -86,7 +92,7 @@ async def _kill_again_and_again(
         book = flying.book
         await _more(book, 2 * _GOAL)
         before = await asyncio.to_thread(fence, database.url())
-        for turn in range(3):
+        for turn in range(kills):
             await book.until(lambda: bool(book.in_mid_upload), _STEP_S, "an upload is half-way")
             database.kill()
             book.next_era()
