@@ -406,6 +406,8 @@ def blobs_of(row: Row) -> tuple[BlobKey, ...]:
         case RecordRow():
             return (row.sum,)
         case TaskRow():
+            if row.is_over and row.config.evaluates is not None:
+                return ()  # its bundle belongs to the task, which may have a newer one
             needs = row.config.requirements
             return tuple(key for key in (needs.bundle, needs.program) if key)
     return ()

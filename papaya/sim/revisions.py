@@ -1,8 +1,8 @@
 """The owner of a simulated cluster changes the settings of its tasks while they run.
 
 It writes the same transaction as `papaya task update`. Nothing is signed here: a digest is the hash
-of the task and the number of its revision. It is also the content of the bundle, which no device
-fetches.
+of the task and the number of its revision. It is the content of the bundle, and the key of the
+bundle ends with it, so that devices know it without a download.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from random import Random
 
 from msgspec import structs
 
-from papaya.aggregator.shards import blob_key
 from papaya.config import AsyncFL, SyncFL, TaskConfig
 from papaya.messages import owner
 from papaya.messages.base import TaskId
@@ -28,7 +27,7 @@ _MEAN_GAP_HEARTBEATS = 12.0
 def signed(config: TaskConfig, revision: int, seq: int = 0) -> TaskConfig:
     """These settings as a revision that an owner has signed. Its bundle is stored under `seq`."""
     manifest = sha256(f"{config.task}/{revision}".encode()).hexdigest()
-    bundle = blob_key(config.task, seq, f"bundle-{revision}", manifest.encode())
+    bundle = f"{config.task}/{seq}/bundle-{revision}-{manifest}"
     needs = structs.replace(config.requirements, manifest=manifest, bundle=bundle)
     return structs.replace(config, requirements=needs)
 
