@@ -294,7 +294,7 @@ def test_attested_parameters_that_are_not_those_of_the_task_file(
     fields = msgspec.json.decode(TASK.encode()) | {name: value}
     weak = type(TASK)(**fields)
     said = refused(world, world.device(), name, world.offer(weak))
-    assert f"{name} = {value}" in said
+    assert f"{name} = {value!r}" in said
 
 
 def test_a_server_without_secure_aggregation_for_a_file_that_asks_for_it() -> None:
