@@ -319,6 +319,7 @@ def evaluation_config(
 
 
 def evaluate(
+    row: TaskRow,
     config: TaskConfig,
     version: VersionRow,
     parameters: BlobKey,
@@ -329,17 +330,23 @@ def evaluate(
 ) -> Transaction:
     """Submit the evaluation that `config` describes, and keep its version until `kept_until`, when
     all tickets of the evaluation have expired.
+
+    `row` is that of the evaluated task. It changes, so that no revision that was made without
+    knowing this evaluation is applied after it.
     """
     assert config.evaluates is not None
+    of = config.evaluates.task
     submitted = submission(config, parameters, optimizer, now, pseudonym_key)
-    key = version_key(config.evaluates.task, version.version)
+    key = version_key(of, version.version)
+    counted = structs.replace(row, evaluations=row.evaluations + 1)
     pinned = structs.replace(
         version,
         kept_until=max(version.kept_until, kept_until),
         evaluations=version.evaluations + 1,
     )
     return Transaction(
-        require=(*submitted.require, (key, version)), put=(*submitted.put, (key, pinned))
+        require=(*submitted.require, (task_key(of), row), (key, version)),
+        put=(*submitted.put, (task_key(of), counted), (key, pinned)),
     )
 
 

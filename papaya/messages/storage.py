@@ -64,6 +64,7 @@ class TaskRow(Row, frozen=True):
     and deleted when the task ends: then nobody can link them to devices any more.
     `run`, `revision`, `lease_until`: what the owner has signed last; 0 without an owner.
     `earlier`: the settings before the last few revisions, the newest first.
+    `evaluations`: how many evaluations of it have started.
     """
 
     config: TaskConfig
@@ -77,6 +78,7 @@ class TaskRow(Row, frozen=True):
     revision: int = 0
     lease_until: float = 0.0
     earlier: tuple[EarlierRevision, ...] = ()
+    evaluations: int = 0
 
     @property
     def is_over(self) -> bool:

@@ -260,7 +260,7 @@ class AdminService:
                 hint=f"papaya task show {earlier}",
             )
         evaluation, outcome = await evaluations.start(
-            self.state, self.blobs, config, row, plan, self.now(), self._server
+            self.state, self.blobs, found.row, row, plan, self.now(), self._server
         )
         self._settle(outcome)
         return Started(evaluation.task, row.version)

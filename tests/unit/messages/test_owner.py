@@ -201,14 +201,32 @@ def evaluated() -> tuple[dict[str, Row], TaskRow, VersionRow]:
     rows = running_rows()
     newest = TaskRows("next-word", rows).newest
     config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
-    assert apply(rows, owner.evaluate(config, newest, "p", "o", 60.0, kept_until=900.0))
+    assert apply(rows, owner.evaluate(row_of(rows), config, newest, "p", "o", 60.0, 900.0))
     return rows, eval_row(rows), TaskRows("next-word", rows).newest
 
 
-def eval_row(rows: dict[str, Row]) -> TaskRow:
-    row = rows[task_key("next-word-eval-3")]
+def row_of(rows: dict[str, Row], task: str = "next-word") -> TaskRow:
+    row = rows[task_key(task)]
     assert isinstance(row, TaskRow)
     return row
+
+
+def eval_row(rows: dict[str, Row]) -> TaskRow:
+    return row_of(rows, "next-word-eval-3")
+
+
+def test_a_task_is_not_evaluated_and_revised_at_once() -> None:
+    """Devices would refuse the evaluation: it names the manifest from before the revision."""
+    rows = running_rows()
+    found = TaskRows("next-word", rows)
+    config = owner.evaluation_config(TASK, found.newest, EvaluationPlan(), 48)
+    start = owner.evaluate(found.row, config, found.newest, "p", "o", 60.0, 900.0)
+    revise = owner.revise(found, TASK, [], 60.0, revision=2)
+    revised_first, evaluated_first = dict(rows), dict(rows)
+    assert apply(revised_first, revise)
+    assert not apply(revised_first, start)
+    assert apply(evaluated_first, start)
+    assert not apply(evaluated_first, revise)
 
 
 def test_an_evaluation_pins_its_version_for_as_long_as_its_tickets_live() -> None:
@@ -230,7 +248,7 @@ def test_an_evaluation_shortens_no_other_pin_and_touches_no_mark() -> None:
     newest = TaskRows("next-word", rows).newest
     config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
     again = structs.replace(config, task="next-word-eval-3b")
-    assert apply(rows, owner.evaluate(again, newest, "p", "o", 60.0, kept_until=100.0))
+    assert apply(rows, owner.evaluate(row_of(rows), again, newest, "p", "o", 60.0, 100.0))
     newest = TaskRows("next-word", rows).newest
     assert (newest.marked, newest.kept_until) == (True, 900.0)
 
