@@ -180,19 +180,33 @@ def revise(
     )
 
 
-def renew(rows: TaskRows, requirements: Requirements, lease_until: float) -> Transaction:
+def renew(
+    rows: TaskRows,
+    requirements: Requirements,
+    evaluations: Iterable[TaskRow],
+    lease_until: float,
+) -> Transaction:
     """Name a bundle with another lease on the same manifest. Nothing else changes.
 
     It requires the fence under which the bundle was stored: a later holder may have deleted it.
+    `evaluations` of the task that are running name the new bundle too: the next holder deletes the
+    one before.
     """
-    row, task = rows.row, rows.task
-    _require_running(row)
-    config = structs.replace(row.config, requirements=requirements)
-    renewed = structs.replace(row, config=config, lease_until=lease_until)
+    _require_running(rows.row)
+    before = [rows.row, *evaluations]
+    own, *others = (_with_requirements(row, requirements) for row in before)
+    after = [structs.replace(own, lease_until=lease_until), *others]
     return Transaction(
-        require=((task_key(task), row), (fence_key(task), rows.fence)),
-        put=((task_key(task), renewed),),
+        require=(
+            *((task_key(row.config.task), row) for row in before),
+            (fence_key(rows.task), rows.fence),
+        ),
+        put=tuple((task_key(row.config.task), row) for row in after),
     )
+
+
+def _with_requirements(row: TaskRow, requirements: Requirements) -> TaskRow:
+    return structs.replace(row, config=structs.replace(row.config, requirements=requirements))
 
 
 def _require_running(row: TaskRow) -> None:
