@@ -316,6 +316,27 @@ def test_a_lost_buffer_of_an_earlier_manifest_stays_lost_when_rows_are_read_agai
     assert world.version == 1
 
 
+@pytest.mark.parametrize("way", ["moves", "is placed here again", "finds another fence"])
+def test_the_tsa_forgets_a_manifest_that_is_no_longer_stored(way: str) -> None:
+    """The next holder does not know it: a row names only the last few."""
+    world, node = a_signed_secure_world(goal=2)
+    [first] = world.secure_phones(node, 1)
+    assert first.upload_for_good(1.0) == COUNTED
+    [second] = world.secure_phones(node, 1)
+    for _ in range(9):
+        rows = TaskRows(TASK, world.store.rows)
+        revision = rows.row.revision + 1
+        config = signed(rows.row.config, revision)
+        world.store.apply(revise(rows, config, (), world.now, revision=revision))
+    if way == "moves":
+        node.order([])
+    elif way == "is placed here again":
+        world.place(node)
+    else:
+        second.upload_for_good(1.0)  # its record is refused
+    assert [effect.config for effect in node.did(Forget)] == [world.config]
+
+
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_client_is_never_offered_other_terms_than_it_joined_under(restarts: bool) -> None:
     world, node = a_signed_secure_world(goal=1)
