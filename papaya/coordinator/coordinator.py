@@ -147,8 +147,10 @@ class Coordinator:
         for task, row in self.tasks.items():
             report = self._report_of(task)
             active = 0 if report is None else report.active
-            # Leases from before a revision that lowered it are refused by the holder.
-            before = (earlier.config.concurrency for earlier in row.earlier)
+            # Leases from before a revision that lowered it are refused by the holder. A leader may
+            # make them until it has read of the revision.
+            since = self._now - self._config.leader_lease_s - self._config.confirm_by_s
+            before = (e.config.concurrency for e in row.earlier if e.replaced > since)
             most = max((row.config.concurrency, *before))
             if active + self.leases.count(task) > most:
                 raise InvariantError(
