@@ -399,7 +399,9 @@ def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
 
 
 def blobs_of(row: Row) -> tuple[BlobKey, ...]:
-    """The blobs that a row names."""
+    """The blobs that a row names and needs. Those of a bundle belong to the task that an evaluation
+    evaluates: after its end, the holder of the task may delete them.
+    """
     match row:
         case VersionRow():
             return (row.parameters,)
@@ -407,7 +409,7 @@ def blobs_of(row: Row) -> tuple[BlobKey, ...]:
             return (row.state,)
         case RecordRow():
             return (row.sum,)
-        case TaskRow():
+        case TaskRow() if row.config.evaluates is None or not row.is_over:
             needs = row.config.requirements
             return tuple(key for key in (needs.bundle, needs.program) if key)
     return ()

@@ -23,6 +23,7 @@ from papaya.messages.storage import (
     TaskState,
     Transaction,
     VersionRow,
+    blobs_of,
     consumed_key,
     fence_key,
     optimizer_key,
@@ -32,6 +33,7 @@ from papaya.messages.storage import (
     task_key,
     version_key,
 )
+from papaya.sim.revisions import signed
 
 TASK = TaskConfig(task="next-word", concurrency=20, model_length=4)
 
@@ -240,6 +242,21 @@ def test_an_evaluation_pins_its_version_for_as_long_as_its_tickets_live() -> Non
     assert (row.state, row.ended, row.why) == ("completed", 70.0, "loss 2")
     assert rows[point_key("next-word", 3)] == new
     assert TaskRows("next-word", rows).newest.kept_until == 900.0  # stragglers still download it
+
+
+def test_an_evaluation_needs_the_bundle_of_its_task_until_it_ends() -> None:
+    """Then the next holder of the task may delete it, and a backup may leave it out."""
+    rows = running_rows()
+    config = signed(TASK, 1)
+    rows[task_key("next-word")] = TaskRow(config)
+    found = TaskRows("next-word", rows)
+    evaluation = owner.evaluation_config(config, found.newest, EvaluationPlan(), 48)
+    start = owner.evaluate(found.row, evaluation, found.newest, "p", "o", 60.0, 900.0)
+    assert apply(rows, start)
+    assert blobs_of(eval_row(rows)) == (config.requirements.bundle,)
+    assert apply(rows, owner.end_evaluation(eval_row(rows), "cancelled", 70.0, "revised"))
+    assert blobs_of(eval_row(rows)) == ()
+    assert blobs_of(row_of(rows)) == (config.requirements.bundle,)
 
 
 def test_an_evaluation_shortens_no_other_pin_and_touches_no_mark() -> None:
