@@ -160,14 +160,16 @@ def test_leases_from_before_a_revision_count_only_until_they_expire() -> None:
     before = EarlierRevision(a_task(concurrency=3), office.now)
     office.store.rows[task_key("words")] = msgspec.structs.replace(row, earlier=(before,))
     office.pass_s(H)
-    office.aggregator("agg-1", on("words", 1, active=3, demand=0))
-    while office.now < before.replaced + SERVER.leader_lease_s + SERVER.confirm_by_s - H:
-        office.pass_s(H / 2)
-        office.aggregator("agg-1", on("words", 1, active=3, demand=0))
-    with pytest.raises(InvariantError, match="above its concurrency of 2"):
-        for _ in range(6):
-            office.pass_s(H / 2)
+
+    def report_until(end: float) -> None:
+        while office.now < end:
             office.aggregator("agg-1", on("words", 1, active=3, demand=0))
+            office.pass_s(H / 2)
+
+    expired = before.replaced + SERVER.leader_lease_s + SERVER.confirm_by_s
+    report_until(expired - H)
+    with pytest.raises(InvariantError, match="above its concurrency of 2"):
+        report_until(expired + 2 * H)
 
 
 # -- whose demand counts ----------------------------------------------------------------------
