@@ -222,6 +222,8 @@ class Aggregator:
                 effects = held.on_rows(message)
                 if held.phase is TaskPhase.STOPPED:
                     del self.tasks[held.task]
+                    if held.offers is not None:
+                        effects += self._on_left(tuple(held.ledger.terms.values()), message)
                 return effects
         if isinstance(message, Rows) and message.token in self._left:
             return self._on_left(self._left.pop(message.token), message)
@@ -232,7 +234,7 @@ class Aggregator:
         return [effect for held in self.tasks.values() for effect in held.revoke(self._revoked)]
 
     def _leave(self, held: HeldTask) -> Effects:
-        """Orders no longer name the task: it moved, or it is over. The rows tell which."""
+        """The task moved, was revised, or is over. The rows tell which."""
         effects = held.stop()
         if held.offers is None:
             return effects
@@ -241,13 +243,17 @@ class Aggregator:
         return [*effects, Read(token, (task_key(held.task),))]
 
     def _on_left(self, terms: tuple[TaskConfig, ...], rows: Rows) -> Effects:
-        """`terms`: the settings of the task, including those that its last revisions replaced."""
+        """Tell the TSA which public parameters no holder needs any more.
+
+        `terms`: the settings of the task, including those that its last revisions replaced.
+        """
         task = terms[0].task
         row = dict(rows.rows).get(task_key(task))
-        is_over = row is None or (isinstance(row, TaskRow) and row.is_over)
-        # If the task is not over, or is held here again, the TSA's seeds are still needed.
-        is_needed = not is_over or task in self.tasks
-        return [] if is_needed else [Forget(config) for config in terms]
+        if isinstance(row, TaskRow) and not row.is_over:
+            # The next holder does not know the settings that are no longer stored.
+            stored = [row.config.manifest, *(e.config.manifest for e in row.earlier)]
+            return [Forget(config) for config in terms if config.manifest not in stored]
+        return [] if task in self.tasks else [Forget(config) for config in terms]
 
     # -- orders and reports -----------------------------------------------------------------
 
@@ -277,7 +283,7 @@ class Aggregator:
         if held is not None:
             if held.fence.seq >= placement.seq:
                 return []
-            effects += self.tasks.pop(placement.task).stop()
+            effects += self._leave(self.tasks.pop(placement.task))
         if self._is_draining:
             return effects  # it has to move anyway
         fence = FenceRow(placement.seq, self.node, self.boot)

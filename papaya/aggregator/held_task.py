@@ -323,7 +323,8 @@ class HeldTask:
         self.pipeline = Pipeline(ledger, self._tokens)
         if ledger.config.secure_aggregation is not None:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
-            self.offers.on_loaded(self.pipeline)
+            for stock in (self.offers, *self._earlier_offers.values()):
+                stock.on_loaded(self.pipeline)
         self._overflow.clear()
         self._serve_earlier()
         effects = [*self._settle_sessions(), *self._end_revoked()]

@@ -4,8 +4,9 @@ Each client that reports gets one. A report waits for the TSA only if the stock 
 not belong to a group, so none is lost when a buffer closes. They are cheap and expire, so a stock
 is not saved: after a crash it is requested again.
 
-New offers also show whether the TSA still has the seeds of the open buffers. If it does not, these
-buffers are marked as lost, so that no more clients work for them. There are two reliable signs: the
+New offers also show whether the TSA still has the seeds of the open buffers of the same manifest
+(another manifest may have another TSA). If it does not, these buffers are marked as lost, so that
+no more clients work for them. There are two reliable signs: the
 TSA's identity has changed since it accepted the seeds; or the index of a new offer is not above
 that of a seed accepted before, although one TSA only counts up.
 
@@ -29,7 +30,10 @@ _RETRY_S = 1.0
 
 
 class Offers:
-    """The stock of one task. Invariant: at most one request for offers is unanswered."""
+    """The stock of one task under one manifest.
+
+    Invariant: at most one request for offers is unanswered.
+    """
 
     def __init__(self, config: TaskConfig, seq: int) -> None:
         self._config = config
@@ -74,7 +78,7 @@ class Offers:
         if self._is_asked or now < self._ask_again_at or not is_due:
             return []
         self._is_asked, self._is_doubted = True, False
-        self._asked_with = pipeline.newest_seeds()
+        self._asked_with = pipeline.newest_seeds(self._config.manifest)
         wanted = self._wanted if self._is_low and not self._is_late else 1
         return [GetOffers(self._config, self._seq, wanted)]
 
@@ -110,7 +114,8 @@ class Offers:
 
     def on_loaded(self, pipeline: Pipeline) -> None:
         """The task was loaded again. A buffer without a record is empty: it has lost nothing."""
-        records = pipeline.ledger.records
+        found = pipeline.ledger.records.items()
+        records = {t for t, record in found if record.manifest == self._config.manifest}
         self._lost = tuple(target for target in self._lost if target in records)
         self._had_seeds = tuple(target for target in self._had_seeds if target in records)
         self._asked_with = {t: newest for t, newest in self._asked_with.items() if t in records}

@@ -324,12 +324,14 @@ class Pipeline:
         self._schedule_commit(now, buffer)
         return buffer
 
-    def newest_seeds(self) -> dict[int, int]:
-        """Secure aggregation: the largest index of an accepted seed, for each open buffer."""
+    def newest_seeds(self, manifest: bytes) -> dict[int, int]:
+        """Secure aggregation: the largest index of an accepted seed, for each open buffer whose
+        members have agreed to this manifest. Other manifests may have other TSAs.
+        """
         return {
             target: max(member.offer for member in buffer.folded.values())
             for target, buffer in self._buffers.items()
-            if buffer.folded and not buffer.is_full
+            if buffer.folded and not buffer.is_full and buffer.manifest == manifest
         }
 
     @property

@@ -27,7 +27,7 @@ from papaya.messages.participation import (
     Retry,
     SecureOffer,
 )
-from papaya.messages.storage import Member
+from papaya.messages.storage import Member, TaskRow
 from papaya.messages.tickets import SessionTicket, UploadTicket
 
 _MAX_WAITING = 4
@@ -41,6 +41,12 @@ def session_life_s(config: TaskConfig, server: ServerConfig) -> float:
 def ticket_life_s(config: TaskConfig, server: ServerConfig) -> float:
     """How long tickets of a session may be valid, by the clock of any server."""
     return session_life_s(config, server) + config.upload_timeout_s + server.heartbeat_s
+
+
+def longest_ticket_life_s(row: TaskRow, server: ServerConfig) -> float:
+    """The same for any ticket of the task, also those of clients that joined before a revision."""
+    configs = (row.config, *(earlier.config for earlier in row.earlier))
+    return max(ticket_life_s(config, server) for config in configs)
 
 
 def pinned_until(evaluation: TaskConfig, now: float, server: ServerConfig) -> float:

@@ -147,8 +147,10 @@ class Coordinator:
         for task, row in self.tasks.items():
             report = self._report_of(task)
             active = 0 if report is None else report.active
-            # If a revision lowered the concurrency, the holder refuses earlier leases above it.
-            before = (earlier.config.concurrency for earlier in row.earlier)
+            # If a revision lowered the concurrency, the holder refuses earlier leases above it. A
+            # leader may make them until it has read of the revision.
+            since = self._now - self._config.leader_lease_s - self._config.confirm_by_s
+            before = (e.config.concurrency for e in row.earlier if e.replaced > since)
             most = max((row.config.concurrency, *before))
             if active + self.leases.count(task) > most:
                 raise InvariantError(

@@ -180,19 +180,33 @@ def revise(
     )
 
 
-def renew(rows: TaskRows, requirements: Requirements, lease_until: float) -> Transaction:
+def renew(
+    rows: TaskRows,
+    requirements: Requirements,
+    evaluations: Iterable[TaskRow],
+    lease_until: float,
+) -> Transaction:
     """Replace the bundle by one with another lease for the same manifest. Nothing else changes.
 
     It requires the fence under which the bundle was stored: a later holder may have deleted it.
+    `evaluations` of the task that are running name the new bundle too: the next holder deletes the
+    one before.
     """
-    row, task = rows.row, rows.task
-    _require_running(row)
-    config = structs.replace(row.config, requirements=requirements)
-    renewed = structs.replace(row, config=config, lease_until=lease_until)
+    _require_running(rows.row)
+    before = [rows.row, *evaluations]
+    own, *others = (_with_requirements(row, requirements) for row in before)
+    after = [structs.replace(own, lease_until=lease_until), *others]
     return Transaction(
-        require=((task_key(task), row), (fence_key(task), rows.fence)),
-        put=((task_key(task), renewed),),
+        require=(
+            *((task_key(row.config.task), row) for row in before),
+            (fence_key(rows.task), rows.fence),
+        ),
+        put=tuple((task_key(row.config.task), row) for row in after),
     )
+
+
+def _with_requirements(row: TaskRow, requirements: Requirements) -> TaskRow:
+    return structs.replace(row, config=structs.replace(row.config, requirements=requirements))
 
 
 def _require_running(row: TaskRow) -> None:
@@ -319,6 +333,7 @@ def evaluation_config(
 
 
 def evaluate(
+    row: TaskRow,
     config: TaskConfig,
     version: VersionRow,
     parameters: BlobKey,
@@ -329,17 +344,23 @@ def evaluate(
 ) -> Transaction:
     """Submit the evaluation that `config` describes, and keep its version until `kept_until`, when
     all tickets of the evaluation have expired.
+
+    `row` is that of the evaluated task. It changes, so that no revision that was made without
+    knowing this evaluation is applied after it.
     """
     assert config.evaluates is not None
+    of = config.evaluates.task
     submitted = submission(config, parameters, optimizer, now, pseudonym_key)
-    key = version_key(config.evaluates.task, version.version)
+    key = version_key(of, version.version)
+    counted = structs.replace(row, evaluations=row.evaluations + 1)
     pinned = structs.replace(
         version,
         kept_until=max(version.kept_until, kept_until),
         evaluations=version.evaluations + 1,
     )
     return Transaction(
-        require=(*submitted.require, (key, version)), put=(*submitted.put, (key, pinned))
+        require=(*submitted.require, (task_key(of), row), (key, version)),
+        put=(*submitted.put, (task_key(of), counted), (key, pinned)),
     )
 
 

@@ -64,6 +64,7 @@ class TaskRow(Row, frozen=True):
     and deleted when the task ends: after that nobody can link them to devices.
     `run`, `revision`, `lease_until`: what the owner has signed last; 0 without an owner.
     `earlier`: the settings that the last few revisions replaced, the newest first.
+    `evaluations`: how many evaluations of it have started.
     """
 
     config: TaskConfig
@@ -77,6 +78,7 @@ class TaskRow(Row, frozen=True):
     revision: int = 0
     lease_until: float = 0.0
     earlier: tuple[EarlierRevision, ...] = ()
+    evaluations: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -397,7 +399,9 @@ def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
 
 
 def blobs_of(row: Row) -> tuple[BlobKey, ...]:
-    """The blobs that a row names."""
+    """The blobs that a row names and needs. Those of a bundle belong to the task that an evaluation
+    evaluates: after its end, the holder of the task may delete them.
+    """
     match row:
         case VersionRow():
             return (row.parameters,)
@@ -405,9 +409,8 @@ def blobs_of(row: Row) -> tuple[BlobKey, ...]:
             return (row.state,)
         case RecordRow():
             return (row.sum,)
-        case TaskRow():
-            if row.is_over and row.config.evaluates is not None:
-                return ()  # its bundle belongs to the task, which may have a newer one
+        case TaskRow() if row.config.evaluates is None or not row.is_over:
+            # The bundle of an evaluation belongs to the task, which may have a newer one.
             needs = row.config.requirements
             return tuple(key for key in (needs.bundle, needs.program) if key)
     return ()

@@ -232,11 +232,6 @@ class CoordinatorCollector(Collector):
         ):
             yield GaugeMetricFamily(f"papaya_coordinator_{name}", help_, value)
         families = _TaskFamilies()
-        signed = GaugeMetricFamily(
-            "papaya_task_lease_seconds",
-            "Seconds until a signed task's lease ends; then no device starts it.",
-            labels=("task",),
-        )
         for task, row in coordinator.tasks.items():
             leases = coordinator.leases.count(task)
             families.gauge(
@@ -249,8 +244,8 @@ class CoordinatorCollector(Collector):
                 coordinator.demand(task),
             )
             if row.lease_until:
-                signed.add_metric((task,), row.lease_until - at)
-        yield signed
+                help_ = "Seconds until a signed task's lease ends; then no device starts it."
+                families.gauge("papaya_task_lease_seconds", help_, task, row.lease_until - at)
         yield from families.by_name.values()
 
 

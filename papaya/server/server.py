@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
-from papaya.aggregator.sessions import ticket_life_s
+from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
@@ -302,7 +302,7 @@ class Server:
         if "coordinator" in self.roles and keys.newest_age_s(now) > _KEY_LIFE_S:
             rows = await self._resources.state.read((TASKS,))
             lives = (
-                ticket_life_s(row.config, self.deployment.server)
+                longest_ticket_life_s(row, self.deployment.server)
                 for row in rows.values()
                 if isinstance(row, TaskRow)
             )

@@ -196,7 +196,7 @@ _mark_lost = Offers.mark_lost
 
 def _give_all_up(self: Offers, now: float, pipeline: Pipeline) -> None:
     _mark_lost(self, now, pipeline)
-    pipeline.lose(now, pipeline.newest_seeds())
+    pipeline.lose(now, pipeline.newest_seeds(self._config.manifest))
 
 
 def _peek(self: Offers, now: float) -> tuple[StockedOffer, SecureOffer] | None:

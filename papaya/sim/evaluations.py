@@ -74,17 +74,17 @@ class EvaluationOwner:
                     evaluated.append(row.config.evaluates.task)
         free = [r for r in tasks if r.config.evaluates is None and r.config.task not in evaluated]
         if free and self._rng.random() < 0.3:
-            self._start(self._rng.choice(free).config)
+            self._start(self._rng.choice(free))
         self._next()
 
-    def _start(self, config: TaskConfig) -> None:
-        prefix = f"version/{config.task}/"
-        self._cluster.state.read((prefix,), partial(self._start_with, config))
+    def _start(self, row: TaskRow) -> None:
+        prefix = f"version/{row.config.task}/"
+        self._cluster.state.read((prefix,), partial(self._start_with, row))
 
-    def _start_with(self, config: TaskConfig, rows: dict[str, Row]) -> None:
+    def _start_with(self, row: TaskRow, rows: dict[str, Row]) -> None:
         versions = {row.version: row for row in rows.values() if isinstance(row, VersionRow)}
         newest, plan = versions[max(versions)], self._rng.choice(_PLANS)
-        evaluation = owner.evaluation_config(config, newest, plan, SHORT_EVALUATION_LENGTH)
+        evaluation = owner.evaluation_config(row.config, newest, plan, SHORT_EVALUATION_LENGTH)
         blobs = initial_blobs(evaluation, np.zeros(SHORT_EVALUATION_LENGTH, FLOAT32))
         for key, data in blobs:
             self._cluster.blobs.put(key, data)
@@ -92,7 +92,7 @@ class EvaluationOwner:
         kept_until = pinned_until(evaluation, now, self._cluster.config.server)
         pseudonym_key = self._rng.randbytes(PSEUDONYM_KEY_BYTES)
         keys = (blobs[0][0], blobs[1][0])
-        self._write(owner.evaluate(evaluation, newest, *keys, now, kept_until, pseudonym_key))
+        self._write(owner.evaluate(row, evaluation, newest, *keys, now, kept_until, pseudonym_key))
 
     def _look_after(self, row: TaskRow) -> None:
         task, now = row.config.task, self._cluster.engine.now

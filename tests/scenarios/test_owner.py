@@ -116,7 +116,8 @@ class Owner:
             self._cluster.blobs.put(key, data)
         now = self._cluster.engine.now
         kept_until = now + 1e6  # nobody ends these evaluations
-        return owner.evaluate(config, rows.newest, blobs[0][0], blobs[1][0], now, kept_until)
+        keys = (blobs[0][0], blobs[1][0])
+        return owner.evaluate(rows.row, config, rows.newest, *keys, now, kept_until)
 
 
 def run_until_live(auditor: OwnedAuditor, tasks: list[TaskId]) -> None:

@@ -169,11 +169,12 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
             f"revision {manifest.revision} does not follow revision {earlier.revision} of {task}",
             hint="run the command again: it starts from the newest revision",
         )
+    # Read after the row of the task: it changes when an evaluation starts.
+    running = await _running_evaluations(service, found.task)
     try:
         if is_renewal:
-            change = owner.renew(found, kept.config.requirements, kept.lease_until)
+            change = owner.renew(found, kept.config.requirements, running, kept.lease_until)
         else:
-            running = await _running_evaluations(service, found.task)
             change = owner.revise(
                 found,
                 kept.config,

@@ -70,21 +70,21 @@ async def running(state: AsyncState, task: TaskId, version: VersionRow) -> TaskI
 async def start(
     state: AsyncState,
     blobs: AdminBlobs,
-    config: TaskConfig,
+    row: TaskRow,
     version: VersionRow,
     plan: EvaluationPlan,
     now: float,
     server: ServerConfig,
 ) -> tuple[TaskConfig, Outcome]:
-    """Submit an evaluation of one version; refused when the version's row has changed."""
-    evaluation = owner.evaluation_config(config, version, plan, EVALUATION_LENGTH)
+    """Submit an evaluation of one version; refused if the row of the task or version changed."""
+    evaluation = owner.evaluation_config(row.config, version, plan, EVALUATION_LENGTH)
     initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
     for key, data in initial:
         await blobs.put(key, data)
     kept_until = pinned_until(evaluation, now, server)
     blob_keys = (initial[0][0], initial[1][0])
     change = owner.evaluate(
-        evaluation, version, *blob_keys, now, kept_until, token_bytes(PSEUDONYM_KEY_BYTES)
+        row, evaluation, version, *blob_keys, now, kept_until, token_bytes(PSEUDONYM_KEY_BYTES)
     )
     return evaluation, await state.transact(change)
 

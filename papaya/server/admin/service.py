@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from papaya.aggregator.sessions import ticket_life_s
+from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.aggregator.shards import blob_key
 from papaya.config import EvaluationPlan, ServerConfig
 from papaya.errors import OperatorError
@@ -192,7 +192,7 @@ class AdminService:
         except OperatorError as error:
             raise Conflict(str(error), hint=error.hint) from error
         await self.write(change)
-        return Deletion(found.task, row.name, row.ended + ticket_life_s(row.config, self._server))
+        return Deletion(found.task, row.name, row.ended + longest_ticket_life_s(row, self._server))
 
     async def roll_back(self, task: TaskId, request: RollBack) -> VersionView:
         """Roll back, and retry on a newer head: a busy task commits many times a second, and the
@@ -260,7 +260,7 @@ class AdminService:
                 hint=f"papaya task show {earlier}",
             )
         evaluation, outcome = await evaluations.start(
-            self.state, self.blobs, config, row, plan, self.now(), self._server
+            self.state, self.blobs, found.row, row, plan, self.now(), self._server
         )
         self._settle(outcome)
         return Started(evaluation.task, row.version)

@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from msgspec import structs
 
-from papaya.aggregator.sessions import ticket_life_s
+from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.config import ServerConfig
 from papaya.errors import PapayaError
 from papaya.learning.evaluation import verdict
@@ -145,14 +145,14 @@ class Supervisor:
         newest = versions[max(versions)]
         if evaluations.is_due(plan, newest.version, tried, is_last=row.is_over):
             config, outcome = await evaluations.start(
-                self._state, self._blobs, row.config, newest, plan, self._now(), self._server
+                self._state, self._blobs, row, newest, plan, self._now(), self._server
             )
             if outcome == "committed":
                 logger.info("%s starts", config.task)
                 self._changed()
 
     async def _look_after_evaluation(self, row: TaskRow, of: TaskRow | None) -> None:
-        tickets_expire = row.ended + ticket_life_s(row.config, self._server)
+        tickets_expire = row.ended + longest_ticket_life_s(row, self._server)
         if not row.is_over:
             await self._settle(row, of)
         elif self._now() >= max(tickets_expire, row.ended + REMEMBER_S) and await self._forget(row):
@@ -212,7 +212,7 @@ class Supervisor:
         """
         row = rows.get(task)
         if row is not None:
-            tickets_expire = row.ended + ticket_life_s(row.config, self._server)
+            tickets_expire = row.ended + longest_ticket_life_s(row, self._server)
             is_evaluated = any(not e.is_over for e in evaluations.of(task, rows.values()))
             if is_evaluated or self._now() < tickets_expire or not await self._forget(row):
                 return

@@ -39,7 +39,7 @@ class Buffers:
         self.seeds = {int(name[1:]): index for name, index in seeds.items()}
         self.lost: list[int] = []
 
-    def newest_seeds(self) -> dict[int, int]:
+    def newest_seeds(self, manifest: bytes) -> dict[int, int]:
         return dict(self.seeds)
 
     def lose(self, now: float, targets: Iterable[int]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from papaya.aggregator.sessions import ticket_life_s
-from papaya.aggregator.work import Forget
+from papaya.aggregator.shards import Shards
+from papaya.aggregator.tsa import TsaAdapter
+from papaya.aggregator.work import Forget, StockedOffer
 from papaya.config import AsyncFL, SyncFL, TaskConfig
+from papaya.machine import Transact
 from papaya.messages.owner import TaskRows, revise
 from papaya.messages.participation import (
     Aborted,
@@ -17,10 +22,14 @@ from papaya.messages.participation import (
     Completed,
     Joined,
     Retry,
+    SecureOffer,
     UploadGranted,
 )
 from papaya.messages.storage import ConsumedRow, RecordRow, TaskRow, task_key
+from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.unmask import TakeBlock
 from papaya.sim.revisions import signed
+from papaya.sim.tsa_twin import TsaTwin
 from tests.unit.aggregator.builders import SERVER, TASK, Node, World, a_task, a_world, make_version
 from tests.unit.aggregator.secure_builders import (
     SecureNode,
@@ -227,6 +236,105 @@ def test_a_syncfl_round_of_an_earlier_manifest_ends_before_the_next_begins() -> 
     assert world.version == 1
     assert node.dropped() == {}
     assert isinstance(world.phone(node).join(), Joined)
+
+
+class TsaPerManifest(TsaAdapter):
+    """The TSA of the world serves the parameters with this digest; another one all others."""
+
+    def __init__(self, world: SecureWorld, digest: bytes) -> None:
+        self._first, self._digest = world.tsa, digest
+        self.other = TsaTwin(world, Random(3))
+
+    def _of(self, parameters: PublicParameters) -> TsaAdapter:
+        return (self._first if parameters.digest() == self._digest else self.other).adapter
+
+    def offers(
+        self, parameters: PublicParameters, count: int
+    ) -> tuple[tuple[StockedOffer, ...], SecureOffer]:
+        return self._of(parameters).offers(parameters, count)
+
+    def accept(self, parameters: PublicParameters, index: int, group: int, sealed: bytes) -> None:
+        self._of(parameters).accept(parameters, index, group, sealed)
+
+    def release(
+        self, parameters: PublicParameters, group: int, members: Sequence[int], take: TakeBlock
+    ) -> None:
+        self._of(parameters).release(parameters, group, members, take)
+
+
+def with_two_tsas(world: SecureWorld, node: SecureNode) -> TsaPerManifest:
+    parameters = world.config.public_parameters
+    assert parameters is not None
+    tsas = TsaPerManifest(world, parameters.digest())
+    node.shards = Shards(tsa=tsas)
+    return tsas
+
+
+def test_offers_of_another_manifests_tsa_do_not_lose_a_buffer() -> None:
+    """It counts from zero: its indices say nothing about seeds at the TSA of the buffer."""
+    world, node = a_signed_secure_world(goal=2)
+    first, second = world.secure_phones(node, 2)
+    assert first.upload_for_good(1.0) == COUNTED
+    with_two_tsas(world, node)
+    change(world, node, active=1)
+    world.pass_s(H)
+    assert finish(second, 3.0) == COUNTED
+    assert node.dropped() == {}
+    assert world.version == 1
+    assert world.parameters(1)[0] == pytest.approx(2.0, abs=1e-5)
+
+
+def test_a_restart_of_another_manifests_tsa_does_not_lose_a_buffer() -> None:
+    world, node = a_signed_secure_world(goal=2)
+    first, second = world.secure_phones(node, 2)
+    assert first.upload_for_good(1.0) == COUNTED
+    tsas = with_two_tsas(world, node)
+    change(world, node, active=1, regime=AsyncFL(3))
+    world.pass_s(H)
+    [late] = world.secure_phones(node, 1)
+    late.granted_and_sealed(1.0)
+    tsas.other.crash()
+    assert late.send_for_good() == Completed("trusted_party_lost")
+    assert finish(second, 3.0) == COUNTED
+    assert node.dropped() == {}
+    assert world.version == 1
+
+
+def test_a_lost_buffer_of_an_earlier_manifest_stays_lost_when_rows_are_read_again() -> None:
+    world, node = a_signed_secure_world(goal=3)
+    first, second, third = world.secure_phones(node, 3)
+    assert first.upload_for_good(1.0) == COUNTED
+    change(world, node, active=2)
+    assert [second.heartbeat(), third.heartbeat()] == [Alive(), Alive()]
+    world.tsa.crash()
+    node.hold(Transact)
+    second.report()  # offers of the new TSA show that the seeds are lost
+    node.settle("lost")
+    node.release()
+    world.pass_s(1.0)
+    assert set(node.dropped()) == {"trusted_party_lost"}
+    assert world.version == 1
+
+
+@pytest.mark.parametrize("way", ["moves", "is placed here again", "finds another fence"])
+def test_the_tsa_forgets_a_manifest_that_is_no_longer_stored(way: str) -> None:
+    """The next holder does not know it: a row names only the last few."""
+    world, node = a_signed_secure_world(goal=2)
+    [first] = world.secure_phones(node, 1)
+    assert first.upload_for_good(1.0) == COUNTED
+    [second] = world.secure_phones(node, 1)
+    for _ in range(9):
+        rows = TaskRows(TASK, world.store.rows)
+        revision = rows.row.revision + 1
+        config = signed(rows.row.config, revision)
+        world.store.apply(revise(rows, config, (), world.now, revision=revision))
+    if way == "moves":
+        node.order([])
+    elif way == "is placed here again":
+        world.place(node)
+    else:
+        second.upload_for_good(1.0)  # its record is refused
+    assert [effect.config for effect in node.did(Forget)] == [world.config]
 
 
 @pytest.mark.parametrize("restarts", [False, True])

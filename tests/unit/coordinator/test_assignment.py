@@ -18,7 +18,7 @@ from papaya.errors import InvariantError
 from papaya.messages.base import TaskId
 from papaya.messages.control import SelectorOrders
 from papaya.messages.selection import Capabilities, DeviceClass
-from papaya.messages.storage import TaskRow, task_key
+from papaya.messages.storage import EarlierRevision, TaskRow, task_key
 from tests.unit.coordinator.builders import (
     A_MOMENT_S,
     PHONE,
@@ -150,6 +150,26 @@ def test_active_and_leased_above_the_concurrency_break_the_invariant() -> None:
     office.machine.check()
     with pytest.raises(InvariantError, match="above its concurrency of 2"):
         office.aggregator("agg-1", on("words", 1, active=1, demand=1))
+
+
+def test_leases_from_before_a_revision_count_only_until_they_expire() -> None:
+    """The revision lowered the concurrency to 2. Later leases are made under the lower one."""
+    office = a_served_office(a_task(concurrency=2), demand=2)
+    row = office.store.rows[task_key("words")]
+    assert isinstance(row, TaskRow)
+    before = EarlierRevision(a_task(concurrency=3), office.now)
+    office.store.rows[task_key("words")] = msgspec.structs.replace(row, earlier=(before,))
+    office.pass_s(H)
+
+    def report_until(end: float) -> None:
+        while office.now < end:
+            office.aggregator("agg-1", on("words", 1, active=3, demand=0))
+            office.pass_s(H / 2)
+
+    expired = before.replaced + SERVER.leader_lease_s + SERVER.confirm_by_s
+    report_until(expired - H)
+    with pytest.raises(InvariantError, match="above its concurrency of 2"):
+        report_until(expired + 2 * H)
 
 
 # -- whose demand counts ----------------------------------------------------------------------

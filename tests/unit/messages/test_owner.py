@@ -23,6 +23,7 @@ from papaya.messages.storage import (
     TaskState,
     Transaction,
     VersionRow,
+    blobs_of,
     consumed_key,
     fence_key,
     optimizer_key,
@@ -32,6 +33,7 @@ from papaya.messages.storage import (
     task_key,
     version_key,
 )
+from papaya.sim.revisions import signed
 
 TASK = TaskConfig(task="next-word", concurrency=20, model_length=4)
 
@@ -201,14 +203,32 @@ def evaluated() -> tuple[dict[str, Row], TaskRow, VersionRow]:
     rows = running_rows()
     newest = TaskRows("next-word", rows).newest
     config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
-    assert apply(rows, owner.evaluate(config, newest, "p", "o", 60.0, kept_until=900.0))
+    assert apply(rows, owner.evaluate(row_of(rows), config, newest, "p", "o", 60.0, 900.0))
     return rows, eval_row(rows), TaskRows("next-word", rows).newest
 
 
-def eval_row(rows: dict[str, Row]) -> TaskRow:
-    row = rows[task_key("next-word-eval-3")]
+def row_of(rows: dict[str, Row], task: str = "next-word") -> TaskRow:
+    row = rows[task_key(task)]
     assert isinstance(row, TaskRow)
     return row
+
+
+def eval_row(rows: dict[str, Row]) -> TaskRow:
+    return row_of(rows, "next-word-eval-3")
+
+
+def test_a_task_is_not_evaluated_and_revised_at_once() -> None:
+    """Devices would refuse the evaluation: it names the manifest from before the revision."""
+    rows = running_rows()
+    found = TaskRows("next-word", rows)
+    config = owner.evaluation_config(TASK, found.newest, EvaluationPlan(), 48)
+    start = owner.evaluate(found.row, config, found.newest, "p", "o", 60.0, 900.0)
+    revise = owner.revise(found, TASK, [], 60.0, revision=2)
+    revised_first, evaluated_first = dict(rows), dict(rows)
+    assert apply(revised_first, revise)
+    assert not apply(revised_first, start)
+    assert apply(evaluated_first, start)
+    assert not apply(evaluated_first, revise)
 
 
 def test_an_evaluation_pins_its_version_for_as_long_as_its_tickets_live() -> None:
@@ -224,13 +244,28 @@ def test_an_evaluation_pins_its_version_for_as_long_as_its_tickets_live() -> Non
     assert TaskRows("next-word", rows).newest.kept_until == 900.0  # stragglers still download it
 
 
+def test_an_evaluation_needs_the_bundle_of_its_task_until_it_ends() -> None:
+    """Then the next holder of the task may delete it, and a backup may leave it out."""
+    rows = running_rows()
+    config = signed(TASK, 1)
+    rows[task_key("next-word")] = TaskRow(config)
+    found = TaskRows("next-word", rows)
+    evaluation = owner.evaluation_config(config, found.newest, EvaluationPlan(), 48)
+    start = owner.evaluate(found.row, evaluation, found.newest, "p", "o", 60.0, 900.0)
+    assert apply(rows, start)
+    assert blobs_of(eval_row(rows)) == (config.requirements.bundle,)
+    assert apply(rows, owner.end_evaluation(eval_row(rows), "cancelled", 70.0, "revised"))
+    assert blobs_of(eval_row(rows)) == ()
+    assert blobs_of(row_of(rows)) == (config.requirements.bundle,)
+
+
 def test_an_evaluation_shortens_no_other_pin_and_touches_no_mark() -> None:
     rows, _, version = evaluated()
     assert apply(rows, owner.mark("next-word", version, True))
     newest = TaskRows("next-word", rows).newest
     config = owner.evaluation_config(TASK, newest, EvaluationPlan(), 48)
     again = structs.replace(config, task="next-word-eval-3b")
-    assert apply(rows, owner.evaluate(again, newest, "p", "o", 60.0, kept_until=100.0))
+    assert apply(rows, owner.evaluate(row_of(rows), again, newest, "p", "o", 60.0, 100.0))
     newest = TaskRows("next-word", rows).newest
     assert (newest.marked, newest.kept_until) == (True, 900.0)
 

@@ -318,6 +318,27 @@ def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
     run(tmp_path, test)
 
 
+def test_a_renewed_lease_reaches_running_evaluations(tmp_path: Path) -> None:
+    """No row would name the head that they named: the next holder of the task would delete it."""
+
+    async def test(system: System) -> None:
+        manifest, plan = signed_manifest(evaluation_clients=3), EvaluationPlan(clients=3)
+        await submit(system, manifest, evaluation=plan)
+        started = await system.service.evaluate("digits", Evaluate())
+        before = (await system.service.rows(started.task)).row
+        system.time += 1000.0
+        head = await head_of(system, manifest, issued=system.time)
+        renewal = Revision(settings(manifest, evaluation=plan), head)
+        await bundles.revise(system.service, "digits", renewal)
+        needs = (await system.service.rows("digits")).row.config.requirements
+        after = (await system.service.rows(started.task)).row
+        assert needs.bundle != before.config.requirements.bundle
+        assert after.config == structs.replace(before.config, requirements=needs)
+        assert after.state == "running"
+
+    run(tmp_path, test)
+
+
 @pytest.mark.parametrize(
     ("manifest", "changes", "problem"),
     [

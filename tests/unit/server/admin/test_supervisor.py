@@ -20,6 +20,7 @@ from papaya.learning.parameters import FLOAT32
 from papaya.messages.storage import (
     DELETED,
     DeletedRow,
+    EarlierRevision,
     EndingsRow,
     OptimizerRow,
     Outcome,
@@ -378,6 +379,28 @@ def test_a_deleted_task_goes_completely_and_takes_nothing_of_others(tmp_path: Pa
             assert set(other) <= set(left_of(system, "next-word-2"))
             with pytest.raises(Conflict, match="existed and was deleted"):
                 await system.submit()
+
+    asyncio.run(test())
+
+
+def test_a_deleted_task_stays_while_tickets_of_an_earlier_revision_are_valid(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await an_ended_task(system)
+            row = task_row(system, "next-word")
+            slower = structs.replace(row.config, training_timeout_s=90_000.0)
+            revised = structs.replace(row, earlier=(EarlierRevision(slower, row.ended),))
+            system.change(Transaction(put=((task_key("next-word"), revised),)))
+            deleted = await system.service.delete("next-word")
+            assert deleted.gone_after > row.ended + 90_000.0
+            system.time = deleted.gone_after - 1
+            await system.turn()
+            assert task_key("next-word") in left_of(system, "next-word")
+            system.time = deleted.gone_after
+            await system.turn()
+            assert left_of(system, "next-word") == []
 
     asyncio.run(test())
 
