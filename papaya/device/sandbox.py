@@ -56,7 +56,6 @@ from papaya.device.frames import (
 from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.evaluation import EVALUATION_LENGTH
-from papaya.messages.base import TaskId
 
 _KILL_GRACE_S: Final = 5.0
 _RESTART_INTERVAL_S: Final = 5.0
@@ -98,7 +97,7 @@ class Sandbox:
         self._own = _ForkServerKeeper([*settings, *files], restart_interval_s)
         # Nothing of a task file is in the memory of a bundle's jobs.
         self._for_bundles = _ForkServerKeeper(settings, restart_interval_s) if files else self._own
-        # Programs of bundles, by their run.
+        # Programs of bundles, by the names under which they were added.
         self._bundled: dict[str, TaskFile] = {}
         # Why jobs are not confined, once started; empty if they are.
         self.unconfined = ""
@@ -115,17 +114,22 @@ class Sandbox:
         server = await self._own.alive()
         self.unconfined, self.engine_version = server.unconfined, server.engine_version
 
-    def add_bundle(self, run: TaskId, file: TaskFile) -> None:
-        """From now on jobs may name this run; it replaces an earlier revision."""
+    def add_bundle(self, name: str, file: TaskFile) -> None:
+        """From now on jobs may name this program, until it is removed."""
         if self.unconfined:
             raise OperatorError(
                 f"this device does not run the code of bundles: {self.unconfined}",
                 hint="use Linux 5.13 or newer on x86-64, with Landlock enabled",
             )
-        self._bundled[run] = file
+        self._bundled[name] = file
+
+    def remove_bundle(self, name: str) -> None:
+        """No new job may name it; those that were started before go on."""
+        self._bundled.pop(name, None)
 
     async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
         """Run a job. Waiting for a free place counts towards the timeout."""
+        bundled = self._bundled.get(job.task_file)  # it may be removed while this job waits
         deadline = asyncio.get_running_loop().time() + timeout_s
         try:
             async with asyncio.timeout_at(deadline):
@@ -136,9 +140,8 @@ class Sandbox:
             ) from None
         try:
             async with asyncio.timeout_at(deadline):
-                is_bundle = job.task_file in self._bundled
-                server = await (self._for_bundles if is_bundle else self._own).alive()
-                file = self._file_of(job)
+                server = await (self._for_bundles if bundled else self._own).alive()
+                file = bundled or self._own_file(job)
                 cpu_s = math.ceil(min(timeout_s, _MAX_CPU_S)) + 1
                 return await server.run(job, file, cpu_s, step_done)
         except TimeoutError:
@@ -148,8 +151,8 @@ class Sandbox:
         finally:
             self._slots.release()
 
-    def _file_of(self, job: Job) -> TaskFile:
-        files = {file.path: file for file in self.tasks} | self._bundled
+    def _own_file(self, job: Job) -> TaskFile:
+        files = {file.path: file for file in self.tasks}
         if job.task_file not in files:
             raise JobFailed("refused", f"{job.task_file} is not a task file of this device")
         if job.kind == "load" and self._engine != "torch":

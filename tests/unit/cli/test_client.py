@@ -288,7 +288,10 @@ class CheckingExecutor:
         terms = TaskTerms(False, 3, 1500, 50, None, None)
         self.tasks = (TaskFile("opened.py", "opened", "sha256:ab", terms, Examples("numbers")),)
 
-    def add_bundle(self, run: str, file: TaskFile) -> None:
+    def add_bundle(self, name: str, file: TaskFile) -> None:
+        raise NotImplementedError
+
+    def remove_bundle(self, name: str) -> None:
         raise NotImplementedError
 
     async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
