@@ -164,7 +164,8 @@ class Executor(Protocol):
         ...
 
     async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
-        """Return the result, or raise JobFailed within the timeout.
+        """Return the result, or raise JobFailed within the timeout. The time of a "try" starts when
+        it has a slot.
 
         If the job takes long, `step_done` is called from time to time.
         """

@@ -96,7 +96,9 @@ class Trainer(Protocol):
         ...
 
     async def add_bundle(self, bundle: Bundle) -> None:
-        """From now on this bundle can be trained. BundleError if it cannot be, on this device."""
+        """From now on this bundle can be trained. BundleError if it cannot be, on this device;
+        GivenUp if that cannot be found out now.
+        """
         ...
 
     def knows(self, program: TaskId) -> bool: ...
@@ -187,7 +189,7 @@ class ExecutorTrainer:
             if not is_accepted:
                 self._executor.remove_bundle(name)
             if isinstance(error, JobFailed) and error.kind == "unavailable":
-                raise OperatorError(f"{file.task}: {error.reason}") from error
+                raise GivenUp("unavailable", f"{file.task}: {error.reason}") from error
             if isinstance(error, JobFailed | OperatorError):
                 raise BundleError("engine", f"{file.task}: {error}") from error
             raise

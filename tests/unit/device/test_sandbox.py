@@ -277,7 +277,9 @@ def test_a_cancelled_job_is_ended_with_all_that_it_started(bench: Bench, tmp_pat
     held.check_gone()
 
 
-def test_waiting_for_a_free_place_counts_towards_the_timeout(bench: Bench, tmp_path: Path) -> None:
+def test_waiting_for_a_free_place_counts_towards_the_timeout_except_for_a_trial(
+    bench: Bench, tmp_path: Path
+) -> None:
     both = [Held(tmp_path), Held(tmp_path)]
 
     async def crowded() -> None:
@@ -290,8 +292,15 @@ def test_waiting_for_a_free_place_counts_towards_the_timeout(bench: Bench, tmp_p
                 await held.until_running()
             with pytest.raises(JobFailed, match="no training slot was free"):
                 await bench.sandbox.run(bench.job("x"), 0.1)
+            trial = asyncio.create_task(
+                bench.sandbox.run(Job("try", str(bench.file), b"", ()), timeout_s=0.0)
+            )
+            with pytest.raises(JobFailed, match="no training slot was free"):
+                await bench.sandbox.run(bench.job("x"), 0.1)
             for task in running:
                 task.cancel()
+            with pytest.raises(JobFailed, match="did not finish within 0 s"):  # it had a slot
+                await trial
 
     bench.do(crowded())
     for held in both:

@@ -227,6 +227,20 @@ def test_a_revision_is_trained_only_after_its_trial(ending: str) -> None:
     asyncio.run(scenario())
 
 
+def test_a_bundle_is_not_to_blame_if_no_job_can_run() -> None:
+    async def scenario() -> None:
+        bundle = revision(3)
+        executor = BundleExecutor(slow=bundle.manifest.encode())
+        executor.problem = JobFailed("unavailable", "the training process ended")
+        executor.go_on.set()
+        trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), engine_version="9")
+        with pytest.raises(GivenUp, match="digits: the training process ended"):
+            await trainer.add_bundle(bundle)
+        assert not trainer.knows(bundle.run)
+
+    asyncio.run(scenario())
+
+
 def test_a_revision_that_is_replaced_while_its_examples_are_read_is_not_trained() -> None:
     async def scenario() -> None:
         old, new = revision(3), revision(4)
