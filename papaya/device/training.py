@@ -306,11 +306,13 @@ def _job_name(program: TaskId, file: TaskFile) -> str:
 def _lots(texts: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     """Split texts into groups of limited size."""
     lot: list[bytes] = []
+    size = 0
     for text in texts:
         lot.append(text)
-        if sum(map(len, lot)) >= _LOAD_BYTES:
+        size += len(text)
+        if size >= _LOAD_BYTES:
             yield tuple(lot)
-            lot = []
+            lot, size = [], 0
     if lot:
         yield tuple(lot)
 

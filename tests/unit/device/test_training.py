@@ -265,6 +265,25 @@ def test_a_revision_that_is_replaced_while_its_examples_are_read_is_not_trained(
     asyncio.run(scenario())
 
 
+def test_examples_are_measured_once_each_to_check_them_in_lots() -> None:
+    """Measuring a lot again for each example takes minutes for a large import."""
+    measured: list[bytes] = []
+
+    class Example(bytes):
+        def __len__(self) -> int:
+            measured.append(self)
+            return super().__len__()
+
+    class Fitting(FakeExecutor):
+        async def run(self, job: Job, *_: object) -> JobResult:
+            return JobResult(b"", len(job.examples))
+
+    trainer = ExecutorTrainer(Fitting(task_file()), lambda: 0.0, Random(1))
+    examples = [Example(example) for example in EXAMPLES]
+    assert asyncio.run(trainer.first_unfit("text", examples)) is None
+    assert len(measured) == len(EXAMPLES)
+
+
 @pytest.mark.parametrize("trusts", [False, True])
 def test_a_check_in_says_whether_the_device_has_a_trust_policy(
     trusts: bool, tmp_path: Path
