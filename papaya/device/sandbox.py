@@ -377,9 +377,16 @@ async def _converse(
 
 
 def _checked(outcome: JobOutcome, update_bytes: int | None) -> JobOutcome:
-    sizes = (None, len(outcome.result.update)) if isinstance(outcome, Success) else (update_bytes,)
-    if update_bytes not in sizes:
-        return JobProblem("crashed", "wrote an update of the wrong size")
+    """The job is not trusted: not with the size of a text, nor to say that no job can run."""
+    match outcome:
+        case JobProblem(kind=kind, reason=reason, traceback=traceback):
+            return JobProblem(
+                "crashed" if kind == "unavailable" else kind,
+                reason[: frames.MAX_REASON],
+                traceback[-frames.MAX_TRACEBACK :],
+            )
+        case Success(result=result) if update_bytes not in (None, len(result.update)):
+            return JobProblem("crashed", "wrote an update of the wrong size")
     return outcome
 
 

@@ -75,6 +75,14 @@ def misbehave(example):
                     os.write(number, frame(StepsDone(1, 2)))
             except OSError:
                 pass
+    if what == "long-problem":
+        from papaya.device.frames import JobProblem, frame
+        for number in range(3, 256):
+            try:
+                os.write(number, frame(JobProblem("unavailable", "r" * 20_000, "t" * 20_000)))
+            except OSError:
+                pass
+        time.sleep(60)
     if what == "garbage":
         for number in range(3, 256):
             try:
@@ -205,6 +213,12 @@ def test_a_job_that_misbehaves_fails_alone(
     failure = bench.failure("fine", example)
     assert failure.kind == kind
     assert re.search(reason, failure.reason)
+
+
+def test_the_host_limits_what_a_job_says_about_its_problem(bench: Bench) -> None:
+    failure = bench.failure("long-problem")
+    assert failure.kind == "crashed", "that no job can run is not for a job to say"
+    assert (failure.reason, failure.traceback) == ("r" * 500, "t" * 8000)
 
 
 def test_a_job_writes_no_files(bench: Bench, tmp_path: Path) -> None:
