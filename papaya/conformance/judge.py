@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from msgspec import Struct
 
@@ -42,6 +42,13 @@ _SILENT_HEARTBEATS = 3
 _CLOCK_S = 0.05  # clocks of two processes differ
 _REPEATED = (Join, Report, Chunk, Complete)
 _OF_SESSION = (Join, Heartbeat, Report, Chunk, Complete, Leave)
+_TICKET_OF: dict[type, str] = {
+    Join: "Accepted",
+    Report: "Joined",
+    Chunk: "UploadGranted",
+    Complete: "UploadGranted",
+}
+"""The answer whose ticket a request has to carry."""
 _ENDS = (Completed, Aborted, Refused, Left)
 
 
@@ -105,39 +112,54 @@ def _messages(t: Transcript) -> Iterator[RuleFinding]:
         yield _verdict("token", ["a check-in had no Authorization: Bearer"] * len(bare))
 
 
+class _Given(NamedTuple):
+    """A ticket, when the client got it, and the answer whose ticket it is or renews."""
+
+    at: float
+    source: str
+    ticket: bytes
+    is_renewed: bool
+
+
+def _given(t: Transcript) -> Iterator[_Given]:
+    for seen in t.seen:
+        match seen.answer:
+            case Accepted(ticket=ticket) | Joined(ticket=ticket) | UploadGranted(ticket=ticket):
+                yield _Given(seen.answered_at, type(seen.answer).__name__, ticket, False)
+            case Retry(ticket=ticket) if ticket:
+                source = _TICKET_OF.get(type(seen.message), "")
+                yield _Given(seen.answered_at, source, ticket, True)
+
+
 def _tickets(t: Transcript) -> Iterator[RuleFinding]:
     """Which ticket a request needs depends on its type; a heartbeat needs the newest.
 
-    A client may also use the renewed ticket of a `Retry`.
+    A client may also use the renewed ticket of a `Retry` in place of the one that it renews.
     """
-    given: list[tuple[float, str, bytes]] = []
-    retries = [s.answer for s in t.seen if isinstance(s.answer, Retry)]
-    renewed = [retry.ticket for retry in retries if retry.ticket]
-    for seen in t.seen:
-        if isinstance(seen.answer, Accepted | Joined | UploadGranted):
-            kind = type(seen.answer).__name__
-            given.append((seen.answered_at, kind, seen.answer.ticket))
-    source: dict[type, str] = {
-        Join: "Accepted",
-        Report: "Joined",
-        Chunk: "UploadGranted",
-        Complete: "UploadGranted",
-    }
+    given = sorted(_given(t))
     asked = [s for s in t.seen if isinstance(s.message, _OF_SESSION)]
     problems = []
     for seen in asked:
         message: Any = seen.message
-        before = [entry for entry in given if entry[0] <= seen.at + _CLOCK_S]
-        fits = source.get(type(message))
-        right = [ticket for _, kind, ticket in before if fits in (None, kind)]
-        if fits is None:  # any ticket that was the newest when the request may have been made
-            settled = [ticket for at, _, ticket in before if at <= seen.at - t.grace_s]
-            late = [ticket for at, _, ticket in before if at > seen.at - t.grace_s]
-            right = [*settled[-1:], *late]
-        if message.ticket not in (*right, *renewed):
+        before = [entry for entry in given if entry.at <= seen.at + _CLOCK_S]
+        source = _TICKET_OF.get(type(message))
+        if source is None:
+            since = seen.at - t.grace_s
+            first = [entry for entry in before if not entry.is_renewed]
+            right = [*_newest(first, since), *_newest(before, since)]
+        else:
+            right = [entry.ticket for entry in before if entry.source == source]
+        if message.ticket not in right:
             problems.append(f"{seen.kind} did not have the newest ticket that it may use")
     if asked:
         yield _verdict("ticket", problems)
+
+
+def _newest(given: list[_Given], since: float) -> list[bytes]:
+    """Every ticket that was the newest at some time since then."""
+    settled = [entry.ticket for entry in given if entry.at <= since]
+    late = [entry.ticket for entry in given if entry.at > since]
+    return [*settled[-1:], *late]
 
 
 def _repeats(t: Transcript) -> Iterator[RuleFinding]:

@@ -113,7 +113,7 @@ FetchBlob: TypeAlias = Callable[[BlobKey, int], Awaitable[bytes]]
 """Downloads a blob of at most this many bytes."""
 
 AcceptBundle: TypeAlias = Callable[[Bundle], Awaitable[None]]
-"""Raises BundleError if the device cannot run the program."""
+"""Raises BundleError if the device cannot run the program, GivenUp if it cannot be tried now."""
 
 
 class BundleStore:

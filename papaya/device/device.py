@@ -44,6 +44,7 @@ from papaya.device.events import (
     nobody,
 )
 from papaya.device.example_store import ExampleStore
+from papaya.device.executor import GivenUp
 from papaya.device.process import DeviceProcess
 from papaya.device.selectors import check_urls
 from papaya.device.training import Trainer
@@ -189,7 +190,9 @@ class Device:
                 # Rejections are explained for tasks of pinned owners only.
                 words = "" if error.reason == "unknown_owner" else in_words(error)
                 store.refuse(refused(task, head_key), error.reason, now, words)
-            elif isinstance(error, OperatorError):  # such as a full disk: take no slot for a while
+            elif isinstance(error, OperatorError) and not isinstance(error, GivenUp):
+                # Such as a full disk: take no slot for a while. If it could not be tried (GivenUp),
+                # the next visit tries it again.
                 store.refuse(refused(task, head_key), "cannot_keep", now, in_words(error))
             self._failures += 1
             return in_words(error)

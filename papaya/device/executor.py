@@ -19,7 +19,6 @@ from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import Examples, TaskTerms
 from papaya.learning.parameters import Manifest, Vector
-from papaya.messages.base import TaskId
 from papaya.messages.participation import LeaveReason
 
 LOADER: Final = "load_examples"
@@ -57,7 +56,8 @@ class TaskFile(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """Train or evaluate with one task file, by its path, or with a bundle, by its run.
+    """Train or evaluate with one task file, by its path, or with a bundle, by the name under which
+    the executor was given it.
 
     `volume`: how many examples the device could train on. `manifest`: the one of the bundle; the
     executor sets it.
@@ -153,12 +153,19 @@ class Executor(Protocol):
         """The task files that it can run."""
         ...
 
-    def add_bundle(self, run: TaskId, file: TaskFile) -> None:
-        """Jobs may name this run from now on. OperatorError if code of bundles cannot be run."""
+    def add_bundle(self, name: str, file: TaskFile) -> None:
+        """Jobs may name this program from now on. OperatorError if code of bundles cannot be
+        run.
+        """
+        ...
+
+    def remove_bundle(self, name: str) -> None:
+        """No new job may name it; those that were started before go on."""
         ...
 
     async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
-        """Return the result, or raise JobFailed within the timeout.
+        """Return the result, or raise JobFailed within the timeout. The time of a "try" starts when
+        it has a slot.
 
         If the job takes long, `step_done` is called from time to time.
         """

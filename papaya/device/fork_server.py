@@ -56,9 +56,7 @@ from papaya.learning.definition import TaskTerms
 from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
 from papaya.learning.parameters import decode
 
-_MAX_REASON: Final = 500
 _CHECKED_TOGETHER: Final = 64
-_MAX_TRACEBACK: Final = 8000
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -269,13 +267,13 @@ def _check_examples(examples: Sequence[bytes], engine: TrainingEngine) -> JobRes
 
 
 def _problem(error: BaseException) -> JobProblem:
-    text = f"{type(error).__name__}: {error}"[:_MAX_REASON]
+    text = f"{type(error).__name__}: {error}"[: frames.MAX_REASON]
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return JobProblem("memory", f"exceeded its memory limit: {text}")
     if isinstance(error, OperatorError):
         return JobProblem("diverged" if isinstance(error, Diverged) else "refused", str(error))
     raised = "".join(traceback.format_exception(error))
-    return JobProblem("refused", text, raised[-_MAX_TRACEBACK:])
+    return JobProblem("refused", text, raised[-frames.MAX_TRACEBACK :])
 
 
 def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngine:

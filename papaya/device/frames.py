@@ -26,6 +26,10 @@ HEADER_BYTES: Final = 8
 PACKET_BYTES: Final = 1 << 17
 """No packet is longer."""
 
+MAX_REASON: Final = 500
+MAX_TRACEBACK: Final = 8000
+"""How much of the text of a problem is kept."""
+
 StepCount = Annotated[int, Meta(ge=0, le=2**53)]
 
 

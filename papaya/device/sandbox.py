@@ -56,7 +56,6 @@ from papaya.device.frames import (
 from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.evaluation import EVALUATION_LENGTH
-from papaya.messages.base import TaskId
 
 _KILL_GRACE_S: Final = 5.0
 _RESTART_INTERVAL_S: Final = 5.0
@@ -98,7 +97,7 @@ class Sandbox:
         self._own = _ForkServerKeeper([*settings, *files], restart_interval_s)
         # The memory of a bundle's jobs must contain nothing of a task file.
         self._for_bundles = _ForkServerKeeper(settings, restart_interval_s) if files else self._own
-        # Programs of bundles, by their run.
+        # Programs of bundles, by the names under which they were added.
         self._bundled: dict[str, TaskFile] = {}
         # Why jobs are not confined, once started; empty if they are.
         self.unconfined = ""
@@ -115,30 +114,39 @@ class Sandbox:
         server = await self._own.alive()
         self.unconfined, self.engine_version = server.unconfined, server.engine_version
 
-    def add_bundle(self, run: TaskId, file: TaskFile) -> None:
-        """From now on jobs may name this run; it replaces an earlier revision."""
+    def add_bundle(self, name: str, file: TaskFile) -> None:
+        """From now on jobs may name this program, until it is removed."""
         if self.unconfined:
             raise OperatorError(
                 f"this device does not run the code of bundles: {self.unconfined}",
                 hint="use Linux 5.13 or newer on x86-64, with Landlock enabled",
             )
-        self._bundled[run] = file
+        self._bundled[name] = file
+
+    def remove_bundle(self, name: str) -> None:
+        """No new job may name it; those that were started before go on."""
+        self._bundled.pop(name, None)
 
     async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
-        """Run a job. Waiting for a free place counts towards the timeout."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        """Run a job. Waiting for a free place counts towards the timeout, except for a trial: other
+        trainings may last longer than that, and the program is not at fault.
+        """
+        bundled = self._bundled.get(job.task_file)  # it may be removed while this job waits
+        clock, is_trial = asyncio.get_running_loop(), job.kind == "try"
+        deadline = clock.time() + timeout_s
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(None if is_trial else deadline):
                 await self._slots.acquire()
         except TimeoutError:
             raise JobFailed(
                 "timeout", f"no training slot was free within {timeout_s:g} s"
             ) from None
+        if is_trial:
+            deadline = clock.time() + timeout_s
         try:
             async with asyncio.timeout_at(deadline):
-                is_bundle = job.task_file in self._bundled
-                server = await (self._for_bundles if is_bundle else self._own).alive()
-                file = self._file_of(job)
+                server = await (self._for_bundles if bundled else self._own).alive()
+                file = bundled or self._own_file(job)
                 cpu_s = math.ceil(min(timeout_s, _MAX_CPU_S)) + 1
                 return await server.run(job, file, cpu_s, step_done)
         except TimeoutError:
@@ -148,8 +156,8 @@ class Sandbox:
         finally:
             self._slots.release()
 
-    def _file_of(self, job: Job) -> TaskFile:
-        files = {file.path: file for file in self.tasks} | self._bundled
+    def _own_file(self, job: Job) -> TaskFile:
+        files = {file.path: file for file in self.tasks}
         if job.task_file not in files:
             raise JobFailed("refused", f"{job.task_file} is not a task file of this device")
         if job.kind == "load" and self._engine != "torch":
@@ -369,9 +377,16 @@ async def _converse(
 
 
 def _checked(outcome: JobOutcome, update_bytes: int | None) -> JobOutcome:
-    sizes = (None, len(outcome.result.update)) if isinstance(outcome, Success) else (update_bytes,)
-    if update_bytes not in sizes:
-        return JobProblem("crashed", "wrote an update of the wrong size")
+    """The job is not trusted: not with the size of a text, nor to say that no job can run."""
+    match outcome:
+        case JobProblem(kind=kind, reason=reason, traceback=traceback):
+            return JobProblem(
+                "crashed" if kind == "unavailable" else kind,
+                reason[: frames.MAX_REASON],
+                traceback[-frames.MAX_TRACEBACK :],
+            )
+        case Success(result=result) if update_bytes not in (None, len(result.update)):
+            return JobProblem("crashed", "wrote an update of the wrong size")
     return outcome
 
 

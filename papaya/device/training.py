@@ -96,7 +96,9 @@ class Trainer(Protocol):
         ...
 
     async def add_bundle(self, bundle: Bundle) -> None:
-        """Make this bundle trainable. Raises BundleError if this device cannot train it."""
+        """Make this bundle trainable. Raises BundleError if this device cannot train it, and
+        GivenUp if that cannot be found out now.
+        """
         ...
 
     def knows(self, program: TaskId) -> bool: ...
@@ -172,17 +174,25 @@ class ExecutorTrainer:
             examples=manifest.examples,
             manifest=manifest.encode(),
         )
-        timeout_s = min(manifest.training_timeout_s, _MAX_CHECK_S)
+        await self._try(run, file, min(manifest.training_timeout_s, _MAX_CHECK_S))
+        replaced, self._files[run] = self._files.get(run, file), file
+        if _job_name(run, replaced) != _job_name(run, file):
+            self._executor.remove_bundle(_job_name(run, replaced))
+
+    async def _try(self, run: TaskId, file: TaskFile, timeout_s: float) -> None:
+        """Only the trial can name the file before it is accepted."""
+        name, is_accepted = _job_name(run, file), self._files.get(run) == file
         try:
-            self._executor.add_bundle(run, file)
-            await self._executor.run(Job("try", run, b"", ()), timeout_s)
-        except (JobFailed, OperatorError) as error:
-            if run in self._files:  # an earlier revision, which a session may still train
-                self._executor.add_bundle(run, self._files[run])
+            self._executor.add_bundle(name, file)
+            await self._executor.run(Job("try", name, b"", ()), timeout_s)
+        except BaseException as error:
+            if not is_accepted:
+                self._executor.remove_bundle(name)
             if isinstance(error, JobFailed) and error.kind == "unavailable":
-                raise OperatorError(f"{manifest.task}: {error.reason}") from error
-            raise BundleError("engine", f"{manifest.task}: {error}") from error
-        self._files[run] = file
+                raise GivenUp("unavailable", f"{file.task}: {error.reason}") from error
+            if isinstance(error, JobFailed | OperatorError):
+                raise BundleError("engine", f"{file.task}: {error}") from error
+            raise
 
     def knows(self, program: TaskId) -> bool:
         return program in self._files
@@ -202,7 +212,7 @@ class ExecutorTrainer:
         collection = file.examples.collection
         try:
             examples, volume = await asyncio.to_thread(
-                self._examples, assignment.program, split, store
+                self._examples, assignment.program, file, split, store
             )
         except ConfigError as error:  # there is no such collection
             raise GivenUp("no_examples", str(error), hint=error.hint) from error
@@ -213,9 +223,11 @@ class ExecutorTrainer:
                 hint=f"add some to collection {collection!r}: papaya client --import "
                 f"{collection}=PATH",
             )
+        if self._files[assignment.program] != file:
+            raise GivenUp("mismatch", f"{file.task}: the owner has replaced this revision")
         job = Job(
             kind="evaluate" if assignment.evaluates else "train",
-            task_file=assignment.program if file.manifest else file.path,
+            task_file=_job_name(assignment.program, file),
             parameters=assignment.parameters,
             examples=tuple(examples),
             seed=self._rng.getrandbits(63),
@@ -275,24 +287,32 @@ class ExecutorTrainer:
         return None
 
     def _examples(
-        self, program: TaskId, split: Split, store: ExampleStore
+        self, program: TaskId, file: TaskFile, split: Split, store: ExampleStore
     ) -> tuple[list[bytes], int]:
-        file, now = self._files[program], self._now()
-        asked = file.examples
+        asked, now = file.examples, self._now()
         limit = min(asked.limit or file.max_examples, file.max_examples)
         task = file.task if file.manifest else program
         found = store.query(asked.collection, task, split, limit, asked.newest_first, now)
         return found, store.counts(asked.collection, now)["train"]
 
 
+def _job_name(program: TaskId, file: TaskFile) -> str:
+    """How jobs name a file. Each revision of a run has a name of its own: a job must not run
+    another revision than the one whose terms were checked.
+    """
+    return f"{program}@{file.terms.manifest}" if file.manifest else file.path
+
+
 def _lots(texts: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     """Split texts into groups of limited size."""
     lot: list[bytes] = []
+    size = 0
     for text in texts:
         lot.append(text)
-        if sum(map(len, lot)) >= _LOAD_BYTES:
+        size += len(text)
+        if size >= _LOAD_BYTES:
             yield tuple(lot)
-            lot = []
+            lot, size = [], 0
     if lot:
         yield tuple(lot)
 

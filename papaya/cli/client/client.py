@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from msgspec import structs
+
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -370,6 +372,8 @@ class Printer:
         self._noted: set[str] = set()
 
     def on_event(self, event: Event) -> None:
+        if isinstance(event, VisitEnded) and not self._explains:
+            event = structs.replace(event, explanation="")  # it may quote examples
         if self._is_json:
             print_json(event)
         match event:
@@ -377,7 +381,7 @@ class Printer:
                 self._endings[event.ending] += 1
                 if not self._is_json:
                     print_data(printable(_line(event)))
-                    if self._explains and event.explanation:
+                    if event.explanation:
                         print_data(event.explanation)
                 if event.ending == "refused":
                     self._note_once(_REFUSED_HINT)

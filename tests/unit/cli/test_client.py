@@ -288,7 +288,10 @@ class CheckingExecutor:
         terms = TaskTerms(False, 3, 1500, 50, None, None)
         self.tasks = (TaskFile("opened.py", "opened", "sha256:ab", terms, Examples("numbers")),)
 
-    def add_bundle(self, run: str, file: TaskFile) -> None:
+    def add_bundle(self, name: str, file: TaskFile) -> None:
+        raise NotImplementedError
+
+    def remove_bundle(self, name: str) -> None:
         raise NotImplementedError
 
     async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
@@ -419,6 +422,9 @@ def test_the_full_text_of_a_failure_is_printed_on_request(
     out = capsys.readouterr().out
     assert "the code of the task failed; refused: KeyError" in out
     assert ("Traceback\n  line 3\n" in out) is explains
+    Printer("json", explains=explains).on_event(failed)
+    printed = msgspec.json.decode(capsys.readouterr().out)
+    assert printed["explanation"] == ("Traceback\n  line 3" if explains else "")
 
 
 def test_policies_are_declared_anew(tmp_path: Path) -> None:

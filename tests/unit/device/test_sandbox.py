@@ -75,6 +75,14 @@ def misbehave(example):
                     os.write(number, frame(StepsDone(1, 2)))
             except OSError:
                 pass
+    if what == "long-problem":
+        from papaya.device.frames import JobProblem, frame
+        for number in range(3, 256):
+            try:
+                os.write(number, frame(JobProblem("unavailable", "r" * 20_000, "t" * 20_000)))
+            except OSError:
+                pass
+        time.sleep(60)
     if what == "garbage":
         for number in range(3, 256):
             try:
@@ -207,6 +215,12 @@ def test_a_job_that_misbehaves_fails_alone(
     assert re.search(reason, failure.reason)
 
 
+def test_the_host_limits_what_a_job_says_about_its_problem(bench: Bench) -> None:
+    failure = bench.failure("long-problem")
+    assert failure.kind == "crashed", "that no job can run is not for a job to say"
+    assert (failure.reason, failure.traceback) == ("r" * 500, "t" * 8000)
+
+
 def test_a_job_writes_no_files(bench: Bench, tmp_path: Path) -> None:
     assert "File too large" in bench.failure(f"write {tmp_path / 'file'}").reason
 
@@ -277,7 +291,9 @@ def test_a_cancelled_job_is_ended_with_all_that_it_started(bench: Bench, tmp_pat
     held.check_gone()
 
 
-def test_waiting_for_a_free_place_counts_towards_the_timeout(bench: Bench, tmp_path: Path) -> None:
+def test_waiting_for_a_free_place_counts_towards_the_timeout_except_for_a_trial(
+    bench: Bench, tmp_path: Path
+) -> None:
     both = [Held(tmp_path), Held(tmp_path)]
 
     async def crowded() -> None:
@@ -290,8 +306,15 @@ def test_waiting_for_a_free_place_counts_towards_the_timeout(bench: Bench, tmp_p
                 await held.until_running()
             with pytest.raises(JobFailed, match="no training slot was free"):
                 await bench.sandbox.run(bench.job("x"), 0.1)
+            trial = asyncio.create_task(
+                bench.sandbox.run(Job("try", str(bench.file), b"", ()), timeout_s=0.0)
+            )
+            with pytest.raises(JobFailed, match="no training slot was free"):
+                await bench.sandbox.run(bench.job("x"), 0.1)
             for task in running:
                 task.cancel()
+            with pytest.raises(JobFailed, match="did not finish within 0 s"):  # it had a slot
+                await trial
 
     bench.do(crowded())
     for held in both:

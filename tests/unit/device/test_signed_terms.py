@@ -15,6 +15,7 @@ from msgspec import structs
 from papaya.client.work import Finish
 from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.events import Event, VisitEnded
+from papaya.device.executor import GivenUp
 from papaya.device.training import ProtocolTrainer
 from papaya.errors import OperatorError
 from papaya.learning.definition import TaskTerms
@@ -120,24 +121,37 @@ def test_a_planned_evaluation_in_the_clear_goes_on(tmp_path: Path) -> None:
     assert "report" in seen
 
 
-def test_a_device_whose_disk_is_full_takes_no_slot_for_an_hour(tmp_path: Path) -> None:
-    class FullDisk(OneBundle):
-        def lacks(self, head_key: str, now: float) -> bool:
-            return True
+class Missing(OneBundle):
+    """The bundle has to be fetched, and that fails."""
 
-        async def fetch(
-            self, head_key: str, download: object, accept: object, now: float
-        ) -> Bundle:
-            self.asked_at = now
-            raise OperatorError("cannot keep bundles: No space left on device", hint="free some")
+    def __init__(self, folder: Path, problem: OperatorError) -> None:
+        super().__init__(folder)
+        self._problem = problem
 
+    def lacks(self, head_key: str, now: float) -> bool:
+        return True
+
+    async def fetch(self, head_key: str, download: object, accept: object, now: float) -> Bundle:
+        self.asked_at = now
+        raise self._problem
+
+
+def needs_bundle(fake: FakeSelector) -> None:
     key = f"next-word/0/bundle-1-{'0' * 24}12345678"
+    fake.replace["check-in"] = answer(Accepted(b"assignment", "next-word", "ab12", key))
 
-    def prepare(fake: FakeSelector) -> None:
-        fake.replace["check-in"] = answer(Accepted(b"assignment", "next-word", "ab12", key))
 
-    bundles = FullDisk(tmp_path)
-    finish, detail, seen = visit(bundles, prepare)
+def test_a_bundle_that_could_not_be_tried_is_tried_again_at_the_next_visit(tmp_path: Path) -> None:
+    bundles = Missing(tmp_path, GivenUp("unavailable", "the training process ended"))
+    finish, detail, _ = visit(bundles, needs_bundle)
+    assert (finish.ending, detail) == ("unprepared", "the training process ended")
+    assert bundles.refused(bundles.asked_at) == {}
+
+
+def test_a_device_whose_disk_is_full_takes_no_slot_for_an_hour(tmp_path: Path) -> None:
+    problem = "cannot keep bundles: No space left on device"
+    bundles = Missing(tmp_path, OperatorError(problem, hint="free some"))
+    finish, detail, seen = visit(bundles, needs_bundle)
     assert finish.ending == "unprepared"
     assert detail == "cannot keep bundles: No space left on device; hint: free some"
     assert seen == ["check-in"]

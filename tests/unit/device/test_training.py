@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from papaya.client.work import Finish, Trained
+from papaya.device.bundles import Bundle
 from papaya.device.events import Event, VisitEnded
 from papaya.device.example_store import ExampleStore, UseRefused, split_of
 from papaya.device.executor import GivenUp, Job, JobFailed, JobResult, TaskFile
@@ -23,6 +27,7 @@ from papaya.learning.definition import Examples, TaskTerms
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.parameters import FLOAT32
 from tests.unit.attestation.builders import a_policy
+from tests.unit.bundle.builders import a_manifest
 from tests.unit.device.fake_selector import PARAMETERS, UPDATE, device, process, serving
 
 POLICY = UsePolicy(tasks=("next-word",), max_age_s=100.0)
@@ -37,7 +42,10 @@ class FakeExecutor:
         self.jobs: list[tuple[Job, float]] = []
         self._failure = failure
 
-    def add_bundle(self, run: str, file: TaskFile) -> None:
+    def add_bundle(self, name: str, file: TaskFile) -> None:
+        raise NotImplementedError
+
+    def remove_bundle(self, name: str) -> None:
         raise NotImplementedError
 
     async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
@@ -153,6 +161,127 @@ def test_a_device_declares_its_files_and_leaves_a_task_that_it_does_not_know() -
             assert fake.seen == ["check-in", "join", "leave"]
 
     asyncio.run(scenario())
+
+
+class BundleExecutor(FakeExecutor):
+    """Remembers which revisions were trained. The trial of one of them does not end by itself."""
+
+    def __init__(self, slow: bytes) -> None:
+        super().__init__(task_file())
+        self.bundled: dict[str, TaskFile] = {}
+        self.trained: list[bytes] = []
+        self.problem: JobFailed | None = None
+        self.trying, self.go_on = asyncio.Event(), asyncio.Event()
+        self._slow = slow
+
+    def add_bundle(self, name: str, file: TaskFile) -> None:
+        self.bundled[name] = file
+
+    def remove_bundle(self, name: str) -> None:
+        del self.bundled[name]
+
+    async def run(self, job: Job, timeout_s: float, step_done: StepDone = unwatched) -> JobResult:
+        manifest = self.bundled[job.task_file].manifest
+        if job.kind == "train":
+            self.trained.append(manifest)
+        elif manifest == self._slow:
+            self.trying.set()
+            await self.go_on.wait()
+            if self.problem is not None:
+                raise self.problem
+        return JobResult(UPDATE, 1)
+
+
+def revision(number: int) -> Bundle:
+    manifest = a_manifest(revision=number, examples=Examples("text"), layout=(("w", (3,)),))
+    return Bundle(manifest, math.inf, Path("program"))
+
+
+@pytest.mark.parametrize("ending", ["accepted", "cancelled", "refused"])
+def test_a_revision_is_trained_only_after_its_trial(ending: str) -> None:
+    """Another visit has joined under the revision before it, and reports that one."""
+
+    async def scenario() -> None:
+        old, new = revision(3), revision(4)
+        executor = BundleExecutor(slow=new.manifest.encode())
+        trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), engine_version="9")
+        work = structs.replace(assignment(), task=old.run, program=old.run)
+        await trainer.add_bundle(old)
+        trial = asyncio.create_task(trainer.add_bundle(new))
+        await executor.trying.wait()
+        with ExampleStore(":memory:", {"text": UsePolicy(tasks=("*",))}) as store:
+            store.add("text", EXAMPLES, 0.0)
+            await trainer.train(work, store)
+            if ending == "cancelled":
+                trial.cancel()
+            elif ending == "refused":
+                executor.problem = JobFailed("crashed", "it cannot be loaded")
+            executor.go_on.set()
+            [outcome] = await asyncio.gather(trial, return_exceptions=True)
+            assert (outcome is None) == (ending == "accepted")
+            await trainer.train(work, store)
+        last = new if ending == "accepted" else old
+        assert executor.trained == [old.manifest.encode(), last.manifest.encode()]
+        assert len(executor.bundled) == 1, "nothing keeps the other revision"
+
+    asyncio.run(scenario())
+
+
+def test_a_bundle_is_not_to_blame_if_no_job_can_run() -> None:
+    async def scenario() -> None:
+        bundle = revision(3)
+        executor = BundleExecutor(slow=bundle.manifest.encode())
+        executor.problem = JobFailed("unavailable", "the training process ended")
+        executor.go_on.set()
+        trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), engine_version="9")
+        with pytest.raises(GivenUp, match="digits: the training process ended"):
+            await trainer.add_bundle(bundle)
+        assert not trainer.knows(bundle.run)
+
+    asyncio.run(scenario())
+
+
+def test_a_revision_that_is_replaced_while_its_examples_are_read_is_not_trained() -> None:
+    async def scenario() -> None:
+        old, new = revision(3), revision(4)
+        executor = BundleExecutor(slow=b"")
+        trainer = ExecutorTrainer(executor, lambda: 0.0, Random(1), engine_version="9")
+        loop = asyncio.get_running_loop()
+
+        class SlowStore(ExampleStore):
+            def query(self, *asked: Any) -> list[bytes]:
+                asyncio.run_coroutine_threadsafe(trainer.add_bundle(new), loop).result()
+                return super().query(*asked)
+
+        await trainer.add_bundle(old)
+        with SlowStore(":memory:", {"text": UsePolicy(tasks=("*",))}) as store:
+            store.add("text", EXAMPLES, 0.0)
+            with pytest.raises(GivenUp, match="replaced this revision") as given_up:
+                await trainer.train(
+                    structs.replace(assignment(), task=old.run, program=old.run), store
+                )
+        assert (given_up.value.code, executor.trained) == ("mismatch", [])
+
+    asyncio.run(scenario())
+
+
+def test_examples_are_measured_once_each_to_check_them_in_lots() -> None:
+    """Measuring a lot again for each example takes minutes for a large import."""
+    measured: list[bytes] = []
+
+    class Example(bytes):
+        def __len__(self) -> int:
+            measured.append(self)
+            return super().__len__()
+
+    class Fitting(FakeExecutor):
+        async def run(self, job: Job, *_: object) -> JobResult:
+            return JobResult(b"", len(job.examples))
+
+    trainer = ExecutorTrainer(Fitting(task_file()), lambda: 0.0, Random(1))
+    examples = [Example(example) for example in EXAMPLES]
+    assert asyncio.run(trainer.first_unfit("text", examples)) is None
+    assert len(measured) == len(EXAMPLES)
 
 
 @pytest.mark.parametrize("trusts", [False, True])

@@ -1,0 +1,63 @@
+"""The judge on transcripts that no scenario gives it."""
+
+from __future__ import annotations
+
+import pytest
+
+from papaya.conformance.gateway import Seen
+from papaya.conformance.judge import Transcript, judge
+from papaya.messages.base import Message
+from papaya.messages.participation import Alive, Complete, Heartbeat, Join, Report, Retry
+from papaya.messages.selection import Accepted, Capabilities, CheckIn
+from tests.unit.device.fake_selector import GRANTED, joined
+
+JOINED = joined()
+RENEWED = b"renewed"
+REPORT = Report(JOINED.ticket, 1)
+RETRY = Retry("no offer yet", 0.0, 60.0, RENEWED)
+
+
+def transcript(*exchanges: tuple[float, Message, Message | None]) -> Transcript:
+    """Each request is answered half a second after it came."""
+    seen = [
+        Seen(at, type(asked).__name__, "POST", "/", {}, b"", asked, "", at + 0.5, 200, answer)
+        for at, asked, answer in exchanges
+    ]
+    return Transcript(seen, heartbeat_s=1.0, ended_at=100.0)
+
+
+@pytest.mark.parametrize(
+    ("is_kept", "exchanges"),
+    [
+        (True, [(2.0, REPORT, RETRY), (4.0, Report(RENEWED, 1), GRANTED)]),
+        (True, [(2.0, REPORT, RETRY), (4.0, REPORT, GRANTED)]),
+        (True, [(2.0, REPORT, RETRY), (4.0, Heartbeat(RENEWED), Alive())]),
+        (True, [(2.0, REPORT, RETRY), (4.0, Heartbeat(JOINED.ticket), Alive())]),
+        (False, [(1.0, Report(RENEWED, 1), None), (2.0, REPORT, RETRY)]),
+        (False, [(1.0, Heartbeat(RENEWED), Alive()), (2.0, REPORT, RETRY)]),
+        (
+            False,
+            [
+                (2.0, REPORT, RETRY),
+                (4.0, Report(RENEWED, 1), GRANTED),
+                (6.0, Complete(RENEWED, "u-1"), None),
+            ],
+        ),
+        (
+            False,
+            [
+                (2.0, REPORT, RETRY),
+                (4.0, Report(RENEWED, 1), GRANTED),
+                (6.0, Heartbeat(RENEWED), Alive()),
+            ],
+        ),
+    ],
+)
+def test_a_renewed_ticket_takes_the_place_of_the_one_that_it_renews(
+    is_kept: bool, exchanges: list[tuple[float, Message, Message | None]]
+) -> None:
+    """It cannot be used before it was given, nor for requests that need another ticket."""
+    check_in = (-2.0, CheckIn(2, Capabilities()), Accepted(b"assignment", "next-word", "ab12"))
+    findings = judge(transcript(check_in, (0.0, Join(b"assignment"), JOINED), *exchanges))
+    [ticket] = [finding for finding in findings if finding.rule == "ticket"]
+    assert ticket.kept is is_kept, ticket
