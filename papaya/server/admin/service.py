@@ -179,19 +179,25 @@ class AdminService:
         return (await self.task(task)).task
 
     async def delete(self, task: TaskId) -> Deletion:
-        """Delete a task that is over. The supervisor removes what is left of it."""
+        """Delete a task that is over, with its evaluations. The supervisor removes what is left."""
         found = await self.rows(task)
         row = found.row
-        if any(not each.is_over for each in evaluations.of(found.task, await self._task_rows())):
+        own = evaluations.of(found.task, await self._task_rows())
+        if any(not each.is_over for each in own):
             raise Conflict(
                 f"an evaluation of task {found.task} is running",
                 hint="wait until it ends: papaya task list --evaluations",
             )
         try:
-            change = owner.delete(row, self.now())
+            changes = [owner.delete(each, self.now()) for each in (row, *own)]
         except OperatorError as error:
             raise Conflict(str(error), hint=error.hint) from error
-        await self.write(change)
+        await self.write(
+            Transaction(
+                require=tuple(required for change in changes for required in change.require),
+                put=tuple(put for change in changes for put in change.put),
+            )
+        )
         return Deletion(found.task, row.name, row.ended + longest_ticket_life_s(row, self._server))
 
     async def roll_back(self, task: TaskId, request: RollBack) -> VersionView:

@@ -469,6 +469,22 @@ def test_a_task_is_not_deleted_while_it_runs_or_is_evaluated(tmp_path: Path) -> 
     asyncio.run(test())
 
 
+def test_evaluations_are_deleted_with_their_task(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit()
+            started = await system.service.evaluate("next-word", Evaluate(clients=2))
+            await system.service.set_state(started.task, "cancelled")
+            await system.service.set_state("next-word", "cancelled")
+            system.time = (await system.service.delete("next-word")).gone_after + 3600
+            await system.turn()
+            await system.turn()
+            assert left_of(system, "next-word") == []
+            assert left_of(system, started.task) == []
+
+    asyncio.run(test())
+
+
 def test_an_evaluation_of_a_deleted_task_ends(tmp_path: Path) -> None:
     """Another supervisor may have started it just before the deletion."""
 
