@@ -74,7 +74,7 @@ def read_private(path: Path, most_bytes: int) -> bytes:
     except OSError as error:
         raise OperatorError(
             f"cannot read {path}: {error.strerror}",
-            hint=f"let the user that runs papaya read it: chown $USER {path}",
+            hint="check the path, and that the user who runs papaya may read the file",
         ) from error
     if mode & _TOO_OPEN:
         raise OperatorError(
