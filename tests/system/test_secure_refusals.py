@@ -101,7 +101,7 @@ def test_a_device_without_a_trust_policy_takes_no_slot_of_a_secure_task(tmp_path
         admin = admin_of(installation, server)
         admin.submit(CONFIG)
         reasons, book = asyncio.run(_rejected_for_trust(installation, server))
-        assert reasons[-1] == "task masked is secure, and this device has no trust policy"
+        assert reasons[-1] == "masked: is secure, and this device has no trust policy"
         assert not book.joined
         _, metrics = admin.ask("GET", "/metrics")
         assert reading(metrics.decode(), "papaya_task_joined_total", CONFIG.task) == 0
@@ -124,6 +124,6 @@ async def _rejected_for_trust(
             async with asyncio.timeout(STEP_S):
                 while "trust" not in reasons[-1] and not book.joined:
                     finish = await device.visit()
-                    reasons.append(finish.reason)
+                    reasons.append(finish.detail)
                     await asyncio.sleep(0.05)
     return reasons, book

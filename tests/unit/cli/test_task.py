@@ -491,7 +491,7 @@ def test_a_lease_is_shown_and_its_end_announced(
     assert warning in err
     with pytest.raises(OperatorError, match="has no run 1701") as error:
         run(server, "task", "show", "digits", "--run", "1701")
-    assert "runs of it: 1700" in error.value.hint
+    assert "its runs: 1700" in error.value.hint
 
 
 def test_a_run_that_is_over_is_deleted(
