@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from difflib import get_close_matches
 
 from papaya.errors import ConfigError
@@ -41,3 +42,22 @@ def require_positive_s(field: str, value: float) -> None:
         "must be finite and above zero seconds",
         f"set {field} to a positive number of seconds",
     )
+
+
+def require_known_fields(written: object, read: object, place: str = "") -> None:
+    """Refuse fields that people have written and that were not read.
+
+    Stored settings and messages between servers may have fields of a later version, so decoding
+    ignores unknown ones. What people write must not have any: a misspelt name would have no effect.
+    `written`: the document as it was given. `read`: the same, after it was decoded.
+    """
+    if isinstance(written, Mapping) and isinstance(read, Mapping):
+        for name, value in written.items():
+            if name not in read:
+                meant = get_close_matches(str(name), map(str, read), n=1)
+                hint = f"did you mean {meant[0]}? " if meant else ""
+                raise ConfigError(
+                    f"unknown field `{name}`" + (f" - at `${place}`" if place else ""),
+                    hint=f"{hint}docs/configuration.md lists every field of TaskConfig",
+                )
+            require_known_fields(value, read[name], f"{place}.{name}")

@@ -45,20 +45,20 @@ OverClip = Literal["refuse", "clip"]
 Durability = Literal["commit", "step"]
 
 
-class AsyncFL(Struct, frozen=True, tag="async", forbid_unknown_fields=True):
+class AsyncFL(Struct, frozen=True, tag="async"):
     """A new version after every K updates; clients never wait for each other."""
 
     aggregation_goal: int | None = None
     max_staleness: int | None = None
 
 
-class SyncFL(Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
+class SyncFL(Struct, frozen=True, tag="sync"):
     """Rounds of clients that all start from the current version."""
 
     over_selection: float = 0.3
 
 
-class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+class OptimizerConfig(Struct, frozen=True):
     """The server optimizer. None means the default of its kind."""
 
     kind: OptimizerKind = "fedadam"
@@ -92,7 +92,7 @@ class OptimizerConfig(Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
+class Requirements(Struct, frozen=True):
     """What a device must declare to be compatible with a task.
 
     A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
@@ -112,13 +112,13 @@ class Requirements(Struct, frozen=True, forbid_unknown_fields=True):
     manifest: Digest | None = None
 
 
-class SecureAggregation(Struct, frozen=True, forbid_unknown_fields=True):
+class SecureAggregation(Struct, frozen=True):
     """The smallest number of clients whose sum may be revealed; None means the aggregation goal."""
 
     threshold: int | None = None
 
 
-class StopRule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class StopRule(Struct, frozen=True, kw_only=True):
     """The task ends when the first of these is reached. With none it runs until it is cancelled."""
 
     versions: int | None = None
@@ -147,7 +147,7 @@ class StopRule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-class EvaluationPlan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class EvaluationPlan(Struct, frozen=True, kw_only=True):
     """Evaluate every `every_versions` versions on the held-out data of `clients` devices.
 
     An evaluation is a task of its own that pins one version, with the same selection and the same
@@ -171,7 +171,7 @@ class EvaluationPlan(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         )
 
 
-class Evaluated(Struct, frozen=True, forbid_unknown_fields=True):
+class Evaluated(Struct, frozen=True):
     """What an evaluation task evaluates: one version of another task, pinned by its blob."""
 
     task: str
@@ -186,7 +186,7 @@ class Evaluated(Struct, frozen=True, forbid_unknown_fields=True):
             require_count(f"evaluates.{field}", getattr(self, field))
 
 
-class TaskConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TaskConfig(Struct, frozen=True, kw_only=True):
     """One FL task. Every field means the same in both regimes."""
 
     task: str

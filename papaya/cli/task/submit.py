@@ -38,6 +38,7 @@ from papaya.cli.task.signing import (
     signer,
 )
 from papaya.config import TaskConfig
+from papaya.config.checks import require_known_fields
 from papaya.device.executor import EngineName
 from papaya.errors import ConfigError, OperatorError
 from papaya.server.admin.views import NewTask, Stored, TaskView
@@ -264,9 +265,14 @@ def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> Ta
     for setting in settings:
         _set(document, setting)
     try:
-        return msgspec.convert(document, TaskConfig)
+        found = msgspec.convert(document, TaskConfig)
     except msgspec.ValidationError as error:
         raise _explained(str(error), settings) from error
+    try:
+        require_known_fields(document, msgspec.to_builtins(found))
+    except ConfigError as error:
+        raise _explained(str(error), settings) from error
+    return found
 
 
 _HINT = "docs/configuration.md lists every field of TaskConfig"

@@ -27,6 +27,7 @@ import msgspec
 
 from papaya.bundle.archive import MAX_ARCHIVE_BYTES
 from papaya.config import MAX_MODEL_LENGTH
+from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError, MissingBlob, OperatorError, ProtocolError
 from papaya.http.exchange import Exchange
 from papaya.http.routes import Buffered, HttpRoute, Receiver, Streamed
@@ -228,7 +229,11 @@ def _number(exchange: Exchange, name: str, default: int) -> int:
 
 def _parsed(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        found = msgspec.json.decode(body or b"{}", type=kind)
+        if isinstance(found, NewTask | Revision):  # people write the configuration in it
+            written = msgspec.json.decode(body)["config"]
+            require_known_fields(written, msgspec.to_builtins(found.config), ".config")
+        return found
     except ConfigError:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -39,6 +39,17 @@ def a_row(*kinds: type[storage.Row]) -> st.SearchStrategy[storage.Row]:
     return st.one_of([_struct(kind) for kind in kinds])
 
 
+def with_unknown_fields(document: Any) -> Any:
+    """The document with a field in every object that only a later version knows."""
+    match document:
+        case dict():
+            known = {name: with_unknown_fields(value) for name, value in document.items()}
+            return known | {"of_a_later_version": [{"type": "Join"}, None, 1.5]}
+        case list():
+            return [with_unknown_fields(each) for each in document]
+    return document
+
+
 def task_configs() -> st.SearchStrategy[TaskConfig]:
     """Configurations keep rules that their field types do not show: a few good ones."""
     base: dict[str, Any] = {"task": "next-word", "concurrency": 100, "model_length": 10}

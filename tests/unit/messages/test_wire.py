@@ -15,7 +15,13 @@ from papaya.messages.base import PROTOCOL_VERSION, Message
 from papaya.messages.participation import MAX_CHUNKS, Alive, Chunk, Heartbeat, Join, Retry
 from papaya.messages.selection import Capabilities, CheckIn
 from papaya.messages.wire import MAX_MESSAGE_BYTES, Parser
-from tests.unit.messages.strategies import BETWEEN_SERVERS, FROM_DEVICE, TO_DEVICE, a_message
+from tests.unit.messages.strategies import (
+    BETWEEN_SERVERS,
+    FROM_DEVICE,
+    TO_DEVICE,
+    a_message,
+    with_unknown_fields,
+)
 
 DIRECTIONS: list[tuple[Parser, tuple[type[Message], ...]]] = [
     (wire.from_device, FROM_DEVICE),
@@ -74,7 +80,7 @@ def test_unknown_fields_are_ignored(
 ) -> None:
     """Servers ignore unknown fields: a newer peer may say more."""
     message = data.draw(a_message(kind))
-    newer = as_document(message) | {"said_by_a_newer_peer": [{"type": "Join"}, None, 1.5]}
+    newer = with_unknown_fields(as_document(message))
     assert parser.parse(json.dumps(newer).encode()) == message
 
 

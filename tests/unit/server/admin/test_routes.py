@@ -111,6 +111,20 @@ def test_a_bad_configuration_is_told_with_its_remedy(server: AdminServer) -> Non
     assert "concurrency = 0" in msgspec.json.decode(answer, type=ProblemBody).error
 
 
+@pytest.mark.parametrize("place", ["config", "config.regime", "config.requirements"])
+def test_a_misspelt_setting_is_refused(server: AdminServer, place: str) -> None:
+    """Rows may have settings of a later version; what people submit may not."""
+    new = msgspec.to_builtins(NewTask(TASK, "x"))
+    inner = new
+    for name in place.split("."):
+        inner = inner[name]
+    inner["agregation_goal"] = 3
+    status, answer = ask(server, "POST", "/admin/tasks", json.dumps(new).encode())
+    told = msgspec.json.decode(answer, type=ProblemBody)
+    assert (status, told.error) == (400, f"unknown field `agregation_goal` - at `$.{place}`")
+    assert ("did you mean aggregation_goal?" in told.hint) is (place == "config.regime")
+
+
 def test_too_much_json_is_not_read(server: AdminServer) -> None:
     status, _ = ask(server, "POST", "/admin/tasks", b" " * (MAX_JSON_BYTES + 1))
     assert status == 413
