@@ -20,6 +20,11 @@ from msgspec import Struct
 from papaya.config import TaskConfig
 from papaya.messages.base import BlobKey, Boot, Message, NodeId, SessionId, TaskId
 
+# Formats of rows, tickets and messages between servers. A change that a process of the previous
+# version would misread or lose gets the next number, and is written only once `FormatRow` has it.
+FIRST_FORMAT = 1
+FORMAT = 1
+
 
 class Row(Struct, frozen=True, gc=False, tag=True):
     """A value in the state store."""
@@ -35,9 +40,19 @@ class LeaderRow(Row, frozen=True):
 
 
 class BootRow(Row, frozen=True):
-    """How often a node has started. Each start takes the next number, by compare-and-set."""
+    """How often a node has started. Each start takes the next number, by compare-and-set.
+
+    `format`: the newest format that its process can read and write.
+    """
 
     number: int
+    format: int = FIRST_FORMAT
+
+
+class FormatRow(Row, frozen=True):
+    """The format that all processes may write: every one of them can read it (docs/adr/0051)."""
+
+    format: int = FIRST_FORMAT
 
 
 class EpochRow(Row, frozen=True):
@@ -314,6 +329,7 @@ class Revoked(Message, frozen=True):
 
 LEADER_KEY = "leader"
 EPOCH_KEY = "epoch"
+FORMAT_KEY = "cluster/format"
 TASKS = "task/"
 FENCES = "fence/"
 BOOTS = "boot/"

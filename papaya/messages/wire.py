@@ -26,6 +26,7 @@ _encoder = msgspec.json.Encoder()
 _rows = msgspec.json.Decoder(
     storage.LeaderRow
     | storage.BootRow
+    | storage.FormatRow
     | storage.EpochRow
     | storage.TaskRow
     | storage.FenceRow

@@ -7,9 +7,11 @@ process that finds a later number than its own must stop: another one runs under
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from papaya.errors import OperatorError
 from papaya.messages.base import NodeId
-from papaya.messages.storage import BOOTS, BootRow, Transaction, boot_key
+from papaya.messages.storage import FORMAT, BootRow, Row, Transaction, boot_key
 from papaya.server.state_thread import AsyncState
 
 _ATTEMPTS = 5
@@ -28,7 +30,8 @@ class Boots:
         for _ in range(_ATTEMPTS):
             last = (await self._state.read((key,))).get(key)
             number = last.number + 1 if isinstance(last, BootRow) else 1
-            change = Transaction(require=((key, last),), put=((key, BootRow(number)),))
+            taken = BootRow(number, FORMAT)
+            change = Transaction(require=((key, last),), put=((key, taken),))
             # A number whose outcome is unknown may be taken by another process: try the next one.
             if await self._state.transact(change) == "committed":
                 self._taken[node] = number
@@ -38,9 +41,11 @@ class Boots:
             hint="the log says why the state store failed; check for a full disk",
         )
 
-    async def check(self) -> None:
-        """Raises OperatorError if a later process of one of the nodes has started."""
-        rows = await self._state.read((BOOTS,))
+    def check(self, rows: Mapping[str, Row]) -> None:
+        """Raises OperatorError if a later process of one of the nodes has started.
+
+        `rows`: those under `BOOTS`.
+        """
         for node, number in self._taken.items():
             row = rows.get(boot_key(node))
             if isinstance(row, BootRow) and row.number > number:

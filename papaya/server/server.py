@@ -60,6 +60,7 @@ from papaya.server.buffers import BufferPool
 from papaya.server.certificates import Certificates
 from papaya.server.dashboard import dashboard_routes
 from papaya.server.device_api import Door, participation_routes
+from papaya.server.formats import Formats
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
 from papaya.server.metrics import CertificateCollector, DriverMetrics, TsaCollector
@@ -85,6 +86,7 @@ _TELLS_PER_HEARTBEAT = 4
 _REMOVE_EVERY_S = 3600.0
 _PUBLISH_EVERY_S = 30.0
 _LOOK_AT_FILES_S = 10.0
+_BEATS_UNTIL_ALL_REPORTED = 3
 _ANY_ADDRESS = ("0.0.0.0", "::")
 
 
@@ -137,6 +139,8 @@ class Server:
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
+            formats = Formats()
+            formats.check(await self._resources.state.read(Formats.prefixes))
             boots = Boots(self._resources.state)
             for role in self.roles:
                 boot = await boots.take(self._node(role))
@@ -150,7 +154,7 @@ class Server:
             await self._tell_revoked()
             await self._open_doors()
             self._look_after(self._refresh())
-            self._look_after(self._watch_boots(boots))
+            self._look_after(self._watch_cluster(boots, formats))
             if (bucket := self._resources.bucket) is not None:
                 self._look_after(self._remove_deleted(bucket))
                 self._look_after(self._publish_log(bucket))
@@ -224,15 +228,37 @@ class Server:
             logger.critical("background work of the server has failed", exc_info=task.exception())
         self.failed.set()
 
-    async def _watch_boots(self, boots: Boots) -> None:
-        """Stop if another process has started as one of the nodes of this one."""
+    async def _watch_cluster(self, boots: Boots, formats: Formats) -> None:
+        """Stop if another process has started as one of the nodes of this one, or if the others
+        write a format that this version does not know.
+        """
+        state, beats = self._resources.state, 0
         while True:
             await asyncio.sleep(self.deployment.server.heartbeat_s)
             try:
-                await boots.check()
+                rows = await state.read(Formats.prefixes)
+                boots.check(rows)
+                formats.check(rows)
+                nodes = self._nodes_if_leader()
+                beats = 0 if nodes is None else beats + 1
+                # A new leader waits until every live process has reported to it.
+                if nodes is not None and beats > _BEATS_UNTIL_ALL_REPORTED:
+                    raised = formats.raised(rows, nodes)
+                    if raised is not None and await state.transact(raised) == "committed":
+                        logger.info("all servers know the next format: they may write it now")
             except OperatorError as error:
                 self.failure = error
                 return
+
+    def _nodes_if_leader(self) -> tuple[NodeId, ...] | None:
+        """All nodes of the cluster, if this process leads."""
+        host, now = self._hosts.get("coordinator"), self._resources.clock.now()
+        if host is None or not isinstance(coordinator := host.machine, Coordinator):
+            return None
+        if not coordinator.leadership.leads(now):
+            return None
+        fleet = coordinator.fleet
+        return (*self._coordinators(), *fleet.live_aggregators(now), *fleet.selectors)
 
     async def _remove_deleted(self, bucket: S3Blobs) -> None:
         """Remove blobs that were deleted long enough ago."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.messages.storage import BootRow, Outcome, Row, Transaction, boot_key
+from papaya.messages.storage import BOOTS, BootRow, Outcome, Row, Transaction, boot_key
 from papaya.server.boots import Boots
 from papaya.server.state_thread import StateThread
 from papaya.store.state import SqliteState
@@ -46,11 +46,12 @@ def test_the_earlier_of_two_processes_is_told_to_stop(tmp_path: Path) -> None:
             first, second = Boots(state), Boots(state)
             await first.take("agg")
             await first.take("selector")
-            await first.check()
+            first.check(await state.read((BOOTS,)))
             await second.take("agg")
-            await second.check()
+            rows = await state.read((BOOTS,))
+            second.check(rows)
             with pytest.raises(OperatorError, match="as agg: it has boot number 2, this one has 1"):
-                await first.check()
+                first.check(rows)
         finally:
             await state.close()
 

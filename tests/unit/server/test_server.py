@@ -18,7 +18,16 @@ from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.http.pool import ConnectionPool
 from papaya.messages import wire
 from papaya.messages.participation import Retry
-from papaya.messages.storage import BootRow, Transaction, boot_key
+from papaya.messages.storage import (
+    FORMAT,
+    FORMAT_KEY,
+    BootRow,
+    FormatRow,
+    Row,
+    Transaction,
+    boot_key,
+)
+from papaya.server.formats import Formats
 from papaya.server.peers import address_of
 from papaya.server.server import Server
 from papaya.store.state import SqliteState
@@ -278,21 +287,43 @@ def test_limits_that_make_no_sense_are_refused(tmp_path: Path, wrong: dict[str, 
         deployment(tmp_path, **wrong)
 
 
-def test_a_server_stops_when_another_process_has_started_under_its_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "before", "after", "why"),
+    [
+        (
+            boot_key("aggregator"),
+            BootRow(1, FORMAT),
+            BootRow(2, FORMAT),
+            "another process has started as aggregator",
+        ),
+        (FORMAT_KEY, None, FormatRow(FORMAT + 1), f"the servers write format {FORMAT + 1}"),
+    ],
+)
+def test_a_server_stops_when_a_row_says_so(
+    tmp_path: Path, key: str, before: Row | None, after: Row, why: str
+) -> None:
     async def run() -> None:
         server = Server(deployment(tmp_path, server=FAST))
         await server.start()
         try:
             with closing(SqliteState(tmp_path / "data" / "state.db")) as state:
-                assert state.read((boot_key("aggregator"),)) == {boot_key("aggregator"): BootRow(1)}
-                change = Transaction(put=((boot_key("aggregator"), BootRow(2)),))
+                change = Transaction(require=((key, before),), put=((key, after),))
                 assert state.transact(change) == "committed"
             await asyncio.wait_for(server.failed.wait(), DEADLINE_S)
-            assert "another process has started as aggregator" in str(server.failure)
+            assert why in str(server.failure)
         finally:
             await server.stop()
 
     asyncio.run(run())
+
+
+def test_a_server_does_not_start_if_the_others_write_a_later_format(tmp_path: Path) -> None:
+    later = FormatRow(FORMAT + 1)
+    with closing(SqliteState(tmp_path / "data" / "state.db")) as state:
+        state.transact(Transaction(put=((FORMAT_KEY, later),)))
+        with pytest.raises(OperatorError, match="this Papaya knows formats up to"):
+            asyncio.run(Server(deployment(tmp_path, server=FAST)).start())
+        assert state.read(Formats.prefixes) == {FORMAT_KEY: later}  # it took no boot number
 
 
 def test_an_aggregator_whose_clock_is_an_hour_ahead_is_refused_and_logged(
