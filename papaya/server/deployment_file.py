@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,34 +13,10 @@ from papaya.config import ServerConfig
 from papaya.config.deployment import Deployment
 from papaya.errors import ConfigError, OperatorError
 
-logger = logging.getLogger("papaya.server")
-
 _PATHS = (
     *("data", "blobs_credentials", "tls_certificate", "tls_key", "tls_authority"),
     *("servers_certificate", "servers_key", "servers_authority", "tsa_collateral", "log"),
 )
-
-
-# Old name -> new name; the old ones are accepted until 0.4.0.
-_RENAMED = {
-    "trusted_party": "tsa",
-    "trusted_platform": "tsa_platform",
-    "trusted_collateral": "tsa_collateral",
-    "trusted_leaf": "tsa_leaf",
-}
-
-
-def _with_new_names(document: dict[str, Any]) -> dict[str, Any]:
-    renamed = dict(document)
-    for old, new in _RENAMED.items():
-        if old in renamed:
-            if new in renamed:
-                raise ConfigError.of(
-                    old, renamed[old], f"is the old name of {new}", f"remove {old}"
-                )
-            logger.warning("%s is now called %s; the old name will be removed in 0.4.0", old, new)
-            renamed[new] = renamed.pop(old)
-    return renamed
 
 
 def _hint(problem: str) -> str:
@@ -62,7 +36,7 @@ def read_deployment(path: Path) -> Deployment:
     """Read the TOML file at `path`; relative paths in it start at its folder."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-        found = msgspec.convert(_with_new_names(document), Deployment)
+        found = msgspec.convert(document, Deployment)
     except OSError as error:
         raise OperatorError(
             f"cannot read {path}: {error.strerror}",

@@ -19,27 +19,6 @@ def test_paths_start_at_the_folder_of_the_file(tmp_path: Path) -> None:
     assert found.tls_key is None
 
 
-def test_keys_renamed_in_0_3_are_accepted_for_one_release(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "papaya.toml"
-    file.write_text(
-        'trusted_party = "unix:/run/tsa.sock"\ntrusted_platform = "sgx"\n'
-        'trusted_collateral = "collateral.json"\ntrusted_leaf = 7\n'
-    )
-    found = read_deployment(file)
-    assert (found.tsa, found.tsa_platform, found.tsa_leaf) == ("unix:/run/tsa.sock", "sgx", 7)
-    assert found.tsa_collateral == str(tmp_path / "collateral.json")
-    assert "trusted_leaf is now called tsa_leaf" in caplog.text
-
-
-def test_an_old_and_a_new_name_together_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "papaya.toml"
-    file.write_text("trusted_leaf = 7\ntsa_leaf = 8\n")
-    with pytest.raises(ConfigError, match="trusted_leaf = 7: is the old name of tsa_leaf"):
-        read_deployment(file)
-
-
 @pytest.mark.parametrize("text", ["data = [", "unknown_key = 1"])
 def test_a_file_that_cannot_be_meant_is_refused_by_name(tmp_path: Path, text: str) -> None:
     file = tmp_path / "papaya.toml"
