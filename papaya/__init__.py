@@ -4,4 +4,4 @@ An open implementation of PAPAYA (Huba et al., MLSys 2022). `docs/glossary.md` m
 of the paper to the file that holds it.
 """
 
-__version__ = "0.4.0"
+__version__ = "0.5.0.dev0"

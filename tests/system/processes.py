@@ -74,12 +74,17 @@ class ServerProcess:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self) -> Self:
-        """Returns when every listener answers."""
+    def start(self, packages: Path | None = None) -> Self:
+        """Returns when every listener answers. `packages`: a folder with another Papaya."""
         assert not self.is_running, f"{self.name} runs already"
         self._note(f"-- {self.name} starts")
+        environment = dict(self._environment)
+        if packages is not None:
+            first = environment.get("PYTHONPATH", "")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (first, str(packages))))
+            environment["PYTHONSAFEPATH"] = "1"  # not the Papaya in the current folder
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self._environment
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
         )
         self._reader = Thread(target=self._read_log, args=(self._process,), daemon=True)
         self._reader.start()
