@@ -31,7 +31,10 @@ TIMEOUT_S = 30.0
 MAX_JSON_BYTES = 64 << 20
 T = TypeVar("T")
 # Commands in hints that accept connection options.
-_COMMAND = re.compile(r"\bpapaya (?:status|token revoked?|task (?!compile)[a-z]+)\b(?! --)")
+_COMMAND = re.compile(
+    r"\bpapaya (?:status|audit-trail (?!check)[a-z]+|token revoked?|task (?!compile)[a-z]+)\b"
+    r"(?! --)"
+)
 
 
 class ServerUnreachable(OperatorError):
@@ -86,6 +89,16 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         "(default: the system's authorities)",
     )
     add_format(parser)
+
+
+def add_reason(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--reason",
+        "--why",
+        dest="why",
+        metavar="TEXT",
+        help="why you make this change; kept in the audit trail",
+    )
 
 
 def client_for(options: ConnectionOptions) -> AdminClient:

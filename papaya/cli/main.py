@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "task": "submit, watch and control tasks",
     "owner": "create and show the key with which you sign tasks",
     "status": "show the servers, tasks and problems of a running system",
+    "audit-trail": "show, export and check who changed what, when and why",
     "doctor": "check an installation and say what to do about each problem",
     "client": "run devices that train for a server",
     "store": "back up, restore or move the data of a cluster",
@@ -89,7 +90,7 @@ def _parser(command: str) -> CommandParser:
     for name, words in COMMANDS.items():
         if name == command:
             module = f"{name}.{name}" if name in _LARGE else name
-            import_module(f"papaya.cli.{module}").add_to(commands)
+            import_module(f"papaya.cli.{module.replace('-', '_')}").add_to(commands)
         else:
             commands.add_parser(name, help=words)
     return parser

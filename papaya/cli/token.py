@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from papaya.cli.admin_client import ConnectionOptions, add_connection, client_for
+from papaya.cli.admin_client import ConnectionOptions, add_connection, add_reason, client_for
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -57,6 +57,7 @@ class TokenShowOptions(FormatOptions):
 class TokenRevokeOptions(ConnectionOptions):
     device: str
     undo: bool = False
+    why: str = ""
 
 
 def add_to(commands: Commands) -> None:
@@ -102,6 +103,7 @@ def _add_revocations(actions: Commands) -> None:
     )
     revoke.add_argument("device", metavar="DEVICE", help="name of the device, as in its token")
     revoke.add_argument("--undo", action="store_true", help="let the device take part again")
+    add_reason(revoke)
     revoked = actions.add_parser(
         "revoked", help="list the revoked devices", description="List the revoked devices."
     )
@@ -151,7 +153,7 @@ def run_show(options: TokenShowOptions) -> int:
 
 def run_revoke(options: TokenRevokeOptions) -> int:
     client = client_for(options)
-    change = Revoke(options.device, revoked=not options.undo)
+    change = Revoke(options.device, revoked=not options.undo, why=options.why)
     found = client.post(_REVOCATIONS, change, tuple[Revocation, ...])
     _print_revoked(options, found)
     if not client.get("/admin/status", SystemStatus).identifies_devices:

@@ -10,7 +10,7 @@ from typing import get_args
 import msgspec
 
 from papaya.errors import ConfigError, ProtocolError
-from papaya.messages import control, participation, selection, storage
+from papaya.messages import audit_trail, control, participation, selection, storage
 from papaya.messages.base import Message
 
 MAX_MESSAGE_BYTES = 4 << 20
@@ -45,6 +45,9 @@ _rows = msgspec.json.Decoder(
     | storage.EndingsRow
     | storage.DeletedRow
     | storage.AdminAddressRow
+    | audit_trail.AuditRow
+    | audit_trail.AuditHeadRow
+    | audit_trail.AuditStartRow
 )
 
 

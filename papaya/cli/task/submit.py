@@ -25,6 +25,7 @@ from papaya.cli.admin_client import (
     AdminClient,
     ConnectionOptions,
     add_connection,
+    add_reason,
     client_for,
     task_path,
 )
@@ -68,6 +69,7 @@ class TaskSubmitOptions(ConnectionOptions):
     owner: Path | None = None  # None: the default key, if it exists
     unsigned: bool = False
     replace: bool = False
+    why: str = ""
 
 
 def add_to(actions: Commands) -> None:
@@ -126,6 +128,7 @@ def add_to(actions: Commands) -> None:
     parser.add_argument(
         "--replace", action="store_true", help="cancel the run of this task that is not over"
     )
+    add_reason(parser)
     add_connection(parser)
     bind(parser, TaskSubmitOptions, run)
 
@@ -156,7 +159,14 @@ def run(options: TaskSubmitOptions) -> int:
     note(f"sending {config.model_length:,} parameters")
     place = task_path(config.task, f"parameters?model_length={config.model_length}")
     stored = client.put(place, data, Stored)
-    new = NewTask(config, stored.parameters, loaded.manifest.tensors, bundle, options.replace)
+    new = NewTask(
+        config,
+        stored.parameters,
+        loaded.manifest.tensors,
+        bundle,
+        options.replace,
+        options.why,
+    )
     view = client.post("/admin/tasks", new, TaskView)
     if options.is_json:
         print_json(view)

@@ -28,6 +28,7 @@ from papaya.cli.admin_client import (
     ConnectionOptions,
     OneTaskOptions,
     add_connection,
+    add_reason,
     client_for,
     task_path,
 )
@@ -84,6 +85,11 @@ class TaskShowOptions(OneTaskOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskDeleteOptions(TaskShowOptions):
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskChangeOptions(OneTaskOptions):
     why: str = ""
 
@@ -91,12 +97,14 @@ class TaskChangeOptions(OneTaskOptions):
 @dataclass(frozen=True, kw_only=True)
 class TaskRollbackOptions(OneTaskOptions):
     version: int
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskMarkOptions(OneTaskOptions):
     version: int
     remove: bool = False
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +112,7 @@ class TaskEvaluateOptions(OneTaskOptions):
     version: int | None = None
     clients: int | None = None
     timeout: float | None = None
+    why: str = ""
 
 
 def add_to(commands: Commands) -> None:
@@ -138,7 +147,8 @@ def add_to(commands: Commands) -> None:
         metavar="N",
         help="run to delete (default: the newest)",
     )
-    bind(delete, TaskShowOptions, run_delete)
+    add_reason(delete)
+    bind(delete, TaskDeleteOptions, run_delete)
     _add_versioned(actions)
     export.add_to(actions)
 
@@ -156,7 +166,7 @@ def _add(
 
 def _add_change(actions: Commands, action: Change, words: str) -> None:
     parser = _add(actions, action, words)
-    parser.add_argument("--why", metavar="TEXT", help="reason, shown by `papaya task show`")
+    add_reason(parser)
     bind(parser, TaskChangeOptions, partial(run_change, action))
 
 
@@ -165,10 +175,12 @@ def _add_versioned(actions: Commands) -> None:
     rollback.add_argument(
         "version", type=whole(0), metavar="VERSION", help="version to continue from"
     )
+    add_reason(rollback)
     bind(rollback, TaskRollbackOptions, run_rollback)
     mark = _add(actions, "mark", "protect a version from automatic deletion")
     mark.add_argument("version", type=whole(0), metavar="VERSION", help="version to protect")
     mark.add_argument("--remove", action="store_true", help="remove the protection")
+    add_reason(mark)
     bind(mark, TaskMarkOptions, run_mark)
     evaluate = _add(actions, "evaluate", "evaluate a version on devices' held-out data")
     evaluate.add_argument(
@@ -186,6 +198,7 @@ def _add_versioned(actions: Commands) -> None:
         metavar="S",
         help="give up after this many seconds (default: from the task's evaluation plan)",
     )
+    add_reason(evaluate)
     bind(evaluate, TaskEvaluateOptions, run_evaluate)
 
 
@@ -368,10 +381,10 @@ def run_change(action: Change, options: TaskChangeOptions) -> int:
     return _tell(options, view, f"{view.task} is {view.state}")
 
 
-def run_delete(options: TaskShowOptions) -> int:
+def run_delete(options: TaskDeleteOptions) -> int:
     client = client_for(options)
     task = run_named(client, options.task, options.number)
-    deleted = client.post(task_path(task, "delete"), ChangeReason(), Deletion)
+    deleted = client.post(task_path(task, "delete"), ChangeReason(options.why), Deletion)
     wait_s = deleted.gone_after - time.time()
     when = f"at {_date(deleted.gone_after)}, when its last tickets expire" if wait_s > 0 else "now"
     return _tell(options, deleted, f"{deleted.task} is deleted; its data are removed {when}")
@@ -379,21 +392,22 @@ def run_delete(options: TaskShowOptions) -> int:
 
 def run_rollback(options: TaskRollbackOptions) -> int:
     path = task_path(options.task, "rollback")
-    view = client_for(options).post(path, RollBack(options.version), VersionView)
+    view = client_for(options).post(path, RollBack(options.version, options.why), VersionView)
     text = f"{options.task} continues at version {view.version}, from version {options.version}"
     return _tell(options, view, text)
 
 
 def run_mark(options: TaskMarkOptions) -> int:
     path = task_path(options.task, "mark")
-    view = client_for(options).post(path, Mark(options.version, not options.remove), VersionView)
+    request = Mark(options.version, not options.remove, options.why)
+    view = client_for(options).post(path, request, VersionView)
     change = "is no longer" if options.remove else "is now"
     text = f"version {view.version} of {options.task} {change} protected from automatic deletion"
     return _tell(options, view, text)
 
 
 def run_evaluate(options: TaskEvaluateOptions) -> int:
-    request = Evaluate(options.version, options.clients, options.timeout)
+    request = Evaluate(options.version, options.clients, options.timeout, options.why)
     path = task_path(options.task, "evaluate")
     started = client_for(options).post(path, request, Started)
     return _tell(options, started, f"{started.task} evaluates version {started.version}")

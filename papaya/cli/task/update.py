@@ -17,6 +17,7 @@ from papaya.cli.admin_client import (
     AdminClient,
     OneTaskOptions,
     add_connection,
+    add_reason,
     client_for,
     task_path,
 )
@@ -34,6 +35,7 @@ _CLIENT = "client."
 @dataclass(frozen=True, kw_only=True)
 class TaskRenewOptions(OneTaskOptions):
     owner: Path | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ def add_to(actions: Commands) -> None:
         "repeated",
     )
     for parser in (update, renew):
+        add_reason(parser)
         add_connection(parser)
     bind(update, TaskUpdateOptions, run_update)
     bind(renew, TaskRenewOptions, run_renew)
@@ -87,7 +90,7 @@ def run_update(options: TaskUpdateOptions) -> int:
             f"warning: up to {detail.open_updates} acknowledged updates may be lost: a secure "
             "buffer is given up if too few clients of the previous revision are left to fill it"
         )
-    revision = Revision(config, found.head(following, head.program))
+    revision = Revision(config, found.head(following, head.program), options.why)
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
     _print(options, view, following)
     return 0
@@ -97,7 +100,7 @@ def run_renew(options: TaskRenewOptions) -> int:
     found, client = signer(options.owner or default_key()), client_for(options)
     head, detail = newest_of(client, options.task)
     manifest = own_manifest(found, head)
-    revision = Revision(detail.config, found.head(manifest, head.program))
+    revision = Revision(detail.config, found.head(manifest, head.program), options.why)
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
     note(f"devices may start to train it for {LEASE_S / 86400:.0f} days from now")
     _print(options, view, manifest)

@@ -21,6 +21,7 @@ from papaya.bundle.owner import SignedStatement
 from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.messages import owner
+from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
     TASKS,
@@ -146,7 +147,9 @@ async def revisions(service: AdminService, task: TaskId) -> tuple[RevisionView, 
     )
 
 
-async def revise(service: AdminService, task: TaskId, revision: Revision) -> TaskView:
+async def revise(
+    service: AdminService, task: TaskId, revision: Revision, attempt: Attempt
+) -> TaskView:
     """Replace the settings of a running task by the next revision, or renew its lease."""
     found = await service.rows(task)
     config = structs.replace(revision.config, task=found.task)
@@ -188,7 +191,7 @@ async def revise(service: AdminService, task: TaskId, revision: Revision) -> Tas
     if not is_renewal:
         put = (*change.put, kept.revision_row(service.now()))
         change = structs.replace(change, put=put)
-    await service.write(change)
+    await service.write(change, attempt)
     return (await service.task(found.task)).task
 
 

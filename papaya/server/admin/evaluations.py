@@ -7,7 +7,7 @@ clients of (Σ loss, Σ examples, 1) per bucket of data volume, so K times the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from secrets import token_bytes
 
 import msgspec
@@ -23,7 +23,7 @@ from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, summ
 from papaya.learning.parameters import FLOAT32, FLOAT64
 from papaya.messages import owner
 from papaya.messages.base import TaskId
-from papaya.messages.storage import Outcome, PointRow, TaskRow, VersionRow, task_key
+from papaya.messages.storage import Outcome, PointRow, TaskRow, Transaction, VersionRow, task_key
 from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.state_thread import AsyncState
@@ -68,7 +68,7 @@ async def running(state: AsyncState, task: TaskId, version: VersionRow) -> TaskI
 
 
 async def start(
-    state: AsyncState,
+    transact: Callable[[Transaction], Awaitable[Outcome]],
     blobs: AdminBlobs,
     row: TaskRow,
     version: VersionRow,
@@ -86,7 +86,7 @@ async def start(
     change = owner.evaluate(
         row, evaluation, version, *blob_keys, now, kept_until, token_bytes(PSEUDONYM_KEY_BYTES)
     )
-    return evaluation, await state.transact(change)
+    return evaluation, await transact(change)
 
 
 async def result(blobs: AdminBlobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:

@@ -9,10 +9,12 @@
     POST /admin/tasks/{task}/pause | resume | cancel | delete | rollback | mark | evaluate
     GET  /admin/status
     GET  /admin/revocations                                 POST: revoke a device, or undo it
+    GET  /admin/audit?after=N                               POST …/prune: delete exported rows
 
 Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. `guarded` in
 papaya/server/auth.py checks the token. Bodies are bounded: JSON to 1 MiB, parameters by
-`model_length`.
+`model_length`. Every POST is a change: it is done with a row in the audit trail, or refused with
+one. A request without a valid token has none, because strangers must not fill the state store.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from functools import partial
+from hashlib import sha256
+from typing import Protocol, TypeAlias, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
@@ -31,6 +35,7 @@ from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError, MissingBlob, OperatorError, ProtocolError
 from papaya.http.exchange import Exchange
 from papaya.http.routes import Buffered, HttpRoute, Receiver, Streamed
+from papaya.messages.audit_trail import Attempt
 from papaya.messages.storage import TaskState
 from papaya.server.admin import bundles, submissions
 from papaya.server.admin.problems import AdminProblem, NotFound
@@ -41,6 +46,7 @@ from papaya.server.admin.views import (
     Mark,
     NewTask,
     ProblemBody,
+    PruneTrail,
     Revision,
     Revoke,
     RollBack,
@@ -49,8 +55,21 @@ from papaya.server.admin.views import (
 logger = logging.getLogger("papaya.admin")
 
 MAX_JSON_BYTES = 1 << 20
+_MAX_DETAIL = 100
 T = TypeVar("T")
+
+
+class Explained(Protocol):
+    """A change that says why it is made."""
+
+    @property
+    def why(self) -> str: ...
+
+
+C = TypeVar("C", bound=Explained)
 PendingAnswer = Awaitable[object]
+MakeChange: TypeAlias = Callable[[str, C, Attempt], Awaitable[object]]
+"""Makes a change to a task, as requested, for this attempt."""
 _TASK = "/admin/tasks/{task}"
 _STATES: dict[str, TaskState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
 
@@ -58,8 +77,12 @@ _STATES: dict[str, TaskState] = {"pause": "paused", "resume": "running", "cancel
 class AdminRoutes:
     """Passes requests to the service. Every request is answered, also after an error."""
 
-    def __init__(self, service: AdminService) -> None:
+    def __init__(
+        self, service: AdminService, actor: Callable[[Exchange], str] = lambda exchange: "admin"
+    ) -> None:
+        """`actor`: the name of the token that a request shows."""
         self._service = service
+        self._actor = actor
         self._running: set[asyncio.Task[None]] = set()
 
     def status_route(self) -> HttpRoute:
@@ -74,25 +97,23 @@ class AdminRoutes:
             self._get(f"{_TASK}/points", self._points),
             self._get(f"{_TASK}/versions", lambda exchange: service.versions(_task(exchange))),
             Buffered("GET", f"{_TASK}/versions/{{version}}/parameters", self._on_parameters),
-            self._post("/admin/tasks", NewTask, lambda _, new: submissions.submit(service, new)),
+            self._change("submit", "/admin/tasks", NewTask, self._submit),
             *(self._state_route(action, state) for action, state in _STATES.items()),
-            self._post(f"{_TASK}/rollback", RollBack, service.roll_back),
-            self._post(f"{_TASK}/mark", Mark, service.mark),
-            self._post(f"{_TASK}/evaluate", Evaluate, service.evaluate),
-            self._post(f"{_TASK}/delete", ChangeReason, lambda task, _: service.delete(task)),
+            self._change("rollback", f"{_TASK}/rollback", RollBack, service.roll_back),
+            self._change("mark", f"{_TASK}/mark", Mark, service.mark),
+            self._change("evaluate", f"{_TASK}/evaluate", Evaluate, service.evaluate),
+            self._change("delete", f"{_TASK}/delete", ChangeReason, self._delete),
             self._get(
                 f"{_TASK}/revisions",
                 lambda exchange: bundles.revisions(service, _task(exchange)),
             ),
             self._get(f"{_TASK}/bundle", lambda exchange: bundles.newest(service, _task(exchange))),
-            self._post(
-                f"{_TASK}/revise",
-                Revision,
-                lambda task, revision: bundles.revise(service, task, revision),
-            ),
+            self._change("revise", f"{_TASK}/revise", Revision, partial(bundles.revise, service)),
             Streamed("PUT", f"{_TASK}/program", self._receive_program, MAX_ARCHIVE_BYTES),
             self._get("/admin/revocations", lambda exchange: service.revocations()),
-            self._post("/admin/revocations", Revoke, lambda _, asked: service.revoke(asked)),
+            self._change("revoke", "/admin/revocations", Revoke, self._revoke),
+            self._get("/admin/audit", self._audit),
+            self._change("prune-audit-trail", "/admin/audit/prune", PruneTrail, self._prune),
             Streamed(
                 "PUT",
                 f"{_TASK}/parameters",
@@ -106,20 +127,43 @@ class AdminRoutes:
     def _get(self, path: str, ask: Callable[[Exchange], PendingAnswer]) -> HttpRoute:
         return Buffered("GET", path, lambda exchange, _: self._answer(exchange, ask(exchange)))
 
-    def _post(self, path: str, kind: type[T], ask: Callable[[str, T], PendingAnswer]) -> HttpRoute:
+    def _change(self, action: str, path: str, kind: type[C], change: MakeChange[C]) -> HttpRoute:
         def handle(exchange: Exchange, body: bytes) -> None:
-            async def ask_parsed() -> object:
-                return await ask(_task(exchange), _parsed(body, kind))
+            async def attempt() -> object:
+                target, actor = _task(exchange), self._actor(exchange)
+                made = Attempt(actor, action, target)
+                try:
+                    request = _parsed(body, kind)
+                    made = _attempt(actor, action, target, request)
+                    return await change(target, request, made)
+                except Exception as error:
+                    await self._service.trail.refuse(made, error)
+                    raise
 
-            self._answer(exchange, ask_parsed())
+            self._answer(exchange, attempt())
 
         return Buffered("POST", path, handle, MAX_JSON_BYTES)
 
     def _state_route(self, action: str, state: TaskState) -> HttpRoute:
-        async def change(task: str, reason: ChangeReason) -> object:
-            return await self._service.set_state(task, state, reason.why)
+        async def change(task: str, reason: ChangeReason, attempt: Attempt) -> object:
+            return await self._service.set_state(task, state, attempt)
 
-        return self._post(f"{_TASK}/{action}", ChangeReason, change)
+        return self._change(action, f"{_TASK}/{action}", ChangeReason, change)
+
+    async def _submit(self, _: str, new: NewTask, attempt: Attempt) -> object:
+        return await submissions.submit(self._service, new, attempt)
+
+    async def _delete(self, task: str, _: ChangeReason, attempt: Attempt) -> object:
+        return await self._service.delete(task, attempt)
+
+    async def _revoke(self, _: str, request: Revoke, attempt: Attempt) -> object:
+        return await self._service.revoke(request, attempt)
+
+    async def _prune(self, _: str, request: PruneTrail, attempt: Attempt) -> object:
+        return await self._service.trail.prune(request, attempt)
+
+    async def _audit(self, exchange: Exchange) -> object:
+        return await self._service.trail.page(_number(exchange, "after", 0))
 
     async def _points(self, exchange: Exchange) -> object:
         return await self._service.points(_task(exchange), _number(exchange, "after", -1))
@@ -213,6 +257,21 @@ def as_problem(error: Exception) -> tuple[int, ProblemBody]:
             return 400, ProblemBody(str(error), error.hint)
     logger.error("an admin request failed", exc_info=error)
     return 500, ProblemBody("internal server error", "check the server's log")
+
+
+def _attempt(actor: str, action: str, target: str, request: Explained) -> Attempt:
+    """What a request asks for. Long values, like settings and bundles, are named by digests."""
+    details = {}
+    for name, value in msgspec.to_builtins(request).items():
+        encoded = msgspec.json.encode(value)
+        if name != "why" and value is not None:
+            is_long = len(encoded) > _MAX_DETAIL
+            details[name] = f"sha256:{sha256(encoded).hexdigest()}" if is_long else value
+    if isinstance(request, NewTask):
+        target = request.config.task
+    if isinstance(request, Revoke):
+        target = request.device
+    return Attempt(actor, action, target, msgspec.json.encode(details).decode(), request.why)
 
 
 def _task(exchange: Exchange) -> str:

@@ -5,6 +5,9 @@
     change    pause, resume, cancel, delete, roll back, mark, evaluate: each a compare-and-set
     revoke    devices that may not take part, although their tokens are valid
 
+Every change takes the `Attempt` that it is made for and writes it to the audit trail in the same
+transaction.
+
 The caller has been checked for the admin token. Refused: a missing task or version (404), a row
 that has changed or a change that the current state does not allow (409), an invalid request (400).
 """
@@ -12,6 +15,7 @@ that has changed or a change that the current state does not allow (409), an inv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from papaya.aggregator.sessions import longest_ticket_life_s
@@ -20,6 +24,7 @@ from papaya.config import EvaluationPlan, ServerConfig
 from papaya.errors import OperatorError
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
+from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
@@ -48,6 +53,7 @@ from papaya.messages.storage import (
     task_key,
 )
 from papaya.server.admin import evaluations
+from papaya.server.admin.audit_trail import AuditTrail
 from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import Live
@@ -95,6 +101,7 @@ class AdminService:
         self.blobs = blobs
         self.live = live
         self.now = now
+        self.trail = AuditTrail(state, now)
         self._history = history
         self._changed = changed
         self._server = server
@@ -169,16 +176,16 @@ class AdminService:
 
     # -- change -----------------------------------------------------------------------------
 
-    async def set_state(self, task: TaskId, state: TaskState, why: str = "") -> TaskView:
+    async def set_state(self, task: TaskId, state: TaskState, attempt: Attempt) -> TaskView:
         found = await self.rows(task)
         try:
-            change = owner.change_state(found.row, state, self.now(), why)
+            change = owner.change_state(found.row, state, self.now(), attempt.why)
         except OperatorError as error:
             raise Conflict(str(error), hint=error.hint) from error
-        await self.write(change)
+        await self.write(change, attempt)
         return (await self.task(task)).task
 
-    async def delete(self, task: TaskId) -> Deletion:
+    async def delete(self, task: TaskId, attempt: Attempt) -> Deletion:
         """Delete a task that is over, with its evaluations. The supervisor removes what is left."""
         found = await self.rows(task)
         row = found.row
@@ -196,18 +203,19 @@ class AdminService:
             Transaction(
                 require=tuple(required for change in changes for required in change.require),
                 put=tuple(put for change in changes for put in change.put),
-            )
+            ),
+            attempt,
         )
         return Deletion(found.task, row.name, row.ended + longest_ticket_life_s(row, self._server))
 
-    async def roll_back(self, task: TaskId, request: RollBack) -> VersionView:
+    async def roll_back(self, task: TaskId, request: RollBack, attempt: Attempt) -> VersionView:
         """Roll back, and retry on a newer head: a busy task commits many times a second, and the
         owner does not care which head is replaced.
         """
         outcome, head = "refused", 0
         for _ in range(_ROLL_BACK_ATTEMPTS):
             head, change = await self._prepare_roll_back(task, request.version)
-            outcome = await self.state.transact(change)
+            outcome = await self.trail.transact(attempt, change)
             if outcome != "refused":
                 break
         self._settle(outcome)
@@ -229,17 +237,17 @@ class AdminService:
         await self.blobs.put(key, fresh)
         return head, change
 
-    async def mark(self, task: TaskId, request: Mark) -> VersionView:
+    async def mark(self, task: TaskId, request: Mark, attempt: Attempt) -> VersionView:
         found = await self.rows(task)
         row = _version(found, request.version)
         try:
             change = owner.mark(found.task, row, request.marked)
         except OperatorError as error:
             raise Conflict(str(error), hint=error.hint) from error
-        await self.write(change)
+        await self.write(change, attempt)
         return _version_view(_version(await self.rows(task), request.version))
 
-    async def evaluate(self, task: TaskId, request: Evaluate) -> Started:
+    async def evaluate(self, task: TaskId, request: Evaluate, attempt: Attempt) -> Started:
         found = await self.rows(task)
         row = found.newest if request.version is None else _version(found, request.version)
         config = found.row.config
@@ -266,7 +274,13 @@ class AdminService:
                 hint=f"papaya task show {earlier}",
             )
         evaluation, outcome = await evaluations.start(
-            self.state, self.blobs, found.row, row, plan, self.now(), self._server
+            partial(self.trail.transact, attempt),
+            self.blobs,
+            found.row,
+            row,
+            plan,
+            self.now(),
+            self._server,
         )
         self._settle(outcome)
         return Started(evaluation.task, row.version)
@@ -280,19 +294,19 @@ class AdminService:
             if isinstance(row, RevokedRow)
         )
 
-    async def revoke(self, request: Revoke) -> tuple[Revocation, ...]:
+    async def revoke(self, request: Revoke, attempt: Attempt) -> tuple[Revocation, ...]:
         """Repeating it changes nothing. Every server reads the rows once per heartbeat."""
         key = revoked_key(request.device)
         is_revoked = key in await self.state.read((key,))
         if request.revoked and not is_revoked:
-            await self.write(Transaction(put=((key, RevokedRow(self.now())),)))
+            await self.write(Transaction(put=((key, RevokedRow(self.now())),)), attempt)
         if is_revoked and not request.revoked:
-            await self.write(Transaction(delete=(key,)))
+            await self.write(Transaction(delete=(key,)), attempt)
         return await self.revocations()
 
-    async def write(self, change: Transaction) -> None:
-        """Commit, or raise the reason."""
-        self._settle(await self.state.transact(change))
+    async def write(self, change: Transaction, attempt: Attempt) -> None:
+        """Commit with a row in the audit trail, or raise the reason."""
+        self._settle(await self.trail.transact(attempt, change))
 
     def _settle(self, outcome: str) -> None:
         if outcome == "refused":

@@ -21,6 +21,7 @@ from papaya.learning import parameters
 from papaya.learning.parameters import Manifest
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
+from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import TaskId
 from papaya.messages.storage import (
     ManifestRow,
@@ -57,7 +58,7 @@ async def store_parameters(
     return Stored(key)
 
 
-async def submit(service: AdminService, new: NewTask) -> TaskView:
+async def submit(service: AdminService, new: NewTask, attempt: Attempt) -> TaskView:
     config = new.config
     if config.evaluates is not None or owner.is_evaluation_id(config.task):
         raise OperatorError(
@@ -90,7 +91,7 @@ async def submit(service: AdminService, new: NewTask) -> TaskView:
         row = ManifestRow(new.manifest)
         change = structs.replace(change, put=(*change.put, (manifest_key(config.task), row)))
     await service.blobs.put(key, state)
-    await service.write(change)
+    await service.write(change, attempt)
     return (await service.task(config.task)).task
 
 

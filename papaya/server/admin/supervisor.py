@@ -145,7 +145,13 @@ class Supervisor:
         newest = versions[max(versions)]
         if evaluations.is_due(plan, newest.version, tried, is_last=row.is_over):
             config, outcome = await evaluations.start(
-                self._state, self._blobs, row, newest, plan, self._now(), self._server
+                self._state.transact,
+                self._blobs,
+                row,
+                newest,
+                plan,
+                self._now(),
+                self._server,
             )
             if outcome == "committed":
                 logger.info("%s starts", config.task)

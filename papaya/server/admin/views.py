@@ -11,6 +11,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from papaya.config import TaskConfig
+from papaya.messages.audit_trail import AuditHeadRow, AuditRow, AuditStartRow
 from papaya.messages.base import BlobKey, NodeId, TaskId
 from papaya.messages.storage import PointRow, TaskState
 
@@ -44,6 +45,7 @@ class NewTask(Struct, frozen=True):
     manifest: Tensors = ()
     bundle: bytes = b""
     replace: bool = False
+    why: Why = ""
 
 
 class Revision(Struct, frozen=True):
@@ -51,6 +53,7 @@ class Revision(Struct, frozen=True):
 
     config: TaskConfig
     bundle: bytes
+    why: Why = ""
 
 
 class SignedBundle(Struct, frozen=True):
@@ -79,16 +82,20 @@ class Deletion(Struct, frozen=True):
 
 
 class ChangeReason(Struct, frozen=True):
+    """A change without settings. Every change has a `why`, for the audit trail."""
+
     why: Why = ""
 
 
 class RollBack(Struct, frozen=True):
     version: Version
+    why: Why = ""
 
 
 class Mark(Struct, frozen=True):
     version: Version
     marked: bool = True
+    why: Why = ""
 
 
 class Evaluate(Struct, frozen=True):
@@ -97,6 +104,7 @@ class Evaluate(Struct, frozen=True):
     version: Version | None = None
     clients: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    why: Why = ""
 
 
 class Revoke(Struct, frozen=True):
@@ -104,6 +112,7 @@ class Revoke(Struct, frozen=True):
 
     device: Annotated[str, Meta(min_length=1, max_length=256)]
     revoked: bool = True
+    why: Why = ""
 
 
 class Revocation(Struct, frozen=True):
@@ -114,6 +123,25 @@ class Revocation(Struct, frozen=True):
     device: str
     at: float
     is_seen: bool | None = None
+
+
+class AuditPage(Struct, frozen=True):
+    """Part of the audit trail: rows after one number, in order, at most a page of them.
+
+    `start`, `head`: number and digest of the last row that was deleted, and of the newest row.
+    """
+
+    start: AuditStartRow
+    head: AuditHeadRow
+    rows: tuple[AuditRow, ...]
+
+
+class PruneTrail(Struct, frozen=True):
+    """Delete the rows up to this number. `digest`: of that row, as the caller has exported it."""
+
+    number: Annotated[int, Meta(ge=1, le=2**53)]
+    digest: bytes
+    why: Why = ""
 
 
 class TaskView(Struct, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ from papaya.messages.storage import (
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.views import ClockStatus, SystemStatus, TaskDetail, TaskView
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
-from tests.unit.server.admin.builders import TASK
+from tests.unit.server.admin.builders import BY, TASK, because
 
 
 @pytest.fixture
@@ -327,11 +327,11 @@ def test_watch_tells_every_change_and_ends_with_the_task(
 def test_watch_exits_with_1_for_a_cancelled_task_and_0_for_a_completed_one(
     server: AdminServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.call(server.system.service.set_state("next-word", "cancelled", "enough"))
+    server.call(server.system.service.set_state("next-word", "cancelled", because("enough")))
     assert run(server, "task", "watch", "next-word", "--until", "completed") == 1
     assert "was cancelled: enough" in capsys.readouterr().err
     server.call(server.system.submit(structs.replace(TASK, task="second")))
-    server.call(server.system.service.set_state("second", "completed", "done"))
+    server.call(server.system.service.set_state("second", "completed", because("done")))
     assert run(server, "task", "watch", "second", "--format", "json") == 0
     detail = msgspec.json.decode(capsys.readouterr().out, type=TaskDetail)
     assert detail.task.why == "done"
@@ -340,14 +340,14 @@ def test_watch_exits_with_1_for_a_cancelled_task_and_0_for_a_completed_one(
 def test_watch_until_evaluated_waits_for_the_last_version(server: AdminServer) -> None:
     plan = EvaluationPlan(every_versions=5, clients=3)
     server.call(server.system.submit(structs.replace(TASK, task="planned", evaluation=plan)))
-    server.call(server.system.service.set_state("planned", "completed"))
+    server.call(server.system.service.set_state("planned", "completed", BY))
     server.call(server.system.turn())  # starts the evaluation
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 2:
-            server.call(server.system.service.set_state("planned-eval-0", "cancelled"))
+            server.call(server.system.service.set_state("planned-eval-0", "cancelled", BY))
 
     client = AdminClient(server.url, TOKEN)
     watch.follow(

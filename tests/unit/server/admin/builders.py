@@ -11,6 +11,7 @@ import numpy as np
 from papaya.config import AsyncFL, ServerConfig, TaskConfig
 from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32
+from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, Row, TaskRow, Transaction
 from papaya.server.admin import submissions
@@ -37,6 +38,13 @@ TASK = TaskConfig(
     regime=AsyncFL(aggregation_goal=4),
     keep_versions=2,
 )
+
+
+BY = Attempt("tester", "change")
+
+
+def because(why: str) -> Attempt:
+    return Attempt("tester", "change", why=why)
 
 
 class FakeLive:
@@ -124,7 +132,9 @@ class System:
             self.service, config.task, config.model_length, data
         )
         manifest = MANIFEST if config.model_length == 6 else ()
-        return await submissions.submit(self.service, NewTask(config, stored.parameters, manifest))
+        return await submissions.submit(
+            self.service, NewTask(config, stored.parameters, manifest), BY
+        )
 
 
 def encoded(config: TaskConfig = TASK) -> bytes:

@@ -31,7 +31,7 @@ from papaya.server.admin import bundles, submissions
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.views import Evaluate, NewTask, Revision, TaskView
 from tests.unit.bundle.builders import ARCHIVE, KEY, NOW, STRANGER, a_lease, a_manifest
-from tests.unit.server.admin.builders import System, a_system, encoded
+from tests.unit.server.admin.builders import BY, System, a_system, encoded
 
 LAYOUT = (("embed.weight", (2, 2)), ("out.bias", (2,)))
 
@@ -82,7 +82,7 @@ async def submit(
     stored = await submissions.store_parameters(system.service, config.task, 6, encoded(config))
     head = await head_of(system, manifest)
     new = NewTask(config, stored.parameters, LAYOUT, head, replace)
-    return await submissions.submit(system.service, new)
+    return await submissions.submit(system.service, new, BY)
 
 
 def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_an_evaluation_that_devices_would_refuse_is_not_started(
     async def test(system: System) -> None:
         plan = EvaluationPlan(clients=signed) if signed else None
         await submit(system, signed_manifest(evaluation_clients=signed), evaluation=plan)
-        started = system.service.evaluate("digits", Evaluate(clients=asked))
+        started = system.service.evaluate("digits", Evaluate(clients=asked), BY)
         if problem is None:
             assert (await started).version == 0
         else:
@@ -187,7 +187,7 @@ def test_a_new_run_starts_when_the_earlier_one_is_over_or_replaced(tmp_path: Pat
         two = await submit(system, second, replace=True)
         assert (await system.service.task(one.task)).task.state == "cancelled"
         assert (await system.service.task("digits")).task.task == two.task
-        await system.service.set_state("digits", "cancelled")
+        await system.service.set_state("digits", "cancelled", BY)
         system.time += 1
         three = await submit(system, third)
         assert (await system.service.task("digits")).task.task == three.task
@@ -220,7 +220,7 @@ def test_two_submissions_of_one_name_at_once_start_one_run(tmp_path: Path) -> No
 async def revise(system: System, manifest: TaskManifest, **changes: Any) -> TaskView:
     head = await head_of(system, manifest)
     revision = Revision(settings(manifest, **changes), head)
-    return await bundles.revise(system.service, "digits", revision)
+    return await bundles.revise(system.service, "digits", revision, BY)
 
 
 def fence_of(system: System, task: str) -> FenceRow:
@@ -267,7 +267,7 @@ def test_a_revision_may_change_the_clip_and_keeps_the_settings_of_clients(tmp_pa
         manifest = signed_manifest(evaluation_clients=3)
         plan = EvaluationPlan(clients=3)
         view = await submit(system, manifest, evaluation=plan)
-        started = await system.service.evaluate("digits", Evaluate())
+        started = await system.service.evaluate("digits", Evaluate(), BY)
         before = (await system.service.rows("digits")).row.config
         following = signed_manifest(revision=4, clip=2.0, evaluation_clients=3)
         system.time += 5
@@ -296,7 +296,7 @@ def test_no_revision_names_a_program_of_an_earlier_fence_that_no_row_names(tmp_p
         head = await head_of(system, following)
         move(2)
         with pytest.raises(Conflict, match="the task moved while its program was stored"):
-            await bundles.revise(system.service, "digits", Revision(settings(following), head))
+            await bundles.revise(system.service, "digits", Revision(settings(following), head), BY)
 
     run(tmp_path, test)
 
@@ -308,7 +308,7 @@ def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
         before = fence_of(system, view.task)
         system.time += 1000.0
         head = await head_of(system, manifest, issued=system.time)
-        await bundles.revise(system.service, "digits", Revision(settings(manifest), head))
+        await bundles.revise(system.service, "digits", Revision(settings(manifest), head), BY)
         assert fence_of(system, view.task) == before
         assert (await bundles.newest(system.service, "digits")).bundle == head
         renewed = (await system.service.task("digits")).task
@@ -324,12 +324,12 @@ def test_a_renewed_lease_reaches_running_evaluations(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         manifest, plan = signed_manifest(evaluation_clients=3), EvaluationPlan(clients=3)
         await submit(system, manifest, evaluation=plan)
-        started = await system.service.evaluate("digits", Evaluate())
+        started = await system.service.evaluate("digits", Evaluate(), BY)
         before = (await system.service.rows(started.task)).row
         system.time += 1000.0
         head = await head_of(system, manifest, issued=system.time)
         renewal = Revision(settings(manifest, evaluation=plan), head)
-        await bundles.revise(system.service, "digits", renewal)
+        await bundles.revise(system.service, "digits", renewal, BY)
         needs = (await system.service.rows("digits")).row.config.requirements
         after = (await system.service.rows(started.task)).row
         assert needs.bundle != before.config.requirements.bundle

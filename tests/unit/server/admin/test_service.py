@@ -30,7 +30,7 @@ from papaya.server.admin import submissions
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
 from papaya.server.admin.views import Evaluate, Mark, NewTask, RollBack
-from tests.unit.server.admin.builders import MANIFEST, TASK, System, a_system, encoded
+from tests.unit.server.admin.builders import BY, MANIFEST, TASK, System, a_system, because, encoded
 
 Test = Callable[[System], Awaitable[None]]
 
@@ -84,7 +84,7 @@ def test_every_task_and_evaluation_has_a_key_of_its_own_for_pseudonyms(tmp_path:
 
     async def test(system: System) -> None:
         await system.submit()
-        await system.service.evaluate("next-word", Evaluate())
+        await system.service.evaluate("next-word", Evaluate(), BY)
         rows = (await system.service.state.read((TASKS,))).values()
         keys = {row.pseudonym_key for row in rows if isinstance(row, TaskRow)}
         assert [len(key) for key in keys] == [PSEUDONYM_KEY_BYTES] * 2
@@ -147,7 +147,7 @@ def test_what_cannot_be_submitted_is_refused_with_a_reason(tmp_path: Path, what:
         key = f"{config.task}/0/version-0-{'0' * 32}"
         system.blobs.put(key, encoded())
         with pytest.raises(OperatorError, match=problem):
-            await submissions.submit(system.service, NewTask(config, key, MANIFEST))
+            await submissions.submit(system.service, NewTask(config, key, MANIFEST), BY)
         assert [view.task for view in await system.service.tasks()] == ["next-word"]
 
     run(tmp_path, test)
@@ -164,9 +164,9 @@ def test_parameters_are_checked_before_they_are_stored(tmp_path: Path) -> None:
         assert system.blobs.keys("next-word") == []
         key = f"next-word/0/version-0-{'0' * 32}"
         with pytest.raises(NotFound, match="is missing"):
-            await submissions.submit(service, NewTask(TASK, key))
+            await submissions.submit(service, NewTask(TASK, key), BY)
         with pytest.raises(OperatorError, match="are not those of next-word"):
-            await submissions.submit(service, NewTask(TASK, "other/0/version-0-x"))
+            await submissions.submit(service, NewTask(TASK, "other/0/version-0-x"), BY)
         await system.submit()
         with pytest.raises(Conflict, match="exists already"):
             await submissions.store_parameters(service, "next-word", 6, encoded())
@@ -178,16 +178,16 @@ def test_a_task_is_paused_resumed_and_cancelled(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         await system.submit()
         service = system.service
-        assert (await service.set_state("next-word", "paused")).state == "paused"
+        assert (await service.set_state("next-word", "paused", BY)).state == "paused"
         with pytest.raises(Conflict, match="is already paused"):
-            await service.set_state("next-word", "paused")
-        assert (await service.set_state("next-word", "running")).state == "running"
-        view = await service.set_state("next-word", "cancelled", "enough")
+            await service.set_state("next-word", "paused", BY)
+        assert (await service.set_state("next-word", "running", BY)).state == "running"
+        view = await service.set_state("next-word", "cancelled", because("enough"))
         assert (view.state, view.why, view.ended) == ("cancelled", "enough", 1000.0)
         with pytest.raises(Conflict):
-            await service.set_state("next-word", "running")
+            await service.set_state("next-word", "running", BY)
         with pytest.raises(Conflict, match="cannot be rolled back"):
-            await service.roll_back("next-word", RollBack(0))
+            await service.roll_back("next-word", RollBack(0), BY)
 
     run(tmp_path, test)
 
@@ -197,7 +197,7 @@ def test_a_rollback_makes_a_new_head_with_a_fresh_optimizer(tmp_path: Path) -> N
         await system.submit()
         advance(system, 1)
         advance(system, 2)
-        view = await system.service.roll_back("next-word", RollBack(1))
+        view = await system.service.roll_back("next-word", RollBack(1), BY)
         assert (view.version, view.restarts, view.marked) == (3, True, True)
         versions = await system.service.versions("next-word")
         assert versions[1].parameters == versions[3].parameters
@@ -206,7 +206,7 @@ def test_a_rollback_makes_a_new_head_with_a_fresh_optimizer(tmp_path: Path) -> N
         assert isinstance(row, OptimizerRow)
         assert system.blobs.size(row.state) > 0
         with pytest.raises(NotFound, match="task next-word has no version 9"):
-            await system.service.roll_back("next-word", RollBack(9))
+            await system.service.roll_back("next-word", RollBack(9), BY)
 
     run(tmp_path, test)
 
@@ -215,16 +215,16 @@ def test_marks_and_evaluations(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         await system.submit()
         service = system.service
-        assert (await service.mark("next-word", Mark(0))).marked
-        assert not (await service.mark("next-word", Mark(0, marked=False))).marked
-        started = await service.evaluate("next-word", Evaluate(clients=3))
+        assert (await service.mark("next-word", Mark(0), BY)).marked
+        assert not (await service.mark("next-word", Mark(0, marked=False), BY)).marked
+        started = await service.evaluate("next-word", Evaluate(clients=3), BY)
         assert (started.task, started.version) == ("next-word-eval-0", 0)
         assert (await service.task(started.task)).config.aggregation_goal == 3
         assert (await service.task(started.task)).task.evaluates == "next-word@0"
         with pytest.raises(Conflict, match="is being evaluated already"):
-            await service.evaluate("next-word", Evaluate())
+            await service.evaluate("next-word", Evaluate(), BY)
         with pytest.raises(OperatorError, match="itself an evaluation"):
-            await service.evaluate(started.task, Evaluate())
+            await service.evaluate(started.task, Evaluate(), BY)
 
     run(tmp_path, test)
 
@@ -236,8 +236,8 @@ def test_an_evaluation_that_is_repeated_has_a_name_of_its_own(tmp_path: Path) ->
         await system.submit()
         names = []
         for _ in range(3):
-            names.append((await system.service.evaluate("next-word", Evaluate())).task)
-            await system.service.set_state(names[-1], "cancelled")
+            names.append((await system.service.evaluate("next-word", Evaluate(), BY)).task)
+            await system.service.set_state(names[-1], "cancelled", BY)
             system.time += 1e6
             await system.turn()
             assert system.store.read((f"task/{names[-1]}",)) == {}, "forgotten"
@@ -249,12 +249,12 @@ def test_an_evaluation_that_is_repeated_has_a_name_of_its_own(tmp_path: Path) ->
 def test_a_version_at_which_the_task_was_rolled_back_stays_marked(tmp_path: Path) -> None:
     async def test(system: System) -> None:
         await system.submit(structs.replace(TASK, stop=StopRule(versions=2)))
-        head = await system.service.roll_back("next-word", RollBack(0))
+        head = await system.service.roll_back("next-word", RollBack(0), BY)
         assert (head.version, head.marked) == (1, True)
         with pytest.raises(Conflict, match="must stay protected"):
-            await system.service.mark("next-word", Mark(1, marked=False))
+            await system.service.mark("next-word", Mark(1, marked=False), BY)
         with pytest.raises(Conflict, match="stops at version 2: nothing would be trained"):
-            await system.service.roll_back("next-word", RollBack(0))
+            await system.service.roll_back("next-word", RollBack(0), BY)
 
     run(tmp_path, test)
 
@@ -267,7 +267,7 @@ def test_what_is_not_there_is_not_found(tmp_path: Path) -> None:
             service.points("nothing"),
             service.versions("nothing"),
             service.parameters("nothing", "newest"),
-            service.set_state("nothing", "paused"),
+            service.set_state("nothing", "paused", BY),
         ):
             with pytest.raises(NotFound, match="there is no task 'nothing'"):
                 await ask
@@ -284,10 +284,10 @@ def test_refused_and_unknown_writes_are_told_apart(tmp_path: Path) -> None:
         await system.submit()
         system.state.outcome = "refused"
         with pytest.raises(Conflict, match="the task changed"):
-            await system.service.set_state("next-word", "paused")
+            await system.service.set_state("next-word", "paused", BY)
         system.state.outcome = "unknown"
         with pytest.raises(Uncertain, match="outcome is unknown"):
-            await system.service.set_state("next-word", "paused")
+            await system.service.set_state("next-word", "paused", BY)
         assert system.changes == 1  # only the submission
 
     run(tmp_path, test)

@@ -47,7 +47,7 @@ from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.problems import Conflict
 from papaya.server.admin.supervisor import Supervisor
 from papaya.server.admin.views import Evaluate
-from tests.unit.server.admin.builders import TASK, System, a_system, encoded
+from tests.unit.server.admin.builders import BY, TASK, System, a_system, encoded
 
 PLANNED = structs.replace(TASK, evaluation=EvaluationPlan(every_versions=2, clients=2))
 
@@ -135,7 +135,7 @@ def test_evaluations_follow_the_plan_one_at_a_time(tmp_path: Path) -> None:
             await system.turn()
             tasks = sorted(system.store.read(("task/",)))
             assert tasks == ["task/next-word", "task/next-word-eval-0"]
-            await system.service.set_state("next-word-eval-0", "cancelled")
+            await system.service.set_state("next-word-eval-0", "cancelled", BY)
             await system.turn()
             tasks = sorted(system.store.read(("task/",)))
             assert tasks[-1] == "task/next-word-eval-3"  # the newest, not the second
@@ -178,8 +178,8 @@ def test_a_cancelled_task_takes_its_evaluation_with_it(tmp_path: Path) -> None:
     async def test() -> None:
         async with a_system(tmp_path) as system:
             await system.submit()
-            await system.service.evaluate("next-word", Evaluate())
-            await system.service.set_state("next-word", "cancelled")
+            await system.service.evaluate("next-word", Evaluate(), BY)
+            await system.service.set_state("next-word", "cancelled", BY)
             await system.turn()
             row = task_row(system, "next-word-eval-0")
             assert row.state == "cancelled"
@@ -324,8 +324,8 @@ def test_configurations_of_evaluations_survive_the_store(tmp_path: Path) -> None
                 TASK, evaluation=EvaluationPlan(timeout_s=100.0, clients=3)
             )
             await system.submit(config)
-            await system.service.evaluate("next-word", Evaluate())
-            view = await system.service.set_state("next-word-eval-0", "cancelled")
+            await system.service.evaluate("next-word", Evaluate(), BY)
+            view = await system.service.set_state("next-word-eval-0", "cancelled", BY)
             assert view.state == "cancelled"
 
     asyncio.run(test())
@@ -358,7 +358,7 @@ async def an_ended_task(system: System, name: str = "next-word", points: int = 3
             )
         )
     )
-    await system.service.set_state(name, "cancelled")
+    await system.service.set_state(name, "cancelled", BY)
 
 
 def test_a_deleted_task_goes_completely_and_takes_nothing_of_others(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_a_deleted_task_goes_completely_and_takes_nothing_of_others(tmp_path: Pa
             await an_ended_task(system, points=2500)  # more than fit into one transaction
             await system.submit(structs.replace(TASK, task="next-word-2"))
             other = left_of(system, "next-word-2")
-            deleted = await system.service.delete("next-word")
+            deleted = await system.service.delete("next-word", BY)
             assert [view.task for view in await system.service.tasks()] == ["next-word-2"]
             system.time = deleted.gone_after - 1
             await system.turn()
@@ -393,7 +393,7 @@ def test_a_deleted_task_stays_while_tickets_of_an_earlier_revision_are_valid(
             slower = structs.replace(row.config, training_timeout_s=90_000.0)
             revised = structs.replace(row, earlier=(EarlierRevision(slower, row.ended),))
             system.change(Transaction(put=((task_key("next-word"), revised),)))
-            deleted = await system.service.delete("next-word")
+            deleted = await system.service.delete("next-word", BY)
             assert deleted.gone_after > row.ended + 90_000.0
             system.time = deleted.gone_after - 1
             await system.turn()
@@ -412,7 +412,7 @@ def test_a_deletion_goes_on_after_a_crash(tmp_path: Path, crash: int) -> None:
     async def test() -> None:
         async with a_system(tmp_path) as system:
             await an_ended_task(system)
-            system.time = (await system.service.delete("next-word")).gone_after
+            system.time = (await system.service.delete("next-word", BY)).gone_after
             steps = 0
             transact, sweep = system.state.transact, system.blobs.sweep
 
@@ -460,11 +460,11 @@ def test_a_task_is_not_deleted_while_it_runs_or_is_evaluated(tmp_path: Path) -> 
         async with a_system(tmp_path) as system:
             await system.submit()
             with pytest.raises(Conflict, match="is running and cannot be deleted"):
-                await system.service.delete("next-word")
-            await system.service.evaluate("next-word", Evaluate(clients=2))
-            await system.service.set_state("next-word", "cancelled")
+                await system.service.delete("next-word", BY)
+            await system.service.evaluate("next-word", Evaluate(clients=2), BY)
+            await system.service.set_state("next-word", "cancelled", BY)
             with pytest.raises(Conflict, match="an evaluation"):
-                await system.service.delete("next-word")
+                await system.service.delete("next-word", BY)
 
     asyncio.run(test())
 
@@ -473,10 +473,10 @@ def test_evaluations_are_deleted_with_their_task(tmp_path: Path) -> None:
     async def test() -> None:
         async with a_system(tmp_path) as system:
             await system.submit()
-            started = await system.service.evaluate("next-word", Evaluate(clients=2))
-            await system.service.set_state(started.task, "cancelled")
-            await system.service.set_state("next-word", "cancelled")
-            system.time = (await system.service.delete("next-word")).gone_after + 3600
+            started = await system.service.evaluate("next-word", Evaluate(clients=2), BY)
+            await system.service.set_state(started.task, "cancelled", BY)
+            await system.service.set_state("next-word", "cancelled", BY)
+            system.time = (await system.service.delete("next-word", BY)).gone_after + 3600
             await system.turn()
             await system.turn()
             assert left_of(system, "next-word") == []
@@ -491,7 +491,7 @@ def test_an_evaluation_of_a_deleted_task_ends(tmp_path: Path) -> None:
     async def test() -> None:
         async with a_system(tmp_path) as system:
             await system.submit()
-            started = await system.service.evaluate("next-word", Evaluate(clients=2))
+            started = await system.service.evaluate("next-word", Evaluate(clients=2), BY)
             version(system, started.task, 1, b"a result")
             system.change(Transaction(delete=(task_key("next-word"),)))
             await system.turn()

@@ -1,0 +1,119 @@
+"""Writes and reads the audit trail (`papaya/messages/audit_trail.py`).
+
+A change and its row are one transaction that requires the head of the trail. If another change was
+first, only the row is made anew: the change itself still requires the rows that it was made from.
+The trail grows by one row per change or refused attempt. `prune` deletes rows that were exported,
+and keeps the number and digest where the rest continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from papaya.errors import OperatorError, PapayaError
+from papaya.messages.audit_trail import (
+    AUDIT_HEAD_KEY,
+    AUDIT_START_KEY,
+    DONE,
+    ROWS_PER_PAGE,
+    Attempt,
+    AuditHeadRow,
+    AuditRow,
+    AuditStartRow,
+    audit_key,
+    page_prefix,
+    recorded,
+)
+from papaya.messages.storage import Outcome, Transaction
+from papaya.server.admin.problems import Conflict, Uncertain
+from papaya.server.admin.views import AuditPage, PruneTrail
+from papaya.server.state_thread import AsyncState
+
+logger = logging.getLogger("papaya.admin")
+
+_ATTEMPTS = 20
+
+
+class AuditTrail:
+    """The trail in one state store. Several processes may write to it at the same time."""
+
+    def __init__(self, state: AsyncState, now: Callable[[], float]) -> None:
+        self._state = state
+        self._now = now
+        self._writing = asyncio.Lock()
+
+    async def transact(self, attempt: Attempt, change: Transaction, result: str = DONE) -> Outcome:
+        """Commit a change with its row."""
+        async with self._writing:
+            for _ in range(_ATTEMPTS):
+                head = await self._head()
+                row = recorded(change, head, attempt, self._now(), result)
+                outcome = await self._state.transact(row)
+                if outcome != "refused" or await self._head() == head:
+                    return outcome
+        return "refused"
+
+    async def refuse(self, attempt: Attempt, error: Exception) -> None:
+        """Record an attempt that changed nothing. If the outcome of a change is unknown, its own
+        row tells, once the store answers.
+        """
+        if isinstance(error, Uncertain):
+            return
+        problem = str(error) if isinstance(error, PapayaError) else "internal server error"
+        if await self.transact(attempt, Transaction(), f"refused: {problem}") != "committed":
+            logger.error("the audit trail has no row for the refused %s", attempt.action)
+
+    async def page(self, after: int) -> AuditPage:
+        """The rows after this number that still exist, up to the end of their page."""
+        found = await self._state.read((AUDIT_HEAD_KEY, AUDIT_START_KEY))
+        start, head = found.get(AUDIT_START_KEY), found.get(AUDIT_HEAD_KEY)
+        start = start if isinstance(start, AuditStartRow) else AuditStartRow()
+        head = head if isinstance(head, AuditHeadRow) else AuditHeadRow()
+        after = max(after, start.number)
+        rows = (await self._state.read((page_prefix(after + 1),))).values()
+        return AuditPage(
+            start,
+            head,
+            tuple(r for r in rows if isinstance(r, AuditRow) and after < r.number <= head.number),
+        )
+
+    async def prune(self, request: PruneTrail, attempt: Attempt) -> AuditPage:
+        """Delete rows from the oldest on, a page per transaction. Each is an entry of the trail."""
+        last = (await self._state.read((audit_key(request.number),))).get(audit_key(request.number))
+        if not isinstance(last, AuditRow):
+            raise Conflict(
+                f"the audit trail has no row {request.number}", hint="papaya audit-trail"
+            )
+        if last.digest != request.digest:
+            raise OperatorError(
+                f"row {request.number} of the audit trail differs from the exported one",
+                hint="keep the export, and find out who changed the state store",
+            )
+        start = (await self.page(0)).start
+        while start.number < request.number:
+            start = await self._prune_page(start, request.number, attempt)
+        return await self.page(start.number)
+
+    async def _prune_page(self, start: AuditStartRow, last: int, attempt: Attempt) -> AuditStartRow:
+        rows = (await self.page(start.number)).rows
+        rows = tuple(row for row in rows if row.number <= last)[:ROWS_PER_PAGE]
+        if not rows:
+            raise Conflict(
+                f"row {start.number + 1} of the audit trail is missing", hint="papaya audit-trail"
+            )
+        following = AuditStartRow(rows[-1].number, rows[-1].digest)
+        found = (await self._state.read((AUDIT_START_KEY,))).get(AUDIT_START_KEY)
+        change = Transaction(
+            require=((AUDIT_START_KEY, found),),
+            put=((AUDIT_START_KEY, following),),
+            delete=tuple(audit_key(row.number) for row in rows),
+        )
+        if await self.transact(attempt, change) != "committed":
+            raise Conflict("the audit trail changed while this command ran", hint="run it again")
+        return following
+
+    async def _head(self) -> AuditHeadRow | None:
+        found = (await self._state.read((AUDIT_HEAD_KEY,))).get(AUDIT_HEAD_KEY)
+        return found if isinstance(found, AuditHeadRow) else None
