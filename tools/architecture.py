@@ -21,19 +21,20 @@ from typing import NamedTuple, TypeAlias
 
 GROUND = ("errors", "config", "messages", "machine")
 MACHINES = ("coordinator", "selector", "aggregator", "client")
-SECURITY = ("attestation", "secagg", "verifiable_log")
+SECURITY = ("attestation", "secagg", "privacy", "verifiable_log")
 DRIVERS = ("device", "server", "sim", "study")
-BESIDE = ("learning", "store", "attestation", "secagg", "tsa", "verifiable_log")
+BESIDE = ("learning", "store", "attestation", "secagg", "privacy", "tsa", "verifiable_log")
 BELOW_DRIVERS = (*GROUND, *MACHINES, *BESIDE)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "__init__": (),
     "errors": (),
-    "config": ("errors", "secagg"),
+    "config": ("errors", "secagg", "privacy"),
     "messages": ("errors", "config"),
     "machine": ("errors", "config", "messages"),
     # Apart from the protocol.
     "secagg": (),
+    "privacy": (),
     "verifiable_log": (),
     "tsa": ("secagg",),
     "attestation": ("errors", "config", "messages", "verifiable_log"),

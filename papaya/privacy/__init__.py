@@ -1,0 +1,1 @@
+"""Differential privacy: what participations cost (docs/privacy.md)."""
