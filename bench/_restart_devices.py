@@ -7,7 +7,6 @@ its work to the servers.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
@@ -16,17 +15,15 @@ from pathlib import Path
 from random import Random
 
 from papaya.client.client import Stage
-from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.device.device import Device
 from papaya.device.eligibility import Eligibility
 from papaya.device.events import Event, StageReached, VisitEnded
 from papaya.device.limits import CheckInPacing
+from papaya.device.load import LoadFleet
 from papaya.device.process import DeviceProcess
 from papaya.device.training import ProtocolTrainer
 from papaya.sim.protocol_updates import protocol_update
-
-_SHORTEST_PAUSE_S = 0.05
 
 
 class Log:
@@ -63,36 +60,14 @@ def _ending(event: VisitEnded) -> str:
     return f"{event.ending}: {event.reason}"
 
 
-class Devices:
+class Devices(LoadFleet):
     """Each makes one visit after the other until `go_home`."""
-
-    def __init__(self, devices: Sequence[Device], rng: Random) -> None:
-        self._rng = rng
-        self._going_home = asyncio.Event()
-        self._running = [asyncio.create_task(self._visits(device)) for device in devices]
 
     async def go_home(self, timeout_s: float) -> None:
         """Start no more visits, and wait for those that have begun."""
-        self._going_home.set()
-        _, pending = await asyncio.wait(self._running, timeout=timeout_s)
-        for task in pending:
-            task.cancel()
-        for ended in await asyncio.gather(*self._running, return_exceptions=True):
-            if isinstance(ended, Exception):
-                raise ended
-
-    async def _visits(self, device: Device) -> None:
-        while not self._going_home.is_set():
-            pause_s = self._pause_after(await device.visit())
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._going_home.wait()
-            except TimeoutError:
-                pass
-
-    def _pause_after(self, finish: Finish) -> float:
-        window = (finish.retry_from_s, finish.retry_until_s)
-        return max(_SHORTEST_PAUSE_S, self._rng.uniform(min(window), max(window)))
+        self.stop_visits()
+        await self.wait(timeout_s)
+        await self.vanish()
 
 
 @asynccontextmanager

@@ -32,6 +32,7 @@ COMMANDS: Final = {
     "audit-trail": "show, export and check who changed what, when and why",
     "doctor": "check an installation and say what to do about each problem",
     "client": "run devices that train for a server",
+    "load": "put a load of devices that train nothing on running servers",
     "store": "back up, restore or move the data of a cluster",
     "token": "create or revoke the token of a device, or list the token files",
     "simulate": "run the servers with a simulated fleet, and train your model on it",

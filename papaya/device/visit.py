@@ -15,11 +15,12 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
 from traceback import format_exception
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from msgspec import structs
 
 from papaya.client.client import Client, Stage
+from papaya.client.history import Participated
 from papaya.client.work import (
     Answered,
     Download,
@@ -38,7 +39,6 @@ from papaya.client.work import (
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
 from papaya.device.bundles import Bundle, BundleStore, VisitBundles
-from papaya.device.device_file import DeviceHistory
 from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore, UseRefused
 from papaya.device.executor import GivenUp
@@ -58,6 +58,12 @@ _NO_TRUST = "this device has no trust policy for secure aggregation"
 _TRUST_HINT = "papaya client --trust FILE"
 
 
+class Participations(Protocol):
+    """Where participations are recorded (`DeviceHistory` on a real device)."""
+
+    def remember(self, task: TaskId, participated: Participated) -> None: ...
+
+
 class Equipment(NamedTuple):
     """What one device uses in its visits."""
 
@@ -66,7 +72,7 @@ class Equipment(NamedTuple):
     token: Secret | None
     config: DeviceConfig
     store: ExampleStore
-    history: DeviceHistory
+    history: Participations
     trainer: Trainer
     bundles: BundleStore | None = None
 

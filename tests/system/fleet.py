@@ -12,17 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
-from typing import Self
 
-from papaya.client.work import Finish, Trained
+from papaya.client.work import Trained
 from papaya.config import DeviceConfig
-from papaya.credentials.token_files import Secret
 from papaya.device.device import Device
-from papaya.device.eligibility import Eligibility
 from papaya.device.example_store import ExampleStore
-from papaya.device.limits import CheckInPacing
-from papaya.device.process import DeviceProcess
-from papaya.device.selectors import Selectors
+from papaya.device.load import Ask, LoadFleet, LoadProcess
 from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.trust import Trust
 from papaya.learning.definition import TaskTerms
@@ -51,7 +46,6 @@ _CONFIG = DeviceConfig(
     give_up_s=60.0,
     participation_floor_s=0.0,
 )
-_SHORTEST_PAUSE_S = 0.02
 
 
 class Book:
@@ -97,6 +91,15 @@ class Book:
                     await self._changed.wait()
             except TimeoutError:
                 raise AssertionError(f"not within {seconds:g} s: {what}; {self}") from None
+
+    async def exchange(self, selector: str, message: Message, ask: Ask) -> Message | None:
+        await self.pass_half_way(message)
+        self.on_request(selector, message)
+        answer = await ask()
+        if self.loses(answer):
+            return None
+        self.on_answer(message, answer)
+        return answer
 
     async def pass_half_way(self, message: Message) -> None:
         """Uploads of `held_half_way` send their first chunk and wait until they are let go."""
@@ -171,29 +174,9 @@ class Book:
         return f"era {self.era}, joined {len(self.joined)}, {self.chunks} chunks, {self.endings()}"
 
 
-class WatchedSelectors(Selectors):
+class WatchedProcess(LoadProcess):
     """Every answer is in the book before the device hears it."""
 
-    book: Book
-
-    async def ask(
-        self,
-        selector: str,
-        token: Secret | None,
-        message: Message,
-        timeout_s: float,
-        moving: Callable[[], None] = lambda: None,
-    ) -> Message | None:
-        await self.book.pass_half_way(message)
-        self.book.on_request(selector, message)
-        answer = await super().ask(selector, token, message, timeout_s, moving)
-        if self.book.loses(answer):
-            return None
-        self.book.on_answer(message, answer)
-        return answer
-
-
-class WatchedProcess(DeviceProcess):
     def __init__(
         self,
         book: Book,
@@ -201,23 +184,7 @@ class WatchedProcess(DeviceProcess):
         trust: Trust | None,
         blobs_hosts: Sequence[str] = (),
     ) -> None:
-        super().__init__(
-            now=time.time,
-            pacing=CheckInPacing(pause_s=0, backoff_s=0.05, max_backoff_s=0.2),
-            eligibility=Eligibility((), ()),
-            max_parallel=1000,
-            certificates=certificates,
-            trust=trust,
-            blobs_hosts=blobs_hosts,
-        )
-        self._book = book
-
-    async def __aenter__(self) -> Self:
-        await super().__aenter__()
-        watched = WatchedSelectors(self._session, self.limits, self._on_reachable)
-        watched.book = self._book
-        self.selectors = watched
-        return self
+        super().__init__(book, certificates, trust, blobs_hosts)
 
 
 Work = Callable[[TrainingRequest], Awaitable[None]]
@@ -247,43 +214,19 @@ class NoTraining(ProtocolTrainer):
         return await super().train(assignment, store)
 
 
-class Fleet:
+class Fleet(LoadFleet):
     """So many devices, each with one visit after the other, until the fleet goes home."""
 
     def __init__(self, book: Book, devices: Sequence[Device], seed: int) -> None:
         self.book = book
-        self._devices = devices
-        self._rng = Random(seed)
-        self._going_home = asyncio.Event()
-        self._running = [asyncio.create_task(self._visits(device)) for device in devices]
+        super().__init__(devices, Random(seed))
 
     async def go_home(self, seconds: float) -> None:
         """No further visits; those that have begun come to their own end."""
-        self._going_home.set()
+        self.stop_visits()
         self.book.last_era()
-        done, pending = await asyncio.wait(self._running, timeout=seconds)
-        for task in done:
-            task.result()
-        assert not pending, f"{len(pending)} devices did not come home; {self.book}"
-
-    async def vanish(self) -> None:
-        """As if all devices lost their power."""
-        for task in self._running:
-            task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
-
-    async def _visits(self, device: Device) -> None:
-        while not self._going_home.is_set():
-            pause_s = self._pause_after(await device.visit())
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._going_home.wait()
-            except TimeoutError:
-                pass
-
-    def _pause_after(self, finish: Finish) -> float:
-        window = (finish.retry_from_s, finish.retry_until_s)
-        return max(_SHORTEST_PAUSE_S, self._rng.uniform(min(window), max(window)))
+        left = await self.wait(seconds)
+        assert not left, f"{left} devices did not come home; {self.book}"
 
 
 @asynccontextmanager
