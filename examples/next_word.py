@@ -106,6 +106,7 @@ task = Task(
     concurrency=24,
     optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.2, beta2=0.99),
     evaluation=EvaluationPlan(every_versions=5, clients=16),
+    perplexity=True,  # a language model: show exp(loss)
     secure_aggregation=SecureAggregation(),  # the server sees only sums of 10 updates
     clip=2.0,  # nearly all updates are shorter; the first ones are the longest
     participation_gap_s=0.0,  # a demonstration: the same devices come back at once

@@ -10,6 +10,8 @@ from papaya.config import (
     DeviceConfig,
     Evaluated,
     EvaluationPlan,
+    MetricBounds,
+    MetricTarget,
     OptimizerConfig,
     Requirements,
     SecureAggregation,
@@ -45,12 +47,25 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "stop": "When the task ends automatically.",
         "evaluation": "Evaluate versions on devices' held-out data. None: no evaluations.",
         "evaluates": "Set only in an evaluation task: the version that it evaluates.",
+        "metrics": "What evaluations measure beside the loss, at most 16.",
+        "perplexity": "Show exp(loss) of evaluations: for language models.",
     },
     StopRule: {
         "versions": "End at exactly this version.",
         "hours": "End this many hours after submission.",
         "target_loss": "End when an evaluation's mean loss per example is at or below this.",
         "patience": "End after this many evaluations in a row without a better loss.",
+        "target_metric": "End when the mean of a metric, or the perplexity, reaches this.",
+    },
+    MetricTarget: {
+        "name": "A metric of the task, or `perplexity`.",
+        "above": "Reached at or above this value.",
+        "below": "Reached at or below this value.",
+    },
+    MetricBounds: {
+        "name": "1 to 32 of a-z, 0-9 and `_`, starting with a letter.",
+        "low": "The lower bound of a value. A batch whose mean is below it counts as this.",
+        "high": "The upper bound of a value. A batch whose mean is above it counts as this.",
     },
     EvaluationPlan: {
         "every_versions": "Number of versions between two evaluations.",
@@ -63,6 +78,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "parameters": "The key of its parameters.",
         "model_length": "Number of parameters of that version.",
         "max_examples": "Maximum number of held-out examples of one client: the task's own.",
+        "metrics": "The metrics of the task when the evaluation started.",
     },
     Deployment: {
         "data": "Folder of the state database, the blobs and the tokens.",

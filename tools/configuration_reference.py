@@ -23,6 +23,7 @@ from papaya.config import (
     AsyncFL,
     Deployment,
     DeviceConfig,
+    MetricBounds,
     OptimizerConfig,
     SecureAggregation,
     ServerConfig,
@@ -58,6 +59,7 @@ REFUSED: dict[type[Struct], list[dict[str, Any]]] = {
         SECURE | {"concurrency": 1_000_000, "model_length": 100_000_000},
         SECURE | {"clip": 1e-35},
         {"stop": StopRule(target_loss=1.0)},
+        {"metrics": (MetricBounds("accuracy"), MetricBounds("accuracy"))},
     ],
     Deployment: [
         {"devices": "8750"},
@@ -122,12 +124,20 @@ bytes (`_bytes`).
 ### `stop`: `StopRule`
 
 {StopRule}
+#### `target_metric`: `MetricTarget`
+
+Exactly one of `above` and `below` is given.
+
+{MetricTarget}
 ### `evaluation`: `EvaluationPlan`
 
 {EvaluationPlan}
 ### `evaluates`: `Evaluated`
 
 {Evaluated}
+### `metrics`: `MetricBounds`
+
+{MetricBounds}
 ### Values derived from a task
 
 For concurrency 1300, a million parameters, and the defaults of all other fields:

@@ -309,7 +309,8 @@ class Shards:
         if config.secure_aggregation is None:
             update = admit(pieces, config.model_length, config.clip, config.over_clip)
             if config.evaluates is not None:
-                admit_evaluation(update.pieces, config.evaluates.max_examples)
+                pinned = config.evaluates
+                admit_evaluation(update.pieces, pinned.max_examples, len(pinned.metrics))
             return Contribution(update, work.examples, work.staleness)
         update_pieces = masked_update(config, pieces)
         agreed = config.public_parameters

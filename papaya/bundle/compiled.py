@@ -2,7 +2,8 @@
 
 The program file (`papaya/learning/executorch/program_file.py`) has settings of its own, from the
 time when it was compiled. Those in the manifest replace them, so that a revision needs no new
-program. Refused: a program for another model or another batch size than the signed one.
+program. Refused: a program for another model, another batch size or other metrics than the signed
+ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from papaya.bundle.manifest import TaskManifest
+from papaya.config import MetricBounds
 from papaya.errors import OperatorError
 from papaya.learning.executorch.program_file import ProgramFile
 
@@ -25,5 +27,15 @@ def signed_program(program: ProgramFile, manifest: TaskManifest) -> ProgramFile:
             f"the manifest says {client.batch_size}",
             hint="the owner has to submit the task again",
         )
+    if header.terms.metrics != manifest.metrics:
+        raise OperatorError(
+            f"the program has the metrics {_names(header.terms.metric_bounds)}, "
+            f"the manifest says {_names(manifest.metric_bounds)}",
+            hint="the owner has to submit the task again",
+        )
     terms = structs.replace(header.terms, clip=manifest.clip, max_examples=client.max_examples)
     return structs.replace(program, header=structs.replace(header, client=client, terms=terms))
+
+
+def _names(metrics: tuple[MetricBounds, ...]) -> list[str]:
+    return [f"{metric.name} from {metric.low:g} to {metric.high:g}" for metric in metrics]

@@ -18,11 +18,12 @@ import hashlib
 import math
 from typing import Annotated, Final, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.owner import OwnerKeys, SignedStatement, Statement
 from papaya.config.checks import require
+from papaya.config.metrics import MetricBounds, check_metrics
 from papaya.config.versions import EngineVersion
 from papaya.learning.definition import ClientSGD, Examples
 
@@ -98,6 +99,9 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     # Minimum number of devices in the sum of an evaluation; 0: no evaluations.
     evaluation_clients: Number
     privacy: None
+    # What an evaluation uploads beside the loss. Unset if it is nothing, so that manifests that
+    # were signed before there were metrics keep their encoding.
+    metrics: tuple[MetricBounds, ...] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         for field in ("training_timeout_s", "upload_timeout_s"):
@@ -127,6 +131,13 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
             "must name each tensor once",
             "",
         )
+
+        require(self.metrics != (), "metrics", self.metrics, "must be unset if there are none", "")
+        check_metrics(self.metric_bounds)
+
+    @property
+    def metric_bounds(self) -> tuple[MetricBounds, ...]:
+        return self.metrics or ()
 
     @property
     def model_length(self) -> int:

@@ -1,6 +1,7 @@
 """Configuration of tasks, servers and devices."""
 
 from papaya.config.deployment import Deployment
+from papaya.config.metrics import MetricBounds, MetricTarget
 from papaya.config.server import DeviceConfig, ServerConfig
 from papaya.config.task import (
     MAX_MODEL_LENGTH,
@@ -22,6 +23,8 @@ __all__ = [
     "DeviceConfig",
     "Evaluated",
     "EvaluationPlan",
+    "MetricBounds",
+    "MetricTarget",
     "OptimizerConfig",
     "Requirements",
     "SecureAggregation",

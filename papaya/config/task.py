@@ -23,6 +23,7 @@ from papaya.config.checks import (
     require_count,
     require_positive_s,
 )
+from papaya.config.metrics import PERPLEXITY, MetricBounds, MetricTarget, check_metrics
 from papaya.config.versions import EngineVersion
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
@@ -125,6 +126,7 @@ class StopRule(Struct, frozen=True, kw_only=True):
     hours: float | None = None
     target_loss: float | None = None
     patience: int | None = None
+    target_metric: MetricTarget | None = None
 
     def __post_init__(self) -> None:
         for field in ("versions", "patience"):
@@ -180,10 +182,12 @@ class Evaluated(Struct, frozen=True):
     model_length: int
     max_examples: int = MAX_COUNT
     """How many examples one client may use: as many as in the task that is evaluated."""
+    metrics: tuple[MetricBounds, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("model_length", "max_examples"):
             require_count(f"evaluates.{field}", getattr(self, field))
+        check_metrics(self.metrics)
 
 
 class TaskConfig(Struct, frozen=True, kw_only=True):
@@ -209,6 +213,8 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
     stop: StopRule = StopRule()
     evaluation: EvaluationPlan | None = None
     evaluates: Evaluated | None = None
+    metrics: tuple[MetricBounds, ...] = ()
+    perplexity: bool = False
 
     def __post_init__(self) -> None:
         self._check_size()
@@ -424,13 +430,23 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         )
 
     def _check_lifecycle(self) -> None:
-        needs_results = self.stop.target_loss is not None or self.stop.patience is not None
+        target = self.stop.target_metric
+        rules = (self.stop.target_loss, self.stop.patience, target)
         require(
-            not needs_results or self.evaluation is not None,
+            self.evaluation is not None or all(rule is None for rule in rules),
             "stop",
             self.stop,
-            "target_loss and patience need the results of evaluations",
+            "target_loss, target_metric and patience need the results of evaluations",
             "set evaluation, for example EvaluationPlan(every_versions=10)",
+        )
+        check_metrics(self.metrics)
+        names = [*(metric.name for metric in self.metrics), *[PERPLEXITY] * self.perplexity]
+        require(
+            target is None or target.name in names,
+            "stop.target_metric.name",
+            None if target is None else target.name,
+            f"is not a metric of the task, which has {', '.join(names) or 'none'}",
+            "define it in the task's file: metrics={…}, or perplexity=True",
         )
         require(
             self.evaluates is None or self.evaluation is None,

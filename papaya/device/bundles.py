@@ -89,6 +89,7 @@ class Bundle(Struct, frozen=True):
             threshold=None if manifest.secure is None else manifest.secure.threshold,
             manifest=manifest.digest,
             aggregation_goal=None if manifest.secure is None else manifest.secure.aggregation_goal,
+            metrics=manifest.metrics,
         )
 
     def check_evaluation(self, clients: int | None = None) -> None:

@@ -294,6 +294,8 @@ def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngin
         raise OperatorError("the model does not have the layout in the manifest", hint="")
     if (loaded.frozen.hex() or None) != manifest.frozen:
         raise OperatorError("the model does not have the frozen tensors in the manifest", hint="")
+    if loaded.task.metric_bounds != manifest.metric_bounds:
+        raise OperatorError("the task does not have the metrics in the manifest", hint="")
     task = structs.replace(loaded.task, client=manifest.client, clip=manifest.clip)
     return TorchEngine(dataclasses.replace(loaded, task=task))
 

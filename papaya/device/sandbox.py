@@ -55,7 +55,7 @@ from papaya.device.frames import (
 )
 from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
-from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.learning.evaluation import evaluation_length
 
 _KILL_GRACE_S: Final = 5.0
 _RESTART_INTERVAL_S: Final = 5.0
@@ -408,7 +408,7 @@ def _update_bytes(job: Job, file: TaskFile) -> int | None:
         case "train":
             return 4 * file.model_length
         case "evaluate":
-            return 4 * EVALUATION_LENGTH
+            return 4 * evaluation_length(len(file.terms.metric_bounds))
         case "load" | "check":
             return None
         case "try":

@@ -37,7 +37,7 @@ from papaya.device.sandbox import Sandbox
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import TaskTerms
-from papaya.learning.evaluation import evaluation_vector
+from papaya.learning.evaluation import evaluation_vector, metric_count
 from papaya.messages.base import SessionId, TaskId
 from papaya.messages.participation import LeaveReason
 
@@ -345,7 +345,8 @@ class ProtocolTrainer:
     """Waits as long as training would, then uploads `update(session, length)`.
 
     For load and chaos tests. `seconds` and `examples` draw the duration and the number of
-    examples. Every evaluation has a loss of 1.
+    examples. Every evaluation has a loss of 1 and metrics at
+    their lower bounds.
     """
 
     engine = "torch"
@@ -376,6 +377,7 @@ class ProtocolTrainer:
     async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
         await asyncio.sleep(self._seconds())
         if assignment.evaluates:
-            return Trained(evaluation_vector(volume=1, loss_sum=1.0, examples=1).tobytes(), 1)
+            metrics = [0.0] * metric_count(assignment.update_length)
+            return Trained(evaluation_vector(1, 1.0, 1, metrics).tobytes(), 1)
         update = self._update(assignment.session, assignment.update_length)
         return Trained(update, self._examples())

@@ -32,7 +32,7 @@ from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.credentials.tls import client_context
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.definition import TaskTerms
-from papaya.learning.evaluation import EVALUATION_LENGTH
+from papaya.learning.evaluation import evaluation_length
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import TaskId
 from papaya.secagg.errors import SecureAggregationError
@@ -67,7 +67,7 @@ def agreed_policy(
     if evaluates:
         return ParticipantPolicy(
             task=task,
-            length=EVALUATION_LENGTH,
+            length=evaluation_length(len(terms.metric_bounds)),
             clip=EVALUATION_CLIP,
             max_examples=1,
             max_staleness=EVALUATION_MAX_STALENESS,

@@ -1,4 +1,4 @@
-"""The parts of a task that its owner writes: model, loss, batches, client SGD, example query.
+"""The parts of a task that its owner writes: model, loss, metrics, batches, client SGD, query.
 
 Paper, "Client Runtime": the executor trains on local data by the task's configuration. Everything
 here is the owner's or the device's own; `Task.config` is the part that a server gets to see, and
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from papaya.config import (
     AsyncFL,
     EvaluationPlan,
+    MetricBounds,
     OptimizerConfig,
     Requirements,
     SecureAggregation,
@@ -100,6 +101,16 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             require_count(f"client.{field}", getattr(self, field))
 
 
+class Metric(Struct, frozen=True, eq=False):
+    """What an evaluation measures beside the loss. `compute(module, *batch)` returns a number for
+    each example, or their mean; `low` and `high` are its bounds.
+    """
+
+    compute: Callable[..., Any]
+    low: float = 0.0
+    high: float = 1.0
+
+
 class TaskTerms(Struct, frozen=True):
     """The privacy settings of a task file, which the device compares with the server's."""
 
@@ -113,6 +124,9 @@ class TaskTerms(Struct, frozen=True):
     """The digest of the signed manifest that has these settings; empty for a task file."""
     aggregation_goal: int | None = None
     """The aggregation goal that the manifest states for a secure task."""
+    metrics: tuple[MetricBounds, ...] | UnsetType = UNSET
+    """What an evaluation uploads beside the loss. Unset if it is nothing: program files have one
+    encoding, and those without metrics have no such field."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:
@@ -123,7 +137,12 @@ class TaskTerms(Struct, frozen=True):
             max_staleness=config.max_staleness,
             clip=config.clip,
             threshold=config.threshold,
+            metrics=config.metrics or UNSET,
         )
+
+    @property
+    def metric_bounds(self) -> tuple[MetricBounds, ...]:
+        return self.metrics or ()
 
 
 class Task(Struct, frozen=True, kw_only=True, eq=False):
@@ -133,6 +152,9 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
 
     `loss`: returns the mean over the batch, or one loss for each example. The executorch engine
     needs fields and one loss for each example.
+
+    `metrics`: by name, what an evaluation measures beside the loss; a plain function has the bounds
+    0 and 1. The executorch engine needs one number for each example. `perplexity`: show exp(loss).
 
     `sample`: a few stored examples, if given, are tried whenever the file is loaded, so that a
     mistake in `batch` or `loss` is found before a device meets it.
@@ -160,6 +182,8 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     durability: Literal["commit", "step"] = "commit"
     stop: StopRule = StopRule()
     evaluation: EvaluationPlan | None = None
+    metrics: Mapping[str, Metric | Callable[..., Any]] = {}
+    perplexity: bool = False
     sample: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
@@ -177,6 +201,14 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             value = getattr(self, field)
             remedy = f"write {field}={kind.__name__}(...)"
             require(isinstance(value, kind), field, value, f"must be a {kind.__name__}", remedy)
+        for name, metric in self.metrics.items():
+            require(
+                isinstance(metric, Metric) or callable(metric),
+                f"metrics[{name!r}]",
+                metric,
+                "must be callable, or a Metric",
+                "give a function of the module and the batch, or Metric(function, low=0, high=1)",
+            )
         if self.requirements.engine or self.requirements.module:
             raise ConfigError.of(
                 "requirements",
@@ -201,6 +233,16 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
         fields = () if callable(self.batch) else tuple(self.batch)
         return fields if fields and all(isinstance(f, ExampleField) for f in fields) else None
 
+    @property
+    def metric_functions(self) -> list[Callable[..., Any]]:
+        """In the order of `metric_bounds`."""
+        return [m.compute if isinstance(m, Metric) else m for m in self.metrics.values()]
+
+    @property
+    def metric_bounds(self) -> tuple[MetricBounds, ...]:
+        metrics = {n: m if isinstance(m, Metric) else Metric(m) for n, m in self.metrics.items()}
+        return tuple(MetricBounds(n, float(m.low), float(m.high)) for n, m in metrics.items())
+
     def config(self, model_length: int, module: str | None, engine: str = "torch") -> TaskConfig:
         """The configuration that a server gets: no code, only numbers and names."""
         return TaskConfig(
@@ -223,4 +265,6 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             durability=self.durability,
             stop=self.stop,
             evaluation=self.evaluation,
+            metrics=self.metric_bounds,
+            perplexity=self.perplexity,
         )

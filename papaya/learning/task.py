@@ -36,6 +36,7 @@ from typing import Final
 from papaya.config import (
     AsyncFL,
     EvaluationPlan,
+    MetricTarget,
     OptimizerConfig,
     Requirements,
     SecureAggregation,
@@ -45,7 +46,7 @@ from papaya.config import (
 )
 from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.checkpoint_files import read_checkpoint
-from papaya.learning.definition import ClientSGD, Examples, Task, module_hash
+from papaya.learning.definition import ClientSGD, Examples, Metric, Task, module_hash
 from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.parameters import Manifest, Vector
 
@@ -55,6 +56,8 @@ __all__ = [
     "EvaluationPlan",
     "Examples",
     "LoadedTask",
+    "Metric",
+    "MetricTarget",
     "OptimizerConfig",
     "Requirements",
     "SecureAggregation",
@@ -105,8 +108,8 @@ class LoadedTask:
         return initial_parameters(self.task, self.manifest, seed)
 
     def try_on(self, examples: Sequence[bytes], what: str) -> None:
-        """Show examples to `batch` and `loss`; ConfigError says where in the file they fail."""
-        from papaya.learning.torch.module import tried_batch, try_loss  # imports torch
+        """Try `batch`, `loss` and `metrics`; ConfigError says where in the file they fail."""
+        from papaya.learning.torch.module import tried_batch, try_loss, try_metrics  # imports torch
 
         try:
             batch = tried_batch(self.task, examples)
@@ -121,6 +124,12 @@ class LoadedTask:
             made = ", ".join(map(_described, batch))
             hint = f"loss is called with the module and the tensors that batch returns: {made}"
             raise _located(self.path, error, f"{what}: loss", hint) from error
+        try:
+            try_metrics(self.task, batch, len(examples))
+        except Exception as error:
+            made = ", ".join(map(_described, batch))
+            hint = f"metrics are called with the module and the tensors that batch returns: {made}"
+            raise _located(self.path, error, f"{what}: metrics", hint) from error
 
 
 def load_task(path: Path) -> LoadedTask:

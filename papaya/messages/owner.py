@@ -328,6 +328,7 @@ def evaluation_config(
             version.parameters,
             config.model_length,
             config.max_examples,
+            config.metrics,
         ),
     )
 

@@ -235,6 +235,8 @@ class PointRow(Row, frozen=True):
     perplexity: float | None = None
     evaluated: str = ""
     """The complete result of the evaluation, as JSON."""
+    metrics: dict[str, float] = {}
+    """The means of the task's own metrics over all clients, by name."""
 
 
 class RevisionRow(Row, frozen=True):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from papaya.errors import OperatorError
-from papaya.learning.definition import ClientSGD, Examples, Task
+from papaya.learning.definition import ClientSGD, Examples, Metric, Task
 from papaya.learning.evaluation import summarize
 from papaya.learning.example_fields import Binary, ExampleField
 from papaya.learning.executorch.engine import ExecuTorchEngine
@@ -89,6 +89,20 @@ def kind(module: nn.Module, inputs: Tensor, kinds: Tensor) -> Tensor:
     return cross_entropy(module(inputs), kinds, reduction="none")
 
 
+def words_right(module: nn.Module, words: Tensor) -> Tensor:
+    chosen: Tensor = module(words[:, :-1]).argmax(-1)
+    return (chosen == words[:, 1:]).float().mean(1)
+
+
+def is_right(module: nn.Module, inputs: Tensor, kinds: Tensor) -> Tensor:
+    chosen: Tensor = module(inputs).argmax(-1)
+    return chosen == kinds
+
+
+def surprise(module: nn.Module, inputs: Tensor, kinds: Tensor) -> Tensor:
+    return 1 - torch.softmax(module(inputs), -1).gather(1, kinds.unsqueeze(1)).squeeze(1)
+
+
 def labelled(shape: tuple[int, ...]) -> tuple[tuple[ExampleField, ...], list[bytes]]:
     inputs = RNG.standard_normal((EXAMPLES, *shape)).astype(FLOAT32)
     examples = [each.tobytes() + np.int64(n % KINDS).tobytes() for n, each in enumerate(inputs)]
@@ -115,6 +129,9 @@ def a_task(name: str, length: int) -> LoadedTask:
         model=model,
         batch=fields,
         loss=next_word if is_text else kind,
+        metrics={"right": words_right}
+        if is_text
+        else {"right": is_right, "surprise": Metric(surprise, high=2.0)},
         examples=Examples("examples"),
         # Ten steps: 26 examples are four full batches and one of 2, twice.
         client=ClientSGD(rate=0.2, momentum=0.5, weight_decay=0.01, epochs=2, batch_size=6),
@@ -143,9 +160,13 @@ def agree(name: str, length: int) -> None:
         difference = np.linalg.norm(ours[tensor] - change)
         assert difference <= export.TOLERANCE * np.linalg.norm(change), tensor
     results = [
-        summarize(np.frombuffer(each.evaluate(initial, examples, volume=20), FLOAT32))
+        summarize(
+            np.frombuffer(each.evaluate(initial, examples, volume=20), FLOAT32),
+            metrics=loaded.task.metric_bounds,
+        )
         for each in (engine, eager)
     ]
+    assert results[0].all.metrics == pytest.approx(results[1].all.metrics, abs=1e-5)
     assert results[0].all.loss == pytest.approx(results[1].all.loss, rel=1e-6)
     assert results[0].all.examples == len(examples)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from papaya.bundle import archive
 from papaya.bundle.head import PROGRAM_FILE, BundleHead
@@ -141,6 +141,7 @@ def first_manifest(
         weighting="examples",
         evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
         privacy=None,
+        metrics=config.metrics or UNSET,
         **_limits(config),
     )
 

@@ -1,9 +1,9 @@
 """Training and evaluation of one task on one device, with ExecuTorch instead of torch.
 
-The program computes the loss and its gradients for a batch of fixed size; the steps of SGD are
-here, in numpy, the same as those of `papaya/learning/torch/engine.py`. Both engines train the same
-update from the same seed, up to rounding. A batch with fewer examples is filled with copies of its
-first example that have the weight 0.
+The program computes the loss, its gradients and the metrics for a batch of fixed size; the steps of
+SGD are here, in numpy, the same as those of `papaya/learning/torch/engine.py`. Both engines train
+the same update from the same seed, up to rounding. A batch with fewer examples is filled with
+copies of its first example that have the weight 0.
 
 Refused (OperatorError): no examples, examples that do not fit the task's fields, parameters of
 another model, a loss or a model that is not finite, and what the runtime refuses.
@@ -26,7 +26,7 @@ from papaya.learning.client_training import (
     update_bytes,
     used_examples,
 )
-from papaya.learning.evaluation import evaluation_vector
+from papaya.learning.evaluation import EvaluationSums
 from papaya.learning.example_fields import Array, read_fields
 from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.executorch.runtime import LoadedProgram, require_operators
@@ -58,7 +58,7 @@ class ExecuTorchEngine:
         velocities: dict[str, Vector] = {}
         with self._loaded(parameters) as program:
             for batch in training_batches(used, self._client, seed, step_done):
-                loss, gradients = self._run(program, batch)
+                loss, _, gradients = self._run(program, batch)
                 if not math.isfinite(loss):
                     raise diverged("loss")
                 self._descend(program.parameters, gradients, velocities)
@@ -74,13 +74,14 @@ class ExecuTorchEngine:
         volume: int,
         step_done: StepDone = unwatched,
     ) -> bytes:
-        """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
+        """The evaluation vector of a device with `volume` training examples."""
         used = used_examples(examples, self._client)
-        loss_sum = 0.0
+        sums = EvaluationSums(self._file.header.terms.metric_bounds)
         with self._loaded(parameters) as program:
             for batch in evaluation_batches(used, self._client, step_done):
-                loss_sum += len(batch) * self._run(program, batch)[0]
-        return evaluation_vector(volume, loss_sum, len(used)).tobytes()
+                loss, metrics, _ = self._run(program, batch)
+                sums.add(len(batch), loss, metrics)
+        return sums.vector(volume).tobytes()
 
     def try_program(self) -> None:
         """Load the program, with all parameters zero."""
@@ -90,7 +91,9 @@ class ExecuTorchEngine:
     def _loaded(self, parameters: Vector) -> closing[LoadedProgram]:
         return closing(LoadedProgram(self._file, self.manifest.unflatten(parameters)))
 
-    def _run(self, program: LoadedProgram, batch: list[bytes]) -> tuple[float, dict[str, Vector]]:
+    def _run(
+        self, program: LoadedProgram, batch: list[bytes]
+    ) -> tuple[float, list[float], dict[str, Vector]]:
         size = self._client.batch_size
         weights = np.zeros(size, FLOAT32)
         weights[: len(batch)] = 1 / len(batch)

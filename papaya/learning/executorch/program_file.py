@@ -49,7 +49,8 @@ class ProgramHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     fields: tuple[ExampleField, ...]  # the program's inputs, after the weights of the examples
     client: ClientSGD  # its batch size is the program's
     manifest: Manifest
-    gradients: tuple[str, ...]  # the program's outputs, after the loss: parameters by name
+    # The program's outputs, after the loss and the metrics of the terms: parameters by name.
+    gradients: tuple[str, ...]
     operators: tuple[str, ...]  # what the runtime must have
     program_bytes: int
     program_sha256: str

@@ -75,8 +75,10 @@ class LoadedProgram:
             raise OperatorError(f"the program does not use the parameters {lost}", hint=_AGAIN)
         return {name: _view(place, self._shapes[name]) for name, place in places.items()}
 
-    def run(self, inputs: Sequence[npt.NDArray[np.generic]]) -> tuple[float, dict[str, Vector]]:
-        """The loss and the gradients, which are views that the next run overwrites."""
+    def run(
+        self, inputs: Sequence[npt.NDArray[np.generic]]
+    ) -> tuple[float, list[float], dict[str, Vector]]:
+        """The loss, the metrics and the gradients, which are views that the next run overwrites."""
         arrays = [np.ascontiguousarray(array) for array in inputs]
         status = self._library.papaya_run(
             self._handle,
@@ -86,9 +88,10 @@ class LoadedProgram:
         )
         if status:
             raise self._failure("the program failed", status)
-        loss = float(self._output(0, ())[()])
-        names = self._header.gradients
-        return loss, {n: self._output(i, self._shapes[n]) for i, n in enumerate(names, 1)}
+        count = 1 + len(self._header.terms.metric_bounds)
+        loss, *metrics = (float(self._output(index, ())[()]) for index in range(count))
+        names = enumerate(self._header.gradients, count)
+        return loss, metrics, {n: self._output(i, self._shapes[n]) for i, n in names}
 
     def close(self) -> None:
         """Free the program's memory. Its views must not be used afterwards."""

@@ -31,11 +31,17 @@ from papaya.learning.client_training import (
     update_bytes,
     used_examples,
 )
-from papaya.learning.evaluation import evaluation_vector
+from papaya.learning.evaluation import EvaluationSums
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.frozen import frozen_digest
-from papaya.learning.torch.module import checked_loss, make_module, trainable, tried_batch
+from papaya.learning.torch.module import (
+    checked_loss,
+    checked_loss_and_metrics,
+    make_module,
+    trainable,
+    tried_batch,
+)
 
 
 class TorchEngine:
@@ -82,16 +88,16 @@ class TorchEngine:
         volume: int,
         step_done: StepDone = unwatched,
     ) -> bytes:
-        """Sums of loss, examples and clients in the bucket of a device with `volume` examples."""
+        """The evaluation vector of a device with `volume` training examples."""
         used = used_examples(examples, self.task.client)
         self._set(parameters)
         self._module.eval()
-        loss_sum = 0.0
+        sums = EvaluationSums(self.task.metric_bounds)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             for batch in evaluation_batches(used, self.task.client, step_done):
-                loss_sum += len(batch) * float(checked_loss(self.task, self._module, batch))
-        return evaluation_vector(volume, loss_sum, len(used)).tobytes()
+                sums.add(len(batch), *checked_loss_and_metrics(self.task, self._module, batch))
+        return sums.vector(volume).tobytes()
 
     def try_program(self) -> None:
         """No-op: creating the engine has loaded the program."""

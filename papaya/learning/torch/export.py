@@ -1,16 +1,18 @@
 """Compiles a task for devices without torch: module and loss become one ExecuTorch program.
 
 The program takes a weight for each example of a batch and the fields of the examples, and returns
-the weighted sum of their losses and its gradients. Parameters are not part of it. The batch size is
-fixed; a smaller batch is padded with examples of weight 0.
+the weighted sums of their losses and metrics and the gradients of the losses. Parameters are not
+part of it. The batch size is fixed; a smaller batch is padded with examples of weight 0.
 
 `torch.export.experimental` is private and ExecuTorch's training support is immature: all use of
 both is in this file, and the versions are pinned. A program is accepted only after ten steps in
-which it trained the same update as eager PyTorch, some of them with padding.
+which it trained the same update as eager PyTorch, some of them with padding, and if it measures the
+same metrics.
 
-Refused (OperatorError): a task without fields, without `sample` or without one loss for each
-example; operators that are known to be wrong or missing, with the layer and a remedy; parameters
-without a gradient; a program that trains another update.
+Refused (OperatorError): a task without fields, without `sample` or without one loss and one number
+of each metric for each example; operators that are known to be wrong or missing, with the layer and
+a remedy; parameters without a gradient; a program that trains another update or measures other
+metrics.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import structs
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from papaya import __version__
 from papaya.errors import OperatorError
 from papaya.learning.definition import TaskTerms
+from papaya.learning.evaluation import summarize
 from papaya.learning.executorch.engine import ExecuTorchEngine
 from papaya.learning.executorch.program_file import (
     EXECUTORCH_VERSION,
@@ -47,12 +50,18 @@ from papaya.learning.task import LoadedTask
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.module import checked_loss, make_module, tried_batch
 
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
 TORCH_VERSION: Final = "2.13.0"
 """The version whose private API this file uses."""
 
 STEPS: Final = 10
 TOLERANCE: Final = 1e-5
 """Per tensor: the norm of the difference of two updates, by the norm of the update."""
+
+METRIC_TOLERANCE: Final = 1e-4
+"""Of the range of a metric."""
 
 _ROUNDING: Final = 2.0**-24  # of float32
 _STEP_SIZE: Final = 0.01  # of the norm of the parameters, in the comparison
@@ -132,7 +141,7 @@ def _compiled(loaded: LoadedTask) -> bytes:
         )
     examples = list(islice(cycle(task.sample), task.client.batch_size))
     inputs = tried_batch(task, examples)
-    _require_example_losses(loaded, inputs, len(examples))
+    _require_one_for_each_example(loaded, inputs, len(examples))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside torch.export and executorch
         program, gradients, operators = _exported(loaded, inputs, len(examples))
@@ -155,28 +164,40 @@ def _compiled(loaded: LoadedTask) -> bytes:
     return data
 
 
-def _require_example_losses(loaded: LoadedTask, inputs: tuple[Any, ...], count: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        shape = tuple(loaded.task.loss(make_module(loaded.task), *inputs).shape)
-    if shape != (count,):
-        raise OperatorError(
-            f"loss returned a tensor of shape {list(shape)} for {count} examples; the program "
-            "needs one loss for each example",
-            hint='return one loss for each example: cross_entropy(…, reduction="none")',
-        )
+def _require_one_for_each_example(loaded: LoadedTask, inputs: tuple[Any, ...], count: int) -> None:
+    module, task = make_module(loaded.task), loaded.task
+    names = [f"metric {bounds.name!r}" for bounds in task.metric_bounds]
+    functions = zip(("loss", *names), (task.loss, *task.metric_functions), strict=True)
+    for name, function in functions:
+        with torch.random.fork_rng(devices=[]):
+            found = function(module, *inputs)
+        shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        if shape != [count]:
+            number = "loss" if name == "loss" else "number"
+            raise OperatorError(
+                f"{name} returned a tensor of shape {shape} for {count} examples; the program "
+                f"needs one {number} for each example",
+                hint='return one loss for each example: cross_entropy(…, reduction="none")'
+                if name == "loss"
+                else "return one number for each example: (….argmax(-1) == targets).float()",
+            )
 
 
 class _Weighted(torch.nn.Module):
-    """The weighted sum of the losses. Parameters are named `module.…` in the program."""
+    """The weighted sums of the losses and the metrics. Parameters are named `module.…` in the
+    program.
+    """
 
     def __init__(self, loaded: LoadedTask) -> None:
         super().__init__()
         self.module = make_module(loaded.task).train()
         self._loss = loaded.task.loss
+        self._metrics = loaded.task.metric_functions
 
-    def forward(self, weights: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = (self._loss(self.module, *inputs) * weights).sum()
-        return total
+    def forward(self, weights: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = (self._loss(self.module, *inputs) * weights).sum()
+        metrics = (metric(self.module, *inputs).detach().float() for metric in self._metrics)
+        return loss, *((values * weights).sum() for values in metrics)
 
 
 def _exported(
@@ -188,12 +209,14 @@ def _exported(
     from torch.export.experimental import _export_forward_backward
 
     weights = torch.full((count,), 1 / count)
-    with _refusing("torch.export cannot trace the loss"):
+    traced = "the loss and the metrics" if loaded.task.metrics else "the loss"
+    with _refusing(f"torch.export cannot trace {traced}"):
         forward = export(_Weighted(loaded), (weights, *inputs), strict=True)
     for node in forward.graph.nodes:
         _require_supported(node)
     with _refusing("ExecuTorch cannot train this model"):
         joint = _export_forward_backward(forward)
+        _share_computations(joint)
         outputs = [spec.target for spec in joint.graph_signature.output_specs]
         gradients = tuple(name.removeprefix("module.") for name in outputs if name is not None)
         _require_gradients(loaded, gradients)
@@ -202,6 +225,25 @@ def _exported(
     plan = made.executorch_program.execution_plan[0]
     operators = (f"{op.name}.{op.overload}" if op.overload else op.name for op in plan.operators)
     return made.buffer, gradients, tuple(dict.fromkeys(operators))
+
+
+def _share_computations(program: ExportedProgram) -> None:
+    """Compute once what the loss and the metrics have in common: above all, the model's output.
+
+    The graph must have no operators that change their inputs. One that would return the same node
+    as two outputs is left as it is: the signature names each output.
+    """
+    from torch._functorch.compile_utils import fx_graph_cse
+
+    shared = fx_graph_cse(program.graph)
+    outputs = (_output_names(graph) for graph in (shared, program.graph))
+    if next(outputs) == next(outputs):
+        program.graph_module.graph = shared
+        program.graph_module.recompile()
+
+
+def _output_names(graph: Graph) -> list[str]:
+    return [node.name for node in graph.output_node().all_input_nodes]
 
 
 @contextmanager
@@ -281,6 +323,28 @@ def _require_agreement(loaded: LoadedTask, data: bytes) -> None:
     theirs, _ = TorchEngine(replace(loaded, task=task)).train(initial, examples, seed=0)
     ours, _ = engine.train(initial, examples, seed=0)
     compare_updates(loaded, initial, *(np.frombuffer(u, FLOAT32) for u in (ours, theirs)))
+    _compare_metrics(loaded, engine, initial, examples)
+
+
+def _compare_metrics(
+    loaded: LoadedTask, engine: ExecuTorchEngine, initial: Vector, examples: list[bytes]
+) -> None:
+    """Refuse a program whose metrics differ from those of eager PyTorch."""
+    bounds = loaded.task.metric_bounds
+    theirs, ours = (
+        summarize(
+            np.frombuffer(each.evaluate(initial, examples, 0), FLOAT32), metrics=bounds
+        ).all.metrics
+        for each in (TorchEngine(loaded), engine)
+    )
+    for metric in bounds:
+        difference = abs(ours[metric.name] - theirs[metric.name])
+        if not difference <= METRIC_TOLERANCE * (metric.high - metric.low):
+            raise OperatorError(
+                f"metric {metric.name!r} is {ours[metric.name]:g} in the program and "
+                f"{theirs[metric.name]:g} in PyTorch",
+                hint="write the metric in another way, and please report it",
+            )
 
 
 def _visible_rate(loaded: LoadedTask, initial: Vector, batch: list[bytes]) -> float:

@@ -129,9 +129,48 @@ def try_loss(task: Task, batch: Batch, examples: int) -> None:
         )
 
 
+def try_metrics(task: Task, batch: Batch, examples: int) -> None:
+    """The metrics of a fresh module. Refused if one has another shape or is out of bounds."""
+    module = make_module(task).eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        values = [_metric(task, i, module, batch, examples) for i in range(len(task.metrics))]
+    for bounds, value in zip(task.metric_bounds, values, strict=True):
+        if not bounds.low <= value <= bounds.high:
+            raise OperatorError(
+                f"metric {bounds.name!r} of a fresh module is {value:g}, not from "
+                f"{bounds.low:g} to {bounds.high:g}",
+                hint="set its bounds: Metric(function, low=…, high=…)",
+            )
+
+
 def checked_loss(task: Task, module: torch.nn.Module, examples: Sequence[bytes]) -> torch.Tensor:
     """The loss of one batch, with its graph. No backward here: see papaya/device/fork_server.py."""
     return _loss(task, module, _batch(task, examples), len(examples))
+
+
+def checked_loss_and_metrics(
+    task: Task, module: torch.nn.Module, examples: Sequence[bytes]
+) -> tuple[float, list[float]]:
+    """The means of the loss and of the metrics of one batch, without gradients."""
+    batch = _batch(task, examples)
+    loss = float(_loss(task, module, batch, len(examples)))
+    metrics = range(len(task.metrics))
+    return loss, [_metric(task, i, module, batch, len(examples)) for i in metrics]
+
+
+def _metric(task: Task, index: int, module: torch.nn.Module, batch: Batch, examples: int) -> float:
+    """The mean of a metric over the batch."""
+    value = task.metric_functions[index](module, *batch)
+    if isinstance(value, torch.Tensor) and value.shape in ((), (examples,)):
+        return float(value.detach().double().mean())
+    if isinstance(value, bool | int | float):
+        return float(value)
+    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise OperatorError(
+        f"metric {task.metric_bounds[index].name!r} returned {found}, expected one number for each "
+        f"of {examples} examples, or their mean",
+        hint="for example (module(inputs).argmax(-1) == targets).float()",
+    )
 
 
 def _batch(task: Task, examples: Sequence[bytes]) -> Batch:

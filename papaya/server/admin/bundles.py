@@ -222,6 +222,7 @@ def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:
             manifest.evaluation_clients,
             0 if config.evaluation is None else config.evaluation.clients,
         ),
+        "metrics": (manifest.metric_bounds, config.metrics),
         "participation_gap_s": (participation.gap_s, config.participation_gap_s),
         "max_participations": (participation.max_count, config.max_participations),
         "threshold": (None if secure is None else secure.threshold, config.threshold),

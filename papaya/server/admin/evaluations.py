@@ -1,12 +1,14 @@
 """Evaluations: when one is due, how it starts, and how its result is read.
 
 An evaluation is a task that pins a version of another task. Its own version 1 is the mean over K
-clients of (Σ loss, Σ examples, 1) per bucket of data volume, so K times the mean are the sums.
+clients of (Σ loss, Σ examples, 1, Σ metrics) per bucket of data volume, so K times the mean are the
+sums.
 `papaya/messages/owner.py` has the rows, `papaya/learning/evaluation.py` the vector.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable
 from secrets import token_bytes
 
@@ -17,9 +19,10 @@ from msgspec import structs
 from papaya.aggregator.sessions import pinned_until
 from papaya.aggregator.shards import initial_blobs
 from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
+from papaya.config.metrics import PERPLEXITY
 from papaya.errors import ConfigError, OperatorError
 from papaya.learning import parameters
-from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, summarize
+from papaya.learning.evaluation import EvaluationResult, evaluation_length, summarize
 from papaya.learning.parameters import FLOAT32, FLOAT64
 from papaya.messages import owner
 from papaya.messages.base import TaskId
@@ -41,12 +44,16 @@ def check_plan(config: TaskConfig) -> None:
         return
     try:
         first = VersionRow(0, "", 0, 0.0)
-        owner.evaluation_config(config, first, config.evaluation, EVALUATION_LENGTH)
+        _config(config, first, config.evaluation)
     except ConfigError as error:
         raise OperatorError(
             f"no evaluation could start with the plan of task {config.task}: {error}",
             hint="change evaluation.clients or evaluation.timeout_s",
         ) from error
+
+
+def _config(config: TaskConfig, version: VersionRow, plan: EvaluationPlan) -> TaskConfig:
+    return owner.evaluation_config(config, version, plan, evaluation_length(len(config.metrics)))
 
 
 def of(task: TaskId, rows: Iterable[TaskRow]) -> list[TaskRow]:
@@ -77,8 +84,8 @@ async def start(
     server: ServerConfig,
 ) -> tuple[TaskConfig, Outcome]:
     """Submit an evaluation of one version; refused if the row of the task or version changed."""
-    evaluation = owner.evaluation_config(row.config, version, plan, EVALUATION_LENGTH)
-    initial = initial_blobs(evaluation, np.zeros(EVALUATION_LENGTH, FLOAT32))
+    evaluation = _config(row.config, version, plan)
+    initial = initial_blobs(evaluation, np.zeros(evaluation.model_length, FLOAT32))
     for key, data in initial:
         await blobs.put(key, data)
     kept_until = pinned_until(evaluation, now, server)
@@ -92,17 +99,26 @@ async def start(
 async def result(blobs: AdminBlobs, evaluation: TaskRow, version: VersionRow) -> EvaluationResult:
     """The result in the evaluation's version 1; ProtocolError if clients sent invalid sums."""
     data = await blobs.get(version.parameters)
-    mean = parameters.decode(data, EVALUATION_LENGTH).astype(FLOAT64)
     pinned = evaluation.config.evaluates
     assert pinned is not None
-    return summarize(mean * evaluation.config.aggregation_goal, pinned.max_examples)
+    mean = parameters.decode(data, evaluation.config.model_length).astype(FLOAT64)
+    sums = mean * evaluation.config.aggregation_goal
+    return summarize(sums, pinned.max_examples, pinned.metrics)
 
 
-def with_result(point: PointRow, found: EvaluationResult) -> PointRow:
-    perplexity = found.all.perplexity
+def with_result(point: PointRow, found: EvaluationResult, *, perplexity: bool) -> PointRow:
+    """The point with a result; with exp(loss) if the task asks for it."""
+    value = found.all.perplexity if perplexity else math.inf
     return structs.replace(
         point,
         loss=found.all.loss,
-        perplexity=perplexity if perplexity < float("inf") else None,
+        perplexity=value if value < math.inf else None,
+        metrics=found.all.metrics,
         evaluated=msgspec.json.encode(found).decode(),
     )
+
+
+def metrics_of(point: PointRow) -> dict[str, float]:
+    """The metrics of a point, with the perplexity if it has one."""
+    derived = {} if point.perplexity is None else {PERPLEXITY: point.perplexity}
+    return derived | point.metrics

@@ -394,6 +394,7 @@ class AdminService:
             evaluated=None if last is None else last.version,
             loss=None if last is None else last.loss,
             perplexity=None if last is None else last.perplexity,
+            metrics={} if last is None else last.metrics,
         )
 
 

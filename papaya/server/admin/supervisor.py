@@ -169,14 +169,14 @@ class Supervisor:
         now = self._now()
         made = await self._version(row.config.task, 1)
         if made is not None and of is not None:
-            await self._take_result(row, made)
+            await self._take_result(row, made, of)
         elif of is None or of.state == "cancelled":
             await self._end(row, "its task was cancelled")
         elif verdict(row.config.stop, row.submitted, now, ()) is not None:
             wanted, waited_s = row.config.aggregation_goal, now - row.submitted
             await self._end(row, f"gave up: it did not get {wanted} clients in {waited_s:.0f} s")
 
-    async def _take_result(self, row: TaskRow, made: VersionRow) -> None:
+    async def _take_result(self, row: TaskRow, made: VersionRow, of: TaskRow) -> None:
         pinned = row.config.evaluates
         assert pinned is not None
         old = (await self._history.points(pinned.task)).get(pinned.version)
@@ -187,8 +187,11 @@ class Supervisor:
         except PapayaError as error:
             await self._end(row, str(error))
             return
-        why = f"loss {found.all.loss:.4g} over {found.all.clients:.0f} clients"
-        points = (old, evaluations.with_result(old, found))
+        values = {"loss": found.all.loss, **found.all.metrics}
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        why = f"{shown} over {found.all.clients:.0f} clients"
+        new = evaluations.with_result(old, found, perplexity=of.config.perplexity)
+        points = (old, new)
         change = owner.end_evaluation(row, "completed", self._now(), why, points)
         self._history.forget(pinned.task)
         await self._write(change, f"{row.config.task}: {why}")
@@ -258,12 +261,10 @@ class Supervisor:
         rule, newest = row.config.stop, max(versions, default=0)
         restarted = max((v for v, r in versions.items() if r.restarts), default=0)
         points = await self._history.points(row.config.task)
-        losses = [
-            p.loss
-            for _, p in sorted(points.items())
-            if p.loss is not None and p.version >= restarted
-        ]
-        why = verdict(rule, row.submitted, self._now(), losses)
+        evaluated = [p for v, p in sorted(points.items()) if v >= restarted and p.loss is not None]
+        losses = [p.loss for p in evaluated if p.loss is not None]
+        metrics = evaluations.metrics_of(evaluated[-1]) if evaluated else {}
+        why = verdict(rule, row.submitted, self._now(), losses, metrics)
         if rule.versions is not None and newest >= rule.versions:
             why = f"version {rule.versions} is reached"
         if why is not None:

@@ -172,9 +172,10 @@ class TaskView(Struct, frozen=True, kw_only=True):
     held: int | None = None
     """Held check-ins of eligible devices."""
     evaluated: int | None = None
-    """The newest evaluated version, to which `loss` and `perplexity` belong."""
+    """The newest evaluated version, to which `loss`, `perplexity` and `metrics` belong."""
     loss: float | None = None
     perplexity: float | None = None
+    metrics: dict[str, float] = {}
 
 
 class TaskDetail(Struct, frozen=True, kw_only=True):

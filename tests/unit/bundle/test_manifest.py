@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.manifest import (
@@ -24,6 +24,7 @@ from papaya.bundle.manifest import (
     verified,
 )
 from papaya.bundle.owner import OwnerKeys, SignedStatement, decode
+from papaya.config import MetricBounds
 from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD
 from tests.unit.bundle.builders import (
@@ -60,7 +61,8 @@ def test_a_signed_and_leased_manifest_is_accepted() -> None:
 def test_the_encoding_and_the_digest_are_fixed() -> None:
     """Other implementations read these bytes: a change here is a change of the format."""
     manifest = a_manifest()
-    assert list(json.loads(manifest.encode())) == sorted(structs.asdict(manifest))
+    fields = {name for name, value in structs.asdict(manifest).items() if value is not UNSET}
+    assert list(json.loads(manifest.encode())) == sorted(fields)
     assert manifest.digest == ("734300caf14a051fd93d8e97df57fff336ab25681a8284a4a4c875adb2c7a4d5")
 
 
@@ -83,6 +85,9 @@ def test_every_value_is_part_of_the_digest() -> None:
         {"participation": Participation(3600.0, 5, "task")},
         {"participation": Participation(3600.0, None, "run")},
         {"evaluation_clients": 21},
+        {"metrics": (MetricBounds("accuracy"),)},
+        {"metrics": (MetricBounds("accuracy", 0.0, 2.0),)},
+        {"metrics": (MetricBounds("accuracy"), MetricBounds("precision"))},
     ]
     digests = [a_manifest(**change).digest for change in changes]
     assert len({a_manifest().digest, *digests}) == len(changes) + 1
@@ -147,6 +152,34 @@ def test_a_signature_of_one_kind_is_not_valid_for_another() -> None:
     lease = a_lease(a_manifest())
     with pytest.raises(BundleError, match="signature is invalid"):
         TaskManifest.verify(lease)
+
+
+def test_metrics_are_signed_with_their_bounds() -> None:
+    manifest = a_manifest(metrics=(MetricBounds("accuracy"), MetricBounds("error", -1.0, 5.0)))
+    assert accepted(manifest) == manifest
+    assert [metric.name for metric in manifest.metric_bounds] == ["accuracy", "error"]
+    assert a_manifest().metric_bounds == ()
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        b"[]",
+        b'[{"name":"accuracy"}]',
+        b'[{"high":1.0,"low":0.0,"name":"loss"}]',
+        b'[{"high":1.0,"low":0.0,"name":"Accuracy"}]',
+        b'[{"high":1.0,"low":1.0,"name":"accuracy"}]',
+        b"[%s]" % b",".join([b'{"high":1.0,"low":0.0,"name":"accuracy"}'] * 2),
+        b"[%s]" % b",".join(b'{"high":1.0,"low":0.0,"name":"m%d"}' % n for n in range(17)),
+    ],
+)
+def test_invalid_metrics_are_refused_although_they_are_signed(metrics: bytes) -> None:
+    good = a_manifest(metrics=(MetricBounds("accuracy"),)).encode()
+    body = good.replace(b'[{"high":1.0,"low":0.0,"name":"accuracy"}]', metrics)
+    assert body != good
+    with pytest.raises(BundleError) as raised:
+        TaskManifest.verify(SignedStatement(body, public(KEY), KEY.sign(TaskManifest.label + body)))
+    assert raised.value.reason == "encoding"
 
 
 def test_a_secure_manifest_needs_a_clip() -> None:

@@ -10,18 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from papaya.config import MetricBounds
 from papaya.config.checks import MAX_COUNT
 from papaya.config.task import EVALUATION_CLIP
-from papaya.errors import InvariantError, OperatorError, ProtocolError, UpdateRefused
+from papaya.errors import Diverged, InvariantError, OperatorError, ProtocolError, UpdateRefused
 from papaya.learning.evaluation import (
     BUCKETS,
     EVALUATION_LENGTH,
     MAX_LOSS,
+    METRIC_UNIT,
+    EvaluationSums,
     Share,
     admit_evaluation,
     bucket,
     error_bound,
+    evaluation_length,
     evaluation_vector,
+    metric_count,
     summarize,
 )
 
@@ -188,3 +193,81 @@ def test_a_device_does_not_hide_a_loss_below_zero() -> None:
     with pytest.raises(OperatorError, match="below zero") as refused:
         evaluation_vector(10, -3.0, 2)
     assert "add a constant" in refused.value.hint
+
+
+# -- metrics ------------------------------------------------------------------------------------
+
+METRICS = (MetricBounds("accuracy"), MetricBounds("error", -20.0, 100.0))
+
+batches = st.lists(
+    st.tuples(st.integers(1, 50), st.floats(0, 10), st.floats(0, 1), st.floats(-20, 100)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100_000), batches), min_size=1, max_size=10))
+def test_means_of_metrics_are_by_examples_for_all_clients_and_for_those_with_much_data(
+    found: list[tuple[int, list[tuple[int, float, float, float]]]],
+) -> None:
+    total = np.zeros(evaluation_length(len(METRICS)))
+    for volume, parts in found:
+        sums = EvaluationSums(METRICS)
+        for examples, loss, accuracy, error in parts:
+            sums.add(examples, loss, (accuracy, error))
+        vector = sums.vector(volume)
+        admit_evaluation([vector], 1000, len(METRICS))
+        total += vector
+
+    result = summarize(total, metrics=METRICS)
+
+    for share in (result.all, result.p75, result.p99):
+        members = [part for volume, each in found if volume >= share.from_volume for part in each]
+        weights = [part[0] for part in members]
+        assert share.examples == sum(weights)
+        means = np.average([part[1:] for part in members], axis=0, weights=weights)
+        assert share.loss == pytest.approx(means[0], abs=1e-6)
+        for bounds, mean in zip(METRICS, means[1:], strict=True):
+            unit = METRIC_UNIT * (bounds.high - bounds.low)
+            assert share.metrics[bounds.name] == pytest.approx(mean, abs=unit)
+
+
+def test_without_metrics_the_vector_is_what_it_was() -> None:
+    assert evaluation_length() == EVALUATION_LENGTH == 144
+    for count in (0, 1, 16):
+        assert metric_count(evaluation_length(count)) == count
+    sums = EvaluationSums()
+    sums.add(4, 3.125, ())
+    assert sums.vector(5).tobytes() == evaluation_vector(5, 12.5, 4).tobytes()
+
+
+def test_a_metric_follows_the_clients_in_its_bucket() -> None:
+    """Accuracy 0.75 on 4 examples is 3 x 2^21 units, which is 8192 x 768."""
+    vector = evaluation_vector(5, 12.5, 4, [3.0])
+    table = vector.reshape(len(BUCKETS), -1)
+    assert table[bucket(5)].tolist() == [0, 1024, 3, 0, 0, 4, 0, 0, 1, 0, 768, 0, 0]
+
+
+@pytest.mark.parametrize(("value", "counted"), [(1.5, 1.0), (-0.5, 0.0), (math.inf, 1.0)])
+def test_a_metric_outside_its_bounds_counts_as_the_nearer_one(value: float, counted: float) -> None:
+    sums = EvaluationSums(METRICS[:1])
+    sums.add(3, 1.0, (value,))
+    vector = sums.vector(0)
+    admit_evaluation([vector], 10, 1)
+    assert summarize(vector.astype(float), metrics=METRICS[:1]).all.metrics == {"accuracy": counted}
+
+
+def test_a_metric_that_is_not_a_number_is_an_error() -> None:
+    with pytest.raises(Diverged, match="metric error is not a number"):
+        EvaluationSums(METRICS).add(3, 1.0, (0.5, math.nan))
+
+
+def test_a_false_metric_is_refused() -> None:
+    table = evaluation_vector(5, 12.5, 4, [3.0]).reshape(len(BUCKETS), -1)
+    table[bucket(5), 10] += 257  # just above 1 on each example
+    with pytest.raises(UpdateRefused, match="above its upper bound"):
+        admit_evaluation([table.reshape(-1)], 1500, 1)
+    with pytest.raises(ProtocolError, match="above its upper bound"):
+        summarize(table.reshape(-1).astype(float), metrics=METRICS[:1])
+    with pytest.raises(ProtocolError, match="208 numbers"):
+        summarize(evaluation_vector(5, 12.5, 4).astype(float), metrics=METRICS[:1])

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from papaya.config import AsyncFL, EvaluationPlan, SecureAggregation, TaskConfig
+from papaya.config import AsyncFL, EvaluationPlan, MetricBounds, SecureAggregation, TaskConfig
 from papaya.errors import ConfigError
 from papaya.learning.evaluation import (
-    EVALUATION_LENGTH,
     MAX_LOSS,
+    EvaluationSums,
     Share,
     error_bound,
+    evaluation_length,
     evaluation_vector,
     summarize,
 )
@@ -68,7 +69,7 @@ POPULATIONS = {
 
 
 @cache
-def parameters_for(goal: int) -> PublicParameters:
+def parameters_for(goal: int, metrics: tuple[MetricBounds, ...] = ()) -> PublicParameters:
     """Of the evaluation of a task with this threshold."""
     task = TaskConfig(
         task="next-word",
@@ -77,19 +78,25 @@ def parameters_for(goal: int) -> PublicParameters:
         regime=AsyncFL(aggregation_goal=goal, max_staleness=50),
         clip=1.0,
         secure_aggregation=SecureAggregation(),
+        metrics=metrics,
     )
-    plan = EvaluationPlan(clients=2)
-    found = evaluation_config(task, A_VERSION, plan, EVALUATION_LENGTH).public_parameters
+    plan, length = EvaluationPlan(clients=2), evaluation_length(len(metrics))
+    found = evaluation_config(task, A_VERSION, plan, length).public_parameters
     assert found is not None
     assert found.aggregation_goal == goal
     return found
 
 
-def told(words: Words, parameters: PublicParameters, max_examples: int) -> Share:
+def told(
+    words: Words,
+    parameters: PublicParameters,
+    max_examples: int,
+    metrics: tuple[MetricBounds, ...] = (),
+) -> Share:
     """What an owner reads: the mean as the version of the evaluation keeps it, times K."""
     goal = parameters.aggregation_goal
     mean = decoded(words, goal, parameters).mean()
-    return summarize(mean.astype(np.float64) * goal, max_examples).all
+    return summarize(mean.astype(np.float64) * goal, max_examples, metrics).all
 
 
 def check(share: Share, clients: Clients, count: int) -> None:
@@ -130,6 +137,28 @@ def test_devices_that_seal_and_a_tsa_that_releases(goal: int) -> None:
     ]
     words = deployment.unmasked(sealed)
     check(told(words, deployment.parameters, clients.max_examples), clients, goal)
+
+
+@pytest.mark.parametrize("goal", [2, 300])
+def test_masked_metrics_have_the_true_mean(goal: int) -> None:
+    bounds = (MetricBounds("accuracy"), MetricBounds("error", -5.0, 40.0))
+    rng, deployment = np.random.default_rng(goal), Deployment(parameters_for(goal, bounds))
+    examples = rng.integers(1, 2000, goal)
+    values = rng.uniform((0.0, -5.0), (1.0, 40.0), (goal, 2))
+    sealed = []
+    for n, each in zip(examples.tolist(), values.tolist(), strict=True):
+        sums = EvaluationSums(bounds)
+        sums.add(n, 1.0, each)
+        sealed.append(deployment.accept(deployment.sealed(sums.vector(0), 1)))
+
+    share = told(deployment.unmasked(sealed), deployment.parameters, 2000, bounds)
+
+    assert share.clients == goal
+    means = np.average(values, axis=0, weights=examples)
+    for metric, mean in zip(bounds, means, strict=True):
+        assert share.metrics[metric.name] == pytest.approx(
+            mean, abs=1e-6 * (metric.high - metric.low)
+        )
 
 
 def test_an_evaluation_of_more_clients_than_can_be_released_is_refused_at_submission() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from papaya.config import StopRule
+from papaya.config import MetricTarget, StopRule
 from papaya.learning.evaluation import evaluations_without_gain, verdict
 
 LOSSES = st.lists(st.floats(0, 100), max_size=20)
@@ -28,6 +28,23 @@ def test_the_last_evaluation_must_reach_the_target() -> None:
     assert verdict(rule, 0.0, 1.0, ()) is None
     assert verdict(rule, 0.0, 1.0, (3.0, 2.01)) is None
     assert "2" in (verdict(rule, 0.0, 1.0, (3.0, 2.0)) or "")
+
+
+@pytest.mark.parametrize(
+    ("target", "reached", "missed"),
+    [
+        (MetricTarget(name="accuracy", above=0.9), 0.9, 0.899),
+        (MetricTarget(name="accuracy", below=0.0), 0.0, 0.001),
+    ],
+)
+def test_the_metric_of_the_last_evaluation_must_reach_the_target(
+    target: MetricTarget, reached: float, missed: float
+) -> None:
+    rule = StopRule(target_metric=target)
+    for metrics in ({}, {"accuracy": missed}, {"precision": reached}):
+        assert verdict(rule, 0.0, 1.0, (1.0,), metrics) is None
+    why = verdict(rule, 0.0, 1.0, (1.0,), {"accuracy": reached})
+    assert why == f"accuracy {reached:g} has reached the target: {target}"
 
 
 @given(LOSSES, st.integers(1, 5))

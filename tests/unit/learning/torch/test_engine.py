@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from papaya.errors import OperatorError
-from papaya.learning.definition import ClientSGD, Examples, Task
+from papaya.learning.definition import ClientSGD, Examples, Metric, Task
 from papaya.learning.evaluation import EVALUATION_LENGTH, summarize
 from papaya.learning.parameters import Vector
 from papaya.learning.task import LoadedTask
@@ -166,6 +166,44 @@ def test_an_evaluation_is_the_mean_loss_without_dropout_whatever_the_batches() -
     result = summarize(as_vector(update))
     assert result.all.loss == pytest.approx(expected, rel=1e-6)
     assert (result.p99.from_volume, result.all.clients, result.all.examples) == (64, 1, 10)
+
+
+def close_enough(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    difference: Tensor = (module(x) - y).abs()
+    return (difference < 0.5).float().squeeze(1)
+
+
+def mean_error(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    difference: Tensor = (module(x) - y).abs()
+    return difference.mean()
+
+
+def test_metrics_are_means_by_examples_without_dropout_whatever_the_batches() -> None:
+    parameters, module = a_model(), make_module(TASK)
+    module.load_state_dict(state_dict(MANIFEST, parameters), strict=False)
+    metrics = {"close": close_enough, "error": Metric(mean_error, high=50)}
+    engine = an_engine(metrics=metrics)
+
+    uploaded = as_vector(engine.evaluate(parameters, EXAMPLES, volume=100))
+
+    found = summarize(uploaded, metrics=engine.task.metric_bounds)
+    batch = to_tensors(EXAMPLES)
+    with torch.no_grad():
+        expected = {
+            "close": float(close_enough(module.eval(), *batch).mean()),
+            "error": float(mean_error(module, *batch)),
+        }
+    assert 0 < expected["close"] < 1
+    assert found.all.metrics == pytest.approx(expected, abs=1e-4)
+    plain = summarize(as_vector(an_engine().evaluate(parameters, EXAMPLES, volume=100)))
+    assert found.all.loss == plain.all.loss
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), "0.5", None, torch.zeros(4, 1)])
+def test_a_metric_of_another_shape_is_an_error(value: object) -> None:
+    engine = an_engine(metrics={"close": lambda module, x, y: value})
+    with pytest.raises(OperatorError, match=r"metric 'close' returned .* one number for each of 4"):
+        engine.evaluate(a_model(), EXAMPLES, volume=1)
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e38])

@@ -7,15 +7,23 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import structs
 
-from papaya.config import EvaluationPlan, ServerConfig, StopRule, TaskConfig
+from papaya.config import (
+    EvaluationPlan,
+    MetricBounds,
+    MetricTarget,
+    ServerConfig,
+    StopRule,
+    TaskConfig,
+)
 from papaya.config.checks import MAX_COUNT
 from papaya.errors import OperatorError
 from papaya.learning import parameters
-from papaya.learning.evaluation import EVALUATION_LENGTH, evaluation_vector
+from papaya.learning.evaluation import EVALUATION_LENGTH, EvaluationResult, evaluation_vector
 from papaya.learning.parameters import FLOAT32
 from papaya.messages.storage import (
     DELETED,
@@ -99,7 +107,40 @@ def test_a_result_is_the_mean_loss_over_all_clients(tmp_path: Path) -> None:
             assert row.why.startswith("loss 1.5 over 2 clients")
             view = (await system.service.task("next-word")).task
             assert view.loss == pytest.approx(1.5)
+            assert (view.perplexity, view.metrics) == (None, {}), "the task asks for neither"
+
+    asyncio.run(test())
+
+
+def test_a_result_has_the_metrics_and_the_perplexity_that_the_task_asks_for(
+    tmp_path: Path,
+) -> None:
+    stop = StopRule(target_metric=MetricTarget(name="accuracy", above=0.6))
+    bounds = (MetricBounds("accuracy"), MetricBounds("error", -10.0, 10.0))
+    config = structs.replace(PLANNED, metrics=bounds, perplexity=True, stop=stop)
+
+    async def test() -> None:
+        async with a_system(tmp_path) as system:
+            await system.submit(config)
+            await system.turn()
+            assert task_row(system, "next-word-eval-0").config.model_length == 16 * 17
+            # Ten examples with accuracy 0.2 and error 0, thirty with accuracy 0.8 and error 10.
+            one = evaluation_vector(5, 30.0, 10, (2.0, 5.0))
+            two = evaluation_vector(500, 30.0, 30, (24.0, 30.0))
+            version(system, "next-word-eval-0", 1, mean_of(one, two))
+            await system.turn()
+            view = (await system.service.task("next-word")).task
             assert view.perplexity == pytest.approx(np.exp(1.5))
+            assert view.metrics == pytest.approx({"accuracy": 0.65, "error": 7.5}, abs=1e-5)
+            [point] = [p for p in (await system.service.task("next-word")).points if p.evaluated]
+            result = msgspec.json.decode(point.evaluated, type=EvaluationResult)
+            assert result.p99.metrics == pytest.approx({"accuracy": 0.8, "error": 10.0}, abs=1e-5)
+            why = task_row(system, "next-word-eval-0").why
+            assert why == "loss 1.5, accuracy 0.65, error 7.5 over 2 clients"
+            await system.turn()
+            row = task_row(system, "next-word")
+            assert row.state == "completed"
+            assert "accuracy 0.65 has reached the target: above 0.6" in row.why
 
     asyncio.run(test())
 
