@@ -80,6 +80,7 @@ class TaskRow(Row, frozen=True):
     `run`, `revision`, `lease_until`: what the owner has signed last; 0 without an owner.
     `earlier`: the settings that the last few revisions replaced, the newest first.
     `evaluations`: how many evaluations of it have started.
+    `account`: who submitted it; the task counts towards that account's quota. Empty: an operator.
     """
 
     config: TaskConfig
@@ -94,6 +95,7 @@ class TaskRow(Row, frozen=True):
     lease_until: float = 0.0
     earlier: tuple[EarlierRevision, ...] = ()
     evaluations: int = 0
+    account: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -298,6 +300,39 @@ class AdminAddressRow(Row, frozen=True):
     url: str
 
 
+AccountRole = Literal["viewer", "owner", "operator"]
+
+
+class AccountRow(Row, frozen=True):
+    """A named token of the admin API. `digest` is the SHA-256 of the token, which is not stored.
+
+    `prefixes`: an owner may change the tasks whose names start with one of these.
+    `revoked`: since when it is refused; 0 if it is valid. `expires`: 0 means never.
+    An account of an identity provider has a row only if it was revoked; its digest is empty.
+    """
+
+    role: AccountRole
+    digest: bytes
+    created: float
+    prefixes: tuple[str, ...] = ()
+    expires: float = 0.0
+    revoked: float = 0.0
+
+
+class QuotaRow(Row, frozen=True):
+    """What the tasks of one account may use; None means no limit.
+
+    `model_length` limits each task, the others limit the sum over all tasks that are not over.
+    `submissions` counts: each submission requires the row and changes it, so that two at the same
+    time cannot both be made from the same usage.
+    """
+
+    tasks: int | None = None
+    concurrency: int | None = None
+    model_length: int | None = None
+    submissions: int = 0
+
+
 class Transaction(Struct, frozen=True, gc=False):
     require: tuple[tuple[str, Row | None], ...] = ()
     put: tuple[tuple[str, Row], ...] = ()
@@ -341,6 +376,8 @@ REVOKED = "revoked/"
 ENDINGS = "endings/"
 DELETED = "deleted/"
 TSAS = "tsa/"
+ACCOUNTS = "account/"
+QUOTAS = "quota/"
 
 
 def task_key(task: TaskId) -> str:
@@ -409,6 +446,14 @@ def deleted_key(task: TaskId) -> str:
 
 def admin_address_key(node: NodeId) -> str:
     return f"admin-address/{node}"
+
+
+def account_key(name: str) -> str:
+    return f"{ACCOUNTS}{name}"
+
+
+def quota_key(name: str) -> str:
+    return f"{QUOTAS}{name}"
 
 
 def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:

@@ -48,6 +48,8 @@ _rows = msgspec.json.Decoder(
     | audit_trail.AuditRow
     | audit_trail.AuditHeadRow
     | audit_trail.AuditStartRow
+    | storage.AccountRow
+    | storage.QuotaRow
 )
 
 

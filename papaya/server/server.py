@@ -48,6 +48,7 @@ from papaya.messages.storage import (
 )
 from papaya.selector.selector import Selector
 from papaya.server import public_log
+from papaya.server.admin.accounts import Identities
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import CoordinatorLive, Live, RoleLive
@@ -515,12 +516,10 @@ class Server:
         }
 
     def _admin_routes(self) -> list[HttpRoute]:
-        refusal = b'{"error":"the admin token is missing or wrong","hint":"--token-file FILE"}'
-        token = self._resources.admin_token
         open_routes = self._operations.routes()
         if "coordinator" in self.roles:
             open_routes += dashboard_routes()
-        return open_routes + guarded(self._administration(), token, refusal)
+        return open_routes + self._administration()
 
     def _administration(self) -> list[HttpRoute]:
         """The admin API, with the supervisor beside it; without a coordinator only its status."""
@@ -545,9 +544,9 @@ class Server:
             identifies_devices=self.deployment.device_tokens not in ("shared", "none"),
             has_seen=self._has_seen,
         )
-        routes = AdminRoutes(service)
+        routes = AdminRoutes(service, Identities(state, shared.admin_token, now))
         if not isinstance(live, CoordinatorLive):
-            return [routes.status_route()]
+            return routes.routes_of_every_role()
         supervisor = Supervisor(state, blobs, history, server, now, changed, endings=live.endings)
         self._look_after(supervisor.run())
         return routes.routes()

@@ -12,8 +12,22 @@ from typing import Protocol
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from papaya.messages.storage import EpochRow, Outcome, Row, Transaction
+from papaya.config import TaskConfig
+from papaya.messages.storage import (
+    AccountRow,
+    EpochRow,
+    Outcome,
+    QuotaRow,
+    Row,
+    TaskRow,
+    Transaction,
+    submission,
+)
+from papaya.server.admin.access import Caller
+from papaya.server.admin.accounts import charged
+from papaya.server.admin.problems import Conflict
 from papaya.sim.engine import Engine
 from papaya.sim.storage import StateTwin, StorageConfig
 from papaya.store.postgresql import PostgresState
@@ -209,6 +223,29 @@ def test_every_row_comes_back_as_it_was_put_and_can_be_required(
         assert store.read(("a",)) == {"a": row}
         required = Transaction(require=(("a", row),), put=(("b", row),))
         assert store.transact(required) == "committed"
+
+
+def test_submissions_that_were_allowed_by_the_same_rows_cannot_all_commit(store: Store) -> None:
+    """A quota holds whoever comes first, and whatever each of them has read."""
+    caller, names = Caller("anna", "owner", ("v-",)), ("account/anna", "quota/anna", "task/")
+    account, quota = AccountRow("owner", b"", 0.0, ("v-",)), QuotaRow(tasks=2)
+    store.transact(Transaction(put=(("account/anna", account), ("quota/anna", quota))))
+
+    def submit(number: int, rows: dict[str, Row]) -> Transaction:
+        config = TaskConfig(task=f"v-{number}", concurrency=1, model_length=1)
+        change = submission(config, "p", "o", 0.0)
+        put = tuple(
+            (key, replace(row, account="anna") if isinstance(row, TaskRow) else row)
+            for key, row in change.put
+        )
+        return charged(rows, caller, config, Transaction(change.require, put))
+
+    before = store.read(names)
+    attempts = [submit(number, before) for number in range(6)]
+    assert [store.transact(attempt) for attempt in attempts] == ["committed"] + ["refused"] * 5
+    assert store.transact(submit(7, store.read(names))) == "committed"
+    with pytest.raises(Conflict, match="tasks = 3 would exceed the quota"):
+        submit(8, store.read(names))
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -30,6 +30,7 @@ from papaya.messages import wire
 from papaya.messages.base import PROTOCOL_VERSION
 from papaya.messages.participation import MAX_CHUNKS, AbortReason, Chunk, DiscardReason
 from papaya.messages.selection import Capabilities
+from papaya.server.admin.accounts import Identities
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, Revoke, RollBack
@@ -369,7 +370,9 @@ def test_every_message_in_the_protocols_conversation_is_one() -> None:
 
 def test_the_admin_page_has_every_route() -> None:
     page = re.sub(r"`, `/", "`, `POST /admin/tasks/{task}/", text_of(ADMIN_API))
-    routes = AdminRoutes(AdminService.__new__(AdminService)).routes()  # nobody is asked
+    routes = AdminRoutes(
+        AdminService.__new__(AdminService), Identities.__new__(Identities)
+    ).routes()
     assert len(routes) > 10
     for route in routes:
         assert re.search(rf"`{route.method} {re.escape(route.path)}[`?]", page), route

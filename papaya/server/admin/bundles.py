@@ -34,6 +34,8 @@ from papaya.messages.storage import (
     revision_key,
     run_key,
 )
+from papaya.server.admin.access import Caller
+from papaya.server.admin.accounts import write_within_quota
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import (
@@ -148,7 +150,7 @@ async def revisions(service: AdminService, task: TaskId) -> tuple[RevisionView, 
 
 
 async def revise(
-    service: AdminService, task: TaskId, revision: Revision, attempt: Attempt
+    service: AdminService, caller: Caller, task: TaskId, revision: Revision, attempt: Attempt
 ) -> TaskView:
     """Replace the settings of a running task by the next revision, or renew its lease."""
     found = await service.rows(task)
@@ -191,7 +193,7 @@ async def revise(
     if not is_renewal:
         put = (*change.put, kept.revision_row(service.now()))
         change = structs.replace(change, put=put)
-    await service.write(change, attempt)
+    await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))
     return (await service.task(found.task)).task
 
 

@@ -13,6 +13,12 @@ class AdminProblem(OperatorError):
     status: ClassVar[int] = 400
 
 
+class Forbidden(AdminProblem):
+    """The caller's role does not allow it."""
+
+    status = 403
+
+
 class NotFound(AdminProblem):
     """No such task, version or blob."""
 

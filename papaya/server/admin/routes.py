@@ -7,12 +7,14 @@
     GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions   …/bundle   …/revisions
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
     POST /admin/tasks/{task}/pause | resume | cancel | delete | rollback | mark | evaluate
-    GET  /admin/status
+    GET  /admin/status   /admin/whoami
     GET  /admin/revocations                                 POST: revoke a device, or undo it
+    GET  /admin/accounts                                    POST: add an account
+    POST /admin/accounts/{account}/revoke | quota
     GET  /admin/audit?after=N                               POST …/prune: delete exported rows
 
-Errors are {"error", "hint"} with 400, 404, 409, 413, 503 or 507. `guarded` in
-papaya/server/auth.py checks the token. Bodies are bounded: JSON to 1 MiB, parameters by
+Errors are {"error", "hint"} with 400, 401, 403, 404, 409, 413, 503 or 507. `Gate` checks the token
+and the role (papaya/server/admin/access.py). Bodies are bounded: JSON to 1 MiB, parameters by
 `model_length`. Every POST is a change: it is done with a row in the audit trail, or refused with
 one. A request without a valid token has none, because strangers must not fill the state store.
 """
@@ -34,22 +36,26 @@ from papaya.config import MAX_MODEL_LENGTH
 from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError, MissingBlob, OperatorError, ProtocolError
 from papaya.http.exchange import Exchange
-from papaya.http.routes import Buffered, HttpRoute, Receiver, Streamed
+from papaya.http.routes import HttpRoute, Receiver
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.storage import TaskState
-from papaya.server.admin import bundles, submissions
-from papaya.server.admin.problems import AdminProblem, NotFound
+from papaya.server.admin import accounts, bundles, submissions
+from papaya.server.admin.access import Begin, Caller, Gate, Identifies
+from papaya.server.admin.problems import AdminProblem, Forbidden, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import (
     ChangeReason,
     Evaluate,
     Mark,
+    NewAccount,
     NewTask,
     ProblemBody,
     PruneTrail,
     Revision,
     Revoke,
+    RevokeAccount,
     RollBack,
+    SetQuota,
 )
 
 logger = logging.getLogger("papaya.admin")
@@ -69,7 +75,9 @@ class Explained(Protocol):
 C = TypeVar("C", bound=Explained)
 PendingAnswer = Awaitable[object]
 MakeChange: TypeAlias = Callable[[str, C, Attempt], Awaitable[object]]
-"""Makes a change to a task, as requested, for this attempt."""
+"""Makes a change to a task or an account, as requested, for this attempt."""
+MakeChangeFor: TypeAlias = Callable[[Caller, str, C, Attempt], Awaitable[object]]
+"""The same, if it depends on who asks."""
 _TASK = "/admin/tasks/{task}"
 _STATES: dict[str, TaskState] = {"pause": "paused", "resume": "running", "cancel": "cancelled"}
 
@@ -77,27 +85,35 @@ _STATES: dict[str, TaskState] = {"pause": "paused", "resume": "running", "cancel
 class AdminRoutes:
     """Passes requests to the service. Every request is answered, also after an error."""
 
-    def __init__(
-        self, service: AdminService, actor: Callable[[Exchange], str] = lambda exchange: "admin"
-    ) -> None:
-        """`actor`: the name of the token that a request shows."""
+    def __init__(self, service: AdminService, identities: Identifies) -> None:
         self._service = service
-        self._actor = actor
+        self._gate = Gate(identities)
         self._running: set[asyncio.Task[None]] = set()
 
-    def status_route(self) -> HttpRoute:
-        return self._get("/admin/status", lambda exchange: self._service.status())
-
-    def routes(self) -> list[HttpRoute]:
+    def routes_of_every_role(self) -> list[HttpRoute]:
+        """What a server without a coordinator answers too."""
         service = self._service
         return [
-            self.status_route(),
-            self._get("/admin/tasks", lambda exchange: service.tasks()),
-            self._get(_TASK, lambda exchange: service.task(_task(exchange))),
+            self._get("/admin/status", lambda caller, exchange: service.status()),
+            self._get("/admin/whoami", lambda caller, _: accounts.whoami(service.state, caller)),
+        ]
+
+    def routes(self) -> list[HttpRoute]:
+        return [*self.routes_of_every_role(), *self._task_routes(), *self._other_routes()]
+
+    def _task_routes(self) -> list[HttpRoute]:
+        service = self._service
+        return [
+            self._get("/admin/tasks", lambda caller, exchange: service.tasks()),
+            self._get(_TASK, lambda caller, exchange: service.task(_task(exchange))),
             self._get(f"{_TASK}/points", self._points),
-            self._get(f"{_TASK}/versions", lambda exchange: service.versions(_task(exchange))),
-            Buffered("GET", f"{_TASK}/versions/{{version}}/parameters", self._on_parameters),
-            self._change("submit", "/admin/tasks", NewTask, self._submit),
+            self._get(f"{_TASK}/versions", lambda _, exchange: service.versions(_task(exchange))),
+            self._gate.route(
+                "GET",
+                f"{_TASK}/versions/{{version}}/parameters",
+                _with_body(lambda caller, exchange, body: self._on_parameters(exchange)),
+            ),
+            self._change_for("submit", "/admin/tasks", NewTask, self._submit),
             *(self._state_route(action, state) for action, state in _STATES.items()),
             self._change("rollback", f"{_TASK}/rollback", RollBack, service.roll_back),
             self._change("mark", f"{_TASK}/mark", Mark, service.mark),
@@ -105,16 +121,16 @@ class AdminRoutes:
             self._change("delete", f"{_TASK}/delete", ChangeReason, self._delete),
             self._get(
                 f"{_TASK}/revisions",
-                lambda exchange: bundles.revisions(service, _task(exchange)),
+                self._revisions,
             ),
-            self._get(f"{_TASK}/bundle", lambda exchange: bundles.newest(service, _task(exchange))),
-            self._change("revise", f"{_TASK}/revise", Revision, partial(bundles.revise, service)),
-            Streamed("PUT", f"{_TASK}/program", self._receive_program, MAX_ARCHIVE_BYTES),
-            self._get("/admin/revocations", lambda exchange: service.revocations()),
-            self._change("revoke", "/admin/revocations", Revoke, self._revoke),
-            self._get("/admin/audit", self._audit),
-            self._change("prune-audit-trail", "/admin/audit/prune", PruneTrail, self._prune),
-            Streamed(
+            self._get(
+                f"{_TASK}/bundle", lambda _, exchange: bundles.newest(service, _task(exchange))
+            ),
+            self._change_for(
+                "revise", f"{_TASK}/revise", Revision, partial(bundles.revise, service)
+            ),
+            self._gate.route("PUT", f"{_TASK}/program", self._receive_program, MAX_ARCHIVE_BYTES),
+            self._gate.route(
                 "PUT",
                 f"{_TASK}/parameters",
                 self._receive_parameters,
@@ -122,27 +138,57 @@ class AdminRoutes:
             ),
         ]
 
+    def _other_routes(self) -> list[HttpRoute]:
+        service, account = self._service, "/admin/accounts/{account}"
+        revoke, set_quota = partial(accounts.revoke, service), partial(accounts.set_quota, service)
+        return [
+            self._get("/admin/revocations", lambda caller, exchange: service.revocations()),
+            self._change("revoke", "/admin/revocations", Revoke, self._revoke),
+            self._get("/admin/accounts", lambda caller, exchange: accounts.listed(service)),
+            self._change("add-account", "/admin/accounts", NewAccount, self._add_account),
+            self._change("revoke-account", f"{account}/revoke", RevokeAccount, revoke),
+            self._change("set-quota", f"{account}/quota", SetQuota, set_quota),
+            self._get("/admin/audit", self._audit),
+            self._change("prune-audit-trail", "/admin/audit/prune", PruneTrail, self._prune),
+        ]
+
     # -- kinds of routes --------------------------------------------------------------------
 
-    def _get(self, path: str, ask: Callable[[Exchange], PendingAnswer]) -> HttpRoute:
-        return Buffered("GET", path, lambda exchange, _: self._answer(exchange, ask(exchange)))
+    def _get(self, path: str, ask: Callable[[Caller, Exchange], PendingAnswer]) -> HttpRoute:
+        def handle(caller: Caller, exchange: Exchange, body: bytes) -> None:
+            self._answer(exchange, ask(caller, exchange))
+
+        return self._gate.route("GET", path, _with_body(handle))
 
     def _change(self, action: str, path: str, kind: type[C], change: MakeChange[C]) -> HttpRoute:
-        def handle(exchange: Exchange, body: bytes) -> None:
+        return self._change_for(action, path, kind, lambda caller, *asked: change(*asked))
+
+    def _change_for(
+        self, action: str, path: str, kind: type[C], change: MakeChangeFor[C]
+    ) -> HttpRoute:
+        def handle(caller: Caller, exchange: Exchange, body: bytes) -> None:
             async def attempt() -> object:
-                target, actor = _task(exchange), self._actor(exchange)
-                made = Attempt(actor, action, target)
+                target = _target(exchange)
+                made = Attempt(caller.name, action, target)
                 try:
                     request = _parsed(body, kind)
-                    made = _attempt(actor, action, target, request)
-                    return await change(target, request, made)
+                    made = _attempt(caller.name, action, target, request)
+                    return await change(caller, target, request, made)
                 except Exception as error:
                     await self._service.trail.refuse(made, error)
                     raise
 
             self._answer(exchange, attempt())
 
-        return Buffered("POST", path, handle, MAX_JSON_BYTES)
+        def refuse(caller: Caller, exchange: Exchange, problem: Forbidden) -> None:
+            async def attempt() -> object:
+                made = Attempt(caller.name, action, _target(exchange))
+                await self._service.trail.refuse(made, problem)
+                raise problem
+
+            self._answer(exchange, attempt())
+
+        return self._gate.route("POST", path, _with_body(handle), MAX_JSON_BYTES, refuse)
 
     def _state_route(self, action: str, state: TaskState) -> HttpRoute:
         async def change(task: str, reason: ChangeReason, attempt: Attempt) -> object:
@@ -150,8 +196,11 @@ class AdminRoutes:
 
         return self._change(action, f"{_TASK}/{action}", ChangeReason, change)
 
-    async def _submit(self, _: str, new: NewTask, attempt: Attempt) -> object:
-        return await submissions.submit(self._service, new, attempt)
+    async def _submit(self, caller: Caller, _: str, new: NewTask, attempt: Attempt) -> object:
+        return await submissions.submit(self._service, caller, new, attempt)
+
+    async def _add_account(self, _: str, new: NewAccount, attempt: Attempt) -> object:
+        return await accounts.add(self._service, new, attempt)
 
     async def _delete(self, task: str, _: ChangeReason, attempt: Attempt) -> object:
         return await self._service.delete(task, attempt)
@@ -162,10 +211,13 @@ class AdminRoutes:
     async def _prune(self, _: str, request: PruneTrail, attempt: Attempt) -> object:
         return await self._service.trail.prune(request, attempt)
 
-    async def _audit(self, exchange: Exchange) -> object:
+    async def _audit(self, caller: Caller, exchange: Exchange) -> object:
         return await self._service.trail.page(_number(exchange, "after", 0))
 
-    async def _points(self, exchange: Exchange) -> object:
+    async def _revisions(self, caller: Caller, exchange: Exchange) -> object:
+        return await bundles.revisions(self._service, _task(exchange))
+
+    async def _points(self, caller: Caller, exchange: Exchange) -> object:
         return await self._service.points(_task(exchange), _number(exchange, "after", -1))
 
     # -- answers ----------------------------------------------------------------------------
@@ -176,7 +228,7 @@ class AdminRoutes:
 
         self._start(exchange, answer())
 
-    def _on_parameters(self, exchange: Exchange, body: bytes) -> None:
+    def _on_parameters(self, exchange: Exchange) -> None:
         async def answer() -> None:
             version = exchange.captured["version"]
             row, path = await self._service.parameters(_task(exchange), version)
@@ -192,13 +244,13 @@ class AdminRoutes:
 
     # -- blobs of a new task ----------------------------------------------------------------
 
-    def _receive_program(self, exchange: Exchange) -> Receiver:
+    def _receive_program(self, caller: Caller, exchange: Exchange) -> Receiver:
         def store(data: bytes) -> None:
             self._answer(exchange, bundles.store_program(self._service, _task(exchange), data))
 
         return _Whole(exchange.head.length, store)
 
-    def _receive_parameters(self, exchange: Exchange) -> Receiver | None:
+    def _receive_parameters(self, caller: Caller, exchange: Exchange) -> Receiver | None:
         length = _number(exchange, "model_length", 0)
         most = submissions.max_parameters_bytes(min(length, MAX_MODEL_LENGTH))
         if length < 1 or exchange.head.length > most:
@@ -214,6 +266,13 @@ class AdminRoutes:
             self._answer(exchange, stored)
 
         return _Whole(exchange.head.length, store)
+
+
+def _with_body(handle: Callable[[Caller, Exchange, bytes], None]) -> Begin:
+    def begin(caller: Caller, exchange: Exchange) -> Receiver:
+        return _Whole(exchange.head.length, lambda body: handle(caller, exchange, body))
+
+    return begin
 
 
 class _Whole:
@@ -271,11 +330,18 @@ def _attempt(actor: str, action: str, target: str, request: Explained) -> Attemp
         target = request.config.task
     if isinstance(request, Revoke):
         target = request.device
+    if isinstance(request, NewAccount):
+        target = request.name
     return Attempt(actor, action, target, msgspec.json.encode(details).decode(), request.why)
 
 
 def _task(exchange: Exchange) -> str:
     return exchange.captured.get("task", "")
+
+
+def _target(exchange: Exchange) -> str:
+    """The task or the account that a path names."""
+    return exchange.captured.get("account") or _task(exchange)
 
 
 def _number(exchange: Exchange, name: str, default: int) -> int:

@@ -8,7 +8,7 @@
 Every change takes the `Attempt` that it is made for and writes it to the audit trail in the same
 transaction.
 
-The caller has been checked for the admin token. Refused: a missing task or version (404), a row
+The caller's role has been checked. Refused: a missing task or version (404), a row
 that has changed or a change that the current state does not allow (409), an invalid request (400).
 """
 
@@ -218,7 +218,7 @@ class AdminService:
             outcome = await self.trail.transact(attempt, change)
             if outcome != "refused":
                 break
-        self._settle(outcome)
+        self.settle(outcome)
         return _version_view(_version(await self.rows(task), head))
 
     async def _prepare_roll_back(self, task: TaskId, version: int) -> tuple[int, Transaction]:
@@ -282,7 +282,7 @@ class AdminService:
             self.now(),
             self._server,
         )
-        self._settle(outcome)
+        self.settle(outcome)
         return Started(evaluation.task, row.version)
 
     async def revocations(self) -> tuple[Revocation, ...]:
@@ -306,9 +306,10 @@ class AdminService:
 
     async def write(self, change: Transaction, attempt: Attempt) -> None:
         """Commit with a row in the audit trail, or raise the reason."""
-        self._settle(await self.trail.transact(attempt, change))
+        self.settle(await self.trail.transact(attempt, change))
 
-    def _settle(self, outcome: str) -> None:
+    def settle(self, outcome: str) -> None:
+        """Raise the reason if a change was not committed."""
         if outcome == "refused":
             raise Conflict(
                 "the task changed while this command ran",
@@ -373,6 +374,7 @@ class AdminService:
             task=config.task,
             name=row.name,
             owner=config.requirements.owner or "",
+            account=row.account,
             run=row.run,
             revision=row.revision,
             lease_until=row.lease_until,

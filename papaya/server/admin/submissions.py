@@ -2,14 +2,15 @@
 
 An owner sends initial parameters, and for devices that have no task file a signed bundle, which
 the server stores and never runs. Parameters are one canonical safetensors file, which is read
-completely before anything is stored. Refused: a task that
-exists, an id reserved for evaluations, a manifest of another length, a parameters file of another
-length or with NaN.
+completely before anything is stored. Refused: a task that exists, a name that the caller does not
+own, a task that exceeds the caller's quota, an id reserved for evaluations, a manifest of another
+length, a parameters file of another length or with NaN.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from secrets import token_bytes
 
 from msgspec import structs
@@ -35,6 +36,8 @@ from papaya.messages.storage import (
 )
 from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin import bundles, evaluations
+from papaya.server.admin.access import Caller
+from papaya.server.admin.accounts import write_within_quota
 from papaya.server.admin.bundles import KeptBundle
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
@@ -58,8 +61,9 @@ async def store_parameters(
     return Stored(key)
 
 
-async def submit(service: AdminService, new: NewTask, attempt: Attempt) -> TaskView:
+async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: Attempt) -> TaskView:
     config = new.config
+    caller.require_owner(config.task)
     if config.evaluates is not None or owner.is_evaluation_id(config.task):
         raise OperatorError(
             f"task {config.task!r} looks like an evaluation",
@@ -78,10 +82,12 @@ async def submit(service: AdminService, new: NewTask, attempt: Attempt) -> TaskV
     key = blob_key(config.task, 0, "optimizer-0", state)
     pseudonym_key = token_bytes(PSEUDONYM_KEY_BYTES)
     change = submission(config, new.parameters, key, service.now(), pseudonym_key)
+    replaces: tuple[TaskId, ...] = ()
     if kept is not None:
         earlier = await bundles.follow_earlier_run(
             service, config.task, kept.manifest, replace=new.replace
         )
+        replaces = tuple(row.config.task for _, row in earlier.put if isinstance(row, TaskRow))
         change = structs.replace(
             change,
             require=change.require + earlier.require,
@@ -90,9 +96,18 @@ async def submit(service: AdminService, new: NewTask, attempt: Attempt) -> TaskV
     if new.manifest:
         row = ManifestRow(new.manifest)
         change = structs.replace(change, put=(*change.put, (manifest_key(config.task), row)))
+    if caller.role != "operator":
+        change = structs.replace(change, put=tuple(_of_account(change, caller)))
     await service.blobs.put(key, state)
-    await service.write(change, attempt)
+    await write_within_quota(service, caller, config, change, attempt, replaces)
     return (await service.task(config.task)).task
+
+
+def _of_account(change: Transaction, caller: Caller) -> Iterator[tuple[str, Row]]:
+    """The rows of a new task, with the account whose quota counts it."""
+    for key, row in change.put:
+        is_new = isinstance(row, TaskRow) and not row.is_over
+        yield key, structs.replace(row, account=caller.name) if is_new else row
 
 
 def _signed(change: Transaction, kept: KeptBundle) -> list[tuple[str, Row]]:

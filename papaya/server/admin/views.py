@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from papaya.config import TaskConfig
 from papaya.messages.audit_trail import AuditHeadRow, AuditRow, AuditStartRow
 from papaya.messages.base import BlobKey, NodeId, TaskId
-from papaya.messages.storage import PointRow, TaskState
+from papaya.messages.storage import AccountRole, PointRow, TaskState
 
 Why = Annotated[str, Meta(max_length=500)]
 Version = Annotated[int, Meta(ge=0, le=2**53)]
@@ -144,6 +144,64 @@ class PruneTrail(Struct, frozen=True):
     why: Why = ""
 
 
+AccountName = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9_-]{0,31}\Z")]
+Prefix = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9_-]{0,31}\Z")]
+Limit = Annotated[int, Meta(ge=0, le=2**53)] | None
+
+
+class QuotaLimits(Struct, frozen=True):
+    """What the tasks of an account may use; None means no limit."""
+
+    tasks: Limit = None
+    concurrency: Limit = None
+    model_length: Limit = None
+
+
+class SetQuota(QuotaLimits, frozen=True):
+    why: Why = ""
+
+
+class NewAccount(Struct, frozen=True):
+    """`prefixes`: for an owner, those of the names of its tasks. `days`: None means for ever."""
+
+    name: AccountName
+    role: AccountRole
+    prefixes: Annotated[tuple[Prefix, ...], Meta(max_length=32)] = ()
+    days: Annotated[float, Meta(gt=0, le=36_500)] | None = None
+    quota: QuotaLimits = QuotaLimits()
+    why: Why = ""
+
+
+class RevokeAccount(Struct, frozen=True):
+    """`revoked` = false undoes it, for accounts of an identity provider only."""
+
+    revoked: bool = True
+    why: Why = ""
+
+
+class AccountView(Struct, frozen=True, kw_only=True):
+    """An account, what it may use and what it uses. `expires`: 0 means never."""
+
+    name: str
+    role: AccountRole
+    prefixes: tuple[str, ...] = ()
+    created: float = 0.0
+    expires: float = 0.0
+    revoked: float = 0.0
+    quota: QuotaLimits = QuotaLimits()
+    tasks: int = 0
+    """Tasks that are not over."""
+    concurrency: int = 0
+    """The sum over these tasks."""
+
+
+class AddedAccount(Struct, frozen=True):
+    """The only message that has the token: the server keeps its hash."""
+
+    account: AccountView
+    token: str
+
+
 class TaskView(Struct, frozen=True, kw_only=True):
     """A task in one line. Fields that only the leading coordinator knows are else None."""
 
@@ -151,6 +209,8 @@ class TaskView(Struct, frozen=True, kw_only=True):
     name: str = ""
     """The owner's name for it, if `task` is the id of one run; else empty."""
     owner: str = ""
+    account: str = ""
+    """Who submitted it; empty if an operator did."""
     run: int = 0
     revision: int = 0
     lease_until: float = 0.0

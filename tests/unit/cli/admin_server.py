@@ -15,8 +15,8 @@ from papaya.cli.main import CommandParser
 from papaya.cli.task import task
 from papaya.credentials.token_files import Secret
 from papaya.http.listener import serve
+from papaya.server.admin.accounts import Identities
 from papaya.server.admin.routes import AdminRoutes
-from papaya.server.auth import guarded
 from tests.unit.server.admin.builders import System
 
 T = TypeVar("T")
@@ -45,7 +45,8 @@ def admin_server(folder: Path) -> Iterator[AdminServer]:
         system = System(folder)
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
-        routes = guarded(AdminRoutes(system.service).routes(), Secret(TOKEN), b"{}")
+        identities = Identities(system.state, Secret(TOKEN), system.now)
+        routes = AdminRoutes(system.service, identities).routes()
         listening = await serve(routes, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listening.port}"
         found.append(AdminServer(system, loop, url))

@@ -15,6 +15,8 @@ from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, Row, TaskRow, Transaction
 from papaya.server.admin import submissions
+from papaya.server.admin.access import Caller
+from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import LiveTask
@@ -126,15 +128,14 @@ class System:
     async def turn(self) -> None:
         await self.supervisor.turn()
 
-    async def submit(self, config: TaskConfig = TASK) -> TaskView:
+    async def submit(self, config: TaskConfig = TASK, caller: Caller = ADMIN) -> TaskView:
         data = encoded(config)
         stored = await submissions.store_parameters(
             self.service, config.task, config.model_length, data
         )
         manifest = MANIFEST if config.model_length == 6 else ()
-        return await submissions.submit(
-            self.service, NewTask(config, stored.parameters, manifest), BY
-        )
+        new = NewTask(config, stored.parameters, manifest)
+        return await submissions.submit(self.service, caller, new, BY)
 
 
 def encoded(config: TaskConfig = TASK) -> bytes:

@@ -28,6 +28,7 @@ from papaya.config import (
 from papaya.errors import OperatorError
 from papaya.messages.storage import EarlierRevision, FenceRow, Transaction, fence_key
 from papaya.server.admin import bundles, submissions
+from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.views import Evaluate, NewTask, Revision, TaskView
 from tests.unit.bundle.builders import ARCHIVE, KEY, NOW, STRANGER, a_lease, a_manifest
@@ -82,7 +83,7 @@ async def submit(
     stored = await submissions.store_parameters(system.service, config.task, 6, encoded(config))
     head = await head_of(system, manifest)
     new = NewTask(config, stored.parameters, LAYOUT, head, replace)
-    return await submissions.submit(system.service, new, BY)
+    return await submissions.submit(system.service, ADMIN, new, BY)
 
 
 def test_a_signed_task_names_its_bundle_and_its_owner(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_two_submissions_of_one_name_at_once_start_one_run(tmp_path: Path) -> No
 async def revise(system: System, manifest: TaskManifest, **changes: Any) -> TaskView:
     head = await head_of(system, manifest)
     revision = Revision(settings(manifest, **changes), head)
-    return await bundles.revise(system.service, "digits", revision, BY)
+    return await bundles.revise(system.service, ADMIN, "digits", revision, BY)
 
 
 def fence_of(system: System, task: str) -> FenceRow:
@@ -295,8 +296,9 @@ def test_no_revision_names_a_program_of_an_earlier_fence_that_no_row_names(tmp_p
         move(1)
         head = await head_of(system, following)
         move(2)
+        revision = Revision(settings(following), head)
         with pytest.raises(Conflict, match="the task moved while its program was stored"):
-            await bundles.revise(system.service, "digits", Revision(settings(following), head), BY)
+            await bundles.revise(system.service, ADMIN, "digits", revision, BY)
 
     run(tmp_path, test)
 
@@ -308,7 +310,8 @@ def test_a_renewed_lease_does_not_move_the_task(tmp_path: Path) -> None:
         before = fence_of(system, view.task)
         system.time += 1000.0
         head = await head_of(system, manifest, issued=system.time)
-        await bundles.revise(system.service, "digits", Revision(settings(manifest), head), BY)
+        revision = Revision(settings(manifest), head)
+        await bundles.revise(system.service, ADMIN, "digits", revision, BY)
         assert fence_of(system, view.task) == before
         assert (await bundles.newest(system.service, "digits")).bundle == head
         renewed = (await system.service.task("digits")).task
@@ -329,7 +332,7 @@ def test_a_renewed_lease_reaches_running_evaluations(tmp_path: Path) -> None:
         system.time += 1000.0
         head = await head_of(system, manifest, issued=system.time)
         renewal = Revision(settings(manifest, evaluation=plan), head)
-        await bundles.revise(system.service, "digits", renewal, BY)
+        await bundles.revise(system.service, ADMIN, "digits", renewal, BY)
         needs = (await system.service.rows("digits")).row.config.requirements
         after = (await system.service.rows(started.task)).row
         assert needs.bundle != before.config.requirements.bundle

@@ -27,6 +27,7 @@ from papaya.messages.storage import (
 )
 from papaya.messages.tickets import PSEUDONYM_KEY_BYTES
 from papaya.server.admin import submissions
+from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
 from papaya.server.admin.views import Evaluate, Mark, NewTask, RollBack
@@ -147,7 +148,7 @@ def test_what_cannot_be_submitted_is_refused_with_a_reason(tmp_path: Path, what:
         key = f"{config.task}/0/version-0-{'0' * 32}"
         system.blobs.put(key, encoded())
         with pytest.raises(OperatorError, match=problem):
-            await submissions.submit(system.service, NewTask(config, key, MANIFEST), BY)
+            await submissions.submit(system.service, ADMIN, NewTask(config, key, MANIFEST), BY)
         assert [view.task for view in await system.service.tasks()] == ["next-word"]
 
     run(tmp_path, test)
@@ -164,9 +165,9 @@ def test_parameters_are_checked_before_they_are_stored(tmp_path: Path) -> None:
         assert system.blobs.keys("next-word") == []
         key = f"next-word/0/version-0-{'0' * 32}"
         with pytest.raises(NotFound, match="is missing"):
-            await submissions.submit(service, NewTask(TASK, key), BY)
+            await submissions.submit(service, ADMIN, NewTask(TASK, key), BY)
         with pytest.raises(OperatorError, match="are not those of next-word"):
-            await submissions.submit(service, NewTask(TASK, "other/0/version-0-x"), BY)
+            await submissions.submit(service, ADMIN, NewTask(TASK, "other/0/version-0-x"), BY)
         await system.submit()
         with pytest.raises(Conflict, match="exists already"):
             await submissions.store_parameters(service, "next-word", 6, encoded())
