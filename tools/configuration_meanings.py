@@ -170,6 +170,7 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "engine_version": "Minimum version of the engine. None: any. A signed task has the one in "
         "its manifest.",
         "manifest": "The digest of the signed manifest, in hex. The server sets it.",
+        "frozen_file": "The key of the frozen tensors in the bundle. The server sets it.",
     },
     SecureAggregation: {
         "threshold": "Minimum number of clients whose sum may be revealed. None: K.",

@@ -106,10 +106,9 @@ class Ledger:
 
     def blobs(self) -> tuple[BlobKey, ...]:
         """Every blob that a row names."""
-        needs = self.config.requirements
         return (
             self.optimizer.state,
-            *(key for key in (needs.bundle, needs.program) if key),
+            *self.config.requirements.blobs,
             *(row.parameters for row in self.versions.values()),
             *(row.sum for row in self.records.values()),
         )

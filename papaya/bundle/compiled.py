@@ -2,8 +2,8 @@
 
 The program file (`papaya/learning/executorch/program_file.py`) has settings of its own, from the
 time when it was compiled. Those in the manifest replace them, so that a revision needs no new
-program. Refused: a program for another model, another batch size or other metrics than the signed
-ones.
+program. Refused: a program for another model, another batch size, other metrics or other frozen
+tensors than the signed ones.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ def signed_program(program: ProgramFile, manifest: TaskManifest) -> ProgramFile:
     header, client = program.header, manifest.client
     if header.manifest.tensors != manifest.layout:
         raise OperatorError("the program does not have the layout in the manifest", hint="")
+    signed = manifest.frozen_blob
+    if header.frozen_sha256 != (signed.sha256 if signed else ""):
+        raise OperatorError(
+            "the program needs other frozen tensors than the manifest names", hint=""
+        )
     if header.client.batch_size != client.batch_size:
         raise OperatorError(
             f"the program has a batch size of {header.client.batch_size}, "

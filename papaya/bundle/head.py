@@ -20,13 +20,15 @@ PROGRAM_FILES: Final = {"torch": PROGRAM_FILE, "executorch": COMPILED_FILE}
 class BundleHead(Struct, frozen=True):
     """A manifest with its lease, and the owner's statements about its keys.
 
-    `program` says where the servers keep the program; its hash is in the manifest.
+    `program` and `frozen_file` say where the servers keep these blobs; their hashes are in the
+    manifest. Without frozen tensors in a file of their own, `frozen_file` is empty.
     """
 
     manifest: SignedStatement
     lease: SignedStatement
     program: str
     statements: tuple[SignedStatement, ...] = ()
+    frozen_file: str = ""
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

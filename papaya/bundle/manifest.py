@@ -48,7 +48,10 @@ class BlobRef(Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, data: bytes, what: str) -> None:
         if len(data) != self.size or hashlib.sha256(data).hexdigest() != self.sha256:
-            raise BundleError("wrong_bytes", f"{what}: not the bytes that the owner signed")
+            raise self.wrong_bytes(what)
+
+    def wrong_bytes(self, what: str) -> BundleError:
+        return BundleError("wrong_bytes", f"{what}: not the bytes that the owner signed")
 
 
 class SecureTerms(Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,11 +82,13 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     run: Number
     revision: Number
     # What runs on the device. `frozen`: the digest of all tensors that the model holds and does not
-    # train (docs/adr/0040).
+    # train (docs/adr/0040). `frozen_file`: those of them that travel in a file beside the program;
+    # left out of the encoding if there is none.
     engine: Literal["torch", "executorch"]
     engine_version: EngineVersion
     program: BlobRef
     frozen: Hex | None
+    frozen_file: BlobRef | UnsetType = UNSET
     layout: tuple[tuple[str, tuple[Number, ...]], ...]
     # How it is trained, and on what.
     client: ClientSGD
@@ -142,6 +147,15 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     @property
     def model_length(self) -> int:
         return sum(math.prod(shape) for _, shape in self.layout)
+
+    @property
+    def frozen_blob(self) -> BlobRef | None:
+        return self.frozen_file or None
+
+    @property
+    def download_bytes(self) -> int:
+        """What a device that has nothing of this task has to download before it can take part."""
+        return self.program.size + (self.frozen_blob.size if self.frozen_blob else 0)
 
     @property
     def digest(self) -> str:

@@ -97,9 +97,9 @@ class Requirements(Struct, frozen=True):
     """What a device must declare to be compatible with a task.
 
     A device needs the task file (`module`), or, if the task has an `owner`, it has pinned that
-    owner, who has signed a bundle: `bundle` and `program` are the keys of its blobs, `manifest` is
-    the digest of what was signed, in hex. `engine_version` is the minimum version of the
-    engine.
+    owner, who has signed a bundle: `bundle`, `program` and `frozen_file` are the keys of its blobs,
+    `manifest` is the digest of what was signed, in hex. `engine_version` is the minimum version of
+    the engine.
     """
 
     engine: str | None = None
@@ -111,6 +111,12 @@ class Requirements(Struct, frozen=True):
     program: str | None = None
     engine_version: EngineVersion | None = None
     manifest: Digest | None = None
+    frozen_file: str | None = None
+
+    @property
+    def blobs(self) -> tuple[str, ...]:
+        """The keys of everything that a device fetches before it takes part."""
+        return tuple(key for key in (self.bundle, self.program, self.frozen_file) if key)
 
 
 class SecureAggregation(Struct, frozen=True):

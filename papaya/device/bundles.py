@@ -1,8 +1,9 @@
 """The bundles that a device has accepted: manifests, their blobs, and rollback protection.
 
     bundles.db           marks and statements of owners; written before they count
-    blobs/<sha256>       programs, in a cache of bounded size
-    programs/<sha256>/   the same, unpacked for the engine; counted with the blobs
+    blobs/<sha256>       programs and frozen tensors, in a cache of bounded size
+    programs/<sha256>/   programs, unpacked for the engine; counted with the blobs
+    parts/<sha256>       downloads that are not complete; counted as well
 
 The signature is verified before a manifest is parsed, the hash of a blob before it is stored. The
 device does not ask for a refused bundle again until the bundle changes or the device restarts. If
@@ -12,12 +13,13 @@ the reason may be temporary, such as a wrong clock, it asks again after an hour.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -50,6 +52,7 @@ MAX_NAMED: Final = 32
 _MAX_REFUSED: Final = 256
 _ASK_AGAIN_S: Final = 3600.0
 _MAY_PASS: Final = ("expired", "too_far_ahead", "wrong_bytes", "cannot_keep", "engine")
+_FOLDERS: Final = ("blobs", "programs", "parts")
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS mark (
     owner TEXT NOT NULL, task TEXT NOT NULL, recoveries INTEGER NOT NULL,
@@ -64,11 +67,13 @@ CREATE TABLE IF NOT EXISTS statement (
 
 
 class Bundle(Struct, frozen=True):
-    """A manifest that this device has accepted, and where its program is."""
+    """A manifest that this device has accepted, and where its blobs are."""
 
     manifest: TaskManifest
     lease_until: float
     program: Path
+    frozen: Path | None = None  # the file of frozen tensors
+    memory_mb: int | None = None  # what the device allows the owner's jobs
 
     @property
     def run(self) -> str:
@@ -110,8 +115,15 @@ class Bundle(Struct, frozen=True):
         return f"{self.manifest.owner}/{self.manifest.task}"
 
 
-FetchBlob: TypeAlias = Callable[[BlobKey, int], Awaitable[bytes]]
-"""Downloads a blob of at most this many bytes."""
+class BlobSource(Protocol):
+    """Downloads blobs of at most `limit` bytes. ProtocolError if nobody has them."""
+
+    async def blob(self, key: BlobKey, limit: int) -> bytes: ...
+
+    async def file(self, key: BlobKey, limit: int, path: Path) -> None:
+        """Add to this file until it is complete. What it has may be wrong."""
+        ...
+
 
 AcceptBundle: TypeAlias = Callable[[Bundle], Awaitable[None]]
 """Raises BundleError if the device cannot run the program, GivenUp if it cannot be tried now."""
@@ -134,7 +146,7 @@ class BundleStore:
         self._refused: dict[str, tuple[str, float, str]] = {}
         self._fetching = asyncio.Lock()
         try:
-            for part in ("blobs", "programs"):
+            for part in _FOLDERS:
                 (folder / part).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unusable(folder, error) from error
@@ -203,7 +215,7 @@ class BundleStore:
     # -- accepting --------------------------------------------------------------------------
 
     async def fetch(
-        self, head_key: BlobKey, download: FetchBlob, accept: AcceptBundle, now: float
+        self, head_key: BlobKey, source: BlobSource, accept: AcceptBundle, now: float
     ) -> Bundle:
         """Get a bundle and everything that it names, verify and keep it.
 
@@ -214,21 +226,27 @@ class BundleStore:
             if not self.lacks(head_key, now):
                 return self._ready[head_key]
             run = head_key.partition("/")[0]
-            head = await download(head_key, MAX_HEAD_BYTES)
-            manifest = await asyncio.to_thread(self.check, head, run, now)
-            program = manifest.program
+            data = await source.blob(head_key, MAX_HEAD_BYTES)
+            manifest = await asyncio.to_thread(self.check, data, run, now)
+            head, program = BundleHead.decode(data), manifest.program
             if program.size > MAX_ARCHIVE_BYTES:
                 raise BundleError(
                     "not_allowed",
                     f"{manifest.task}: the program has {program.size} bytes, at most "
                     f"{MAX_ARCHIVE_BYTES} are allowed",
                 )
-            if not self.has_blob(program):
-                data = await download(BundleHead.decode(head).program, program.size)
-                await asyncio.to_thread(self.keep_blob, program, data, "program")
-            lease_until = Lease.verify(BundleHead.decode(head).lease).expires
-            folder = await asyncio.to_thread(self._unpacked, program)
-            bundle = Bundle(manifest, lease_until, folder)
+            # The archive and its unpacked files, which are no larger.
+            await self._get(source, head.program, program, "program", 2 * program.size)
+            frozen = manifest.frozen_blob
+            if frozen is not None:
+                await self._get(source, head.frozen_file, frozen, "frozen tensors", frozen.size)
+            bundle = Bundle(
+                manifest,
+                Lease.verify(head.lease).expires,
+                await asyncio.to_thread(self._unpacked, program),
+                None if frozen is None else self._place(frozen),
+                self._policies[manifest.owner].max_memory_mb,
+            )
             await accept(bundle)
             self._keep(head_key, bundle)
             return bundle
@@ -245,22 +263,31 @@ class BundleStore:
         self._set_mark(keys, manifest)
         return manifest
 
-    def has_blob(self, reference: BlobRef) -> bool:
-        """Is this blob stored and intact? A blob that was damaged on disk is fetched again."""
+    async def _get(
+        self, source: BlobSource, key: BlobKey, reference: BlobRef, what: str, needed: int
+    ) -> None:
+        """Download a blob unless it is stored and intact. `needed`: bytes that it takes here."""
+        if await asyncio.to_thread(_is_intact, self._place(reference), reference):
+            return
+        part = self._folder / "parts" / reference.sha256
         try:
-            reference.check((self._folder / "blobs" / reference.sha256).read_bytes(), "blob")
-        except (OSError, BundleError):
-            return False
-        return True
-
-    def keep_blob(self, reference: BlobRef, data: bytes, what: str) -> None:
-        """Store a downloaded blob, if it is the one that the owner signed."""
-        reference.check(data, what)
-        try:
-            self._make_room(2 * len(data))  # archive and unpacked files, which are no larger
-            _write(self._folder / "blobs" / reference.sha256, data)
+            await asyncio.to_thread(self._make_room, needed, part)
+            await source.file(key, reference.size, part)
+            await asyncio.to_thread(self._keep_blob, reference, part, what)
         except OSError as error:
             raise _unusable(self._folder, error) from error
+
+    def _keep_blob(self, reference: BlobRef, part: Path, what: str) -> None:
+        """Store a downloaded blob, if it is the one that the owner signed."""
+        if not _is_intact(part, reference):
+            part.unlink(missing_ok=True)
+            raise reference.wrong_bytes(what)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.rename(self._place(reference))
+
+    def _place(self, reference: BlobRef) -> Path:
+        return self._folder / "blobs" / reference.sha256
 
     def _keep(self, head_key: BlobKey, bundle: Bundle) -> None:
         """The device can now take part in the run, and no longer in the bundle that it replaces."""
@@ -350,12 +377,17 @@ class BundleStore:
             raise _unusable(self._folder, error) from error
         return folder
 
-    def _make_room(self, needed: int) -> None:
-        """Delete the blobs and programs that were used least recently, until this one fits."""
+    def _make_room(self, needed: int, part: Path) -> None:
+        """Delete what was used least recently, until this blob fits. `part`: what it has so far."""
         cached = [
-            path for part in ("blobs", "programs") for path in (self._folder / part).iterdir()
+            path for name in _FOLDERS for path in (self._folder / name).iterdir() if path != part
         ]
-        in_use = {bundle.program.name for bundle in self._ready.values()}
+        in_use = {
+            path.name
+            for bundle in self._ready.values()
+            for path in (bundle.program, bundle.frozen)
+            if path is not None
+        }
         used = sum(map(_size, cached))
         for path in sorted(cached, key=lambda path: path.stat().st_atime):
             if used + needed <= self._max_bytes:
@@ -372,6 +404,17 @@ class BundleStore:
                 f"{self._folder}: {used} bytes are in use",
                 hint="unpin an owner, or restart the device",
             )
+
+
+def _is_intact(path: Path, reference: BlobRef) -> bool:
+    """Has the file exactly the bytes that the owner signed? It may be too large for memory."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != reference.size:
+                return False
+            return hashlib.file_digest(file, "sha256").hexdigest() == reference.sha256
+    except OSError:
+        return False
 
 
 def _size(path: Path) -> int:
@@ -440,20 +483,6 @@ class VisitBundles(NoBundles):
             CountedAs(bundle.run, gap_s, limit),
             CountedAs(bundle.task_name, policy.min_gap_s, policy.max_participations),
         )
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that appears complete or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _unusable(folder: Path, error: OSError) -> OperatorError:

@@ -27,6 +27,7 @@ import platform
 import struct
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -117,9 +118,13 @@ def missing() -> str | None:
 def engine_paths() -> tuple[Path, ...]:
     """What Python, its packages and their libraries are loaded from.
 
-    Torch reads the features of the processor to choose its kernels.
+    The packages may be outside the prefix of Python, as with `pip install --user`. Torch reads the
+    features of the processor to choose its kernels.
     """
     places = {sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[1])}
+    packages = find_spec("numpy")
+    if packages is not None and packages.origin is not None:
+        places.add(str(Path(packages.origin).parents[1]))
     libraries = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/dev/null")
     processor = ("/proc/cpuinfo", "/sys/devices/system/cpu")
     found = (Path(place) for place in (*sorted(places), *libraries, *processor))

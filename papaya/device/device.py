@@ -33,6 +33,7 @@ from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
 from papaya.device.bundles import BundleStore, VisitBundles
 from papaya.device.device_file import DeviceHistory
+from papaya.device.download import DownloadsFrom
 from papaya.device.events import (
     NotEligible,
     Notify,
@@ -177,14 +178,10 @@ class Device:
         """Fetch the bundle of a task, outside any session. Returns the problem, if there is one."""
         store, selectors = self._bundles, self._equipment.selectors
         assert store is not None
-        downloads = self._process.downloads
-
-        async def download(key: BlobKey, limit: int) -> bytes:
-            return await downloads.blob(key, limit, selectors)
-
+        source = DownloadsFrom(self._process.downloads, selectors)
         now = self._process.now()
         try:
-            bundle = await store.fetch(head_key, download, self._trainer.add_bundle, now)
+            bundle = await store.fetch(head_key, source, self._trainer.add_bundle, now)
         except PapayaError as error:
             if isinstance(error, BundleError):  # asking again does not help: exclude it
                 # Rejections are explained for tasks of pinned owners only.

@@ -2,7 +2,8 @@
 
 A key ends in the hash of its content, so any source can be used, a CDN or a selector: bytes with
 another hash are dropped and the next source is tried. An interrupted download is resumed with
-`Range`, at the same source or the next one; the hash covers the whole content. A download is
+`Range`, at the same source or the next one; the hash covers the whole content. Parameters are kept
+in memory. The blobs of a bundle go to a file, where a later process can resume them. A download is
 bounded by the length of the model or the size in the manifest. A key of an unknown form is refused.
 No token is sent: blobs are public under their hash, and a CDN must not learn the token.
 
@@ -15,17 +16,21 @@ requests into its owner's network.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from http import HTTPStatus
+from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from papaya.device.selectors import BROKEN, read_bounded, read_into
-from papaya.errors import ProtocolError
+from papaya.errors import OperatorError, ProtocolError
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.paths import URLS_PATH
@@ -38,6 +43,7 @@ _KEY = re.compile(
 _HEADER_BYTES = 8 + (64 << 10)
 _STALLED_S = 30.0
 _MAX_LOCATED_BYTES = 4096
+_READ_BYTES = 1 << 20
 _MOST_REQUESTS = 16  # to one source for one download
 _RANGE = re.compile(r"bytes ([0-9]{1,15})-[0-9]{1,15}/([0-9]{1,15})", re.ASCII)
 
@@ -51,6 +57,68 @@ def _parse(key: BlobKey) -> re.Match[str]:
     if (parsed := _KEY.fullmatch(key)) is None:
         raise ProtocolError("the server sent a key of an unknown form")
     return parsed
+
+
+class PartialBlob(bytearray):
+    """A download in memory."""
+
+    def sha256(self) -> str:
+        return sha256(self).hexdigest()
+
+
+class PartialFile:
+    """A download that goes on from what an earlier process has left in a file.
+
+    Raises ProtocolError if another process is downloading to the same file, and OperatorError if
+    the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hash = sha256()
+        self._length = 0
+        with self._writing():
+            self._file = path.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise ProtocolError("another process is downloading it") from error
+        self._file.seek(0)
+        while piece := self._file.read(_READ_BYTES):
+            self._hash.update(piece)
+            self._length += len(piece)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, piece: bytes) -> None:
+        with self._writing():
+            self._file.write(piece)
+            self._file.flush()
+        self._hash.update(piece)
+        self._length += len(piece)
+
+    def clear(self) -> None:
+        with self._writing():
+            self._file.truncate(0)
+        self._hash, self._length = sha256(), 0
+
+    def sha256(self) -> str:
+        return self._hash.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OperatorError(
+                f"cannot write {self._path}: {error.strerror}",
+                hint="free some space, or choose another folder: --bundles DIR",
+            ) from error
 
 
 class Downloads:
@@ -90,6 +158,16 @@ class Downloads:
         # A device that leaves does not cancel the download for the others.
         return await asyncio.shield(running)
 
+    async def file(self, key: BlobKey, limit: int, selectors: Sequence[str], path: Path) -> None:
+        """Download a blob of at most this many bytes to a file, from where an earlier attempt has
+        stopped.
+        """
+        begun = await asyncio.to_thread(PartialFile, path)
+        try:
+            await self._complete(key, limit, selectors, begun)
+        finally:
+            begun.close()
+
     async def aclose(self) -> None:
         running = list(self._running.values())
         for task in running:
@@ -102,6 +180,20 @@ class Downloads:
             task.exception()  # retrieve the exception, also if no device waits any more
 
     async def _download(self, key: BlobKey, limit: int, selectors: Sequence[str]) -> bytes:
+        begun = PartialBlob()
+        await self._complete(key, limit, selectors, begun)
+        body = bytes(begun)
+        self._keep(key, body)
+        return body
+
+    async def _complete(
+        self,
+        key: BlobKey,
+        limit: int,
+        selectors: Sequence[str],
+        begun: PartialBlob | PartialFile,
+    ) -> None:
+        """Add to `begun` until it has the hash in the key, or ProtocolError."""
         parsed = _parse(key)
         digest, kind = parsed["hash"], parsed["kind"]
         sources = [f"{selector}/v1/parameters/{key}" for selector in selectors]
@@ -110,7 +202,8 @@ class Downloads:
         if self._blobs_url is not None:
             sources.insert(0, f"{self._blobs_url}/{key}")
         problem = "no source is configured"
-        begun = bytearray()
+        if len(begun) and begun.sha256().startswith(digest):
+            return
         for source in sources:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -120,9 +213,7 @@ class Downloads:
                 if len(begun) > limit:
                     begun.clear()
             else:
-                body = bytes(begun)
-                self._keep(key, body)
-                return body
+                return
         what = "parameters" if kind == "version" else kind
         raise ProtocolError(f"cannot download the {what} of {parsed['task']}: {problem}")
 
@@ -155,7 +246,9 @@ class Downloads:
             and parts.path.endswith(f"/{key}")
         )
 
-    async def _finish(self, url: str, digest: str, limit: int, begun: bytearray) -> None:
+    async def _finish(
+        self, url: str, digest: str, limit: int, begun: PartialBlob | PartialFile
+    ) -> None:
         """Add to `begun`, which may come from another source, until its hash is right."""
         for _ in range(_MOST_REQUESTS):
             had = len(begun)
@@ -165,7 +258,7 @@ class Downloads:
                 if len(begun) == had:
                     raise  # no progress
                 continue
-            if sha256(begun).hexdigest().startswith(digest):
+            if begun.sha256().startswith(digest):
                 return
             begun.clear()
             if not had:
@@ -173,20 +266,22 @@ class Downloads:
             # The beginning may have been wrong: ask this source for the whole.
         raise ProtocolError(f"the connection broke {_MOST_REQUESTS} times")
 
-    async def _fetch(self, url: str, digest: str, limit: int, begun: bytearray) -> None:
+    async def _fetch(
+        self, url: str, digest: str, limit: int, begun: PartialBlob | PartialFile
+    ) -> None:
         headers = {}
-        if begun:
+        if len(begun):
             headers = {"Range": f"bytes={len(begun)}-", "If-Range": f'"{digest}"'}
         timeout = aiohttp.ClientTimeout(sock_read=_STALLED_S)
         async with self._session.get(
             url, headers=headers, allow_redirects=False, timeout=timeout
         ) as response:
             match response.status:
-                case HTTPStatus.PARTIAL_CONTENT if begun:
+                case HTTPStatus.PARTIAL_CONTENT if len(begun):
                     _check_range(response.headers.get("Content-Range", ""), len(begun), limit)
                 case HTTPStatus.OK:
                     begun.clear()
-                case HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE if begun:
+                case HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE if len(begun):
                     return  # what has begun is longer than the file, so it cannot be right
                 case status:
                     raise ProtocolError(f"HTTP status {status}")
@@ -196,6 +291,19 @@ class Downloads:
         self._cached[key] = body
         while sum(map(len, self._cached.values())) > self._cache_bytes:
             self._cached.popitem(last=False)
+
+
+class DownloadsFrom(NamedTuple):
+    """Blobs from the selectors of one device."""
+
+    downloads: Downloads
+    selectors: Sequence[str]
+
+    async def blob(self, key: BlobKey, limit: int) -> bytes:
+        return await self.downloads.blob(key, limit, self.selectors)
+
+    async def file(self, key: BlobKey, limit: int, path: Path) -> None:
+        await self.downloads.file(key, limit, self.selectors, path)
 
 
 def _check_range(shown: str, start: int, limit: int) -> None:

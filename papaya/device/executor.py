@@ -37,6 +37,8 @@ class TaskFile(Struct, frozen=True):
 
     `manifest`: the encoded manifest of the bundle, which replaces the settings in the file; empty
     for a file of this device. The code of a bundle is read in the confined job and nowhere else.
+    `frozen`: the path of its file of frozen tensors, if it has one. `memory_mb`: the limit that the
+    device has set for the owner of the bundle, besides that of the executor.
     """
 
     path: str
@@ -45,6 +47,8 @@ class TaskFile(Struct, frozen=True):
     terms: TaskTerms
     examples: Examples
     manifest: bytes = b""
+    frozen: str = ""
+    memory_mb: int | None = None
 
     @property
     def model_length(self) -> int:

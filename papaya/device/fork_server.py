@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import hashlib
 import os
 import random
 import resource
@@ -29,6 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final, NoReturn, cast
@@ -53,7 +55,12 @@ from papaya.device.frames import Ended, JobProblem, Kill, Ready, Start, StepsDon
 from papaya.errors import Diverged, OperatorError
 from papaya.learning.client_training import StepDone
 from papaya.learning.definition import TaskTerms
-from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
+from papaya.learning.executorch.program_file import (
+    EXECUTORCH_VERSION,
+    frozen_beside,
+    read_program,
+)
+from papaya.learning.frozen_file import FrozenTensor, map_frozen
 from papaya.learning.parameters import decode
 
 _CHECKED_TOGETHER: Final = 64
@@ -165,14 +172,19 @@ def _be_a_job(
 ) -> NoReturn:
     try:
         try:
+            if order.memory_mb is not None:
+                memory_mb = min(limits.memory_mb, order.memory_mb)
+                limits = structs.replace(limits, memory_mb=memory_mb)
             _limit(channel, order.cpu_s, limits, parent)
             path = Path(order.task_file)
             program = path.parent if order.is_bundle else path
+            frozen = Path(order.frozen) if order.frozen else None
             if limits.confined:
-                confinement.confine((*confinement.engine_paths(), program))
+                readable = (program,) if frozen is None else (program, frozen)
+                confinement.confine((*confinement.engine_paths(), *readable))
             job = _read_job(channel)
             if engine is None:
-                engine = _load_bundle(path, job.manifest, limits)
+                engine = _load_bundle(path, job.manifest, frozen, limits)
             step_done = _reporting(channel, limits.report_interval_s)
             data = frames.frame(frames.Success(_run(job, engine, step_done)))
         except BaseException as error:
@@ -276,7 +288,9 @@ def _problem(error: BaseException) -> JobProblem:
     return JobProblem("refused", text, raised[-frames.MAX_TRACEBACK :])
 
 
-def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngine:
+def _load_bundle(
+    path: Path, encoded: bytes, frozen: Path | None, limits: JobLimits
+) -> TrainingEngine:
     """Run the code of a bundle, in this confined job. The manifest replaces its settings."""
     if not limits.confined:
         raise OperatorError("the code of a bundle runs only in a confined job", hint="")
@@ -284,12 +298,15 @@ def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngin
     if manifest.engine == "executorch":
         from papaya.learning.executorch.engine import ExecuTorchEngine
 
-        return ExecuTorchEngine(signed_program(read_program(path), manifest))
+        program = signed_program(read_program(path), manifest)
+        return ExecuTorchEngine(program, partial(_mapped, frozen))
     from papaya.learning.task import load_task
     from papaya.learning.torch.engine import TorchEngine
 
     sys.path.insert(0, str(path.parent))  # a program may have several files
-    loaded = load_task(path)
+    loaded = load_task(path, frozen)
+    if (loaded.task.frozen is None) != (frozen is None):
+        raise OperatorError("the task file and the manifest differ on frozen tensors", hint="")
     if loaded.manifest.tensors != manifest.layout:
         raise OperatorError("the model does not have the layout in the manifest", hint="")
     if (loaded.frozen.hex() or None) != manifest.frozen:
@@ -298,6 +315,10 @@ def _load_bundle(path: Path, encoded: bytes, limits: JobLimits) -> TrainingEngin
         raise OperatorError("the task does not have the metrics in the manifest", hint="")
     task = structs.replace(loaded.task, client=manifest.client, clip=manifest.clip)
     return TorchEngine(dataclasses.replace(loaded, task=task))
+
+
+def _mapped(path: Path | None) -> dict[str, FrozenTensor]:
+    return {} if path is None else map_frozen(path)
 
 
 def _read_job(channel: int) -> Job:
@@ -341,8 +362,27 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
 
     program = read_program(Path(path))
     header = program.header
-    file = TaskFile(path, header.task, program.name, header.terms, header.examples)
-    return ExecuTorchEngine(program), file
+    frozen = frozen_beside(Path(path)) if header.frozen else None
+    if frozen is not None:
+        _require_digest(frozen, header.frozen_sha256)
+    file = TaskFile(
+        *(path, header.task, program.name, header.terms, header.examples),
+        frozen="" if frozen is None else str(frozen),
+    )
+    return ExecuTorchEngine(program, partial(_mapped, frozen)), file
+
+
+def _require_digest(path: Path, digest: str) -> None:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise OperatorError(
+            f"cannot read the frozen tensors of the program: {error}",
+            hint="copy them beside the program file",
+        ) from error
+    if found != digest:
+        raise OperatorError(f"{path} is not the file that the program needs", hint="copy it again")
 
 
 def _start_engine(engine: EngineName) -> str:

@@ -36,13 +36,16 @@ StepCount = Annotated[int, Meta(ge=0, le=2**53)]
 class Start(Struct, frozen=True, tag=True):
     """Fork a job for this task file, on the socket that comes with the packet.
 
-    `is_bundle`: the file is the program of a bundle, whose manifest comes with the job.
+    `is_bundle`: the file is the program of a bundle, whose manifest comes with the job. `frozen`
+    and `memory_mb` are those of the task file.
     """
 
     id: int
     task_file: str
     cpu_s: int
     is_bundle: bool
+    frozen: str = ""
+    memory_mb: int | None = None
 
 
 class Kill(Struct, frozen=True, tag=True):

@@ -9,6 +9,8 @@ A TOML file of the person who runs the device, never of a server:
     engines = ["torch"]          # "torch" runs this owner's code on the device, confined
     max_examples = 1500          # per training
     max_training_s = 600
+    max_memory_mb = 512          # of one training job; the device's own limit without it
+    max_download_mb = 64         # program and frozen tensors of one task
     max_participations = 100     # in one task, over all of its runs
     min_gap_s = 3600             # between two of them
 
@@ -46,6 +48,8 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     engines: tuple[EngineName, ...] = ("executorch",)
     max_examples: int = 1500
     max_training_s: float = 600.0
+    max_memory_mb: int | None = None
+    max_download_mb: int = 64
     max_participations: int = 1000
     min_gap_s: float = 0.0
 
@@ -55,8 +59,10 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             is_valid = value is None or _KEY.fullmatch(value) is not None
             remedy = "copy it from: papaya owner show"
             require(is_valid, field, value, "must be 64 hex digits", remedy)
-        for field in ("max_examples", "max_participations"):
+        for field in ("max_examples", "max_participations", "max_download_mb"):
             require_count(field, getattr(self, field))
+        if self.max_memory_mb is not None:
+            require_count("max_memory_mb", self.max_memory_mb)
         require_positive_s("max_training_s", self.max_training_s)
 
     @property
@@ -82,6 +88,9 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
             f"collection {collection!r}": self.may_use(collection),
             f"{examples} examples": examples <= self.max_examples,
             f"{seconds:g} s of training": seconds <= self.max_training_s,
+            f"a download of {manifest.download_bytes} bytes": (
+                manifest.download_bytes <= self.max_download_mb << 20
+            ),
         }
         problems = [what for what, is_allowed in allowed.items() if not is_allowed]
         if problems:

@@ -290,7 +290,8 @@ class _ForkServer:
         try:
             with ours:
                 with theirs:
-                    self._send(Start(id_, file.path, cpu_s, bool(file.manifest)), theirs)
+                    bounds = (cpu_s, bool(file.manifest), file.frozen, file.memory_mb)
+                    self._send(Start(id_, file.path, *bounds), theirs)
                 work = structs.replace(job, manifest=file.manifest)
                 outcome = await _converse(ours, work, _update_bytes(job, file), step_done)
         finally:

@@ -16,6 +16,7 @@ import socket
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote, urlsplit
 
 import aiohttp
@@ -77,13 +78,21 @@ async def read_bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
     return bytes(body)
 
 
-async def read_into(body: bytearray, response: aiohttp.ClientResponse, limit: int) -> None:
+class PartOfBody(Protocol):
+    """What has arrived of a body, in memory or on disk."""
+
+    def __len__(self) -> int: ...
+
+    def extend(self, piece: bytes, /) -> object: ...
+
+
+async def read_into(body: PartOfBody, response: aiohttp.ClientResponse, limit: int) -> None:
     """Append what arrives, or ProtocolError as soon as all of it is longer than `limit`."""
     declared = len(body) + (response.content_length or 0)
     if declared > limit:
         raise ProtocolError(f"a body of {declared} bytes is over the limit of {limit}")
     while piece := await response.content.readany():
-        body += piece
+        body.extend(piece)
         if len(body) > limit:
             raise ProtocolError(f"a body is over the limit of {limit} bytes")
 

@@ -173,6 +173,8 @@ class ExecutorTrainer:
             terms=bundle.terms,
             examples=manifest.examples,
             manifest=manifest.encode(),
+            frozen="" if bundle.frozen is None else str(bundle.frozen),
+            memory_mb=bundle.memory_mb,
         )
         await self._try(run, file, min(manifest.training_timeout_s, _MAX_CHECK_S))
         replaced, self._files[run] = self._files.get(run, file), file

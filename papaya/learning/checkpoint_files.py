@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ import numpy as np
 import safetensors
 
 from papaya.errors import OperatorError, ProtocolError
+from papaya.learning.frozen_file import FrozenTensor, map_frozen
 from papaya.learning.parameters import FLOAT32, Manifest, Vector, decode
 
 _METADATA: Final = "__metadata__"
@@ -72,6 +74,27 @@ def read_checkpoint(path: Path, manifest: Manifest) -> Vector:
         return decode_named(data, manifest)
     except OperatorError as error:
         raise OperatorError(f"{path}: {error}", hint=error.hint) from error
+
+
+def read_frozen(path: Path) -> dict[str, FrozenTensor]:
+    """The tensors in a file that an owner or a device has. A file as devices get it is mapped into
+    memory; one of another writer is read.
+    """
+    with suppress(OperatorError):
+        return map_frozen(path)
+    try:
+        found = dict(safetensors.deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
+    except (OSError, safetensors.SafetensorError) as error:
+        raise OperatorError(
+            f"cannot read the frozen tensors in {path}: {error}",
+            hint="save them with safetensors.torch.save_file",
+        ) from error
+    return {
+        name: FrozenTensor(
+            entry["dtype"], tuple(entry["shape"]), np.frombuffer(bytearray(entry["data"]), np.uint8)
+        )
+        for name, entry in found.items()
+    }
 
 
 def decode_named(data: bytes, manifest: Manifest) -> Vector:

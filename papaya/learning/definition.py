@@ -156,6 +156,10 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     `metrics`: by name, what an evaluation measures beside the loss; a plain function has the bounds
     0 and 1. The executorch engine needs one number for each example. `perplexity`: show exp(loss).
 
+    `frozen`: a safetensors file with tensors that the model holds and does not train, such as a
+    base model, under their names in the model. They replace those that `model` makes, and travel to
+    devices in a file of their own. The path is relative to the task file.
+
     `sample`: a few stored examples, if given, are tried whenever the file is loaded, so that a
     mistake in `batch` or `loss` is found before a device meets it.
     """
@@ -184,6 +188,7 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     evaluation: EvaluationPlan | None = None
     metrics: Mapping[str, Metric | Callable[..., Any]] = {}
     perplexity: bool = False
+    frozen: str | None = None
     sample: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:

@@ -33,6 +33,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from msgspec import structs
+
 from papaya.config import (
     AsyncFL,
     EvaluationPlan,
@@ -45,7 +47,7 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import ConfigError, OperatorError, PapayaError
-from papaya.learning.checkpoint_files import read_checkpoint
+from papaya.learning.checkpoint_files import read_checkpoint, read_frozen
 from papaya.learning.definition import ClientSGD, Examples, Metric, Task, module_hash
 from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.parameters import Manifest, Vector
@@ -107,6 +109,15 @@ class LoadedTask:
 
         return initial_parameters(self.task, self.manifest, seed)
 
+    def frozen_file(self) -> bytes:
+        """The frozen tensors that devices get in a file of their own; empty if there are none."""
+        from papaya.learning.torch.frozen import frozen_bytes
+        from papaya.learning.torch.module import make_module  # imports torch
+
+        if self.task.frozen is None:
+            return b""
+        return frozen_bytes(make_module(self.task), read_frozen(Path(self.task.frozen)))
+
     def try_on(self, examples: Sequence[bytes], what: str) -> None:
         """Try `batch`, `loss` and `metrics`; ConfigError says where in the file they fail."""
         from papaya.learning.torch.module import tried_batch, try_loss, try_metrics  # imports torch
@@ -132,14 +143,19 @@ class LoadedTask:
             raise _located(self.path, error, f"{what}: metrics", hint) from error
 
 
-def load_task(path: Path) -> LoadedTask:
-    """Run the owner's file in this process and check what it defines. Raises OperatorError."""
+def load_task(path: Path, frozen: Path | None = None) -> LoadedTask:
+    """Run the owner's file in this process and check what it defines. Raises OperatorError.
+
+    `frozen`: the file of frozen tensors that came with a bundle, instead of the one in the task.
+    """
     source = _read(path)
     # The hash makes the module's name unique for files of the same name.
     module = ModuleType("papaya_task_" + module_hash(source).removeprefix("sha256:"))
     module.__file__ = str(path)
     _run(source, path, module)
     task = _the_task(path, module)
+    if task.frozen is not None:
+        task = structs.replace(task, frozen=str(frozen or path.parent / task.frozen))
     try:
         from papaya.learning.torch.module import checked_module
     except ImportError as error:
@@ -147,8 +163,8 @@ def load_task(path: Path) -> LoadedTask:
             f"{path} needs the torch engine: {error}", hint="pip install 'papaya-fl[torch]'"
         ) from error
     try:
-        manifest, frozen = checked_module(task)
-        loaded = LoadedTask(path, task, module_hash(source, frozen), manifest, frozen)
+        manifest, digest = checked_module(task)
+        loaded = LoadedTask(path, task, module_hash(source, digest), manifest, digest)
         loaded.config()
     except Exception as error:
         raise _located(path, error) from error

@@ -474,8 +474,7 @@ def blobs_of(row: Row) -> tuple[BlobKey, ...]:
             return (row.sum,)
         case TaskRow() if row.config.evaluates is None or not row.is_over:
             # The bundle of an evaluation belongs to the task, which may have a newer one.
-            needs = row.config.requirements
-            return tuple(key for key in (needs.bundle, needs.program) if key)
+            return row.config.requirements.blobs
     return ()
 
 

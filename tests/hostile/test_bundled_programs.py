@@ -71,8 +71,12 @@ class HostileServer:
         self.head = BundleHead(manifest.sign(KEY), a_lease(manifest), self.program_key).encode()
         self.program = packed
 
-    async def download(self, key: BlobKey, limit: int) -> bytes:
-        return self.head if key == self.head_key else self.program
+    async def blob(self, key: BlobKey, limit: int) -> bytes:
+        assert key == self.head_key
+        return self.head
+
+    async def file(self, key: BlobKey, limit: int, path: Path) -> None:
+        path.write_bytes(self.program)
 
 
 def mutated(data: bytes, rng: Random) -> bytes:
@@ -110,7 +114,7 @@ def test_thousands_of_mutated_bundles_are_refused_before_anything_runs_them(tmp_
             else:
                 server.program = mutated(server.program, rng)
             try:
-                await store.fetch(server.head_key, server.download, accept, NOW)
+                await store.fetch(server.head_key, server, accept, NOW)
             except PapayaError:
                 assert store.of_run(server.run) is None
             else:
@@ -132,7 +136,7 @@ def test_thousands_of_mutated_bundles_are_refused_before_anything_runs_them(tmp_
 
 
 def _all_of(server: HostileServer) -> tuple[BlobKey, Any]:
-    return server.head_key, server.download
+    return server.head_key, server
 
 
 def test_a_program_of_another_task_of_the_same_owner_is_refused(tmp_path: Path) -> None:
@@ -248,6 +252,13 @@ def has_another_output(program: Any) -> None:
     outputs[1], outputs[2] = outputs[2], outputs[1]
 
 
+def aborts(program: Any) -> None:
+    """Give the first kernel a number instead of a tensor: the runtime aborts its process."""
+    number = values_of(program, "Int")[0]
+    calls = program.program.execution_plan[0].chains[0].instructions
+    calls[0].instr_args.args[0] = number
+
+
 def nothing(program: Any) -> None:
     pass
 
@@ -259,6 +270,16 @@ def test_a_program_that_loops_ends_with_its_time(devices: Devices) -> None:
     ends = r"timeout: (training did not finish|exceeded its CPU)|Instruction execution limit"
     with pytest.raises(OperatorError, match=ends):
         devices.train(bundle, timeout_s=4.0)
+
+
+@confined
+def test_a_program_that_aborts_its_process_has_a_reason_and_harms_no_other(
+    devices: Devices,
+) -> None:
+    bundle = devices.add(crafted(aborts), task="aborts")
+    with pytest.raises(OperatorError, match=r"crashed: was killed by SIGABRT"):
+        devices.train(bundle)
+    assert any(devices.train(devices.add(program_bytes(), task="next")))
 
 
 @confined

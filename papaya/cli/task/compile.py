@@ -51,19 +51,23 @@ def add_to(actions: Commands) -> None:
 
 
 def run(options: TaskCompileOptions) -> int:
-    from papaya.learning.executorch.program_file import decode_program
+    from papaya.learning.executorch.program_file import decode_program, frozen_beside
     from papaya.learning.executorch.shim import cache_folder
     from papaya.learning.task import load_task  # here: it imports torch
 
     loaded = load_task(options.file)
-    from papaya.learning.torch.export import compile_task
+    from papaya.learning.torch.export import compile_task, program_tensors
 
     note("compiling (ten seconds to a few minutes, unless the result is cached)")
     content = archive.digest(archive.pack(program_files(options.file)))
     data = compile_task(loaded, cache_folder() / "programs", content)
     output = options.output or options.file.with_suffix(".program")
+    frozen = frozen_beside(output)
+    tensors = program_tensors(loaded, decode_program(data).header.frozen)
     try:
         output.write_bytes(data)
+        if tensors:
+            frozen.write_bytes(tensors)
     except OSError as error:
         raise OperatorError(
             f"cannot write {output}: {error.strerror}", hint="choose another place: --output FILE"
@@ -73,6 +77,8 @@ def run(options: TaskCompileOptions) -> int:
         print_json({"file": str(output), "name": program.name, "bytes": len(data)})
     else:
         print_data(f"{output}: {len(data):,} bytes, {program.name}")
+        if tensors:
+            print_data(f"{frozen}: {len(tensors):,} bytes of frozen tensors; keep it beside")
         note(
             f"\non devices: papaya client --engine executorch --task {output}"
             f"\nto submit it: papaya task submit {options.file} --program {output} --unsigned"

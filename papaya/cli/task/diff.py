@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from papaya.bundle import archive
 from papaya.bundle.manifest import TaskManifest
 from papaya.bundle.owner import SignedStatement
 from papaya.cli.admin_client import (
@@ -28,17 +27,28 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, print_data, print_json, whole
-from papaya.cli.task.signing import first_manifest, program_files
-from papaya.cli.task.submit import changed, loaded_from
+from papaya.cli.task.settings import GivenSettings, changed
+from papaya.cli.task.signing import first_manifest
+from papaya.cli.task.submit import bundle_blobs, compiled_program, loaded_from, with_client
 from papaya.cli.task.update import newest_of, next_revision
 from papaya.config import TaskConfig
+from papaya.device.executor import EngineName
 from papaya.errors import OperatorError
 from papaya.server.admin.views import RevisionView, SignedBundle, TaskDetail
 
 # Left out: fields that always differ, or that are in the manifest too.
 _LEFT_OUT = ("task", "requirements")
 _SIGNED = (
-    *("engine", "engine_version", "program", "frozen", "layout", "client", "examples"),
+    *(
+        "engine",
+        "engine_version",
+        "program",
+        "frozen",
+        "frozen_file",
+        "layout",
+        "client",
+        "examples",
+    ),
     *("weighting", "evaluation_clients", "privacy"),
 )
 
@@ -48,6 +58,7 @@ Side = tuple[TaskConfig, TaskManifest | None]
 @dataclass(frozen=True, kw_only=True)
 class TaskDiffOptions(OneTaskOptions):
     set: Sequence[str] = ()
+    engine: EngineName | None = None  # None: that of the newest run
     since: int | None = None
     to: int | None = None
 
@@ -71,6 +82,11 @@ def add_to(actions: Commands) -> None:
         help="a setting, as for `update` and `submit`; may be repeated",
     )
     parser.add_argument(
+        "--engine",
+        choices=get_args(EngineName),
+        help="what devices train the file with, as for `submit` (default: as in the newest run)",
+    )
+    parser.add_argument(
         "--from", dest="since", type=whole(1), metavar="N", help="compare this revision"
     )
     parser.add_argument(
@@ -85,7 +101,7 @@ def run(options: TaskDiffOptions) -> int:
     if options.since is not None or options.to is not None:
         before, after = _revisions(client, options)
     elif path.exists():
-        before, after = _next_run(client, path, options.set)
+        before, after = _next_run(client, path, options)
     else:
         before, after = _next_revision(client, options)
     found = differences(before, after)
@@ -110,19 +126,28 @@ def _next_revision(client: AdminClient, options: TaskDiffOptions) -> tuple[Side,
     return (detail.config, manifest), (config, following)
 
 
-def _next_run(client: AdminClient, path: Path, settings: Sequence[str]) -> tuple[Side, Side]:
-    loaded = loaded_from(path)
-    config = changed(loaded.config(), None, settings)
-    detail = client.get(task_path(config.task), TaskDetail)
+def _next_run(client: AdminClient, path: Path, options: TaskDiffOptions) -> tuple[Side, Side]:
+    from papaya.learning.executorch.program_file import decode_program
+
+    given = GivenSettings.of(options.set)
+    written = loaded_from(path)
+    loaded = with_client(written, given.client)
+    detail = client.get(task_path(loaded.task.name), TaskDetail)
+    engine = options.engine or detail.config.requirements.engine
+    compiled = None
+    if engine == "executorch":
+        compiled = compiled_program(path, written, loaded.task.client.batch_size)
+    file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
+    config = changed(file, None, given.task)
     signed = client.get(task_path(detail.task.task, "bundle"), SignedBundle)
     if not signed.bundle:
         return (detail.config, None), (config, None)
     head, _ = newest_of(client, config.task)
-    program = archive.pack(program_files(path))
     manifest = TaskManifest.verify(head.manifest)
+    blobs = bundle_blobs(path, loaded, compiled)
     return (detail.config, manifest), (
         config,
-        first_manifest(manifest.owner, loaded, config, program),
+        first_manifest(manifest.owner, loaded, config, blobs),
     )
 
 
@@ -162,7 +187,7 @@ def _document(side: Side) -> dict[str, Any]:
     document = {name: value for name, value in settings.items() if name not in _LEFT_OUT}
     if manifest is not None:
         signed: dict[str, Any] = msgspec.to_builtins(manifest)
-        document |= {name: signed[name] for name in _SIGNED}
+        document |= {name: signed[name] for name in _SIGNED if name in signed}
     return document
 
 

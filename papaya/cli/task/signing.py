@@ -49,10 +49,12 @@ class OwnerSigner(NamedTuple):
     owner: str
     statements: tuple[SignedStatement, ...]
 
-    def head(self, manifest: TaskManifest, program: str) -> bytes:
+    def head(self, manifest: TaskManifest, program: str, frozen_file: str = "") -> bytes:
+        """`program` and `frozen_file`: where the server keeps the blobs of the manifest."""
         now = time.time()
         lease = Lease(manifest.digest, now, now + LEASE_S).sign(self.key)
-        return BundleHead(manifest.sign(self.key), lease, program, self.statements).encode()
+        signed = (manifest.sign(self.key), lease)
+        return BundleHead(*signed, program, self.statements, frozen_file).encode()
 
 
 def default_key() -> Path:
@@ -121,8 +123,19 @@ def program_files(path: Path) -> dict[str, bytes]:
     return found
 
 
+class BundleBlobs(NamedTuple):
+    """What devices fetch beside the manifest: the archive, and the frozen tensors, if any."""
+
+    program: bytes
+    frozen: bytes = b""
+
+
+def blob_ref(data: bytes) -> BlobRef:
+    return BlobRef(archive.digest(data), len(data))
+
+
 def first_manifest(
-    owner: str, loaded: LoadedTask, config: TaskConfig, program: bytes
+    owner: str, loaded: LoadedTask, config: TaskConfig, blobs: BundleBlobs
 ) -> TaskManifest:
     """The first revision of a new run; `config.task` is the name of the task."""
     engine: EngineName = "torch" if config.requirements.engine == "torch" else "executorch"
@@ -133,8 +146,9 @@ def first_manifest(
         revision=1,
         engine=engine,
         engine_version=_ENGINE_VERSIONS[engine],
-        program=BlobRef(archive.digest(program), len(program)),
+        program=blob_ref(blobs.program),
         frozen=loaded.frozen.hex() or None,
+        frozen_file=blob_ref(blobs.frozen) if blobs.frozen else UNSET,
         layout=loaded.manifest.tensors,
         client=structs.replace(loaded.task.client, max_examples=config.max_examples),
         examples=loaded.task.examples,
@@ -151,7 +165,7 @@ def next_manifest(manifest: TaskManifest, config: TaskConfig, client: ClientSGD)
     return structs.replace(
         manifest,
         revision=manifest.revision + 1,
-        client=client,
+        client=structs.replace(client, max_examples=config.max_examples),
         evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
         **_limits(config),
     )

@@ -8,16 +8,13 @@ runs nothing of it. Without a key only the file's hash is sent.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, get_args
 
-import msgspec
-from msgspec import Struct, structs
+from msgspec import structs
 
 from papaya.bundle import archive
 from papaya.bundle.head import COMPILED_FILE, PROGRAM_FILE
@@ -30,7 +27,9 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, whole
+from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import (
+    BundleBlobs,
     OwnerSigner,
     default_key,
     first_manifest,
@@ -39,22 +38,12 @@ from papaya.cli.task.signing import (
     signer,
 )
 from papaya.config import TaskConfig
-from papaya.config.checks import require_known_fields
 from papaya.device.executor import EngineName
-from papaya.errors import ConfigError, OperatorError
+from papaya.errors import OperatorError
 from papaya.server.admin.views import NewTask, Stored, TaskView
 
 if TYPE_CHECKING:
     from papaya.learning.task import LoadedTask
-
-_NOT_TO_SET = {
-    "task": "use --name NAME",
-    "model_length": "the model determines it: change the model in the file",
-    "evaluates": "papaya task evaluate TASK",
-    "requirements.module": "it is the hash of the file: change the file",
-    "requirements.engine": "use --engine",
-    "requirements.engine_version": "the engine determines it: use --engine",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +100,8 @@ def add_to(actions: Commands) -> None:
         "--set",
         action="append",
         metavar="FIELD=VALUE",
-        help="change one setting, such as concurrency=50, regime=sync or stop.versions=100; may be "
-        "repeated",
+        help="change one setting, such as concurrency=50, regime=sync, stop.versions=100 or, in a "
+        "signed task, client.rate=0.05; may be repeated",
     )
     parser.add_argument(
         "--owner",
@@ -139,10 +128,19 @@ def run(options: TaskSubmitOptions) -> int:
 
     client = client_for(options)
     found = _signer(options)
-    loaded = loaded_from(options.file)
-    compiled = _compiled(options, loaded, is_signed=found is not None)
+    given = GivenSettings.of(options.set)
+    if given.client and found is None:
+        raise OperatorError(
+            f"--set client.{given.client[0]}: devices of an unsigned task use the settings in "
+            "their own file",
+            hint="change the file, or sign the task: papaya owner key",
+        )
+    written = loaded_from(options.file)
+    loaded = with_client(written, given.client)
+    batch_size = loaded.task.client.batch_size
+    compiled = _compiled(options, written, batch_size, is_signed=found is not None)
     file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
-    config = changed(file, options.name, options.set)
+    config = changed(file, options.name, given.task)
     warnings = config.warnings()
     if found is None:
         warnings += refusals(file, config)
@@ -152,8 +150,8 @@ def run(options: TaskSubmitOptions) -> int:
         note(f"warning: {warning}")
     bundle = b""
     if found is not None:
-        files = program_files(options.file) if compiled is None else {COMPILED_FILE: compiled}
-        config, bundle = _bundled(client, found, loaded, config, archive.pack(files))
+        blobs = bundle_blobs(options.file, loaded, compiled)
+        config, bundle = _bundled(client, found, loaded, config, blobs)
     vector = loaded.initial_parameters(seed=options.seed, checkpoint=options.checkpoint)
     data = parameters.encode(vector, {"task": config.task, "version": "0"})
     note(f"sending {config.model_length:,} parameters")
@@ -193,6 +191,12 @@ def loaded_from(path: Path) -> LoadedTask:
     return load_task(path / PROGRAM_FILE)
 
 
+def with_client(loaded: LoadedTask, settings: Sequence[str]) -> LoadedTask:
+    """The task with these settings of the client's training."""
+    client = changed_client(loaded.task.client, settings)
+    return replace(loaded, task=structs.replace(loaded.task, client=client))
+
+
 def _signer(options: TaskSubmitOptions) -> OwnerSigner | None:
     path = options.owner or default_key()
     if options.unsigned:
@@ -205,10 +209,11 @@ def _signer(options: TaskSubmitOptions) -> OwnerSigner | None:
     return signer(path)
 
 
-def _compiled(options: TaskSubmitOptions, loaded: LoadedTask, *, is_signed: bool) -> bytes | None:
+def _compiled(
+    options: TaskSubmitOptions, written: LoadedTask, batch_size: int, *, is_signed: bool
+) -> bytes | None:
     """The program file for devices without torch; None for devices that train the task's files."""
     from papaya.learning.executorch.program_file import read_program
-    from papaya.learning.executorch.shim import cache_folder
 
     if options.program is not None:
         read_program(options.program)
@@ -221,21 +226,51 @@ def _compiled(options: TaskSubmitOptions, loaded: LoadedTask, *, is_signed: bool
             hint=f"papaya task compile {options.file}, give the program to the devices, and submit "
             "the task with --program FILE; or create a key: papaya owner key",
         )
+    return compiled_program(options.file, written, batch_size)
+
+
+def compiled_program(path: Path, written: LoadedTask, batch_size: int) -> bytes:
+    """The program of a task as it is written in its file, but for the batch size. Devices take all
+    other settings of the client's training from the manifest.
+    """
+    from papaya.learning.executorch.shim import cache_folder
     from papaya.learning.torch.export import compile_task  # imports executorch
 
     note("compiling (ten seconds to a few minutes, unless the result is cached)")
-    content = archive.digest(archive.pack(program_files(options.file)))
-    return compile_task(loaded, cache_folder() / "programs", content)
+    content = archive.digest(archive.pack(program_files(path)))
+    client = structs.replace(written.task.client, batch_size=batch_size)
+    task = structs.replace(written.task, client=client)
+    return compile_task(replace(written, task=task), cache_folder() / "programs", content)
+
+
+def bundle_blobs(path: Path, loaded: LoadedTask, compiled: bytes | None) -> BundleBlobs:
+    """What devices fetch: the task's files, or the program that was compiled from them."""
+    from papaya.learning.executorch.program_file import decode_program
+
+    if compiled is None:
+        return BundleBlobs(archive.pack(program_files(path)), loaded.frozen_file())
+    from papaya.learning.torch.export import program_tensors
+
+    tensors = program_tensors(loaded, decode_program(compiled).header.frozen)
+    return BundleBlobs(archive.pack({COMPILED_FILE: compiled}), tensors)
 
 
 def _bundled(
-    client: AdminClient, found: OwnerSigner, loaded: LoadedTask, config: TaskConfig, program: bytes
+    client: AdminClient,
+    found: OwnerSigner,
+    loaded: LoadedTask,
+    config: TaskConfig,
+    blobs: BundleBlobs,
 ) -> tuple[TaskConfig, bytes]:
-    """Store the program and sign the manifest. Returns the settings of the new run."""
-    manifest = first_manifest(found.owner, loaded, config, program)
+    """Store the blobs and sign the manifest. Returns the settings of the new run."""
+    manifest = first_manifest(found.owner, loaded, config, blobs)
     run = run_of(manifest)
-    stored = client.put(task_path(run, "program"), program, Stored)
-    return structs.replace(config, task=run), found.head(manifest, stored.parameters)
+    program = client.put(task_path(run, "program"), blobs.program, Stored).parameters
+    frozen = ""
+    if blobs.frozen:
+        note(f"sending {len(blobs.frozen):,} bytes of frozen tensors")
+        frozen = client.put(task_path(run, "frozen"), blobs.frozen, Stored).parameters
+    return structs.replace(config, task=run), found.head(manifest, program, frozen)
 
 
 def _renamed(file: str, submitted: str) -> str:
@@ -265,90 +300,3 @@ def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:
             found.append(f"threshold = {submitted.threshold}, but the file has {file.threshold}")
     advice = "devices that have this file will refuse the task. Instead of using --set, change the "
     return [f"{difference}: {advice}file and give it to the devices" for difference in found]
-
-
-def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> TaskConfig:
-    """The configuration with this name, if any, and these fields changed."""
-    document: dict[str, Any] = msgspec.to_builtins(config)
-    if name is not None:
-        document["task"] = name
-    for setting in settings:
-        _set(document, setting)
-    try:
-        found = msgspec.convert(document, TaskConfig)
-    except msgspec.ValidationError as error:
-        raise _explained(str(error), settings) from error
-    try:
-        require_known_fields(document, msgspec.to_builtins(found))
-    except ConfigError as error:
-        raise _explained(str(error), settings) from error
-    return found
-
-
-_HINT = "docs/configuration.md lists every field of TaskConfig"
-_NOT_OF_TYPE = re.compile(r"Expected `(?P<expected>.+?)`, got `(?P<found>.+?)`")
-_UNKNOWN = re.compile(r"unknown field `(?P<name>\w+)`")
-_PLACE = re.compile(r" - at `\$\.(?P<field>[\w.]+)`")
-
-
-def _explained(problem: str, settings: Sequence[str]) -> ConfigError:
-    """The setting that cannot be decoded, in plain words."""
-    place = _PLACE.search(problem)
-    field = place["field"] if place is not None else ""
-    given = {setting.partition("=")[0]: setting for setting in settings}
-    wrong = given.get(field) or given.get(field.rpartition(".")[0], field)
-    found = _NOT_OF_TYPE.search(problem)
-    if found is not None:
-        expected = found["expected"].replace(" | ", " or ")
-        return ConfigError(f"--set {wrong}: expected {expected}, got {found['found']}", hint=_HINT)
-    if unknown := _UNKNOWN.search(problem):
-        wrong = given.get(f"{field}.{unknown['name']}", wrong)
-        problem = f"this {field} has no setting {unknown['name']}"
-    return ConfigError(f"--set {wrong}: {_PLACE.sub('', problem)}", hint=_HINT)
-
-
-def _fields(kind: Any) -> dict[str, Any]:
-    """The fields of a struct, or of all structs in a union, by name."""
-    kinds = [kind, *get_args(kind)]
-    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, Struct)]
-    return {name: found for each in structs for name, found in get_type_hints(each).items()}
-
-
-def _known() -> list[str]:
-    """Every name that --set takes: concurrency, regime, regime.over_selection, ..."""
-    found = []
-    for name, kind in _fields(TaskConfig).items():
-        found += [name, *(f"{name}.{inner}" for inner in _fields(kind))]
-    return [name for name in found if name not in _NOT_TO_SET and not name.startswith("evaluates.")]
-
-
-def _check_known(field: str, setting: str) -> None:
-    known = _known()
-    if field in known:
-        return
-    # People leave the group out: versions is stop.versions.
-    close = [name for name in known if name.endswith(f".{field}")]
-    close += get_close_matches(field, known, n=1)
-    hint = f"did you mean {close[0]}? {_HINT}" if close else _HINT
-    raise ConfigError(f"--set {setting}: there is no setting {field}", hint=hint)
-
-
-def _set(document: dict[str, Any], setting: str) -> None:
-    field, equals, text = setting.partition("=")
-    if not equals:
-        raise OperatorError(f"--set {setting!r} has no value", hint="--set concurrency=50")
-    if field in _NOT_TO_SET:
-        raise OperatorError(f"--set cannot change {field}", hint=_NOT_TO_SET[field])
-    _check_known(field, setting)
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        value = text
-    if field == "regime" and isinstance(value, str):
-        value = {"type": value}
-    *path, last = field.split(".")
-    for name in path:
-        if not isinstance(document.get(name), dict):
-            document[name] = {}
-        document = document[name]
-    document[last] = value

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+from msgspec import structs
 
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import LEASE_S, TaskManifest
@@ -22,14 +22,11 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, print_data, print_json
+from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import default_key, next_manifest, own_manifest, signer
-from papaya.cli.task.submit import changed
 from papaya.config import TaskConfig
-from papaya.errors import ConfigError, OperatorError
-from papaya.learning.definition import ClientSGD
+from papaya.errors import OperatorError
 from papaya.server.admin.views import Revision, SignedBundle, TaskDetail, TaskView
-
-_CLIENT = "client."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +87,8 @@ def run_update(options: TaskUpdateOptions) -> int:
             f"warning: up to {detail.open_updates} acknowledged updates may be lost: a secure "
             "buffer is given up if too few clients of the previous revision are left to fill it"
         )
-    revision = Revision(config, found.head(following, head.program), options.why)
+    bundle = found.head(following, head.program, head.frozen_file)
+    revision = Revision(config, bundle, options.why)
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
     _print(options, view, following)
     return 0
@@ -100,7 +98,8 @@ def run_renew(options: TaskRenewOptions) -> int:
     found, client = signer(options.owner or default_key()), client_for(options)
     head, detail = newest_of(client, options.task)
     manifest = own_manifest(found, head)
-    revision = Revision(detail.config, found.head(manifest, head.program), options.why)
+    bundle = found.head(manifest, head.program, head.frozen_file)
+    revision = Revision(detail.config, bundle, options.why)
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
     note(f"devices may start to train it for {LEASE_S / 86400:.0f} days from now")
     _print(options, view, manifest)
@@ -111,11 +110,11 @@ def next_revision(
     manifest: TaskManifest, config: TaskConfig, settings: Sequence[str]
 ) -> tuple[TaskConfig, TaskManifest]:
     """The settings and the manifest of the next revision, with these fields changed."""
-    ours = [setting for setting in settings if not setting.startswith(_CLIENT)]
-    config = changed(config, None, ours)
-    training = _changed_client(
-        manifest.client, [s.removeprefix(_CLIENT) for s in settings if s.startswith(_CLIENT)]
-    )
+    given = GivenSettings.of(settings)
+    config = changed(config, None, given.task)
+    training = changed_client(manifest.client, given.client)
+    if training.max_examples != manifest.client.max_examples:
+        config = structs.replace(config, max_examples=training.max_examples)
     return config, next_manifest(manifest, config, training)
 
 
@@ -128,29 +127,6 @@ def newest_of(client: AdminClient, task: str) -> tuple[BundleHead, TaskDetail]:
             hint="create a key (papaya owner key), then submit the task again",
         )
     return BundleHead.decode(signed.bundle), detail
-
-
-def _changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
-    document = msgspec.to_builtins(client)
-    for setting in settings:
-        field, equals, text = setting.partition("=")
-        if not equals:
-            raise OperatorError(
-                f"--set client.{setting} has no value", hint="--set client.rate=0.05"
-            )
-        document[field] = _value(text)
-    try:
-        return msgspec.convert(document, ClientSGD)
-    except msgspec.ValidationError as error:
-        fields = ", ".join(msgspec.to_builtins(client))
-        raise ConfigError(f"--set client: {error}", hint=f"its fields are {fields}") from error
-
-
-def _value(text: str) -> object:
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return text
 
 
 def _print(options: OneTaskOptions, view: TaskView, manifest: TaskManifest) -> None:

@@ -12,7 +12,7 @@ another model, a loss or a model that is not finite, and what the runtime refuse
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -30,16 +30,23 @@ from papaya.learning.evaluation import EvaluationSums
 from papaya.learning.example_fields import Array, read_fields
 from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.executorch.runtime import LoadedProgram, require_operators
+from papaya.learning.frozen_file import FrozenTensor
 from papaya.learning.parameters import FLOAT32, Vector
 
 
 class ExecuTorchEngine:
-    """One program. It is loaded for each job, in the job's own process."""
+    """One program. It is loaded for each job, in the job's own process.
 
-    def __init__(self, file: ProgramFile) -> None:
+    `frozen`: gives the tensors that the program's header names; called when it is loaded.
+    """
+
+    def __init__(
+        self, file: ProgramFile, frozen: Callable[[], Mapping[str, FrozenTensor]] = dict
+    ) -> None:
         require_operators(file.header)
         self.manifest = file.header.manifest
         self._file = file
+        self._frozen = frozen
         self._client = file.header.client
 
     def check(self, examples: Sequence[bytes]) -> None:
@@ -89,7 +96,8 @@ class ExecuTorchEngine:
             pass
 
     def _loaded(self, parameters: Vector) -> closing[LoadedProgram]:
-        return closing(LoadedProgram(self._file, self.manifest.unflatten(parameters)))
+        values = self.manifest.unflatten(parameters)
+        return closing(LoadedProgram(self._file, values, self._frozen()))
 
     def _run(
         self, program: LoadedProgram, batch: list[bytes]

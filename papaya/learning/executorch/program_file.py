@@ -5,6 +5,9 @@
     header     `ProgramHeader` as canonical JSON: parse, encode again, compare
     program    an ExecuTorch program; the header has its size and its SHA-256
 
+Tensors that the model does not train are in a file of their own, if they have names
+(`papaya/learning/frozen_file.py`); the header has its SHA-256.
+
 A device reads the whole file once. The hash of these bytes names the file in check-ins, as that of
 a Python file does, and the digest in the header is checked before the runtime sees the program.
 A malformed program can end a process, so it is loaded in a job's child process only.
@@ -38,7 +41,9 @@ _MAX_FILE_BYTES: Final = 1 << 30
 _AGAIN: Final = "compile it again: papaya task compile TASK.py"
 
 
-class ProgramHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProgramHeader(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """What a program is for, and how to call it."""
 
     task: str
@@ -54,6 +59,9 @@ class ProgramHeader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     operators: tuple[str, ...]  # what the runtime must have
     program_bytes: int
     program_sha256: str
+    # The names of the tensors in the file of frozen tensors, and its SHA-256; none without a file.
+    frozen: tuple[str, ...] = ()
+    frozen_sha256: str = ""
 
 
 class ProgramFile(Struct, frozen=True):
@@ -71,6 +79,11 @@ def encode_program(header: ProgramHeader, program: bytes) -> bytes:
     )
     text = msgspec.json.encode(complete)
     return b"".join((_MAGIC, len(text).to_bytes(_LENGTH_BYTES, "little"), text, program))
+
+
+def frozen_beside(path: Path) -> Path:
+    """Where the frozen tensors of a program file are, unless they came with a bundle."""
+    return path.with_name(path.name + ".frozen")
 
 
 def is_program(path: Path) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -22,20 +22,36 @@ import numpy.typing as npt
 from papaya.errors import OperatorError
 from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, ProgramFile, ProgramHeader
 from papaya.learning.executorch.shim import shim_library
+from papaya.learning.frozen_file import FrozenTensor
 from papaya.learning.parameters import Vector
 
 _ALIGNMENT: Final = 16
 _OUT_OF_MEMORY: Final = 0x21  # Error::MemoryAllocationFailed
 _AGAIN: Final = "compile the program again: papaya task compile TASK.py"
+_FLOAT32: Final = "F32"
+# ExecuTorch's ScalarType.
+_TYPES: Final = {
+    "U8": 0,
+    "I8": 1,
+    "I16": 2,
+    "I32": 3,
+    "I64": 4,
+    "F16": 5,
+    _FLOAT32: 6,
+    "F64": 7,
+    "BOOL": 11,
+    "BF16": 15,
+}
 
 
-class _Parameter(ctypes.Structure):
-    """`PapayaParameter` in shim.cc."""
+class _Named(ctypes.Structure):
+    """`PapayaTensor` in shim.cc."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
         ("sizes", ctypes.POINTER(ctypes.c_int32)),
         ("dimensions", ctypes.c_uint64),
+        ("type", ctypes.c_int32),
         ("values", ctypes.c_void_p),
         ("placed", ctypes.c_void_p),
     )
@@ -44,23 +60,41 @@ class _Parameter(ctypes.Structure):
 class LoadedProgram:
     """A program in this process. `parameters` are views on its memory: change them in place."""
 
-    def __init__(self, file: ProgramFile, parameters: dict[str, Vector]) -> None:
+    def __init__(
+        self,
+        file: ProgramFile,
+        parameters: dict[str, Vector],
+        frozen: Mapping[str, FrozenTensor] | None = None,
+    ) -> None:
+        """`frozen`: the tensors that the header names."""
         self._library = library(shim_library())
         self._header = file.header
         # The runtime keeps a pointer to the program's bytes.
         self._program = _aligned(file.program)
         self._shapes = dict(file.header.manifest.tensors)
         self._handle = ctypes.c_void_p()
+        self._frozen = frozen or {}
+        if tuple(sorted(self._frozen)) != tuple(sorted(file.header.frozen)):
+            raise OperatorError(
+                f"the program needs the frozen tensors {list(file.header.frozen)[:5]}, "
+                f"there are {list(self._frozen)[:5]}",
+                hint=_AGAIN,
+            )
         self.parameters = self._load(parameters)
 
     def _load(self, parameters: dict[str, Vector]) -> dict[str, Vector]:
-        # The runtime keeps a pointer to it.
-        self._given = given = (_Parameter * len(self._shapes))()
-        for entry, (name, shape) in zip(given, self._shapes.items(), strict=True):
+        # The runtime keeps a pointer to it, and to the frozen tensors.
+        self._given = given = (_Named * (len(self._shapes) + len(self._frozen)))()
+        named = [
+            *((n, s, _FLOAT32, parameters[n].ctypes.data) for n, s in self._shapes.items()),
+            *((n, f.shape, f.dtype, f.data.ctypes.data) for n, f in self._frozen.items()),
+        ]
+        for entry, (name, shape, dtype, values) in zip(given, named, strict=True):
             entry.name = _exported(name).encode()
             entry.sizes = (ctypes.c_int32 * len(shape))(*shape)
             entry.dimensions = len(shape)
-            entry.values = parameters[name].ctypes.data
+            entry.type = _TYPES[dtype]
+            entry.values = values
         status = self._library.papaya_load(
             self._program.ctypes.data,
             self._program.nbytes,
@@ -70,7 +104,7 @@ class LoadedProgram:
         )
         if status:
             raise self._failure("cannot load the program", status)
-        places = dict(zip(self._shapes, (entry.placed for entry in given), strict=True))
+        places = {name: entry.placed for name, entry in zip(self._shapes, given, strict=False)}
         if lost := [name for name, place in places.items() if not place]:
             raise OperatorError(f"the program does not use the parameters {lost}", hint=_AGAIN)
         return {name: _view(place, self._shapes[name]) for name, place in places.items()}

@@ -1,7 +1,8 @@
 // The ExecuTorch runtime behind a C interface, for ctypes: load a training program, run it.
 //
 // Parameters live in the program's planned memory. `papaya_load` copies the caller's values there
-// and returns where they are, so that the caller changes them in place between two runs.
+// and returns where they are, so that the caller changes them in place between two runs. Frozen
+// tensors are used where they are, without a copy.
 //
 // A malformed program can abort the process (ET_CHECK). Call this in a child process only.
 
@@ -25,12 +26,13 @@ using executorch::aten::TensorImpl;
 using executorch::extension::BufferDataLoader;
 using executorch::extension::MallocMemoryAllocator;
 
-extern "C" struct PapayaParameter {
+extern "C" struct PapayaTensor {
   const char* name;
   const int32_t* sizes;
   uint64_t dimensions;
+  int32_t type;  // a ScalarType
   const void* values;
-  void* placed;  // set by papaya_load; null if the program does not use the parameter
+  void* placed;  // set by papaya_load if the program trains it
 };
 
 namespace {
@@ -45,44 +47,48 @@ void keep_error(et_timestamp_t, et_pal_log_level_t level, const char*, const cha
 
 const bool registered = register_pal(PalImpl::create(keep_error, __FILE__));
 
-// Gives the runtime the caller's parameters instead of a file of weights.
-struct Parameters final : NamedDataMap {
-  Parameters(PapayaParameter* all, uint64_t count) : all(all), count(count) {}
+// Gives the runtime the caller's tensors instead of a file of weights.
+struct NamedTensors final : NamedDataMap {
+  NamedTensors(PapayaTensor* all, uint64_t count) : all(all), count(count) {}
 
-  PapayaParameter* find(std::string_view key) const {
+  PapayaTensor* find(std::string_view key) const {
     for (uint64_t i = 0; i < count; i++)
       if (key == all[i].name) return &all[i];
     return nullptr;
   }
   Result<const TensorLayout> get_tensor_layout(std::string_view key) const override {
     static const uint8_t order[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const PapayaParameter* found = find(key);
+    const PapayaTensor* found = find(key);
     if (!found || found->dimensions > 16) return Error::NotFound;
     return TensorLayout::create({found->sizes, found->dimensions}, {order, found->dimensions},
-                                executorch::aten::ScalarType::Float);
+                                static_cast<executorch::aten::ScalarType>(found->type));
   }
   Error load_data_into(std::string_view key, void* buffer, size_t size) const override {
     auto layout = get_tensor_layout(key);
     if (!layout.ok() || layout->nbytes() != size) return Error::InvalidExternalData;
-    PapayaParameter* found = find(key);
+    PapayaTensor* found = find(key);
     memcpy(buffer, found->values, size);
     found->placed = buffer;
     return Error::Ok;
   }
-  Result<FreeableBuffer> get_data(std::string_view) const override { return Error::NotSupported; }
+  Result<FreeableBuffer> get_data(std::string_view key) const override {
+    auto layout = get_tensor_layout(key);
+    if (!layout.ok()) return layout.error();
+    return FreeableBuffer(find(key)->values, layout->nbytes(), nullptr);
+  }
   Result<uint32_t> get_num_keys() const override { return static_cast<uint32_t>(count); }
   Result<const char*> get_key(uint32_t i) const override {
     if (i >= count) return Error::InvalidArgument;
     return static_cast<const char*>(all[i].name);
   }
 
-  PapayaParameter* all;
+  PapayaTensor* all;
   uint64_t count;
 };
 
 struct Training {
-  Training(const void* program, uint64_t size, PapayaParameter* all, uint64_t count)
-      : loader(program, size), parameters(all, count) {}
+  Training(const void* program, uint64_t size, PapayaTensor* all, uint64_t count)
+      : loader(program, size), tensors(all, count) {}
 
   Error load() {
     Result<Program> loaded = Program::load(&loader, Program::Verification::InternalConsistency);
@@ -99,7 +105,7 @@ struct Training {
     planned = std::make_unique<HierarchicalAllocator>(
         Span<Span<uint8_t>>(spans.data(), spans.size()));
     manager = std::make_unique<MemoryManager>(&allocator, planned.get(), &temporary);
-    Result<Method> found = program->load_method("forward", manager.get(), nullptr, &parameters);
+    Result<Method> found = program->load_method("forward", manager.get(), nullptr, &tensors);
     if (!found.ok()) return found.error();
     method = std::make_unique<Method>(std::move(*found));
     return Error::Ok;
@@ -123,7 +129,7 @@ struct Training {
   }
 
   BufferDataLoader loader;
-  Parameters parameters;
+  NamedTensors tensors;
   MallocMemoryAllocator allocator, temporary;
   std::vector<std::vector<uint8_t>> arenas;
   std::vector<Span<uint8_t>> spans;
@@ -142,12 +148,12 @@ const char* papaya_last_error() { return last_error; }
 bool papaya_has_operator(const char* name) { return registry_has_op_function(name); }
 
 // The bytes of the program must stay where they are until papaya_free.
-int papaya_load(const void* program, uint64_t size, PapayaParameter* parameters, uint64_t count,
+int papaya_load(const void* program, uint64_t size, PapayaTensor* tensors, uint64_t count,
                 Training** training) {
   last_error[0] = '\0';
   runtime_init();
   try {
-    auto loaded = std::make_unique<Training>(program, size, parameters, count);
+    auto loaded = std::make_unique<Training>(program, size, tensors, count);
     Error error = loaded->load();
     if (error == Error::Ok) *training = loaded.release();
     return static_cast<int>(error);

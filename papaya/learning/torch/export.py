@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle, islice
@@ -45,9 +45,11 @@ from papaya.learning.executorch.program_file import (
     encode_program,
 )
 from papaya.learning.executorch.shim import executorch_package
+from papaya.learning.frozen_file import decode_frozen
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.engine import TorchEngine
+from papaya.learning.torch.frozen import frozen_bytes
 from papaya.learning.torch.module import checked_loss, make_module, tried_batch
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ METRIC_TOLERANCE: Final = 1e-4
 
 _ROUNDING: Final = 2.0**-24  # of float32
 _STEP_SIZE: Final = 0.01  # of the norm of the parameters, in the comparison
+_EXTERNAL: Final = "frozen"  # how the exporter marks tensors that are not in the program
 _RANDOM: Final = ("draws random numbers, which devices without torch cannot", "remove it")
 _POOLING: Final = "use a convolution with stride=2 instead"
 _REFUSED: Final = {
@@ -144,7 +147,8 @@ def _compiled(loaded: LoadedTask) -> bytes:
     _require_one_for_each_example(loaded, inputs, len(examples))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecations inside torch.export and executorch
-        program, gradients, operators = _exported(loaded, inputs, len(examples))
+        program, gradients, operators, frozen = _exported(loaded, inputs, len(examples))
+    tensors = program_tensors(loaded, frozen)
     header = ProgramHeader(
         task=task.name,
         source=loaded.module_hash,
@@ -158,10 +162,17 @@ def _compiled(loaded: LoadedTask) -> bytes:
         operators=operators,
         program_bytes=0,
         program_sha256="",
+        frozen=frozen,
+        frozen_sha256=hashlib.sha256(tensors).hexdigest() if tensors else "",
     )
     data = encode_program(header, program)
-    _require_agreement(loaded, data)
+    _require_agreement(loaded, data, tensors)
     return data
+
+
+def program_tensors(loaded: LoadedTask, names: Sequence[str]) -> bytes:
+    """The file of the frozen tensors that a program's header names; empty if it names none."""
+    return frozen_bytes(make_module(loaded.task), names) if names else b""
 
 
 def _require_one_for_each_example(loaded: LoadedTask, inputs: tuple[Any, ...], count: int) -> None:
@@ -202,8 +213,10 @@ class _Weighted(torch.nn.Module):
 
 def _exported(
     loaded: LoadedTask, inputs: tuple[Any, ...], count: int
-) -> tuple[bytes, tuple[str, ...], tuple[str, ...]]:
-    """The program, the parameters whose gradients it returns, and the operators that it uses."""
+) -> tuple[bytes, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The program, the parameters whose gradients it returns, the operators that it uses, and the
+    frozen tensors that it needs beside it.
+    """
     from executorch.exir import ExecutorchBackendConfig, to_edge
     from torch.export import export
     from torch.export.experimental import _export_forward_backward
@@ -220,11 +233,24 @@ def _exported(
         outputs = [spec.target for spec in joint.graph_signature.output_specs]
         gradients = tuple(name.removeprefix("module.") for name in outputs if name is not None)
         _require_gradients(loaded, gradients)
-        settings = ExecutorchBackendConfig(external_mutable_weights=True)
+        frozen = _frozen_inputs(joint.graph_signature, gradients)
+        settings = ExecutorchBackendConfig(
+            external_constants=lambda node: _EXTERNAL if node.name in frozen else None,
+            external_mutable_weights=True,
+        )
         made = to_edge(joint).to_executorch(settings)
     plan = made.executorch_program.execution_plan[0]
     operators = (f"{op.name}.{op.overload}" if op.overload else op.name for op in plan.operators)
-    return made.buffer, gradients, tuple(dict.fromkeys(operators))
+    kept = made._emitter_output.external_constant_map.get(_EXTERNAL, {})
+    names = tuple(sorted(name.removeprefix("module.") for name in kept))
+    return made.buffer, gradients, tuple(dict.fromkeys(operators)), names
+
+
+def _frozen_inputs(signature: Any, gradients: Sequence[str]) -> frozenset[str]:
+    """The nodes of parameters and buffers that are not trained."""
+    named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    trained = {f"module.{name}" for name in gradients}
+    return frozenset(node for node, name in named.items() if name not in trained)
 
 
 def _share_computations(program: ExportedProgram) -> None:
@@ -301,7 +327,7 @@ def _require_gradients(loaded: LoadedTask, gradients: tuple[str, ...]) -> None:
 # --- Comparison with eager PyTorch ---------------------------------------------------------------
 
 
-def _require_agreement(loaded: LoadedTask, data: bytes) -> None:
+def _require_agreement(loaded: LoadedTask, data: bytes, tensors: bytes) -> None:
     """Train ten steps with both engines from the module's own initialisation."""
     size = loaded.task.client.batch_size
     # A full batch and a smaller one, five times.
@@ -319,7 +345,8 @@ def _require_agreement(loaded: LoadedTask, data: bytes) -> None:
     header = structs.replace(
         file.header, client=client, terms=structs.replace(file.header.terms, clip=None)
     )
-    engine = ExecuTorchEngine(structs.replace(file, header=header))
+    frozen = decode_frozen(np.frombuffer(tensors, np.uint8)) if tensors else {}
+    engine = ExecuTorchEngine(structs.replace(file, header=header), lambda: frozen)
     theirs, _ = TorchEngine(replace(loaded, task=task)).train(initial, examples, seed=0)
     ours, _ = engine.train(initial, examples, seed=0)
     compare_updates(loaded, initial, *(np.frombuffer(u, FLOAT32) for u in (ours, theirs)))

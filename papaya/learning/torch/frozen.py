@@ -15,23 +15,42 @@ Found: parameters without gradient, buffers (persistent or not), other attribute
 and all of these in lists, tuples, dicts and modules that are attributes. Not found: global
 variables of the task file, closures, and objects of other types.
 
-Refused (OperatorError): a tensor without plain bytes in memory (sparse, or on another device).
+A task file may name a file with their values (`Task.frozen`), which travels to devices beside the
+program.
+
+Refused (OperatorError): a tensor without plain bytes in memory (sparse, or on another device); a
+file with a tensor that the model does not have, that it trains, or of another shape or type.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from papaya.errors import OperatorError
+from papaya.learning.checkpoint_files import read_frozen
+from papaya.learning.frozen_file import FrozenTensor, encode_frozen
 
 _DOMAIN: Final = b"papaya-frozen-tensors-1\n"
 # Where a module keeps its parts; their names follow without these.
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules")
+_TYPE_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 def frozen_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -57,6 +76,41 @@ def frozen_digest(module: torch.nn.Module) -> bytes:
         if other is None:
             hasher.update(_bytes(name, value).numpy().data)
     return hasher.digest()
+
+
+def fill_frozen(module: torch.nn.Module, path: Path) -> None:
+    """Give frozen tensors the values in a safetensors file, which is mapped into memory."""
+    held = frozen_tensors(module)
+    for name, stored in read_frozen(path).items():
+        if name not in held:
+            raise OperatorError(
+                f"{path} has a tensor {name!r}, which the model does not have or trains",
+                hint="save only tensors that the model does not train, under the names that they "
+                "have in its state_dict()",
+            )
+        expected = held[name]
+        if (stored.dtype, stored.shape) != (_type_name(expected), tuple(expected.shape)):
+            raise OperatorError(
+                f"{name!r} is {stored.dtype} {list(stored.shape)} in {path}, and "
+                f"{_type_name(expected)} {list(expected.shape)} in the model",
+                hint="save the base model that this task file makes",
+            )
+        values = torch.from_numpy(stored.data).view(expected.dtype)
+        expected.data = values.reshape(expected.shape)
+
+
+def frozen_bytes(module: torch.nn.Module, names: Iterable[str]) -> bytes:
+    """The file of frozen tensors that devices get, with these tensors of the module."""
+    held = frozen_tensors(module)
+    return encode_frozen({name: _as_stored(name, held[name]) for name in names})
+
+
+def _as_stored(name: str, value: torch.Tensor) -> FrozenTensor:
+    return FrozenTensor(_type_name(value), tuple(value.shape), _bytes(name, value).numpy())
+
+
+def _type_name(value: torch.Tensor) -> str:
+    return _TYPE_NAMES.get(value.dtype, str(value.dtype))
 
 
 def first_difference(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> str | None:

@@ -15,6 +15,7 @@ that is neither a scalar nor one number for each example.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +24,12 @@ from papaya.errors import OperatorError
 from papaya.learning.definition import Task
 from papaya.learning.example_fields import read_fields
 from papaya.learning.parameters import Manifest, Vector
-from papaya.learning.torch.frozen import first_difference, frozen_digest, frozen_tensors
+from papaya.learning.torch.frozen import (
+    fill_frozen,
+    first_difference,
+    frozen_digest,
+    frozen_tensors,
+)
 
 Batch: TypeAlias = tuple[Any, ...]
 """The result of the owner's `batch` or fields; passed to `loss` after the module."""
@@ -41,6 +47,8 @@ def make_module(task: Task, seed: int = 0) -> torch.nn.Module:
             f"model returned a {type(module).__name__}, expected a torch.nn.Module",
             hint="use the module's class, or a function that returns a module",
         )
+    if task.frozen is not None:
+        fill_frozen(module, Path(task.frozen))
     return module
 
 
@@ -99,8 +107,8 @@ def _check_fixed_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
     if odd is not None:
         raise OperatorError(
             f"{odd!r} is initialized at random and not trained, so it would differ between devices",
-            hint=f"train {odd!r}, draw it from a generator with a seed of its own, or load it from "
-            "a file that every device has",
+            hint=f"train {odd!r}, draw it from a generator with a seed of its own, or put it into "
+            'a file: Task(frozen="base.safetensors", ...)',
         )
 
 

@@ -79,6 +79,7 @@ ACCESS: Final[dict[tuple[str, str], AccessRule]] = {
     ("POST", "/admin/tasks"): _OWNER,  # the task is in the body, and is checked there
     ("PUT", f"{_TASK}/parameters"): _OWNER_OF_TASK,
     ("PUT", f"{_TASK}/program"): _OWNER_OF_TASK,
+    ("PUT", f"{_TASK}/frozen"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/pause"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/resume"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/cancel"): _OWNER_OF_TASK,

@@ -8,9 +8,11 @@ learns of it, and not a fleet of devices.
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec import structs
 
 from papaya.aggregator.shards import blob_key
@@ -20,6 +22,7 @@ from papaya.bundle.manifest import Lease, TaskManifest, run_id
 from papaya.bundle.owner import SignedStatement
 from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError
+from papaya.learning.frozen_file import decode_frozen
 from papaya.messages import owner
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import BlobKey, TaskId
@@ -46,12 +49,23 @@ from papaya.server.admin.views import (
     TaskView,
 )
 
+_AGAIN: Final = "run the command again"
+
 
 async def store_program(service: AdminService, task: TaskId, data: bytes) -> Stored:
     """Store the program of a task that will be submitted or revised."""
     TaskConfig(task=task, concurrency=1, model_length=1)  # checks the id
     await asyncio.to_thread(archive.unpack, data)
     key = blob_key(task, await _fence(service, task), "program-0", data)
+    await service.blobs.put(key, data)
+    return Stored(key)
+
+
+async def store_frozen(service: AdminService, task: TaskId, data: bytes) -> Stored:
+    """Store the frozen tensors of a task that will be submitted."""
+    TaskConfig(task=task, concurrency=1, model_length=1)  # checks the id
+    await asyncio.to_thread(decode_frozen, np.frombuffer(data, np.uint8))
+    key = blob_key(task, await _fence(service, task), "frozen-0", data)
     await service.blobs.put(key, data)
     return Stored(key)
 
@@ -80,24 +94,30 @@ class KeptBundle(NamedTuple):
 
 
 async def keep(
-    service: AdminService, config: TaskConfig, data: bytes, named: BlobKey | None = None
+    service: AdminService, config: TaskConfig, data: bytes, named: Sequence[BlobKey] = ()
 ) -> KeptBundle:
-    """Store the head of a bundle. `named`: the program that the task's row names already."""
+    """Store the head of a bundle. `named`: blobs that the task's row names already."""
     head = BundleHead.decode(data)
     manifest = TaskManifest.verify(head.manifest)
     lease = Lease.verify(head.lease)
     lease.check(manifest, service.now())
     _check_agreement(manifest, config)
     seq = await _fence(service, config.task)
-    if not head.program.startswith(f"{config.task}/"):
-        raise OperatorError("the program belongs to another task", hint="submit the task again")
-    if head.program != named and not head.program.startswith(f"{config.task}/{seq}/"):
-        # Nothing names it, so the holder may be about to delete it.
-        raise Conflict("the task moved while its program was stored", hint="run the command again")
-    try:
-        manifest.program.check(await service.blobs.get(head.program), "program")
-    except MissingBlob as error:
-        raise NotFound(str(error), hint="submit the task again") from error
+    blobs = [(head.program, manifest.program, "program")]
+    if manifest.frozen_blob is not None:
+        blobs.append((head.frozen_file, manifest.frozen_blob, "frozen tensors"))
+    for place, reference, what in blobs:
+        if not place.startswith(f"{config.task}/"):
+            raise OperatorError(f"{what} of another task", hint="submit the task again")
+        if place in named and place.endswith(f"-{reference.sha256[:32]}"):
+            continue  # compared when it was stored; frozen tensors may be large
+        if not place.startswith(f"{config.task}/{seq}/"):
+            # Nothing names it, so the holder may be about to delete it.
+            raise Conflict(f"the task moved while its {what} was stored", hint=_AGAIN)
+        try:
+            reference.check(await service.blobs.get(place), what)
+        except MissingBlob as error:
+            raise NotFound(str(error), hint="submit the task again") from error
     key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
     await service.blobs.put(key, data)
     needs = structs.replace(
@@ -106,6 +126,7 @@ async def keep(
         owner=manifest.owner,
         bundle=key,
         program=head.program,
+        frozen_file=head.frozen_file or None,
         engine_version=manifest.engine_version,
         manifest=manifest.digest,
     )
@@ -155,7 +176,7 @@ async def revise(
     """Replace the settings of a running task by the next revision, or renew its lease."""
     found = await service.rows(task)
     config = structs.replace(revision.config, task=found.task)
-    kept = await keep(service, config, revision.bundle, found.row.config.requirements.program)
+    kept = await keep(service, config, revision.bundle, found.row.config.requirements.blobs)
     manifest = kept.manifest
     before = found.row.config.requirements
     if before.bundle is None or before.owner != manifest.owner:

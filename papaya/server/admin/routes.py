@@ -2,6 +2,7 @@
 
     PUT  /admin/tasks/{task}/parameters?model_length=N     a parameters file, before the task
     PUT  /admin/tasks/{task}/program                        the archive of a bundle, before the task
+    PUT  /admin/tasks/{task}/frozen                         its frozen tensors, before the task
     POST /admin/tasks                                       submit
     POST /admin/tasks/{task}/revise                         new settings, signed
     GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions   …/bundle   …/revisions
@@ -37,6 +38,7 @@ from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError, MissingBlob, OperatorError, ProtocolError
 from papaya.http.exchange import Exchange
 from papaya.http.routes import HttpRoute, Receiver
+from papaya.learning.frozen_file import MAX_FROZEN_BYTES
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.storage import TaskState
 from papaya.server.admin import accounts, bundles, submissions
@@ -56,6 +58,7 @@ from papaya.server.admin.views import (
     RevokeAccount,
     RollBack,
     SetQuota,
+    Stored,
 )
 
 logger = logging.getLogger("papaya.admin")
@@ -129,7 +132,8 @@ class AdminRoutes:
             self._change_for(
                 "revise", f"{_TASK}/revise", Revision, partial(bundles.revise, service)
             ),
-            self._gate.route("PUT", f"{_TASK}/program", self._receive_program, MAX_ARCHIVE_BYTES),
+            self._upload("program", bundles.store_program, MAX_ARCHIVE_BYTES),
+            self._upload("frozen", bundles.store_frozen, MAX_FROZEN_BYTES),
             self._gate.route(
                 "PUT",
                 f"{_TASK}/parameters",
@@ -244,11 +248,19 @@ class AdminRoutes:
 
     # -- blobs of a new task ----------------------------------------------------------------
 
-    def _receive_program(self, caller: Caller, exchange: Exchange) -> Receiver:
-        def store(data: bytes) -> None:
-            self._answer(exchange, bundles.store_program(self._service, _task(exchange), data))
+    def _upload(
+        self,
+        what: str,
+        keep: Callable[[AdminService, str, bytes], Awaitable[Stored]],
+        limit: int,
+    ) -> HttpRoute:
+        def receive(caller: Caller, exchange: Exchange) -> Receiver:
+            def store(data: bytes) -> None:
+                self._answer(exchange, keep(self._service, _task(exchange), data))
 
-        return _Whole(exchange.head.length, store)
+            return _Whole(exchange.head.length, store)
+
+        return self._gate.route("PUT", f"{_TASK}/{what}", receive, limit)
 
     def _receive_parameters(self, caller: Caller, exchange: Exchange) -> Receiver | None:
         length = _number(exchange, "model_length", 0)

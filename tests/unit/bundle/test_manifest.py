@@ -75,6 +75,8 @@ def test_every_value_is_part_of_the_digest() -> None:
         {"engine_version": "2.7"},
         {"program": BlobRef("0" * 64, 1)},
         {"frozen": "0" * 64},
+        {"frozen_file": BlobRef("0" * 64, 1)},
+        {"frozen_file": BlobRef("1" * 64, 1)},
         {"layout": (("weight", (3, 2)), ("bias", (3,)))},
         {"client": ClientSGD(rate=0.2)},
         {"training_timeout_s": 241.0},

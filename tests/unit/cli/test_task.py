@@ -21,7 +21,7 @@ from papaya.cli.admin_client import (
 )
 from papaya.cli.output import print_data
 from papaya.cli.task import watch
-from papaya.cli.task.submit import changed
+from papaya.cli.task.settings import changed
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.storage import (

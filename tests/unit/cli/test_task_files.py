@@ -17,7 +17,8 @@ from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
 from papaya.cli.admin_client import TOKEN_VARIABLE
 from papaya.cli.owner import create_key
-from papaya.cli.task.submit import changed, refusals
+from papaya.cli.task.settings import changed
+from papaya.cli.task.submit import refusals
 from papaya.config import AsyncFL, SecureAggregation, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EvaluationResult, Share

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
@@ -33,6 +34,8 @@ from papaya.config import DeviceConfig
 from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.owners import OwnerPolicy, parse_owners
 from papaya.errors import ConfigError, OperatorError, ProtocolError
+from papaya.learning.definition import ClientSGD
+from papaya.learning.frozen_file import FrozenTensor, encode_frozen, map_frozen
 from papaya.messages.base import BlobKey
 from papaya.messages.participation import Joined, UploadGranted
 from papaya.messages.selection import Accepted, Capabilities
@@ -70,7 +73,13 @@ def a_head(
 ) -> bytes:
     lease = a_lease(manifest, key, issued)
     program = f"{run_of(manifest)}/0/program-0-{manifest.program.sha256[:32]}"
-    return BundleHead(manifest.sign(key), lease, program, statements).encode()
+    frozen = "" if manifest.frozen_blob is None else frozen_key(manifest)
+    return BundleHead(manifest.sign(key), lease, program, statements, frozen).encode()
+
+
+def frozen_key(manifest: TaskManifest) -> BlobKey:
+    assert manifest.frozen_blob is not None
+    return f"{run_of(manifest)}/0/frozen-0-{manifest.frozen_blob.sha256[:32]}"
 
 
 class Server:
@@ -89,12 +98,17 @@ class Server:
         self.blobs[f"{run_of(manifest)}/0/program-0-{manifest.program.sha256[:32]}"] = program
         return key
 
-    async def download(self, key: BlobKey, limit: int) -> bytes:
+    async def blob(self, key: BlobKey, limit: int) -> bytes:
         self.asked.append(key)
         if key not in self.blobs:
             raise ProtocolError(f"no such blob: {key}")
-        assert len(self.blobs[key]) <= limit or "program" in key
+        assert len(self.blobs[key]) <= limit or "bundle" not in key
         return self.blobs[key]
+
+    async def file(self, key: BlobKey, limit: int, path: Path) -> None:
+        data = await self.blob(key, limit)
+        with path.open("wb") as file:
+            file.write(data)
 
 
 @pytest.fixture
@@ -117,7 +131,7 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Open:
 
 
 def fetch(store: BundleStore, server: Server, key: BlobKey, now: float = NOW) -> Bundle:
-    return asyncio.run(store.fetch(key, server.download, anything, now))
+    return asyncio.run(store.fetch(key, server, anything, now))
 
 
 async def anything(_: Bundle) -> None:
@@ -184,7 +198,12 @@ def test_a_lease_that_is_over_makes_the_device_ask_again(opened: Open, server: S
             "1501 examples",
         ),
         (a_manifest(program=BlobRef("0" * 64, 5)), "wrong_bytes", "not the bytes"),
-        (a_manifest(program=BlobRef("0" * 64, 1 << 30)), "not_allowed", "the program has"),
+        (
+            a_manifest(program=BlobRef("0" * 64, 1 << 26 | 1)),
+            "not_allowed",
+            "a download of 67108865",
+        ),
+        (a_manifest(program=BlobRef("0" * 64, 1 << 25)), "not_allowed", "the program has"),
         (a_manifest(run=int((NOW + 2 * DAY_S) * 1000)), "too_far_ahead", "in the future"),
     ],
 )
@@ -345,6 +364,100 @@ def test_a_program_that_is_no_archive_is_refused(opened: Open, server: Server) -
     manifest = a_manifest(program=BlobRef(archive.digest(data), len(data)))
     key = server.offer(manifest, program=data)
     assert refusal(opened(), server, key).reason == "encoding"
+
+
+FROZEN = encode_frozen(
+    {"base": FrozenTensor("F32", (2, 500), np.arange(1000, dtype="<f4").view(np.uint8))}
+)
+
+
+def with_frozen(data: bytes = FROZEN, **changes: Any) -> TaskManifest:
+    return a_manifest(frozen_file=BlobRef(archive.digest(data), len(data)), **changes)
+
+
+def offer_frozen(server: Server, manifest: TaskManifest, data: bytes = FROZEN) -> BlobKey:
+    server.blobs[frozen_key(manifest)] = data
+    return server.offer(manifest)
+
+
+def test_frozen_tensors_are_a_blob_of_their_own_and_downloaded_once(
+    opened: Open, server: Server
+) -> None:
+    """A revision that changes the rate, a new run and a restart download the head only."""
+    store = opened()
+    bundle = fetch(store, server, offer_frozen(server, with_frozen()))
+    assert bundle.frozen is not None
+    assert map_frozen(bundle.frozen)["base"].shape == (2, 500)
+    assert [key.split("/")[2].split("-")[0] for key in server.asked] == [
+        *("bundle", "program", "frozen")
+    ]
+    later = [
+        with_frozen(revision=4, client=ClientSGD(rate=0.05)),
+        with_frozen(run=int(NOW * 1000), revision=1),
+    ]
+    for manifest in later:
+        server.asked.clear()
+        head = offer_frozen(server, manifest)
+        assert fetch(store, server, head).frozen == bundle.frozen
+        assert server.asked == [head]
+    server.asked.clear()
+    head = offer_frozen(server, later[-1])
+    fetch(opened(), server, head)
+    assert server.asked == [head]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        FROZEN[:-1],
+        FROZEN + b"x",
+        bytes([*FROZEN[:-1], FROZEN[-1] ^ 1]),
+        encode_frozen({}),
+        ARCHIVE,
+    ],
+    ids=["truncated", "longer", "flipped", "another file", "the program"],
+)
+def test_other_frozen_tensors_than_the_signed_ones_are_refused(
+    opened: Open, server: Server, tmp_path: Path, wrong: bytes
+) -> None:
+    store, manifest = opened(), with_frozen()
+    key = offer_frozen(server, manifest, wrong)
+    error = refusal(store, server, key)
+    assert (error.reason, str(error)) == (
+        "wrong_bytes",
+        "frozen tensors: not the bytes that the owner signed",
+    )
+    assert store.lacks(key, NOW)
+    assert list((tmp_path / "bundles" / "parts").iterdir()) == []
+    assert fetch(store, server, offer_frozen(server, manifest)).frozen is not None
+
+
+def test_frozen_tensors_that_were_damaged_on_disk_are_fetched_again(
+    opened: Open, server: Server
+) -> None:
+    key = offer_frozen(server, with_frozen())
+    path = fetch(opened(), server, key).frozen
+    assert path is not None
+    for damage in (FROZEN[:100], FROZEN[:-1] + b"?"):
+        path.write_bytes(damage)
+        assert fetch(opened(), server, key).frozen == path
+        assert path.read_bytes() == FROZEN
+
+
+def test_frozen_tensors_count_in_the_cache_and_in_the_policy(
+    opened: Open, server: Server, tmp_path: Path
+) -> None:
+    store = opened(max_bytes=len(FROZEN) + 2 * len(ARCHIVE))
+    first = fetch(store, server, offer_frozen(server, with_frozen()))
+    assert first.frozen is not None
+    other = encode_frozen({"other": FrozenTensor("U8", (900,), np.zeros(900, np.uint8))})
+    with pytest.raises(OperatorError, match="no room for"):
+        fetch(store, server, offer_frozen(server, with_frozen(other, task="other"), other))
+    assert first.frozen.exists(), "it is in use"
+    large = structs.replace(with_frozen(), frozen_file=BlobRef("0" * 64, 1 << 26))
+    error = refusal(opened(), server, server.offer(large))
+    assert error.reason == "not_allowed"
+    assert f"a download of {(1 << 26) + len(ARCHIVE)} bytes" in str(error)
 
 
 def offered(server: Server, number: int, size: int = 900) -> BlobKey:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
-from papaya.device.download import Downloads, task_of
+from papaya.device.download import Downloads, DownloadsFrom, PartialFile, task_of
 from papaya.device.selectors import open_session
 from papaya.errors import ProtocolError
 from papaya.messages.selection import Located
@@ -412,3 +414,60 @@ def test_a_key_of_another_form_is_asked_of_nobody(key: str) -> None:
 
 def test_a_key_names_its_task() -> None:
     assert task_of(KEY) == "next-word"
+
+
+def saved(path: Path, *fakes: FakeSelector) -> Coroutine[Any, Any, None]:
+    async def save() -> None:
+        async with open_session() as session:
+            downloads = Downloads(session, 10.0)
+            urls = [fake.url for fake in fakes]
+            await DownloadsFrom(downloads, urls).file(KEY, len(PARAMETERS), path)
+
+    return save()
+
+
+def test_a_download_to_a_file_goes_on_after_a_restart_at_any_byte(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+
+    async def scenario() -> None:
+        for had in range(0, len(PARAMETERS) + 1, max(1, len(PARAMETERS) // 40)):
+            path.write_bytes(PARAMETERS[:had])
+            async with serving() as fake:
+                fake.replace["parameters"] = breaking(PARAMETERS, after=1000)
+                await saved(path, fake)
+            assert path.read_bytes() == PARAMETERS
+            expected = {0: [None], len(PARAMETERS): []}
+            ranges = [headers.get("Range") for headers in fake.headers]
+            assert ranges == expected.get(had, [f"bytes={had}-"])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("left", [b"wrong", PARAMETERS + b"x", PARAMETERS[::-1]])
+def test_a_wrong_beginning_on_disk_is_replaced(tmp_path: Path, left: bytes) -> None:
+    path = tmp_path / "part"
+    path.write_bytes(left)
+
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["parameters"] = ranged
+            await saved(path, fake)
+
+    asyncio.run(scenario())
+    assert path.read_bytes() == PARAMETERS
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    first = PartialFile(path)
+
+    async def scenario() -> None:
+        async with serving() as fake:
+            fake.replace["parameters"] = ranged
+            with pytest.raises(ProtocolError, match="another process is downloading it"):
+                await saved(path, fake)
+            first.close()
+            await saved(path, fake)
+
+    asyncio.run(scenario())
+    assert path.read_bytes() == PARAMETERS

@@ -172,7 +172,7 @@ def test_a_forged_or_expired_bundle_is_refused(tmp_path: Path) -> None:
         with pytest.raises(NotFound):
             await bundles.keep(system.service, config, missing.encode())
         foreign = structs.replace(genuine, program="other/0/program-0-" + "0" * 32)
-        with pytest.raises(OperatorError, match="belongs to another task"):
+        with pytest.raises(OperatorError, match="program of another task"):
             await bundles.keep(system.service, config, foreign.encode())
 
     run(tmp_path, test)

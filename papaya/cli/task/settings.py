@@ -1,0 +1,157 @@
+"""Settings of a task by `--set FIELD=VALUE`, for `submit`, `update` and `diff`.
+
+Fields that begin with `client.` are those of the client's training, which the owner signs. All
+others are those of `TaskConfig`. Refused (ConfigError): unknown fields, with a similar one, and
+values of another type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+import msgspec
+from msgspec import Struct
+
+from papaya.config import TaskConfig
+from papaya.config.checks import require_known_fields
+from papaya.errors import ConfigError, OperatorError
+from papaya.learning.definition import ClientSGD
+
+_CLIENT = "client."
+_NOT_TO_SET = {
+    "task": "use --name NAME",
+    "model_length": "the model determines it: change the model in the file",
+    "evaluates": "papaya task evaluate TASK",
+    "requirements.module": "it is the hash of the file: change the file",
+    "requirements.engine": "use --engine",
+    "requirements.engine_version": "the engine determines it: use --engine",
+}
+
+
+class GivenSettings(NamedTuple):
+    """What `--set` has given: for the task, and for the client's training without `client.`."""
+
+    task: tuple[str, ...]
+    client: tuple[str, ...]
+
+    @classmethod
+    def of(cls, settings: Sequence[str]) -> GivenSettings:
+        ours = tuple(s.removeprefix(_CLIENT) for s in settings if s.startswith(_CLIENT))
+        return cls(tuple(s for s in settings if not s.startswith(_CLIENT)), ours)
+
+
+def changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
+    """The client's training with these fields changed; they come without `client.`."""
+    document = msgspec.to_builtins(client)
+    hint = f"its fields are {', '.join(document)}"
+    for setting in settings:
+        field, equals, text = setting.partition("=")
+        if not equals:
+            raise OperatorError(
+                f"--set client.{setting} has no value", hint="--set client.rate=0.05"
+            )
+        if field not in document:
+            close = get_close_matches(field, document, n=1)
+            raise ConfigError(
+                f"--set client.{setting}: there is no setting client.{field}",
+                hint=f"did you mean client.{close[0]}? {hint}" if close else hint,
+            )
+        document[field] = _value(text)
+    try:
+        return msgspec.convert(document, ClientSGD)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--set client: {error}", hint=hint) from error
+
+
+def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> TaskConfig:
+    """The configuration with this name, if any, and these fields changed."""
+    document: dict[str, Any] = msgspec.to_builtins(config)
+    if name is not None:
+        document["task"] = name
+    for setting in settings:
+        _set(document, setting)
+    try:
+        found = msgspec.convert(document, TaskConfig)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error), settings) from error
+    try:
+        require_known_fields(document, msgspec.to_builtins(found))
+    except ConfigError as error:
+        raise _explained(str(error), settings) from error
+    return found
+
+
+_HINT = "docs/configuration.md lists every field of TaskConfig"
+_NOT_OF_TYPE = re.compile(r"Expected `(?P<expected>.+?)`, got `(?P<found>.+?)`")
+_UNKNOWN = re.compile(r"unknown field `(?P<name>\w+)`")
+_PLACE = re.compile(r" - at `\$\.(?P<field>[\w.]+)`")
+
+
+def _explained(problem: str, settings: Sequence[str]) -> ConfigError:
+    """The setting that cannot be decoded, in plain words."""
+    place = _PLACE.search(problem)
+    field = place["field"] if place is not None else ""
+    given = {setting.partition("=")[0]: setting for setting in settings}
+    wrong = given.get(field) or given.get(field.rpartition(".")[0], field)
+    found = _NOT_OF_TYPE.search(problem)
+    if found is not None:
+        expected = found["expected"].replace(" | ", " or ")
+        return ConfigError(f"--set {wrong}: expected {expected}, got {found['found']}", hint=_HINT)
+    if unknown := _UNKNOWN.search(problem):
+        wrong = given.get(f"{field}.{unknown['name']}", wrong)
+        problem = f"this {field} has no setting {unknown['name']}"
+    return ConfigError(f"--set {wrong}: {_PLACE.sub('', problem)}", hint=_HINT)
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    """The fields of a struct, or of all structs in a union, by name."""
+    kinds = [kind, *get_args(kind)]
+    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, Struct)]
+    return {name: found for each in structs for name, found in get_type_hints(each).items()}
+
+
+def _known() -> list[str]:
+    """Every name that --set takes: concurrency, regime, regime.over_selection, ..."""
+    found = []
+    for name, kind in _fields(TaskConfig).items():
+        found += [name, *(f"{name}.{inner}" for inner in _fields(kind))]
+    return [name for name in found if name not in _NOT_TO_SET and not name.startswith("evaluates.")]
+
+
+def _check_known(field: str, setting: str) -> None:
+    known = _known()
+    if field in known:
+        return
+    # People leave the group out: versions is stop.versions.
+    close = [name for name in known if name.endswith(f".{field}")]
+    close += get_close_matches(field, known, n=1)
+    hint = f"did you mean {close[0]}? {_HINT}" if close else _HINT
+    raise ConfigError(f"--set {setting}: there is no setting {field}", hint=hint)
+
+
+def _set(document: dict[str, Any], setting: str) -> None:
+    field, equals, text = setting.partition("=")
+    if not equals:
+        raise OperatorError(f"--set {setting!r} has no value", hint="--set concurrency=50")
+    if field in _NOT_TO_SET:
+        raise OperatorError(f"--set cannot change {field}", hint=_NOT_TO_SET[field])
+    _check_known(field, setting)
+    value = _value(text)
+    if field == "regime" and isinstance(value, str):
+        value = {"type": value}
+    *path, last = field.split(".")
+    for name in path:
+        if not isinstance(document.get(name), dict):
+            document[name] = {}
+        document = document[name]
+    document[last] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
