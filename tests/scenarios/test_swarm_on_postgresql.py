@@ -41,6 +41,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[PostgresState]:
         yield made
 
 
+_SKIPS_THE_FENCE = 4  # a seed that finds the bug
+
+
 def check(seed: int, store: PostgresState) -> None:
     result = run_seed(seed)
     assert result.failure is None, result.failure
@@ -61,3 +64,11 @@ def test_many_random_clusters_on_postgresql_keep_every_promise(
     seed: int, store: PostgresState
 ) -> None:
     check(seed, store)
+
+
+def test_the_swarm_on_postgresql_finds_an_aggregator_that_skips_the_fence(
+    store: PostgresState,
+) -> None:
+    failure = run_seed(_SKIPS_THE_FENCE, plant="fence-skipped").failure
+    assert failure is not None
+    assert "AssertionError" not in failure, "the database and its twin agree on every outcome"

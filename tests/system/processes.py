@@ -51,6 +51,7 @@ class ServerProcess:
         deployment: dict[str, Toml],
         server: dict[str, Toml],
         environment: dict[str, str],
+        program: Sequence[str] = PAPAYA,
     ) -> None:
         self.name = name
         self._environment = environment
@@ -61,7 +62,7 @@ class ServerProcess:
         file = folder / f"{name}.toml"
         file.write_text(toml(deployment, server), encoding="utf-8")
         settings = ["--config", str(file), "--format", "json", "--verbose"]
-        self._command = [*PAPAYA, "serve", *([] if role is None else [role]), *settings]
+        self._command = [*program, "serve", *([] if role is None else [role]), *settings]
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: Thread | None = None
 
@@ -175,16 +176,25 @@ class Installation:
     unless `compiled`; what it compiles has tests of its own.
     """
 
-    def __init__(self, folder: Path, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        compiled: bool = False,
+        program: Sequence[str] = PAPAYA,
+        **variables: str,
+    ) -> None:
         self.folder = folder
+        self._program = program
         self.data = folder / "data"
         self.servers: list[ServerProcess] = []
-        self._environment = environment()
+        self._environment = environment() | variables
         if not compiled:
             hiding = folder / "without-numba"
             hiding.mkdir()
             (hiding / "numba.py").write_text("raise ImportError\n", encoding="ascii")
-            self._environment["PYTHONPATH"] = str(hiding)
+            found = self._environment.get("PYTHONPATH")
+            self._environment["PYTHONPATH"] = f"{hiding}:{found}" if found else str(hiding)
         self._reserved: list[socket.socket] = []
 
     def add(
@@ -200,7 +210,7 @@ class Installation:
         own |= {listener: self.reserve() for listener in ("devices", "admin", "servers")}
         own |= deployment or {}
         rest = {**SERVER, **(server or {})}
-        added = ServerProcess(name, role, self.folder, own, rest, self._environment)
+        added = ServerProcess(name, role, self.folder, own, rest, self._environment, self._program)
         self.servers.append(added)
         return added
 

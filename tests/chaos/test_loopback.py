@@ -1,0 +1,85 @@
+"""Six faults on a small cluster with real engines: what devices were told is in the model.
+
+Then the same with bugs in the servers, which the oracle must find.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import pytest
+from msgspec import structs
+
+from papaya.config import AsyncFL, TaskConfig
+from tests.chaos.faults import Acknowledgements, Fault, Stalls, in_words, play, say
+from tests.chaos.loopback import CLEAR, HEARTBEAT_S, MASKED, RECOVER_S, Loopback, loopback
+from tests.chaos.oracle import Verdict, judge
+from tests.chaos.planted import BUGS, VARIABLE
+from tests.system.processes import PAPAYA
+
+_DEVICES = 40
+_SEED = int(os.environ.get("PAPAYA_CHAOS_SEED", "1"))
+_END_S = 120.0
+_ROOT = Path(__file__).parents[2]
+_PLANTED = (sys.executable, "-m", "tests.chaos.planted")
+
+
+def _judged(
+    cluster: Loopback, tasks: Sequence[TaskConfig], faults: Sequence[Fault]
+) -> dict[str, Verdict]:
+    """Submit the tasks, play the faults, and judge what is stored at the end."""
+    file = cluster.installation.folder / "outcomes"
+    acknowledged = Acknowledgements(file)
+    for config in tasks:
+        cluster.submit(config)
+    with Stalls() as stalls, cluster.load(file, tasks, _DEVICES) as load:
+        acknowledged.until(20, 0.0, RECOVER_S, "the start")
+        recoveries = play(faults, acknowledged, RECOVER_S)
+        acknowledged.until(20, time.time(), RECOVER_S, "the last fault")
+        load.send_signal(signal.SIGTERM)
+        assert load.wait(_END_S) == 0
+    for server in cluster.installation.servers:
+        assert server.stop() == 0
+    say(in_words(recoveries, stalls.longest_s, HEARTBEAT_S))
+    stored, outcomes = cluster.stored(), acknowledged.outcomes()
+    found = {}
+    for config in tasks:
+        model = stored.model(config.task)
+        found[config.task] = verdict = judge(model, outcomes)
+        say(f"{config.task}: version {model.version}, counted by what was told: {verdict.told}")
+    return found
+
+
+def test_six_faults_lose_and_double_nothing(tmp_path: Path) -> None:
+    say(f"seed: PAPAYA_CHAOS_SEED={_SEED}")
+    with loopback(tmp_path) as cluster:
+        verdicts = _judged(cluster, (CLEAR, MASKED), cluster.faults(Random(_SEED)))
+    for task, verdict in verdicts.items():
+        assert verdict.problems == [], f"{task}, seed {_SEED}"
+        assert verdict.lost == 0, "no TSA was killed"
+        assert verdict.told["counted"].total() >= 20
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bug", [None, *BUGS])
+def test_the_oracle_finds_updates_that_were_acknowledged_too_early(
+    tmp_path: Path, bug: str | None
+) -> None:
+    # Buffers are filled slowly, so that each kill finds records that are not written yet.
+    config = structs.replace(CLEAR, regime=AsyncFL(aggregation_goal=32), commit_interval_s=0.02)
+    program, variables = PAPAYA, {}
+    if bug is not None:
+        program, variables = _PLANTED, {VARIABLE: bug, "PYTHONPATH": str(_ROOT)}
+    with loopback(tmp_path, program, **variables) as cluster:
+        faults = [cluster.kill_holder(HEARTBEAT_S) for _ in range(4)]
+        verdict = _judged(cluster, (config,), faults)[config.task]
+    if bug is None:
+        assert verdict.problems == []
+    else:
+        assert any("told 'counted': counted 0 times" in each for each in verdict.problems)
