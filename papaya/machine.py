@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 from msgspec import Struct
 
 from papaya.messages.base import Message, NodeId
+from papaya.messages.events import ServerEvent
 from papaya.messages.storage import Transaction
 
 Handle: TypeAlias = Any
@@ -62,6 +63,12 @@ class Read(Effect, frozen=True):
 
     token: int
     prefixes: tuple[str, ...]
+
+
+class Log(Effect, frozen=True):
+    """Tell the operator."""
+
+    event: ServerEvent
 
 
 Effects: TypeAlias = list[Effect]

@@ -137,6 +137,9 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "proxies": "Addresses or networks of the load balancers in front of the device listener. "
         "They must send the PROXY protocol (version 1 or 2), which tells the client's address.",
         "drain_s": "How long a stopping server waits for uploads under way.",
+        "log_format": "Format of the [log](logs.md) on stderr: `text`, or `json` with one object "
+        "per line.",
+        "log_level": "Events below this level are not logged.",
         "server": "Settings of the protocol, see below.",
     },
     AsyncFL: {

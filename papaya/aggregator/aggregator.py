@@ -27,9 +27,10 @@ from papaya.aggregator.work import (
 )
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import ProtocolError, TicketError
-from papaya.machine import Effects, Handle, Read, Reply, Send
+from papaya.machine import Effects, Handle, Log, Read, Reply, Send
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Drain, Placement
+from papaya.messages.events import ServerEvent
 from papaya.messages.participation import Refused, Retry, Ticketed
 from papaya.messages.storage import FenceRow, Revoked, Rows, TaskRow, Transacted, task_key
 from papaya.messages.tickets import Keyring, claim_of
@@ -76,6 +77,8 @@ class Aggregator:
         self._memory = UploadMemory(upload_bytes, config.heartbeat_s)
         # Tokens of storage requests.
         self._tokens = count(1)
+        # Events of the current call, of all tasks.
+        self._events: list[ServerEvent] = []
         # Devices that may not take part.
         self._revoked: tuple[str, ...] = ()
         # Secure tasks that were taken away, by the token of the read that tells whether they ended.
@@ -297,6 +300,7 @@ class Aggregator:
             self._keyring,
             self._memory,
             self._tokens,
+            self._events,
         )
         self.tasks[placement.task] = held
         return [*effects, *held.revoke(self._revoked), *held.load()]
@@ -376,6 +380,9 @@ class Aggregator:
                     self._report_due = min(self._report_due, due)
         if now >= self._report_due:
             effects += self._report(now, heartbeat=False)
+        if self._events:
+            effects = [*(Log(event) for event in self._events), *effects]
+            self._events.clear()
         return effects
 
     def _drop_taken_back(self) -> Effects:

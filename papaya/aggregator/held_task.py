@@ -68,6 +68,15 @@ from papaya.learning.weighting import capped
 from papaya.machine import Effects, Handle, Read, Reply
 from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.control import TaskReport
+from papaya.messages.events import (
+    BufferDropped,
+    ServerEvent,
+    TaskHalted,
+    TaskLeft,
+    TaskResumed,
+    TaskTaken,
+    VersionPublished,
+)
 from papaya.messages.participation import (
     Aborted,
     AbortReason,
@@ -225,7 +234,9 @@ class HeldTask:
         keyring: Keyring,
         memory: UploadMemory,
         tokens: Iterator[int],
+        events: list[ServerEvent],
     ) -> None:
+        """`events`: where to tell the operator something; the aggregator empties it."""
         self.task = task
         # The row that makes this aggregator the holder. Every write requires it.
         self.fence = fence
@@ -272,6 +283,11 @@ class HeldTask:
         # What uploads needed that were turned away since the last heartbeat. Part of the load.
         self.turned_away_bytes = 0
 
+        # The newest version that the operator was told of, and why steps on their way to the state
+        # store drop their buffers, by version.
+        self._told_version = 0
+        self._drops: dict[int, str] = {}
+        self._events = events
         self._server = server
         self._keyring = keyring
         # Memory for uploads, and tokens for storage requests: shared by all tasks held here.
@@ -321,6 +337,7 @@ class HeldTask:
         if problem:
             return self._halt(problem)
         self.pipeline = Pipeline(ledger, self._tokens)
+        self._tell_versions()
         if ledger.config.secure_aggregation is not None:
             self.offers = self.offers or Offers(ledger.config, self.fence.seq)
             for stock in (self.offers, *self._earlier_offers.values()):
@@ -361,6 +378,7 @@ class HeldTask:
 
     def on_restored(self, now: float) -> Effects:
         self.phase = TaskPhase.SERVING
+        self._tell_served()
         self.halted_because = ""
         self.may_want_more = True
         for session in self.sessions.active.values():
@@ -380,6 +398,9 @@ class HeldTask:
     def stop(self) -> Effects:
         """Another aggregator holds the task now; clients reach it through any selector."""
         self.phase = TaskPhase.STOPPED
+        if self.has_served:
+            ledger, seq = self.ledger, self.fence.seq
+            self._events.append(TaskLeft(self.task, ledger.run, seq, ledger.version))
         effects: Effects = [Drop(self.task, self.fence.seq)]
         for session in self.sessions.active.values():
             effects += self._answer(session, Retry("the task has moved", 0.0))
@@ -422,8 +443,36 @@ class HeldTask:
     def _halt(self, reason: str) -> Effects:
         """Stop serving until the rows change. Sessions continue; uploads are dropped."""
         self.phase = TaskPhase.HALTED
+        if reason != self.halted_because:  # the rows are read again every heartbeat
+            self._events.append(TaskHalted(self.task, self.fence.seq, reason))
         self.halted_because = reason
         return self._request_all_again()
+
+    # -- events -----------------------------------------------------------------------------
+
+    def _tell_served(self) -> None:
+        """Sums are restored: the task is served, for the first time or again."""
+        ledger, seq = self.ledger, self.fence.seq
+        if not self.has_served:
+            updates = sum(len(record.members) for record in ledger.records.values())
+            taken = TaskTaken(self.task, ledger.run, seq, ledger.version, updates)
+            self._events.append(taken)
+        if self.halted_because:
+            self._events.append(TaskResumed(self.task, seq, ledger.version))
+
+    def _tell_versions(self) -> None:
+        """Versions that this holder has committed, also if it learns of it by reading the rows."""
+        newest, ledger = self.ledger.version, self.ledger
+        first = self._told_version + 1 if self.has_served else newest + 1
+        for version in range(first, newest + 1):
+            consumed = ledger.consumed.get(version)
+            updates = 0 if consumed is None else len(consumed.members)
+            event: ServerEvent = VersionPublished(self.task, ledger.run, version, updates)
+            if (why := self._drops.get(version)) is not None:
+                event = BufferDropped(self.task, ledger.run, version, updates, why)
+            self._events.append(event)
+        self._told_version = newest
+        self._drops = {v: why for v, why in self._drops.items() if v > newest}
 
     def revoke(self, devices: tuple[str, ...]) -> Effects:
         """These devices, and no others, may not take part."""
@@ -1212,9 +1261,12 @@ class HeldTask:
         life_s = max(ticket_life_s(config, self._server) for config in self.ledger.terms.values())
         oldest_kept = self.sessions.oldest_kept(now)
         effects = self.pipeline.on_stepped(now, message, life_s, oldest_kept)
+        self._drops.pop(message.version, None)
         if message.dropped:
             what = f"buffers_dropped_{message.dropped}" if effects else "steps_postponed"
             self.counters[what] += 1
+            if effects:
+                self._drops[message.version] = message.dropped
         if message.dropped == UNREACHABLE and self.offers is not None:
             self.offers.on_unanswered()
             effects = self._refill_offers(now)
@@ -1248,6 +1300,7 @@ class HeldTask:
                 effects += self._acknowledge(session)
         if has_advanced:
             self.counters["versions"] += 1
+            self._tell_versions()
             self.may_want_more = True
             effects += [*self._abort_outdated(), *self._end_revised(now)]
             effects += [*self._forget_earlier(now), *self._place_overflow()]

@@ -47,6 +47,7 @@ class Ledger:
         self.fence = fence
         self.config: TaskConfig = task.config
         self.task = task.config.task
+        self.run = task.run
         self.pseudonym_key = task.pseudonym_key
         # The settings by the digest of the manifest that clients have agreed to, the current ones
         # included, and when earlier ones were replaced.

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -42,7 +40,9 @@ from papaya.cli.output import (
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role
 from papaya.errors import InvariantError, OperatorError
+from papaya.messages.events import Level, ServerStopping
 from papaya.server.deployment_file import read_deployment
+from papaya.server.logs import LogFormat, log, start_logging
 from papaya.server.open_files import raise_limit
 from papaya.server.server import Server
 from papaya.server.tsa_gate import TsaGate
@@ -70,7 +70,8 @@ class ServeOptions(FormatOptions):
     listen: str | None = None
     tsa: str = _TSA
     platform: Literal["software", "sgx", "tdx"] = "software"
-    verbose: bool = False
+    log_format: LogFormat | None = None
+    log_level: Level | None = None
 
 
 def add_to(commands: Commands) -> None:
@@ -103,7 +104,17 @@ def add_to(commands: Commands) -> None:
         choices=("software", "sgx", "tdx"),
         help="platform that attests the TSA; software proves nothing and is for tests only",
     )
-    parser.add_argument("--verbose", action="store_true", help="also log informational messages")
+    defaults = Deployment()
+    parser.add_argument(
+        "--log-format",
+        choices=get_args(LogFormat),
+        help=f"format of the log on stderr (default: {defaults.log_format})",
+    )
+    parser.add_argument(
+        "--log-level",
+        choices=get_args(Level),
+        help=f"log events from this level on (default: {defaults.log_level})",
+    )
     add_format(parser)
     bind(parser, ServeOptions, run)
 
@@ -134,14 +145,11 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: ServeOptions) -> int:
-    logging.basicConfig(
-        level=logging.INFO if options.verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
     if options.role == "tsa":
+        start_logging(options.log_level or "info", options.log_format or "text")
         return run_tsa(options)
     deployment = _deployment(options)
+    start_logging(deployment.log_level, deployment.log_format)
     if options.role == "tsa-gate":
         gate = _serve_gate(TsaGate(deployment, options.listen or _GATE, options.tsa))
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -162,6 +170,8 @@ def _deployment(options: ServeOptions) -> Deployment:
         "admin": options.admin,
         "servers": options.servers,
         "announce": options.announce,
+        "log_format": options.log_format,
+        "log_level": options.log_level,
     }
     changes: dict[str, object] = {name: value for name, value in given.items() if value is not None}
     if options.heartbeat is not None:
@@ -186,6 +196,8 @@ async def _serve(deployment: Deployment, roles: tuple[Role, ...], is_json: bool)
     try:
         _say_where(server, is_json)
         await _first(stopping, server.failed)
+        why = str(server.failure or "a part of it failed") if server.failed.is_set() else "a signal"
+        log(ServerStopping(why))
         note("stopping: waiting for uploads in progress")
     finally:
         await server.stop()

@@ -61,6 +61,8 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_connections_per_address: int = 1_000
     proxies: tuple[str, ...] = ()
     drain_s: float = 10.0
+    log_format: Literal["text", "json"] = "text"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:

@@ -275,7 +275,7 @@ class ServerCrash(Scenario):
         return found
 
 
-class TaskMoved(Scenario):
+class TaskHasMoved(Scenario):
     name = "moved"
     explains = "the task has moved: requests are answered Retry at once, for a while"
     rules = ("retry",)
@@ -503,7 +503,7 @@ SCENARIOS: tuple[type[Scenario], ...] = (
     LostRequests,
     ProxyPages,
     RetryLater,
-    TaskMoved,
+    TaskHasMoved,
     Redirect,
     RejectedFirst,
     WrongParameters,

@@ -23,8 +23,8 @@ from papaya.coordinator.fleet import AggregatorView, Fleet
 from papaya.coordinator.placement import is_orphan, least_loaded, relieve, workloads
 from papaya.coordinator.recovery import Leadership
 from papaya.errors import InvariantError, ProtocolError
-from papaya.machine import Effects, Handle, Read, Send, Transact
-from papaya.messages.base import Message, NodeId, TaskId
+from papaya.machine import Effects, Handle, Log, Read, Send, Transact
+from papaya.messages.base import Boot, Message, NodeId, TaskId
 from papaya.messages.control import (
     Advertised,
     AggregatorOrders,
@@ -36,6 +36,17 @@ from papaya.messages.control import (
     SelectorOrders,
     SelectorReport,
     TaskReport,
+)
+from papaya.messages.events import (
+    LeadershipGained,
+    LeadershipLost,
+    ServerEvent,
+    ServerSeen,
+    ServerSilent,
+    TaskFound,
+    TaskMoved,
+    TaskPlaced,
+    TaskReleased,
 )
 from papaya.messages.selection import DeviceClass
 from papaya.messages.storage import (
@@ -85,6 +96,14 @@ class Coordinator:
         # The rows were read since this candidate became leader.
         self._loaded = False
 
+        # Events of the current call; the epoch that the operator was told this candidate leads, 0
+        # if it does not, and the last one that it led.
+        self._events: list[ServerEvent] = []
+        self._told_epoch = 0
+        self._last_epoch = 0
+        # Why the last move of a task was decided, with its sequence number.
+        self._moved_because: dict[TaskId, tuple[int, str]] = {}
+
         # What reports say: `fleet`, `leases`, and a cache of which tasks fit a device class.
         self._reset_view()
 
@@ -107,6 +126,12 @@ class Coordinator:
     # -- the machine contract ---------------------------------------------------------------
 
     def receive(self, now: float, message: Message, reply_to: Handle = None) -> Effects:
+        return self._with_events(now, self._receive(now, message))
+
+    def wake(self, now: float) -> Effects:
+        return self._with_events(now, self._wake(now))
+
+    def _receive(self, now: float, message: Message) -> Effects:
         self._listen(now)
         match message:
             case AggregatorReport():
@@ -123,7 +148,7 @@ class Coordinator:
                 return self._on_drain(now)
         raise ProtocolError(f"a coordinator does not accept {type(message).__name__}")
 
-    def wake(self, now: float) -> Effects:
+    def _wake(self, now: float) -> Effects:
         self._listen(now)
         if now < self._next_beat:
             return []
@@ -131,10 +156,11 @@ class Coordinator:
         self._next_beat = now + (
             self._config.heartbeat_s if is_leader else self._config.leader_read_s
         )
+        self._tell_silent(now)
         self.fleet.drop_silent_selectors(now)
         self._drop_old_reports(now)
         effects = self._read()
-        if self._acts(now):
+        if self.acts(now):
             effects += self._place(now) + self._assign(now)
         return effects
 
@@ -142,7 +168,7 @@ class Coordinator:
         return self._next_beat
 
     def check(self) -> None:
-        if not self._acts(self._now):
+        if not self.acts(self._now):
             return
         for task, row in self.tasks.items():
             report = self._report_of(task)
@@ -158,14 +184,79 @@ class Coordinator:
                     f"leased clients, above its concurrency of {most}"
                 )
 
+    # -- events -----------------------------------------------------------------------------
+
+    def _with_events(self, now: float, effects: Effects) -> Effects:
+        self._tell_leadership(now)
+        events, self._events = self._events, []
+        return [*(Log(event) for event in events), *effects] if events else effects
+
+    def _tell_leadership(self, now: float) -> None:
+        """One event each time this candidate begins or ceases to lead, before all others."""
+        own = self.leadership
+        leads, told = own.leads(now), self._told_epoch
+        news: list[ServerEvent] = []
+        if told and not (leads and own.epoch == told):
+            is_late = own.epoch == told
+            why = (
+                "no renewal of its lease was confirmed in time"
+                if is_late
+                else f"{own.last_leader or 'nobody'} leads now"
+            )
+            news.append(LeadershipLost(told, why))
+            self._told_epoch = 0
+        if leads and not self._told_epoch:
+            is_again = own.epoch == self._last_epoch
+            why = "its lease was renewed late" if is_again else own.claimed_because
+            news.append(LeadershipGained(own.epoch, why))
+            self._told_epoch = self._last_epoch = own.epoch
+        self._events[:0] = news
+
+    def _tell_fence(self, task: TaskId, fence: FenceRow) -> None:
+        """One event for each fence that this leader writes or finds changed."""
+        old = self._told_fences.get(task)
+        if old is not None and fence.seq <= old.seq:
+            return
+        self._told_fences[task] = fence
+        row = self.tasks.get(task)
+        run, seq, holder = 0 if row is None else row.run, fence.seq, fence.aggregator
+        decided, why = self._moved_because.pop(task, (0, ""))
+        if decided != seq:
+            why = "an earlier leader decided it"
+        if old is None:
+            event: ServerEvent = TaskFound(task, run, seq, holder)
+        elif not holder:
+            event = TaskReleased(task, run, seq, old.aggregator)
+        elif not old.aggregator:
+            event = TaskPlaced(task, run, seq, holder, "no aggregator held it")
+        else:
+            event = TaskMoved(task, run, seq, holder, old.aggregator, why)
+        self._events.append(event)
+
+    def _tell_seen(self, report: AggregatorReport | SelectorReport) -> None:
+        if self._told_servers.get(report.node) != report.boot:
+            self._told_servers[report.node] = report.boot
+            self._events.append(ServerSeen(report.node, report.boot))
+
+    def _tell_silent(self, now: float) -> None:
+        """Servers that were alive and count as dead now."""
+        if not self.acts(now):
+            return
+        for node in list(self._told_servers):
+            silent_s = self.fleet.silent_s(now, node)
+            if silent_s >= self._config.dead_after_s:
+                del self._told_servers[node]
+                self._events.append(ServerSilent(node, round(silent_s, 1)))
+
     # -- leadership -------------------------------------------------------------------------
 
-    def _acts(self, now: float) -> bool:
+    def acts(self, now: float) -> bool:
+        """It leads, and knows the rows."""
         return self._loaded and self.leadership.leads(now)
 
     def _listen(self, now: float) -> None:
         """Remember since when reports are processed: only while this candidate leads."""
-        if not self._acts(self._now) or not self._acts(now):
+        if not self.acts(self._now) or not self.acts(now):
             self.fleet.listens_since = now
         self._now = now
 
@@ -242,6 +333,9 @@ class Coordinator:
                 self.fences[task] = fence
         self._compatible.clear()
         self._loaded = True
+        for task in self.tasks:
+            if task in self.fences:
+                self._tell_fence(task, self.fences[task])
 
     def _on_transacted(self, now: float, done: Transacted) -> Effects:
         placed = self._pending.pop(done.token, None)
@@ -263,6 +357,9 @@ class Coordinator:
         # Active and awaited clients of each task by the last report of any of its holders, with the
         # holder's sequence number: a successor keeps room for them.
         self._active: dict[TaskId, tuple[int, int]] = {}
+        # What the operator was told: the fence of each task, and the boots of live servers.
+        self._told_fences: dict[TaskId, FenceRow] = {}
+        self._told_servers: dict[NodeId, Boot] = {}
         # The tasks that wanted clients when all selectors were last told.
         self._announced: tuple[TaskId, ...] = ()
         self._compatible: dict[DeviceClass, tuple[TaskId, ...]] = {}
@@ -270,11 +367,12 @@ class Coordinator:
     # -- reports ----------------------------------------------------------------------------
 
     def _on_aggregator_report(self, now: float, report: AggregatorReport) -> Effects:
-        if not self._acts(now):
+        if not self.acts(now):
             self.unanswered[report.node] = (now, report)
             return []
         if not self.fleet.heard_aggregator(now, report):
             return []
+        self._tell_seen(report)
         joined = 0
         for task in report.tasks:
             joined += len(task.joined)
@@ -293,13 +391,14 @@ class Coordinator:
         return effects + self._assign(now)
 
     def _on_selector_report(self, now: float, report: SelectorReport) -> Effects:
-        if not self._acts(now):
+        if not self.acts(now):
             self.unanswered[report.node] = (now, report)
             return []
         if report.epoch != self.leadership.epoch:
             report = replace(report, acked=0)  # it acknowledges orders of another leader
         if not self.fleet.heard_selector(now, report):
             return []
+        self._tell_seen(report)
         for session in report.unfilled:
             self.leases.end(session)
         effects = self._assign(now)
@@ -336,7 +435,7 @@ class Coordinator:
     def _on_drain(self, now: float) -> Effects:
         """Aggregators that stop at the same time need not wait for this leader."""
         self._is_draining = True
-        if not self._acts(now):
+        if not self.acts(now):
             return []
         return [self._orders_for_aggregator(node) for node in self.fleet.live_aggregators(now)]
 
@@ -397,7 +496,7 @@ class Coordinator:
     # -- tasks to aggregators ---------------------------------------------------------------
 
     def _place(self, now: float) -> Effects:
-        if not self._acts(now) or not self._has_listened(now):
+        if not self.acts(now) or not self._has_listened(now):
             return []
         effects: Effects = []
         live = self.fleet.open_aggregators(now)
@@ -406,13 +505,16 @@ class Coordinator:
         for task in self.tasks:
             fence = self.fences[task]
             boot = self.fleet.boot_of(now, fence.aggregator)
-            must_move = is_orphan(fence, boot, recovers) or self.fleet.may_leave(
-                fence.aggregator, task, fence.seq
-            )
-            if task not in placing and must_move:
-                to = least_loaded(self._workloads(live))
-                if to is not None:
-                    effects.append(self._move(task, to))
+            if is_orphan(fence, boot, recovers):
+                was_restarted = boot is not None and boot > fence.boot
+                why = "its holder was restarted" if was_restarted else "its holder is silent"
+            elif self.fleet.may_leave(fence.aggregator, task, fence.seq):
+                why = "its holder stops"
+            else:
+                continue
+            to = least_loaded(self._workloads(live))
+            if task not in placing and to is not None:
+                effects.append(self._move(task, to, why))
         if not effects and not placing and not recovers:
             effects += self._relieve(live)
         return effects
@@ -429,7 +531,7 @@ class Coordinator:
                 move = relieve(node, own, work)
                 if move is not None:
                     view.overloaded_beats = 0
-                    return [self._move(*move)]
+                    return [self._move(*move, "its holder is overloaded")]
         return []
 
     def _workloads(self, live: Iterable[NodeId]) -> dict[NodeId, float]:
@@ -441,9 +543,10 @@ class Coordinator:
         work = {task: row.config.workload for task, row in self.tasks.items()}
         return workloads(live, holders, work)
 
-    def _move(self, task: TaskId, to: NodeId) -> Transact:
+    def _move(self, task: TaskId, to: NodeId, why: str) -> Transact:
         """Write the new fence row. Orders follow when it is committed."""
         old = self.fences[task]
+        self._moved_because[task] = (old.seq + 1, why)
         new = FenceRow(old.seq + 1, to, self.fleet.aggregators[to].boot)
         transaction = Transaction(
             require=((EPOCH_KEY, EpochRow(self.leadership.epoch)), (fence_key(task), old)),
@@ -454,7 +557,10 @@ class Coordinator:
     def _on_placed(self, now: float, task: TaskId, fence: FenceRow) -> Effects:
         old = self.fences.get(task)
         self.fences[task] = fence
-        if not self._acts(now):
+        if old is not None:
+            self._told_fences.setdefault(task, old)
+        self._tell_fence(task, fence)
+        if not self.acts(now):
             return []
         told = [fence.aggregator]
         if old is not None and old.aggregator not in ("", fence.aggregator):

@@ -200,6 +200,13 @@ class Fleet:
             return None
         return view.boot
 
+    def silent_s(self, now: float, node: NodeId) -> float:
+        """For how long a server has not reported; silence counts from `listens_since`."""
+        view = self.aggregators.get(node) or self.selectors.get(node)
+        if view is None:
+            return self._dead_after_s  # a selector that was dropped
+        return now - max(view.heard_at, self.listens_since)
+
     def drop_silent_selectors(self, now: float) -> None:
         limit = now - self._dead_after_s
         for node in [node for node, view in self.selectors.items() if view.heard_at <= limit]:

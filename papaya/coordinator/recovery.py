@@ -46,6 +46,8 @@ class Leadership:
         self.epoch = 0
         self._leads_until = 0.0
         self.recovers_until = 0.0
+        # Why this candidate claimed the lease, for its operator.
+        self.claimed_because = ""
 
     def leads(self, now: float) -> bool:
         return self.epoch > 0 and now < self._leads_until
@@ -57,6 +59,11 @@ class Leadership:
         if self._row is None or self._row_seen_at is None:
             return False
         return now - self._row_seen_at < self._config.leader_lease_s
+
+    @property
+    def last_leader(self) -> NodeId:
+        """The leader that the row named when it was last read; empty if there was none."""
+        return "" if self._row is None else self._row.holder
 
     def recovers(self, now: float) -> bool:
         return now < self.recovers_until
@@ -109,8 +116,16 @@ class Leadership:
         return now - self._row_seen_at - self._unread_s >= self._config.leader_lease_s
 
     def _claim(self, now: float) -> Transaction:
-        epoch = 1 if self._row is None else self._row.epoch + 1
-        return self._attempt_row(now, epoch)
+        if self._row is None:
+            self.claimed_because = "there was no leader"
+            return self._attempt_row(now, 1)
+        is_own = self._row.holder == self._node
+        self.claimed_because = (
+            "an earlier start of this coordinator led"
+            if is_own
+            else f"{self._row.holder} did not renew its lease"
+        )
+        return self._attempt_row(now, self._row.epoch + 1)
 
     def _renewal(self, now: float) -> Transaction:
         return self._attempt_row(now, self.epoch)

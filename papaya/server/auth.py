@@ -38,6 +38,8 @@ from papaya.credentials.token_files import MAX_TOKEN_CHARS, TOKEN_FORM, Secret, 
 from papaya.errors import OperatorError
 from papaya.http.exchange import Exchange
 from papaya.http.routes import Buffered, HttpRoute
+from papaya.messages.events import CredentialsRejected
+from papaya.server.logs import log
 
 logger = logging.getLogger("papaya.auth")
 
@@ -269,7 +271,12 @@ def _own_verifier(path: str) -> DeviceVerifier:
 
 
 def guarded(
-    routes: Iterable[HttpRoute], secret: Secret, refusal: bytes, role: str = ""
+    routes: Iterable[HttpRoute],
+    secret: Secret,
+    refusal: bytes,
+    role: str = "",
+    *,
+    listener: Literal["admin", "servers"] = "admin",
 ) -> list[HttpRoute]:
     """The same routes, but a request without the token gets 401 and `refusal`, and its body is not
     kept. `role`, if it is given, must be named by the peer's certificate.
@@ -283,6 +290,7 @@ def guarded(
         if admits(secret, exchange.head.headers.get("authorization")):
             return True
         exchange.answer(401, refusal, (("WWW-Authenticate", "Bearer"),))
+        log(CredentialsRejected(listener, exchange.peer.rpartition(":")[0]))
         return False
 
     return [_guarded(route, checked) for route in routes]

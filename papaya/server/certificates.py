@@ -10,7 +10,6 @@ and not used: the server continues with the old ones.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import ssl
@@ -28,9 +27,9 @@ from papaya.credentials.tls import (
 )
 from papaya.errors import OperatorError
 from papaya.http.tls import PeerCertificate, Tls
+from papaya.messages.events import CertificatesRead, CertificatesRefused
+from papaya.server.logs import log
 from papaya.tsa import endpoint
-
-logger = logging.getLogger("papaya.server")
 
 # Who calls whom; see papaya/messages/control.py and docs/spec/protocol.md.
 CALLERS: dict[str, tuple[str, ...]] = {
@@ -85,13 +84,11 @@ class Certificates:
         try:
             self._read()
         except OperatorError as error:
-            logger.error("new certificates are not used: %s (hint: %s)", error, error.hint)
+            log(CertificatesRefused(f"{error} (hint: {error.hint})"))
         except (OSError, ValueError) as error:  # a file changed while it was read
-            logger.error(
-                "new certificates are not used: %s; they are read at the next change", error
-            )
+            log(CertificatesRefused(f"{error}; they are read at the next change"))
         else:
-            logger.warning("certificates were read again; new connections use them")
+            log(CertificatesRead())
 
     def _read(self) -> None:
         """Nothing is changed if any of the files does not work."""

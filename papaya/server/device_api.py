@@ -23,12 +23,14 @@ from papaya.http.exchange import Exchange, as_refusal
 from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message
+from papaya.messages.events import CredentialsRejected
 from papaya.messages.participation import Refused, Retry
 from papaya.messages.paths import PARAMETERS_PATH, PATHS, URLS_PATH
 from papaya.messages.selection import CheckIn, Gone, IdentifiedCheckIn, Located
 from papaya.server.auth import UNDECIDED, DeviceAuth
 from papaya.server.device_openapi import device_document
 from papaya.server.host import Host
+from papaya.server.logs import log
 from papaya.server.metrics import DriverMetrics
 from papaya.server.replies import (
     BAD_REQUEST,
@@ -167,6 +169,7 @@ class Door:
         if identity is None:
             refused = Refused("the device token is missing or not valid", _TOKEN_HINT)
             answer(exchange, refused, UNAUTHORIZED)
+            log(CredentialsRejected("devices", ""))
             return
         message = parse(CheckIn, exchange, body)
         if not isinstance(message, CheckIn):

@@ -28,11 +28,23 @@ from papaya.aggregator.work import (
 )
 from papaya.clock import Clock
 from papaya.errors import ProtocolError
-from papaya.machine import Effect, Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
+from papaya.machine import (
+    Effect,
+    Effects,
+    Forward,
+    Handle,
+    Log,
+    Machine,
+    Read,
+    Reply,
+    Send,
+    Transact,
+)
 from papaya.messages.base import Message, NodeId
 from papaya.messages.participation import Chunk, ChunkOffer, Refused, Retry
 from papaya.messages.storage import Outcome, Row, Rows, Transacted
 from papaya.server.buffers import ArrivingBodies, BufferPool
+from papaya.server.logs import log
 from papaya.server.state_thread import AsyncState
 from papaya.server.workers import Workers
 
@@ -69,6 +81,7 @@ class Host:
             Forward: lambda effect: messenger.forward(effect.request, effect.to, effect.message),
             Transact: self._transact,
             Read: self._read,
+            Log: lambda effect: log(effect.event, machine.node),
         }
 
     def start(self) -> None:

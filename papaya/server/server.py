@@ -20,7 +20,12 @@ from functools import partial
 from pathlib import Path
 from random import SystemRandom
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+import msgspec
+from msgspec import structs
+
+from papaya import __version__
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.masked_sum import Tsa
 from papaya.aggregator.sessions import longest_ticket_life_s
@@ -35,6 +40,7 @@ from papaya.http.listener import Listener, serve
 from papaya.http.routes import HttpRoute
 from papaya.messages.base import Message, NodeId
 from papaya.messages.control import Drain
+from papaya.messages.events import ClockDiffers, NodeStarted, ServerStarted
 from papaya.messages.storage import (
     REVOKED,
     TASKS,
@@ -64,6 +70,7 @@ from papaya.server.device_api import Door, participation_routes
 from papaya.server.formats import Formats
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
+from papaya.server.logs import keep_telling, log
 from papaya.server.metrics import CertificateCollector, DriverMetrics, TsaCollector
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
@@ -130,6 +137,7 @@ class Server:
     # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
+        log(ServerStarted(__version__, self.roles, self._settings()))
         host = None if self._is_alone else await self._called_host()
         certificates = Certificates(self.deployment, self.roles, host)
         metrics = DriverMetrics()
@@ -146,6 +154,7 @@ class Server:
             for role in self.roles:
                 boot = await boots.take(self._node(role))
                 self._hosts[role] = self._make_host(role, boot)
+                log(NodeStarted(boot), self._node(role))
             for running in self._hosts.values():
                 self._resources.peers.hosts[running.machine.node] = running
                 running.start()
@@ -160,6 +169,7 @@ class Server:
                 self._look_after(self._remove_deleted(bucket))
                 self._look_after(self._publish_log(bucket))
             self._look_after(self._watch_certificates())
+            self._look_after(keep_telling())
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -213,6 +223,15 @@ class Server:
         ends_at = loop.time() + timeout_s
         while not aggregator.may_stop and loop.time() < ends_at:
             await asyncio.sleep(_QUIET_POLL_S)
+
+    def _settings(self) -> str:
+        """What differs from the defaults. Secrets are in files; a user name may be in `state`."""
+        given, usual = structs.asdict(self.deployment), structs.asdict(Deployment())
+        found = {name: value for name, value in given.items() if value != usual[name]}
+        if self.deployment.state is not None:
+            where = urlsplit(self.deployment.state)
+            found["state"] = f"{where.scheme}://{where.hostname}{where.path}"
+        return msgspec.json.encode(found).decode()
 
     def _look_after(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -295,8 +314,7 @@ class Server:
             found = {clock.node: clock for clock in live.clocks()}
             for node, clock in found.items():
                 if told.get(node) is not clock.is_refused:
-                    level = logging.ERROR if clock.is_refused else logging.WARNING
-                    logger.log(level, "%s", clock)
+                    log(ClockDiffers(node, round(clock.ahead_s, 1), clock.is_refused))
             told = {node: clock.is_refused for node, clock in found.items()}
 
     async def _refresh(self) -> None:
@@ -570,12 +588,14 @@ class Server:
         shared = self._resources
         checks_roles = self.deployment.has_mutual_tls
         secret, refusal = shared.server_token, problem(401, "the servers' token is missing")
-        routes = guarded([message_route(shared.peers, checks_roles=checks_roles)], secret, refusal)
+        own = [message_route(shared.peers, checks_roles=checks_roles)]
+        routes = guarded(own, secret, refusal, listener="servers")
         if "aggregator" in self.roles:
             driver = self._operations.driver
             uploads = Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
             passed_on = [*participation_routes(self._to_aggregator), uploads.route()]
-            routes += guarded(passed_on, secret, refusal, "selector" if checks_roles else "")
+            role = "selector" if checks_roles else ""
+            routes += guarded(passed_on, secret, refusal, role, listener="servers")
         return routes
 
 

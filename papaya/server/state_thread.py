@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from papaya.errors import LostHistory, PapayaError, StateUnreachable
 from papaya.messages.storage import Outcome, Row, Transaction
+from papaya.server.logs import Trouble
 
 logger = logging.getLogger("papaya.store")
 
@@ -87,6 +88,7 @@ class StateThread:
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Write | _Read | None] = SimpleQueue()
         self.problem = ""  # why the last commit or read failed; empty if it succeeded
+        self._trouble = Trouble("state")
         self._closing = Event()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._thread = Thread(target=self._run, name="papaya-state", daemon=True)
@@ -168,7 +170,11 @@ class StateThread:
         if len(outcomes) != len(writes):
             logger.error("the state store gave %d of %d outcomes", len(outcomes), len(writes))
             outcomes = ["unknown"] * len(writes)
-        self.problem = "the last commit failed" if "unknown" in outcomes else ""
+        if "unknown" in outcomes:
+            self.problem = "the last commit failed"
+            self._trouble.begins(self.problem)
+        else:
+            self._works()
         self._loop.call_soon_threadsafe(self._on_outcomes, writes, outcomes)
 
     def _transact(self, transactions: list[Transaction]) -> list[Outcome]:
@@ -189,28 +195,36 @@ class StateThread:
                 rows = self._store.read(read.prefixes)
             except LostHistory as error:
                 self.problem = str(error)
+                self._trouble.begins(self.problem)
                 self._loop.call_soon_threadsafe(_fail, read.rows, error)
                 return
             except StateUnreachable as error:
                 self._on_unreachable(error)
             except PapayaError as error:
                 self.problem = _READ_FAILED
+                self._trouble.begins(str(error))
                 logger.error("%s; retrying in %.1f s; hint: %s", error, wait_s, error.hint)
             except Exception:
                 self.problem = _READ_FAILED
+                self._trouble.begins(_READ_FAILED)
                 logger.exception("cannot read %s; retrying in %.1f s", read.prefixes, wait_s)
             else:
                 if self.problem in (_READ_FAILED, _UNREACHABLE):
-                    self.problem = ""
+                    self._works()
                 self._loop.call_soon_threadsafe(_complete, read.rows, rows)
                 return
             if self._closing.wait(wait_s):
                 return
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
+    def _works(self) -> None:
+        self.problem = ""
+        self._trouble.ends()
+
     def _on_unreachable(self, error: StateUnreachable) -> None:
         if self.problem != _UNREACHABLE:  # log the first attempt of a long failure only
             self.problem = _UNREACHABLE
+            self._trouble.begins(str(error))
             logger.error("%s; retrying; hint: %s", error, error.hint)
 
 

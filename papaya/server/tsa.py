@@ -33,11 +33,13 @@ from papaya.aggregator.work import FAILED
 from papaya.attestation.software import SoftwarePlatform
 from papaya.config import Deployment
 from papaya.errors import OperatorError
+from papaya.messages.events import TsaBack, TsaUnreachable
 from papaya.messages.storage import CLUSTER_KEY, ClusterKeyRow, Transaction
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.unmask import TakeBlock
 from papaya.secagg.words import Entropy
+from papaya.server.logs import log
 from papaya.server.public_log import own_record
 from papaya.server.state_thread import AsyncState
 from papaya.tsa import endpoint
@@ -107,17 +109,11 @@ class Breaker:
         if not self.is_open:
             self._opened_at = self._now()
             self.outages += 1
-            logger.warning(
-                "the TSA at %s is unreachable: %s; secure tasks wait and nothing is lost "
-                "(hint: check that it runs and is not stopped; do not restart it if it may "
-                "recover: its open buffers would be lost)",
-                self._address,
-                error,
-            )
+            log(TsaUnreachable(self._address, str(error)))
 
     def close(self) -> None:
         if self.is_open:
-            logger.warning("the TSA at %s answers again after %.0f s", self._address, self.open_s)
+            log(TsaBack(self._address, round(self.open_s, 1)))
             self._opened_at = None
 
 

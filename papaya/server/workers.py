@@ -58,6 +58,7 @@ from papaya.errors import MissingBlob, OperatorError, PapayaError
 from papaya.learning.kernels import fastest
 from papaya.messages.base import BlobKey, Message, TaskId
 from papaya.server.buffers import BufferPool
+from papaya.server.logs import Trouble
 
 logger = logging.getLogger("papaya.workers")
 
@@ -249,6 +250,8 @@ class Workers:
         self._lanes = WorkOrder()
         self._again: tuple[list[LoneJob], list[LoneJob]] = ([], [])
         self._lost: dict[TaskId, int] = {}
+        # Storage trouble of a task that has not ended.
+        self._troubles: dict[TaskId, Trouble] = {}
         self._is_closing = False
         self._is_stopped = False
         self._retries: dict[LoneJob, asyncio.TimerHandle] = {}  # used on the loop only
@@ -443,6 +446,10 @@ class Workers:
             self._lose(job.task, job.seq, error)
         else:
             self._count(job)
+            with self._lock:
+                trouble = self._troubles.pop(job.task, None)
+            if trouble is not None:
+                trouble.ends()
             if job.result is not None:
                 self._call(self._deliver_all, [job.result])
         return True
@@ -510,7 +517,9 @@ class Workers:
     def _complain(self, job: LoneJob, error: OSError | OperatorError, then: str) -> None:
         with self._lock:
             self.counters.storage_errors += 1
+            trouble = self._troubles.setdefault(job.task, Trouble("blobs", job.task))
         kind = type(job.work).__name__
+        trouble.begins(f"{kind.lower()}: {error}")
         hint = error.hint if isinstance(error, PapayaError) else "check the disk"
         logger.warning("%s of %s: %s; %s (hint: %s)", kind, job.task, error, then, hint)
 

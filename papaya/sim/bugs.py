@@ -29,8 +29,9 @@ from papaya.errors import OperatorError
 from papaya.learning.weighting import BytesLike
 from papaya.machine import Effects, Transact
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
+from papaya.messages.events import BufferDropped
 from papaya.messages.participation import Complete, SecureOffer
-from papaya.messages.storage import Member, RecordRow, Row, Transaction, record_key
+from papaya.messages.storage import FenceRow, Member, RecordRow, Row, Transaction, record_key
 from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
 from papaya.secagg import offer as secagg
 from papaya.secagg.fixed_point import Encoder
@@ -49,8 +50,8 @@ def _no_fence(self: Ledger) -> tuple[str, Row | None]:
 _move = Coordinator._move
 
 
-def _move_in_memory(self: Coordinator, task: TaskId, to: NodeId) -> Transact:
-    effect = _move(self, task, to)
+def _move_in_memory(self: Coordinator, task: TaskId, to: NodeId, why: str) -> Transact:
+    effect = _move(self, task, to, why)
     return replace(effect, transaction=replace(effect.transaction, put=()))
 
 
@@ -270,6 +271,29 @@ def _trust_revoked(self: HeldTask, session: SessionId) -> bool:
     return False
 
 
+def _tell_nothing(self: Coordinator, now: float) -> None:
+    pass
+
+
+_tell_fence = Coordinator._tell_fence
+
+
+def _tell_fence_twice(self: Coordinator, task: TaskId, fence: FenceRow) -> None:
+    before = len(self._events)
+    _tell_fence(self, task, fence)
+    self._events += self._events[before:]
+
+
+_tell_versions = HeldTask._tell_versions
+
+
+def _keep_drops_secret(self: HeldTask) -> None:
+    events = len(self._events)
+    _tell_versions(self)
+    told = [e for e in self._events[events:] if not isinstance(e, BufferDropped)]
+    self._events[events:] = told
+
+
 def _delete_pinned(self: Ledger, now: float, settled: int) -> list[int]:
     last = self.version + 1 - self.config.keep_versions
     return [v for v, row in self.versions.items() if v < settled and v <= last and not row.marked]
@@ -405,6 +429,18 @@ BUGS: dict[str, Bug] = {
             (HeldTask, "_end_revoked", _spare_revoked),
             (HeldTask, "_is_revoked", _trust_revoked),
         ),
+    ),
+    "leader-not-logged": Bug(
+        "a coordinator does not log that it begins or ceases to lead",
+        ((Coordinator, "_tell_leadership", _tell_nothing),),
+    ),
+    "move-logged-twice": Bug(
+        "a coordinator logs the same move of a task twice",
+        ((Coordinator, "_tell_fence", _tell_fence_twice),),
+    ),
+    "drop-not-logged": Bug(
+        "an aggregator drops a masked buffer and does not log it",
+        ((HeldTask, "_tell_versions", _keep_drops_secret),),
     ),
     "open-buffer-given-up-too-soon": Bug(
         "a buffer is dropped although the TSA still has its seeds",

@@ -28,6 +28,7 @@ from papaya.machine import Reply
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
 from papaya.messages.control import AggregatorReport, SelectorOrders, SelectorReport
+from papaya.messages.events import ServerEvent
 from papaya.messages.participation import (
     Completed,
     Leave,
@@ -58,6 +59,7 @@ from papaya.messages.storage import (
 from papaya.messages.tickets import UploadTicket, claim_of
 from papaya.sim.cluster import Cluster
 from papaya.sim.devices import SimulatedDevice
+from papaya.sim.event_checks import EventAuditor
 from papaya.sim.hosts import SimulatedHost
 from papaya.sim.observer import Observer
 from papaya.sim.protocol_updates import protocol_evaluation, protocol_vector
@@ -217,6 +219,7 @@ class Auditor(Observer):
         self.books = {task.task: TaskBooks(task) for task in cluster.config.tasks}
         self._secure = SecureAuditor(cluster.config.tasks, self.state.rows, cluster.tsa)
         self._slots = SlotAuditor(cluster)
+        self._events = EventAuditor()
         for row in self.state.rows.values():
             self._name(row, +1)
 
@@ -240,6 +243,10 @@ class Auditor(Observer):
     def after_event(self, host: SimulatedHost) -> None:
         host.machine.check()
         self._slots.after_event(host)
+        self._events.after_event(host)
+
+    def on_logged(self, host: SimulatedHost, event: ServerEvent) -> None:
+        self._events.on_logged(host, event)
 
     def on_departed(self, device: SimulatedDevice, finish: Finish | None) -> None:
         ending = "dropped" if finish is None else finish.ending
@@ -506,6 +513,8 @@ class Auditor(Observer):
             self._check_drop_is_counted(writer, task)
         else:
             self._check_step(books.config, row, record, old, before)
+        is_dropped = self._secure.is_dropped(task, row.version)
+        self._events.on_version(writer, task, row.version, row.seq, is_dropped=is_dropped)
         books.version = row.version
 
     def _check_drop_is_counted(self, writer: Writer, task: TaskId) -> None:

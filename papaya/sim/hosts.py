@@ -26,7 +26,7 @@ from papaya.aggregator.work import (
     Step,
 )
 from papaya.errors import InvariantError, MissingBlob, ProtocolError
-from papaya.machine import Effects, Forward, Handle, Machine, Read, Reply, Send, Transact
+from papaya.machine import Effects, Forward, Handle, Log, Machine, Read, Reply, Send, Transact
 from papaya.messages.base import Message, NodeId
 from papaya.messages.storage import Outcome, Row, Rows, Transacted
 
@@ -64,6 +64,7 @@ class SimulatedHost:
             Forward: self._forward,
             Transact: self._transact,
             Read: self._read,
+            Log: self._log,
         }
 
     # -- life -------------------------------------------------------------------------------
@@ -179,6 +180,10 @@ class SimulatedHost:
                 handler(*arguments)
 
     # -- effects ----------------------------------------------------------------------------
+
+    def _log(self, effect: Log) -> None:
+        for observe in self.cluster.hooks.logged:
+            observe(self, effect.event)
 
     def _send(self, effect: Send) -> None:
         cluster = self.cluster

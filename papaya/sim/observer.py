@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from papaya.client.work import Finish, Seal, Sealed, Train
 from papaya.machine import Reply
 from papaya.messages.base import BlobKey, Message, NodeId
+from papaya.messages.events import ServerEvent
 from papaya.messages.storage import Row, Transaction
 from papaya.sim.storage import Writer
 
@@ -44,6 +45,9 @@ class Observer:
 
     def on_blob_lost(self, blob: BlobKey) -> None:
         """A blob was deleted, or damaged by a power loss."""
+
+    def on_logged(self, host: SimulatedHost, event: ServerEvent) -> None:
+        """A server tells its operator something."""
 
     def after_event(self, host: SimulatedHost) -> None:
         """A server has handled a message or a timer, effects included."""
@@ -93,6 +97,7 @@ class Hooks:
         self.sent = overridden(Observer.on_sent)
         self.transaction = overridden(Observer.on_transaction)
         self.blob_lost = overridden(Observer.on_blob_lost)
+        self.logged = overridden(Observer.on_logged)
         self.after_event = overridden(Observer.after_event)
         self.request = overridden(Observer.on_request)
         self.reply = overridden(Observer.on_reply)

@@ -61,7 +61,7 @@ class ServerProcess:
         self._logged = Condition()
         file = folder / f"{name}.toml"
         file.write_text(toml(deployment, server), encoding="utf-8")
-        settings = ["--config", str(file), "--format", "json", "--verbose"]
+        settings = ["--config", str(file), "--format", "json"]
         self._command = [*program, "serve", *([] if role is None else [role]), *settings]
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: Thread | None = None

@@ -78,7 +78,7 @@ async def _over_a_freeze(installation: Installation, server: ServerProcess, admi
             waiting = len(book.of(CONFIG.task))
         finally:
             os.kill(child, signal.SIGCONT)
-        await asyncio.to_thread(server.until_logged, "answers again", STEP_S)
+        await asyncio.to_thread(server.until_logged, "tsa_back", STEP_S)
         await _counted(book, CONFIG.task, waiting + 5 * GOAL)
         await asyncio.to_thread(
             admin.until_task, CONFIG.task, lambda line: not line["halted"], STEP_S

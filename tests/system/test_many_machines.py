@@ -92,7 +92,7 @@ def _holder(machines: Machines) -> ServerProcess:
 def _renew(machines: Machines) -> None:
     """The coordinator's certificate, which everybody needs, for one with another key."""
     machines.authority.issue("coordinator-127.0.0.3", ["coordinator"], ["127.0.0.3"])
-    machines.coordinator.until_logged("certificates were read again", STEP_S)
+    machines.coordinator.until_logged("certificates_read", STEP_S)
 
 
 def _examine(selector: ServerProcess, folder: Path) -> None:

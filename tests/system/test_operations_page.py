@@ -99,5 +99,5 @@ def test_a_new_authority(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         caplog.clear()
         follow(tmp_path, block)
         own.refresh()
-        assert "certificates were read again" in caplog.text
+        assert "certificates_read" in caplog.text
         assert "not used" not in caplog.text

@@ -36,7 +36,7 @@ from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import ChangeReason, Evaluate, Mark, NewTask, Revoke, RollBack
 from papaya.server.device_api import MAX_REQUEST_BYTES
 from papaya.server.device_openapi import device_document
-from tools import configuration_reference
+from tools import configuration_reference, event_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -143,6 +143,13 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
 
 
 # --- Pages against code
+
+
+def test_the_list_of_events_is_that_of_the_code() -> None:
+    page = text_of(event_reference.PAGE)
+    assert page == event_reference.rendered(page), "run python -m tools.event_reference"
+    for kind in event_reference.all_events():
+        assert set(kind.identity) & {*kind.__struct_fields__, "task", "peer"}, kind
 
 
 def test_the_configuration_page_is_what_the_code_says() -> None:

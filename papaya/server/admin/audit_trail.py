@@ -26,9 +26,11 @@ from papaya.messages.audit_trail import (
     page_prefix,
     recorded,
 )
+from papaya.messages.events import ChangeMade, ChangeRefused
 from papaya.messages.storage import Outcome, Transaction
 from papaya.server.admin.problems import Conflict, Uncertain
 from papaya.server.admin.views import AuditPage, PruneTrail
+from papaya.server.logs import log
 from papaya.server.state_thread import AsyncState
 
 logger = logging.getLogger("papaya.admin")
@@ -51,6 +53,8 @@ class AuditTrail:
                 head = await self._head()
                 row = recorded(change, head, attempt, self._now(), result)
                 outcome = await self._state.transact(row)
+                if outcome == "committed":
+                    _tell(attempt, 1 + (0 if head is None else head.number), result)
                 if outcome != "refused" or await self._head() == head:
                     return outcome
         return "refused"
@@ -117,3 +121,8 @@ class AuditTrail:
     async def _head(self) -> AuditHeadRow | None:
         found = (await self._state.read((AUDIT_HEAD_KEY,))).get(AUDIT_HEAD_KEY)
         return found if isinstance(found, AuditHeadRow) else None
+
+
+def _tell(attempt: Attempt, number: int, result: str) -> None:
+    by = (attempt.actor, attempt.action, attempt.target)
+    log(ChangeMade(*by, number, attempt.why) if result == DONE else ChangeRefused(*by, result))

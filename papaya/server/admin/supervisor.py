@@ -28,6 +28,7 @@ from papaya.errors import PapayaError
 from papaya.learning.evaluation import verdict
 from papaya.messages import owner
 from papaya.messages.base import TaskId
+from papaya.messages.events import EvaluationStarted, ServerEvent, TaskDataRemoved, TaskEnded
 from papaya.messages.storage import (
     DELETED,
     TASKS,
@@ -35,6 +36,7 @@ from papaya.messages.storage import (
     EndingsRow,
     PointRow,
     TaskRow,
+    TaskState,
     Transaction,
     VersionRow,
     deleted_key,
@@ -46,6 +48,7 @@ from papaya.messages.storage import (
 from papaya.server.admin import evaluations
 from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.admin.history import TaskHistory
+from papaya.server.logs import log
 from papaya.server.state_thread import AsyncState
 
 logger = logging.getLogger("papaya.admin")
@@ -154,7 +157,7 @@ class Supervisor:
                 self._server,
             )
             if outcome == "committed":
-                logger.info("%s starts", config.task)
+                log(EvaluationStarted(config.task, newest.version))
                 self._changed()
 
     async def _look_after_evaluation(self, row: TaskRow, of: TaskRow | None) -> None:
@@ -194,11 +197,11 @@ class Supervisor:
         points = (old, new)
         change = owner.end_evaluation(row, "completed", self._now(), why, points)
         self._history.forget(pinned.task)
-        await self._write(change, f"{row.config.task}: {why}")
+        await self._write(change, _ended(row, "completed", why))
 
     async def _end(self, row: TaskRow, why: str) -> None:
         change = owner.end_evaluation(row, "cancelled", self._now(), why)
-        await self._write(change, f"{row.config.task} is cancelled: {why}")
+        await self._write(change, _ended(row, "cancelled", why))
 
     async def _forget(self, row: TaskRow) -> bool:
         """Delete the rows; blobs are deleted after them. Many points need several transactions."""
@@ -229,7 +232,7 @@ class Supervisor:
         done = structs.replace(tombstone, is_done=True)
         key = deleted_key(task)
         change = Transaction(require=((key, tombstone),), put=((key, done),))
-        await self._write(change, f"task {task} is deleted")
+        await self._write(change, TaskDataRemoved(task))
 
     # -- endings ----------------------------------------------------------------------------
 
@@ -269,12 +272,16 @@ class Supervisor:
             why = f"version {rule.versions} is reached"
         if why is not None:
             change = owner.change_state(row, "completed", self._now(), why)
-            await self._write(change, f"task {row.config.task} is completed: {why}")
+            await self._write(change, _ended(row, "completed", why))
 
-    async def _write(self, change: Transaction, news: str) -> None:
+    async def _write(self, change: Transaction, event: ServerEvent) -> None:
         if await self._state.transact(change) == "committed":
-            logger.info("%s", news)
+            log(event)
             self._changed()
+
+
+def _ended(row: TaskRow, state: TaskState, why: str) -> TaskEnded:
+    return TaskEnded(row.config.task, row.run, state, why)
 
 
 @contextmanager

@@ -22,9 +22,10 @@ from papaya.config import AsyncFL, OptimizerConfig, ServerConfig, SyncFL, TaskCo
 from papaya.errors import MissingBlob
 from papaya.learning import parameters
 from papaya.learning.parameters import FLOAT32
-from papaya.machine import Effect, Effects, Read, Reply, Send, Transact
+from papaya.machine import Effect, Effects, Log, Read, Reply, Send, Transact
 from papaya.messages.base import BlobKey, Message, SessionId, TaskId
 from papaya.messages.control import AggregatorOrders, AggregatorReport, Placement, TaskReport
+from papaya.messages.events import ServerEvent
 from papaya.messages.participation import (
     Chunk,
     Complete,
@@ -212,6 +213,7 @@ class Node:
         self.machine = Aggregator(name, world.boots, world.now, world.server, *around)
         self.shards = Shards()
         self.log: list[Effect] = []
+        self.events: list[ServerEvent] = []
         self.held_back: deque[Effect] = deque()
         self._hold: tuple[type[Effect], ...] = ()
         self._queue: deque[Effect] = deque()
@@ -279,6 +281,8 @@ class Node:
             case work.DeleteBlobs():
                 for blob in effect.blobs:
                     del world.blobs[blob]
+            case Log(event):
+                self.events.append(event)
             case _:
                 assert isinstance(effect, Send)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from papaya.config import Requirements, ServerConfig, TaskConfig
 from papaya.coordinator.coordinator import Coordinator
-from papaya.machine import Effect, Effects, Read, Send, Transact
+from papaya.machine import Effect, Effects, Log, Read, Send, Transact
 from papaya.messages.base import Message, NodeId, SessionId, TaskId
 from papaya.messages.control import (
     AggregatorOrders,
@@ -20,6 +20,7 @@ from papaya.messages.control import (
     SelectorReport,
     TaskReport,
 )
+from papaya.messages.events import ServerEvent
 from papaya.messages.selection import Capabilities, DeviceClass
 from papaya.messages.storage import (
     FenceRow,
@@ -83,6 +84,7 @@ class Office:
         self.machine = Coordinator(node, boot, now, SERVER, Random(seed))
         self.sent: list[Send] = []
         self.log: list[Effect] = []
+        self.events: list[ServerEvent] = []
         self.held_back: deque[Effect] = deque()
         self._hold: tuple[type[Effect], ...] = ()
         self._numbers: dict[NodeId, int] = {}
@@ -123,6 +125,8 @@ class Office:
         self.log.append(effect)
         if isinstance(effect, Send):
             self.sent.append(effect)
+        elif isinstance(effect, Log):
+            self.events.append(effect.event)
         elif isinstance(effect, self._hold):
             self.held_back.append(effect)
         else:

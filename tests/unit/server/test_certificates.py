@@ -248,7 +248,7 @@ def test_files_that_do_not_work_are_reported_once_and_not_used(
         own.refresh()
         assert own.servers.context is before
         assert own.expiry is expiry
-        assert caplog.text.count("new certificates are not used") == 1
+        assert caplog.text.count("certificates_refused") == 1
     files.certificate.unlink()
     own.refresh()
     assert own.servers.context is before

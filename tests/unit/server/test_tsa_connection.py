@@ -71,8 +71,8 @@ def test_the_breaker_opens_when_nobody_answers_and_closes_when_somebody_does(
         assert connection.register(PARAMETERS) == PARAMETERS.digest()
         assert connection.breaker.open_s == 0
         connection.close()
-    assert len(logged(caplog, "is unreachable")) == 1
-    assert len(logged(caplog, "answers again after 3 s")) == 1
+    assert len(logged(caplog, "tsa_unreachable")) == 1
+    assert len(logged(caplog, "tsa_back")) == 1
 
 
 class Freezing(TSA):
