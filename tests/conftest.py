@@ -1,12 +1,18 @@
 """Settings of the whole test suite. No fixtures: each folder of tests makes its own things."""
 
+import os
+import shutil
 import signal
 import sys
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
 # A shell starts background jobs with SIGINT ignored, and child processes would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Commands must not find what the person who runs the tests has logged in to.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="papaya-config-")
 
 # A slow machine is not a failing property: how long an example takes is for `bench/` to judge.
 settings.register_profile(
@@ -16,5 +22,6 @@ settings.load_profile("papaya")
 
 
 def pytest_sessionfinish() -> None:
+    shutil.rmtree(os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
     if (postgresql := sys.modules.get("tests.postgresql")) is not None:
         postgresql.end()

@@ -1,8 +1,9 @@
 """Calls a server's admin API: one request, one answer, or an error with a hint.
 
-The token comes from --token-file, from PAPAYA_ADMIN_TOKEN, or from the data folder of a server that
-runs here; it is sent as a header and never printed. Answers are typed JSON (`papaya/server/admin/
-views.py`). Every request has a timeout, and every answer a size limit.
+Address and token come from the options and from PAPAYA_ADMIN_TOKEN; else from the profile that
+`papaya login` has stored; else from the data folder of a server that runs here. The token is sent
+as a header and never printed. Answers are typed JSON (`papaya/server/admin/views.py`). Every
+request has a timeout, and every answer a size limit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from papaya.cli.output import FormatOptions, add_format, printable
+from papaya.cli.profiles import PROFILE_VARIABLE, load
 from papaya.credentials.tls import explain
 from papaya.errors import OperatorError
 
@@ -32,7 +34,8 @@ MAX_JSON_BYTES = 64 << 20
 T = TypeVar("T")
 # Commands in hints that accept connection options.
 _COMMAND = re.compile(
-    r"\bpapaya (?:status|audit-trail (?!check)[a-z]+|token revoked?|task (?!compile)[a-z]+)\b"
+    r"\bpapaya (?:status|whoami|audit-trail (?!check)[a-z]+|token revoked?|account [a-z]+|"
+    r"task (?!compile)[a-z]+)\b"
     r"(?! --)"
 )
 
@@ -53,15 +56,17 @@ class _ErrorBody(msgspec.Struct):
 class ConnectionOptions(FormatOptions):
     """The options of every command that calls the admin API; `add_connection` describes them."""
 
-    admin: str = DEFAULT_URL
+    admin: str | None = None
     token_file: Path | None = None
     ca: str | None = None
+    profile: str | None = None
 
     def repeated(self, text: str) -> str:
         given = {
-            "--admin": None if self.admin == DEFAULT_URL else self.admin,
+            "--admin": self.admin,
             "--token-file": self.token_file,
             "--ca": self.ca,
+            "--profile": self.profile,
         }
         options = [f"{name} {shlex.quote(str(value))}" for name, value in given.items() if value]
         return _COMMAND.sub(lambda command: " ".join([command[0], *options]), text)
@@ -74,19 +79,29 @@ class OneTaskOptions(ConnectionOptions):
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
     """Add the options of `ConnectionOptions`."""
-    parser.add_argument("--admin", metavar="URL", help="address of the admin API")
+    parser.add_argument(
+        "--admin",
+        metavar="URL",
+        help=f"address of the admin API (default: that of `papaya login`, else {DEFAULT_URL})",
+    )
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help=f"file with the admin token (default: ${TOKEN_VARIABLE} if it is set, "
-        f"else {DEFAULT_TOKEN_FILE})",
+        help=f"file with the token (default: ${TOKEN_VARIABLE} if it is set, else the token of "
+        f"`papaya login`, else {DEFAULT_TOKEN_FILE})",
     )
     parser.add_argument(
         "--ca",
         metavar="FILE",
-        help="PEM file of the certificate authority to trust for https "
-        "(default: the system's authorities)",
+        help="PEM file of the certificate authority to trust for https (default: that of "
+        "`papaya login`, else the system's authorities)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="NAME",
+        help=f"profile of `papaya login` (default: ${PROFILE_VARIABLE} if it is set, else the "
+        "last one that was logged in)",
     )
     add_format(parser)
 
@@ -102,7 +117,28 @@ def add_reason(parser: argparse.ArgumentParser) -> None:
 
 
 def client_for(options: ConnectionOptions) -> AdminClient:
-    return AdminClient(options.admin, _token(options.token_file), options.ca)
+    profile = load().chosen(options.profile, options.admin)
+    if profile is None:
+        url = options.admin or DEFAULT_URL
+        return AdminClient(url, given_token(options.token_file), authority_file(options.ca))
+    authority = profile.authority if options.ca is None else authority_file(options.ca)
+    token = given_token(options.token_file, profile.token)
+    return AdminClient(profile.admin, token, authority)
+
+
+def authority_file(path: str | None) -> str:
+    """The certificates in a PEM file; empty if none is given."""
+    try:
+        pem = "" if path is None else Path(path).read_text(encoding="ascii")
+        if pem:
+            ssl.create_default_context(cadata=pem)
+    except (OSError, UnicodeDecodeError) as error:  # an SSLError is an OSError
+        problem = getattr(error, "strerror", None) or str(error)
+        raise OperatorError(
+            f"cannot use the certificate file {path}: {problem}",
+            hint="check the path after --ca; the file is PEM",
+        ) from error
+    return pem
 
 
 def task_path(task: str, *rest: str) -> str:
@@ -112,7 +148,8 @@ def task_path(task: str, *rest: str) -> str:
 class AdminClient:
     """The admin API of one server. Each request opens its own connection."""
 
-    def __init__(self, url: str, token: str, authority: str | None = None) -> None:
+    def __init__(self, url: str, token: str, authority: str = "") -> None:
+        """`authority`: PEM certificates to trust; empty means the system's authorities."""
         parts = urlsplit(url)
         try:
             port = parts.port
@@ -174,20 +211,15 @@ class AdminClient:
     def _connect(self) -> HTTPConnection:
         if not self._is_secure:
             return HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        try:
-            context = ssl.create_default_context(cafile=self._authority)
-        except OSError as error:  # also if it is not PEM
-            raise OperatorError(
-                f"cannot use the certificate file {self._authority}: {error.strerror or error}",
-                hint="check the path after --ca; the file is PEM",
-            ) from error
+        context = ssl.create_default_context(cadata=self._authority or None)
         return HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
 
     def _refused(self, status: int, data: bytes) -> OperatorError:
         if status == 401:
             return OperatorError(
-                f"{self.url} does not accept this admin token",
-                hint="use the token in the server's data folder: --token-file DATA/admin.token",
+                f"{self.url} does not accept this token",
+                hint=f"log in again: papaya login {self.url}; or use the token in the server's "
+                "data folder: --token-file DATA/admin.token",
             )
         try:
             body = msgspec.json.decode(data, type=_ErrorBody)
@@ -223,23 +255,26 @@ def _on_one_line(value: object) -> object:
     return value
 
 
-def _token(file: Path | None) -> str:
+def given_token(file: Path | None, stored: str = "") -> str:
+    """The token in this file, or in the environment, or the stored one, or that of this folder."""
     given = os.environ.get(TOKEN_VARIABLE, "").strip()
     if file is None and given:
-        return _checked(given, f"${TOKEN_VARIABLE}")
+        return checked_token(given, f"${TOKEN_VARIABLE}")
+    if file is None and stored:
+        return checked_token(stored, "the profile")
     path = file or DEFAULT_TOKEN_FILE
     try:
-        return _checked(path.read_text(encoding="ascii").strip(), str(path))
+        return checked_token(path.read_text(encoding="ascii").strip(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise OperatorError(
-            f"no admin token: {path}: {problem}",
-            hint="the server keeps it in its data folder, which `papaya serve` prints when it "
-            f"starts: --token-file DATA/admin.token, or set ${TOKEN_VARIABLE}",
+            f"no token: {path}: {problem}",
+            hint="log in: papaya login URL; the server keeps its admin token in its data folder, "
+            "which `papaya serve` prints when it starts: --token-file DATA/admin.token",
         ) from error
 
 
-def _checked(token: str, source: str) -> str:
+def checked_token(token: str, source: str) -> str:
     """The token, if it can be one. The message does not quote it: it is a secret."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise OperatorError(

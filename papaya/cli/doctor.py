@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from papaya import __version__
-from papaya.cli.admin_client import AdminClient
+from papaya.cli.admin_client import AdminClient, authority_file
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -280,7 +280,8 @@ def _running_server(deployment: Deployment) -> Iterator[Diagnosis]:
         client_context(deployment.tls_authority)  # raises with the reason
     at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     scheme = "http" if deployment.tls_certificate is None else "https"
-    client = AdminClient(f"{scheme}://{at}", read(token).reveal(), deployment.tls_authority)
+    authority = authority_file(deployment.tls_authority)
+    client = AdminClient(f"{scheme}://{at}", read(token).reveal(), authority)
     try:
         running = client.get("/health", _Health).papaya
         status = client.get("/admin/status", SystemStatus)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Final, NoReturn
@@ -26,10 +26,14 @@ from papaya.errors import OperatorError, PapayaError
 COMMANDS: Final = {
     "demo": ("train a model for about a minute, with a server and devices on this machine"),
     "serve": "run the servers: all roles in one process, or one role",
+    "login": "store the address and the token of a server, for all other commands",
+    "logout": "delete what `papaya login` has stored",
+    "whoami": "show your account: role, tasks and quota",
     "task": "submit, watch and control tasks",
     "owner": "create and show the key with which you sign tasks",
     "status": "show the servers, tasks and problems of a running system",
     "audit-trail": "show, export and check who changed what, when and why",
+    "account": "give others accounts with roles and quotas, and revoke them",
     "doctor": "check an installation and say what to do about each problem",
     "client": "run devices that train for a server",
     "load": "put a load of devices that train nothing on running servers",
@@ -43,6 +47,7 @@ COMMANDS: Final = {
     "tsa": "build the TSA binary, or print its hash",
     "log": "write, show and check the public log of TSA binaries",
     "audit": "check a public log and rebuild the TSA binaries in it",
+    "completion": "print the completion script of a shell",
 }
 _LARGE: Final = ("client", "demo", "log", "simulate", "task")
 _INTERRUPTED = 130
@@ -60,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         command = arguments[0] if arguments else ""
-        options, unknown = _parser(command).parse_known_args(arguments)
+        options, unknown = parser_for((command,)).parse_known_args(arguments)
         if unknown:
             of = f"papaya {command}" if command in COMMANDS else "papaya"
             raise OperatorError(f"unrecognized arguments: {' '.join(unknown)}", hint=f"{of} --help")
@@ -79,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
 
 
-def _parser(command: str) -> CommandParser:
-    """The parser with the options of this command; others have only a line in `papaya --help`."""
+def parser_for(wanted: Container[str]) -> CommandParser:
+    """The parser with the options of these commands; others have only a line in the help."""
     parser = CommandParser(
         prog="papaya",
         formatter_class=partial(argparse.HelpFormatter, max_help_position=30),
@@ -89,7 +94,7 @@ def _parser(command: str) -> CommandParser:
     parser.add_argument("--version", action="version", version=f"papaya {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, words in COMMANDS.items():
-        if name == command:
+        if name in wanted:
             module = f"{name}.{name}" if name in _LARGE else name
             import_module(f"papaya.cli.{module.replace('-', '_')}").add_to(commands)
         else:

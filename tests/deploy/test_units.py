@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from papaya.cli.main import _parser
+from papaya.cli.main import parser_for
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 FILES = sorted(UNITS.glob("*.service"))
@@ -43,4 +43,4 @@ def test_the_command_of_a_unit_is_one_of_ours(unit: Path) -> None:
         if line.startswith("ExecStart=")
     ]
     assert command[0] == _PAPAYA
-    _parser("serve").parse_args(command[1:])
+    parser_for(("serve",)).parse_args(command[1:])

@@ -265,9 +265,9 @@ def test_every_command_can_be_typed() -> None:
             assert arguments[0] in targets, f"{name_of(page)}: {command}"
         elif arguments in NAMED_AS_SUCH:
             with pytest.raises(SystemExit, match="0"):
-                cli._parser(arguments[0]).parse_args([*arguments, "--help"])
+                cli.parser_for((arguments[0],)).parse_args([*arguments, "--help"])
         else:
-            cli._parser(arguments[0]).parse_args(arguments)
+            cli.parser_for((arguments[0],)).parse_args(arguments)
 
 
 # A block that is a whole file of examples is tested where that file is.

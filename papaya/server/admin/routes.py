@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from hashlib import sha256
 from typing import Protocol, TypeAlias, TypeVar
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
@@ -353,7 +353,7 @@ def _task(exchange: Exchange) -> str:
 
 def _target(exchange: Exchange) -> str:
     """The task or the account that a path names."""
-    return exchange.captured.get("account") or _task(exchange)
+    return unquote(exchange.captured.get("account", "")) or _task(exchange)
 
 
 def _number(exchange: Exchange, name: str, default: int) -> int:

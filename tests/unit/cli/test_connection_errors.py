@@ -114,7 +114,7 @@ def test_a_command_says_what_is_wrong_with_a_connection(
     tmp_path: Path, kind: str, url: str, problem: str, hint: str
 ) -> None:
     with a_case(kind, tmp_path) as (port, authority):
-        client = AdminClient(url.format(port=port), "0123456789abcdef", str(authority))
+        client = AdminClient(url.format(port=port), "0123456789abcdef", authority.read_text())
         with pytest.raises(OperatorError) as caught:
             client.get("/admin/tasks", tuple[TaskView, ...])
     assert problem in str(caught.value)

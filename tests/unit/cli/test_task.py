@@ -216,14 +216,14 @@ def test_a_wrong_token_is_told_and_not_shown(
 ) -> None:
     file = tmp_path / "wrong.token"
     file.write_text("not-the-right-token")
-    with pytest.raises(OperatorError, match="does not accept this admin token") as error:
+    with pytest.raises(OperatorError, match="does not accept this token") as error:
         run(server, "task", "list", "--token-file", str(file))
     assert "not-the-right" not in str(error.value) + error.value.hint
     assert "admin.token" in error.value.hint
     assert run(server, "task", "list", "--token-file", str(tmp_path / "admin.token")) == 0
     monkeypatch.delenv(TOKEN_VARIABLE)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OperatorError, match="no admin token") as error:
+    with pytest.raises(OperatorError, match="no token") as error:
         run(server, "task", "list")
     assert "--token-file" in error.value.hint
 
