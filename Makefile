@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install test check format demo soak bench device-wheel clean
+.PHONY: help install test check format demo soak chaos bench device-wheel clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ demo: $(DEMO) ## Train a model for about a minute, with a server and devices on 
 soak: $(DEV) ## The tests and simulation seeds that take many minutes
 	$(PYTEST) -m soak
 	$(BIN)/papaya swarm --seeds 2000
+	$(BIN)/python -m tests.chaos.run --minutes 120
+
+chaos: $(DEV) ## A whole installation on network namespaces under random faults (root; ARGS="--minutes 3 --seed 1")
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 bench: $(DEV) ## Run every benchmark, one after the other
 	@set -e; for file in $(sort $(filter-out bench/_%,$(wildcard bench/*.py))); do \

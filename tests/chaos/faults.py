@@ -11,13 +11,16 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from threading import Event, Thread
 from typing import NamedTuple
 
+import msgspec
+
 from papaya.device.load import LoadOutcome
-from tests.chaos.oracle import read_outcomes
 
 _POLL_S = 0.05
 _TICK_S = 0.02
@@ -35,34 +38,62 @@ class Fault(NamedTuple):
     end: Callable[[], None]
 
 
+class NothingAcknowledged(AssertionError):
+    """A task did not recover."""
+
+
 class Recovery(NamedTuple):
-    """Seconds until an update was acknowledged: after the fault began, and after its end."""
+    """Of the task that took longest: `after_s` from the end of the fault to the next
+    acknowledgement, `silence_s` the longest time without one since the fault began.
+    """
 
     fault: str
-    from_begin_s: float
-    from_end_s: float
+    after_s: float
+    silence_s: float
 
 
 class Acknowledgements:
-    """The times of `counted` in files that `papaya load` writes."""
+    """The times of `counted` in a file that `papaya load` writes, by task."""
 
-    def __init__(self, *files: Path) -> None:
-        self._files = files
+    def __init__(self, file: Path, tasks: Sequence[str]) -> None:
+        self._file = file
+        self._read_bytes = 0
+        self._times: dict[str, list[float]] = {task: [] for task in tasks}
 
-    def outcomes(self) -> list[LoadOutcome]:
-        return read_outcomes(*(file for file in self._files if file.exists()))
+    def since(self, task: str, at: float) -> list[float]:
+        self._read()
+        return [each for each in self._times[task] if each > at]
 
-    def since(self, at: float) -> list[float]:
-        return sorted(o.at for o in self.outcomes() if o.ending == "counted" and o.at > at)
-
-    def until(self, count: int, at: float, seconds: float, what: str) -> float:
-        """The time of the `count`-th acknowledgement after `at`, in Unix time."""
+    def until(self, count: int, at: float, seconds: float, what: str) -> None:
+        """Wait for so many acknowledgements after `at`, in Unix time, of every task."""
         ends_at = time.monotonic() + seconds
-        while len(found := self.since(at)) < count:
+        while late := [task for task in self._times if len(self.since(task, at)) < count]:
             if time.monotonic() > ends_at:
-                raise AssertionError(f"no update was counted for {seconds:g} s after {what}")
+                words = f"{', '.join(late)}: not {count} updates were counted"
+                raise NothingAcknowledged(f"{words} within {seconds:g} s after {what}")
             time.sleep(_POLL_S)
-        return found[count - 1]
+
+    def recovery(self, fault: str, began_at: float, ended_at: float) -> Recovery:
+        after_s = silence_s = 0.0
+        for task in self._times:
+            resumed_at = self.since(task, ended_at)[0]
+            heard = [began_at, *(t for t in self.since(task, began_at) if t <= resumed_at)]
+            after_s = max(after_s, resumed_at - ended_at)
+            silence_s = max(silence_s, *(b - a for a, b in pairwise(heard)))
+        return Recovery(fault, after_s, silence_s)
+
+    def _read(self) -> None:
+        if not self._file.exists():
+            return
+        with self._file.open("rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for line in whole.splitlines():
+            outcome = msgspec.json.decode(line, type=LoadOutcome)
+            if outcome.ending == "counted" and outcome.task in self._times:
+                insort(self._times[outcome.task], outcome.at)
 
 
 class Stalls:
@@ -91,7 +122,7 @@ class Stalls:
 def play(
     faults: Iterable[Fault], acknowledged: Acknowledgements, recover_s: float
 ) -> list[Recovery]:
-    """Fails if no update is acknowledged within `recover_s` after the end of a fault."""
+    """Fails if a task has no update acknowledged within `recover_s` after the end of a fault."""
     found = []
     for fault in faults:
         began_at = time.time()
@@ -102,24 +133,29 @@ def play(
         finally:
             fault.end()
         ended_at = time.time()
-        resumed_at = acknowledged.until(1, ended_at, recover_s, fault.name)
-        [first, *_] = acknowledged.since(began_at + _TICK_S)
-        found.append(Recovery(fault.name, first - began_at, resumed_at - ended_at))
+        acknowledged.until(1, ended_at, recover_s, fault.name)
+        found.append(acknowledged.recovery(fault.name, began_at, ended_at))
     return found
 
 
 def in_words(recoveries: list[Recovery], stall_s: float, heartbeat_s: float) -> str:
     """The distribution of recovery times, by kind of fault, and whether the run is valid."""
-    kinds: dict[str, list[float]] = {}
+    kinds: dict[str, list[Recovery]] = {}
     for recovery in recoveries:
-        kinds.setdefault(recovery.fault.split(":")[0], []).append(recovery.from_end_s)
-    kinds["all"] = [recovery.from_end_s for recovery in recoveries]
-    lines = [f"{'seconds to the next acknowledgement':<38}  count  median    max"]
-    lines += [
-        f"{kind:<38}  {len(found):>5}  {statistics.median(found):>6.2f}  {max(found):>5.2f}"
-        for kind, found in kinds.items()
-        if found
+        kinds.setdefault(recovery.fault.split(":")[0], []).append(recovery)
+    kinds["all"] = recoveries
+    lines = [
+        "seconds to the next acknowledgement of every task after a fault, and the longest",
+        "time without one since it began:",
+        f"{'fault':<12}  count  median     max  silence: median     max",
     ]
+    for kind, found in kinds.items():
+        after = [each.after_s for each in found] or [0.0]
+        silence = [each.silence_s for each in found] or [0.0]
+        lines.append(
+            f"{kind:<12}  {len(found):>5}  {statistics.median(after):>6.2f}  {max(after):>6.2f}"
+            f"  {statistics.median(silence):>15.2f}  {max(silence):>6.2f}"
+        )
     if stall_s > heartbeat_s / 2:
         lines.append(
             f"INVALID: this machine was late by {stall_s:.2f} s, more than half a heartbeat of "

@@ -18,7 +18,7 @@ from typing import Any
 
 from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, TaskConfig
 from papaya.credentials.s3_keys import s3_keys
-from papaya.messages.storage import FenceRow, fence_key
+from papaya.messages.storage import FenceRow, Row, fence_key
 from papaya.store.blob_cache import BlobCache
 from papaya.store.postgresql import PostgresState
 from papaya.store.s3_blobs import S3Blobs
@@ -142,7 +142,7 @@ class Loopback:
 
     @contextmanager
     def load(
-        self, outcomes: Path, tasks: Sequence[TaskConfig], devices: int
+        self, outcomes: Path, tasks: Sequence[TaskConfig], devices: int, training_s: float = 0.5
     ) -> Iterator[subprocess.Popen[str]]:
         """`papaya load`, which ends when it is told to."""
         installation = self.installation
@@ -155,7 +155,7 @@ class Loopback:
         command += [part for config in tasks for part in ("--task", config.task)]
         if any(config.is_secure for config in tasks):
             command += ["--trust", str(self.trust_file())]
-        command += ["--devices", str(devices), "--training", "0.5", "--seconds", "3600"]
+        command += ["--devices", str(devices), "--training", str(training_s), "--seconds", "3600"]
         command += ["--request-timeout", "2", "--drain", str(_STEP_S)]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=sys.stderr, text=True, env=environment()
@@ -172,16 +172,20 @@ class Loopback:
             self._kill(rng.choice(self.coordinators), rng),
             self._freeze(rng.choice(self.installation.servers), rng),
             self._cut(rng.choice(sorted(self.proxies)), rng.choice(("to", "from")), rng),
-            Fault("database", _seconds(rng), self.database.kill, self._start_database),
+            Fault("database", _seconds(rng), self.database.kill, self.start_database),
             self._bucket(rng.choice(("code:503:SlowDown", "hang")), rng),
         ]
         rng.shuffle(found)
         return found
 
-    def holder(self) -> ServerProcess:
-        """The aggregator of the clear task, by the row that decides it."""
+    def fences(self) -> dict[str, Row]:
+        """Who holds which task, by the rows that decide it."""
         with closing(PostgresState(self.state, "the test")) as state:
-            fence = state.read((fence_key(CLEAR.task),))[fence_key(CLEAR.task)]
+            return state.read((fence_key(""),))
+
+    def holder(self) -> ServerProcess:
+        """The aggregator of the clear task."""
+        fence = self.fences()[fence_key(CLEAR.task)]
         assert isinstance(fence, FenceRow)
         [found] = [
             server
@@ -247,7 +251,7 @@ class Loopback:
             lambda: self.s3.fail(""),
         )
 
-    def _start_database(self) -> None:
+    def start_database(self) -> None:
         self.database.begin_to_start()
         self.database.until_ready()
 

@@ -19,7 +19,7 @@ from msgspec import structs
 from papaya.config import AsyncFL, TaskConfig
 from tests.chaos.faults import Acknowledgements, Fault, Stalls, in_words, play, say
 from tests.chaos.loopback import CLEAR, HEARTBEAT_S, MASKED, RECOVER_S, Loopback, loopback
-from tests.chaos.oracle import Verdict, judge
+from tests.chaos.oracle import Verdict, judge, read_outcomes
 from tests.chaos.planted import BUGS, VARIABLE
 from tests.system.processes import PAPAYA
 
@@ -35,19 +35,19 @@ def _judged(
 ) -> dict[str, Verdict]:
     """Submit the tasks, play the faults, and judge what is stored at the end."""
     file = cluster.installation.folder / "outcomes"
-    acknowledged = Acknowledgements(file)
+    acknowledged = Acknowledgements(file, [config.task for config in tasks])
     for config in tasks:
         cluster.submit(config)
     with Stalls() as stalls, cluster.load(file, tasks, _DEVICES) as load:
-        acknowledged.until(20, 0.0, RECOVER_S, "the start")
+        acknowledged.until(10, 0.0, RECOVER_S, "the start")
         recoveries = play(faults, acknowledged, RECOVER_S)
-        acknowledged.until(20, time.time(), RECOVER_S, "the last fault")
+        acknowledged.until(10, time.time(), RECOVER_S, "the last fault")
         load.send_signal(signal.SIGTERM)
         assert load.wait(_END_S) == 0
     for server in cluster.installation.servers:
         assert server.stop() == 0
     say(in_words(recoveries, stalls.longest_s, HEARTBEAT_S))
-    stored, outcomes = cluster.stored(), acknowledged.outcomes()
+    stored, outcomes = cluster.stored(), read_outcomes(file)
     found = {}
     for config in tasks:
         model = stored.model(config.task)

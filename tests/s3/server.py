@@ -1,6 +1,6 @@
 """An S3 server in a process of its own (moto), with faults that a test can choose.
 
-    python tests/s3/server.py FOLDER     prints its port; the bucket `papaya` exists
+    python tests/s3/server.py FOLDER [HOST:PORT]     prints its port; the bucket `papaya` exists
 
 A fault is the content of the file FOLDER/fault, read for every request:
 
@@ -102,7 +102,7 @@ class Faulty:
         return found
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, listen: str = "127.0.0.1:0") -> None:
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
     from werkzeug.test import Client
@@ -110,11 +110,12 @@ def main(folder: Path) -> None:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     app = DomainDispatcherApplication(create_backend_app)
     Client(app).put(f"/{BUCKET}", headers={"Host": "127.0.0.1"})
-    server = make_server("127.0.0.1", 0, Faulty(app, folder / "fault"), threaded=True)
+    host, port = listen.rsplit(":", 1)
+    server = make_server(host, int(port), Faulty(app, folder / "fault"), threaded=True)
     sys.stdout.write(f"{server.server_port}\n")
     sys.stdout.flush()
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,199 @@
+"""`make chaos`: a whole installation under seeded faults, and what its model says in the end.
+
+    python -m tests.chaos.run [--minutes M] [--seed S] [--devices N]
+
+Needs root, and packages of Debian, which it installs. Prints the seed, every fault, the
+distribution of recovery times and the oracle's verdict; exits with 1 if an update was lost or
+doubled, or if nothing was acknowledged any more. If it cannot run here, it says why and exits with
+0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+
+from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, TaskConfig
+from tests.chaos.cluster import HEARTBEAT_S, Cluster
+from tests.chaos.faults import (
+    Acknowledgements,
+    NothingAcknowledged,
+    Recovery,
+    Stalls,
+    in_words,
+    play,
+    say,
+)
+from tests.chaos.hosts import Network, sh
+from tests.chaos.oracle import judge, read_outcomes
+from tests.chaos.schedule import Schedule
+
+_PACKAGES = {
+    "patroni": "patroni",
+    "etcd": "etcd-server",
+    "haproxy": "haproxy",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "setpriv": "util-linux",
+    "psql": "postgresql",
+}
+_PROBE = "papaya-probe"
+_MORE = ("libfaketime", "python3-etcd")
+_EPISODE_S = 300.0  # each has tasks of its own, because a task has a coordinate per participation
+_LENGTH = 40_000
+_GOAL = 8
+_TRAINING_S = 2.0
+_LONG_MINUTES = 10.0
+_RECOVER_S = 90.0
+_DRAIN_S = 150.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=3.0, help="time with faults (default: 3)")
+    parser.add_argument("--seed", type=int, help="default: a random one")
+    parser.add_argument("--devices", type=int, default=200, help="number of devices (default: 200)")
+    parser.add_argument("--keep", action="store_true", help="keep the logs of a good run too")
+    options = parser.parse_args()
+    if why := _why_not():
+        say(f"skipped: {why}")
+        return 0
+    seed = secrets.randbelow(1 << 31) if options.seed is None else options.seed
+    say(f"seed {seed}: python -m tests.chaos.run --minutes {options.minutes:g} --seed {seed}")
+    folder = Path(tempfile.mkdtemp(prefix="papaya-chaos-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user
+    try:
+        problems = _run(folder, seed, 60 * options.minutes, options.devices)
+    except BaseException:
+        say(f"logs are in {folder}")
+        raise
+    for problem in problems:
+        say(f"problem: {problem}")
+    if problems or options.keep:
+        say(f"logs are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    if problems:
+        return 1
+    say("every acknowledged update was counted exactly once, and no other one twice")
+    return 0
+
+
+def _why_not() -> str:
+    """Install what is missing. The reason why this machine cannot run it, or nothing."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [package for program, package in _PACKAGES.items() if shutil.which(program) is None]
+    if missing:
+        say(f"installing {', '.join(missing)}")
+        install = ["apt-get", "install", "--yes", "--no-install-recommends", *missing, *_MORE]
+        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        for command in (["apt-get", "update"], install):
+            try:
+                subprocess.run(
+                    command, check=True, env=environment, capture_output=True, timeout=300
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                return f"cannot install {', '.join(missing)}: {error}"
+    try:
+        sh("ip", "netns", "add", _PROBE)
+        sh("ip", "netns", "del", _PROBE)
+    except AssertionError as error:
+        return f"network namespaces do not work here: {error}"
+    return ""
+
+
+def _run(folder: Path, seed: int, seconds: float, devices: int) -> list[str]:
+    problems: list[str] = []
+    recoveries: list[Recovery] = []
+    with Network() as network, closing(Cluster(network, folder)) as cluster, Stalls() as stalls:
+        cluster.start()
+        say(f"{len(cluster.all)} hosts are up")
+        schedule = Schedule(cluster, seed, is_long=seconds >= 60 * _LONG_MINUTES)
+        stalls.longest_s = 0.0
+        ends_at = time.monotonic() + seconds
+        number = 0
+        try:
+            while time.monotonic() < ends_at:
+                number += 1
+                episode_s = min(ends_at - time.monotonic(), _EPISODE_S)
+                problems += _episode(cluster, schedule, number, devices, episode_s, recoveries)
+        except NothingAcknowledged as error:
+            problems.append(str(error))
+            if stalls.longest_s > HEARTBEAT_S / 2:
+                problems.clear()  # the run is invalid, and says so
+        else:
+            codes = cluster.stop_servers()
+            problems += [f"{name} stopped with {code}" for name, code in codes.items() if code]
+        stall_s = stalls.longest_s
+    say(in_words(recoveries, stall_s, HEARTBEAT_S))
+    return problems
+
+
+def _episode(
+    cluster: Cluster,
+    schedule: Schedule,
+    number: int,
+    devices: int,
+    seconds: float,
+    recoveries: list[Recovery],
+) -> list[str]:
+    """Faults for so long, on tasks of their own; the problems that the oracle finds."""
+    tasks = [_task(f"clear-{number}", 100, False), _task(f"masked-{number}", 40, True)]
+    for config in tasks:
+        cluster.submit(config)
+    outcomes = cluster.folder / f"outcomes-{number}"
+    load = cluster.add_load(tasks, devices, _TRAINING_S, outcomes).start()
+    acknowledged = Acknowledgements(outcomes, [config.task for config in tasks])
+    acknowledged.until(_GOAL, 0.0, _RECOVER_S, "the start")
+    ends_at = time.monotonic() + seconds
+    while time.monotonic() < ends_at:
+        recoveries += play([schedule.next()], acknowledged, _RECOVER_S)
+    load.signal(signal.SIGTERM)
+    assert load.wait(_DRAIN_S) == 0, load.tail()
+    for config in tasks:
+        cluster.cancel(config)
+    return _judge(cluster, tasks, outcomes)
+
+
+def _task(name: str, concurrency: int, is_secure: bool) -> TaskConfig:
+    """Rows of masked buffers are kept: they tell which updates were lost with a TSA."""
+    return TaskConfig(
+        task=name,
+        concurrency=concurrency,
+        model_length=_LENGTH,
+        regime=AsyncFL(aggregation_goal=_GOAL),
+        optimizer=OptimizerConfig(kind="fedavg", rate=1.0),
+        secure_aggregation=SecureAggregation() if is_secure else None,
+        clip=64.0 if is_secure else None,
+        max_examples=1,
+        participation_gap_s=0.0,
+        keep_versions=100_000 if is_secure else 3,
+        training_timeout_s=3600.0 if is_secure else 60.0,
+        upload_timeout_s=60.0,
+    )
+
+
+def _judge(cluster: Cluster, tasks: list[TaskConfig], file: Path) -> list[str]:
+    stored, outcomes = cluster.stored(), read_outcomes(file)
+    problems = []
+    for config in tasks:
+        model = stored.model(config.task)
+        verdict = judge(model, outcomes)
+        told = {ending: dict(times) for ending, times in verdict.told.items()}
+        say(f"{config.task}: version {model.version}; lost with a TSA {verdict.lost}; {told}")
+        problems += verdict.problems
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Draws faults for a cluster on hosts of its own. A seed decides what, where and for how long."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from tests.chaos.cluster import HEARTBEAT_S, Cluster
+from tests.chaos.faults import Fault
+from tests.chaos.hosts import Host, until
+
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
+_WRITABLE_S = 90.0
+_TTL_S = 20.0  # of the primary's lock, the shortest that Patroni allows
+_MEGABYTE = bytes(1 << 20)
+
+
+class Schedule:
+    """`is_long`: also faults that take half a minute, and those that lose a TSA's memory."""
+
+    def __init__(self, cluster: Cluster, seed: int, *, is_long: bool) -> None:
+        self._cluster = cluster
+        self._rng = Random(seed)
+        self._kinds: dict[Callable[[], Fault], int] = {
+            self._power: 4,
+            self._freeze: 3,
+            self._partition: 5,
+            self._slow: 2,
+            self._failover: 3,
+            self._disk: 1,
+            self._clock: 1 if FAKETIME.exists() else 0,
+            self._gate: 1,
+            self._tsa: 1 if is_long else 0,
+            self._database_host: 1 if is_long else 0,
+        }
+        self._waiting: list[Callable[[], Fault]] = []
+
+    def next(self) -> Fault:
+        """Kinds come in a random order, each as often as its weight before any comes again."""
+        if not self._waiting:
+            self._waiting = [kind for kind, weight in self._kinds.items() for _ in range(weight)]
+            self._rng.shuffle(self._waiting)
+        return self._waiting.pop()()
+
+    def _seconds(self) -> float:
+        """From less than a heartbeat to more than it takes to be taken for dead."""
+        return self._rng.uniform(0.5, 4.5) * HEARTBEAT_S
+
+    def _role(self) -> Host:
+        """Any role, the holder of a task more often than others."""
+        if self._rng.random() < 0.3:
+            return self._cluster.holder()
+        return self._rng.choice(self._cluster.roles)
+
+    def _power(self) -> Fault:
+        host = self._rng.choice([self._role(), self._role(), self._cluster.balancer])
+        return Fault(f"power: {host.name}", self._seconds(), host.lose_power, host.boot)
+
+    def _freeze(self) -> Fault:
+        host = self._rng.choice(self._cluster.all)
+        return Fault(
+            f"freeze: {host.name}",
+            self._seconds(),
+            lambda: host.send(signal.SIGSTOP),
+            lambda: host.send(signal.SIGCONT),
+        )
+
+    def _partition(self) -> Fault:
+        """In one direction or both. A role is on one side at least."""
+        one = self._role()
+        other = self._rng.choice([host for host in self._cluster.all if host is not one])
+        pairs = [(one, other), (other, one)]
+        self._rng.shuffle(pairs)
+        cut = pairs[: self._rng.choice((1, 2))]
+
+        def begin() -> None:
+            for deaf, host in cut:
+                deaf.ignore(host)
+
+        def end() -> None:
+            for deaf, host in cut:
+                deaf.hear(host)
+
+        words = ", ".join(f"{host.name} to {deaf.name}" for deaf, host in cut)
+        return Fault(f"partition: {words}", self._seconds(), begin, end)
+
+    def _slow(self) -> Fault:
+        hosts = [self._role(), self._cluster.bucket, *self._cluster.database.hosts]
+        host, kbit = self._rng.choice(hosts), self._rng.choice((256, 1024, 4096))
+        return Fault(
+            f"slow: {host.name} sends {kbit} kbit/s",
+            2 * self._seconds(),
+            lambda: host.slow_down(kbit),
+            host.speed_up,
+        )
+
+    def _failover(self) -> Fault:
+        """Ends when the new primary accepts writes."""
+        database = self._cluster.database
+        how, act = self._rng.choice(
+            (("switch-over", database.switch_over), ("kill", database.kill_primary))
+        )
+
+        def begin() -> None:
+            until(lambda: database.synchronous() is not None, "the replica is synchronous")
+            act()
+
+        return Fault(f"database: {how}", 0.0, begin, self._until_writable)
+
+    def _database_host(self) -> Fault:
+        """The machine of the primary dies. Its lock has to expire before the replica takes over."""
+        database = self._cluster.database
+        lost: list[Host] = []
+
+        def begin() -> None:
+            until(lambda: database.synchronous() is not None, "the replica is synchronous")
+            primary = database.primary()
+            assert primary is not None
+            lost.append(primary)
+            primary.lose_power()
+            until(lambda: database.primary() not in (None, primary), "a new primary", 4 * _TTL_S)
+
+        def end() -> None:
+            self._until_writable()
+            for host in lost:
+                host.boot()
+
+        return Fault("database: power of the primary", 0.0, begin, end)
+
+    def _until_writable(self) -> None:
+        self._cluster.database.until_writable(_WRITABLE_S)
+
+    def _disk(self) -> Fault:
+        host = self._role()
+        file = self._cluster.disk(host) / "filler"
+
+        def begin() -> None:
+            with file.open("wb", buffering=0) as filler:
+                try:
+                    while filler.write(_MEGABYTE) == len(_MEGABYTE):
+                        pass
+                except OSError:
+                    return
+
+        return Fault(
+            f"full disk: {host.name}", self._seconds(), begin, lambda: file.unlink(missing_ok=True)
+        )
+
+    def _clock(self) -> Fault:
+        """A host comes back with another time. Processes read the clock when they start."""
+        host = self._role()
+        step_s = self._rng.choice((-1, 1)) * self._rng.uniform(0.5, 2.5) * HEARTBEAT_S
+
+        def begin() -> None:
+            host.lose_power()
+            host.boot(
+                LD_PRELOAD=str(FAKETIME),
+                FAKETIME=f"{step_s:+.1f}",
+                FAKETIME_DONT_FAKE_MONOTONIC="1",
+            )
+
+        def end() -> None:
+            host.lose_power()
+            host.boot()
+
+        return Fault(f"clock: {host.name} by {step_s:+.1f} s", self._seconds(), begin, end)
+
+    def _gate(self) -> Fault:
+        gate = self._rng.choice(self._cluster.tsas).programs[1]
+
+        def end() -> None:
+            gate.start()
+
+        return Fault(f"gate: {gate.name}", self._seconds(), gate.kill, end)
+
+    def _tsa(self) -> Fault:
+        """What is in its memory is lost: at most the open buffers of its tasks."""
+        host = self._rng.choice(self._cluster.tsas)
+        return Fault(f"tsa: {host.name}", self._seconds(), host.lose_power, host.boot)
