@@ -5,6 +5,8 @@
     papaya_coordinator_…   leadership, live servers, leases
     papaya_http_… papaya_upload_… papaya_worker_… papaya_peer_… papaya_store_…   the driver
     papaya_tsa_…           whether the TSA answers
+    papaya_task_loss, papaya_task_metric   the newest evaluation, at coordinators
+    papaya_build_info, process_…   this process
 
 Collectors read the machines at scrape time, on the loop's thread, where the machines live. The
 counters of a task start at 0 again when it moves to another holder, like those of a process that
@@ -16,6 +18,7 @@ path; a task, never a session or a device.
 
 from __future__ import annotations
 
+import platform
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +30,7 @@ from prometheus_client import (
     Gauge,
     Histogram,
     Metric,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -34,6 +38,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from papaya import __version__
 from papaya.aggregator.aggregator import Aggregator
 from papaya.aggregator.held_task import HeldTask, TaskPhase
 from papaya.coordinator.coordinator import Coordinator
@@ -41,6 +46,8 @@ from papaya.messages.participation import AbortReason, DiscardReason, LeaveReaso
 from papaya.messages.reasons import in_words
 from papaya.messages.storage import Outcome
 from papaya.selector.selector import Selector
+from papaya.server.admin.evaluations import metrics_of
+from papaya.server.admin.history import TaskHistory
 from papaya.server.certificates import Certificates
 from papaya.server.tsa_fleet import TsaFleet
 from papaya.server.workers import Workers
@@ -170,6 +177,47 @@ class WorkersCollector(Collector):
         for name, help_ in _WORK.items():
             value = getattr(self._workers.counters, name)
             yield CounterMetricFamily(f"papaya_worker_{name}", help_, value)
+
+
+class BuildCollector(Collector):
+    def collect(self) -> Iterator[Metric]:
+        labels = {"version": __version__, "python": platform.python_version()}
+        family = GaugeMetricFamily("papaya_build_info", "Always 1.", labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), 1.0)
+        yield family
+
+
+def watch_process(registry: CollectorRegistry) -> None:
+    """Add the version, and CPU time, memory, open files and start of this process."""
+    registry.register(BuildCollector())
+    ProcessCollector(registry=registry)
+
+
+class EvaluationCollector(Collector):
+    """The newest result of each task, from the history that the supervisor keeps up to date."""
+
+    def __init__(self, history: TaskHistory) -> None:
+        self._history = history
+
+    def collect(self) -> Iterator[Metric]:
+        loss = GaugeMetricFamily(
+            "papaya_task_loss", "Mean loss in the newest evaluation.", labels=("task",)
+        )
+        evaluated = GaugeMetricFamily(
+            "papaya_task_evaluated_version", "Version in the newest evaluation.", labels=("task",)
+        )
+        metric = GaugeMetricFamily(
+            "papaya_task_metric",
+            "Mean of a metric of the task in the newest evaluation.",
+            labels=("task", "metric"),
+        )
+        for task, point in self._history.newest_evaluated().items():
+            assert point.loss is not None
+            loss.add_metric((task,), point.loss)
+            evaluated.add_metric((task,), point.version)
+            for name, value in metrics_of(point).items():
+                metric.add_metric((task, name), value)
+        yield from (loss, evaluated, metric)
 
 
 class TsaCollector(Collector):

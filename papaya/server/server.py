@@ -71,7 +71,13 @@ from papaya.server.formats import Formats
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
 from papaya.server.logs import keep_telling, log
-from papaya.server.metrics import CertificateCollector, DriverMetrics, TsaCollector
+from papaya.server.metrics import (
+    CertificateCollector,
+    DriverMetrics,
+    EvaluationCollector,
+    TsaCollector,
+    watch_process,
+)
 from papaya.server.open_files import connections_within
 from papaya.server.peers import message_route
 from papaya.server.replies import WaitingDevice, blame_peer, problem, retry_after_s
@@ -161,6 +167,7 @@ class Server:
             self._operations.watch(self._hosts.values())
             self._operations.watch_peers(self._resources.peers)
             metrics.registry.register(CertificateCollector(certificates))
+            watch_process(metrics.registry)
             await self._tell_revoked()
             await self._open_doors()
             self._look_after(self._refresh())
@@ -567,6 +574,7 @@ class Server:
             return routes.routes_of_every_role()
         supervisor = Supervisor(state, blobs, history, server, now, changed, endings=live.endings)
         self._look_after(supervisor.run())
+        self._operations.driver.registry.register(EvaluationCollector(history))
         return routes.routes()
 
     def _has_seen(self, device: str) -> bool | None:

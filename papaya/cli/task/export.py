@@ -1,9 +1,10 @@
 """`papaya task export` and `papaya task metrics`: a model or its history, for other tools.
 
 A model keeps the names of its tensors: as safetensors, or as a PyTorch state_dict if torch is
-installed. The history is CSV with times in ISO 8601, JSON, or TensorBoard event files. Unknown
-values are empty: the loss of a version without an evaluation, and under secure aggregation the
-losses of the devices with the most data, because the server does not learn which those are.
+installed. The history is CSV with times in ISO 8601 or JSON, or goes to a tracker of experiments
+(`papaya/cli/task/trackers.py`). Unknown values are empty: the loss of a version without an
+evaluation, and under secure aggregation the results of the devices with the most data, because the
+server does not learn which those are.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, print_data, print_json, writing
+from papaya.cli.task import trackers
+from papaya.config import TaskConfig
 from papaya.errors import OperatorError, ProtocolError
 from papaya.learning import parameters
 from papaya.learning.checkpoint_files import save_named
-from papaya.learning.evaluation import EvaluationResult
+from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.learning.parameters import Manifest, Vector
 from papaya.messages.storage import PointRow
 from papaya.server.admin.views import TaskDetail
 
 _HEADER_BYTES = 1 << 17
-_COLUMNS = ("version", "created", "members", "examples", "staleness", "loss", "perplexity")
-_SHARES = ("p75_loss", "p99_loss")
+_COLUMNS = ("version", "created", "members", "examples", "staleness", "loss")
+_PERCENTILES = ("p75", "p99")
 _NO_VOLUMES = (
-    "under secure aggregation devices do not report how much data they have: p75_loss and p99_loss "
-    "are empty, and `examples` counts updates"
+    "under secure aggregation devices do not report how much data they have: the columns p75_ and "
+    "p99_ are empty, and `examples` counts updates"
 )
 
 
@@ -52,6 +55,8 @@ class TaskExportOptions(OneTaskOptions):
 class TaskMetricsOptions(OneTaskOptions):
     output: Path | None = None
     tensorboard: Path | None = None
+    mlflow: str | None = None
+    wandb: str | None = None
 
 
 def add_to(actions: Commands) -> None:
@@ -73,8 +78,9 @@ def add_to(actions: Commands) -> None:
     bind(exporting, TaskExportOptions, run_export)
     metrics = actions.add_parser(
         "metrics",
-        help="write the history of a task as CSV or JSON, or for TensorBoard",
-        description="Write one row for each version of a task: updates, staleness, loss.",
+        help="write the history of a task as CSV or JSON, or to a tracker of experiments",
+        description="Write one row for each version of a task: updates, staleness, loss, metrics. "
+        "Each export to TensorBoard, MLflow or Weights & Biases is a run of its own.",
     )
     metrics.add_argument("task", metavar="TASK", help="name of the task")
     where = metrics.add_mutually_exclusive_group()
@@ -83,6 +89,14 @@ def add_to(actions: Commands) -> None:
     )
     where.add_argument(
         "--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard event files"
+    )
+    where.add_argument(
+        "--mlflow", metavar="URI", help="tracking URI of MLflow: a server's URL, sqlite:///FILE"
+    )
+    where.add_argument(
+        "--wandb",
+        metavar="PROJECT",
+        help="project of Weights & Biases; with WANDB_MODE=offline, files in the folder wandb",
     )
     add_connection(metrics)
     bind(metrics, TaskMetricsOptions, run_metrics)
@@ -154,14 +168,18 @@ def _save_state_dict(output: Path, manifest: Manifest, vector: Vector) -> None:
 
 def run_metrics(options: TaskMetricsOptions) -> int:
     client = client_for(options)
-    is_secure = (
-        client.get(task_path(options.task), TaskDetail).config.secure_aggregation is not None
-    )
-    rows = [_row(point, is_secure) for point in all_points(client, options.task)]
+    config = client.get(task_path(options.task), TaskDetail).config
+    rows = [_row(point, config) for point in all_points(client, options.task)]
     if options.tensorboard is not None:
         with writing(options.tensorboard):
-            _write_events(options.tensorboard, rows)
+            trackers.write_events(options.tensorboard, rows)
         note(f"{len(rows)} versions; to see them: tensorboard --logdir {options.tensorboard}")
+    elif options.mlflow is not None:
+        run = trackers.log_to_mlflow(options.mlflow, options.task, rows)
+        note(f"{len(rows)} versions in run {run} of experiment {options.task}")
+    elif options.wandb is not None:
+        run = trackers.log_to_wandb(options.wandb, options.task, rows)
+        note(f"{len(rows)} versions in run {run} of project {options.wandb}")
     elif options.output is not None:
         with writing(options.output):
             options.output.write_text(as_csv(rows), encoding="utf-8")
@@ -170,7 +188,7 @@ def run_metrics(options: TaskMetricsOptions) -> int:
         print_json(rows)
     else:
         print_data(as_csv(rows).rstrip("\n"))
-    if is_secure:
+    if config.is_secure:
         note(_NO_VOLUMES)
     return 0
 
@@ -188,7 +206,8 @@ def all_points(client: AdminClient, task: str) -> list[PointRow]:
 
 def as_csv(rows: list[dict[str, Any]]) -> str:
     text = io.StringIO()
-    writer = csv.DictWriter(text, (*_COLUMNS, *_SHARES), lineterminator="\n")
+    names = rows[0] if rows else _COLUMNS
+    writer = csv.DictWriter(text, tuple(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows({**row, "created": _iso_8601(row["created"])} for row in rows)
     return text.getvalue()
@@ -199,33 +218,31 @@ def _iso_8601(seconds: float) -> str:
     return when.replace("+00:00", "Z")
 
 
-def _row(point: PointRow, is_secure: bool) -> dict[str, Any]:
+def metric_names(config: TaskConfig) -> list[str]:
+    """The perplexity if the task asks for it, and its own metrics."""
+    return [*["perplexity"] * config.perplexity, *(metric.name for metric in config.metrics)]
+
+
+def _row(point: PointRow, config: TaskConfig) -> dict[str, Any]:
+    """One version: its own numbers, then those of devices with much data."""
     row = {column: getattr(point, column) for column in _COLUMNS}
-    result = None if is_secure else _result(point)
-    shares = (None, None) if result is None else (result.p75.loss, result.p99.loss)
-    return row | dict(zip(_SHARES, shares, strict=True))
+    names = metric_names(config)
+    found = {"perplexity": point.perplexity} | point.metrics
+    row |= {name: found.get(name) for name in names}
+    result = None if config.is_secure else result_of(point)
+    for percentile in _PERCENTILES:
+        share: Share | None = getattr(result, percentile, None)
+        values = {} if share is None else {"loss": share.loss, **share.metrics}
+        own = ("loss", *(name for name in names if name != "perplexity"))
+        row |= {f"{percentile}_{name}": values.get(name) for name in own}
+    return row
 
 
-def _result(point: PointRow) -> EvaluationResult | None:
+def result_of(point: PointRow) -> EvaluationResult | None:
+    """The complete result of an evaluation; None without one."""
     if not point.evaluated:
         return None
     try:
         return msgspec.json.decode(point.evaluated, type=EvaluationResult)
     except msgspec.DecodeError:
-        return None  # written by another version of Papaya; the row still has loss and perplexity
-
-
-def _write_events(folder: Path, rows: list[dict[str, Any]]) -> None:
-    try:
-        from tensorboardX import SummaryWriter  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise OperatorError(
-            "event files need tensorboardX, which is not installed here",
-            hint="pip install 'papaya-fl[tensorboard]', or --output metrics.csv",
-        ) from error
-    folder.mkdir(parents=True, exist_ok=True)
-    with SummaryWriter(str(folder)) as writer:
-        for row in rows:
-            for name, value in row.items():
-                if name not in ("version", "created") and value is not None:
-                    writer.add_scalar(name, value, row["version"], walltime=row["created"])
+        return None  # written by another version of Papaya; the row still has loss and metrics

@@ -45,7 +45,8 @@ from papaya.cli.output import (
 )
 from papaya.cli.task import compile as compiling
 from papaya.cli.task import diff, export, submit, update, watch
-from papaya.config import EvaluationPlan, StopRule, TaskConfig
+from papaya.cli.task.export import metric_names, result_of
+from papaya.config import StopRule, TaskConfig
 from papaya.errors import OperatorError
 from papaya.messages.reasons import in_words, without_update
 from papaya.server.admin.views import (
@@ -70,7 +71,7 @@ _DAY_S = 86400.0
 _WARN_BEFORE_S = 7 * _DAY_S
 _HEADER = (
     *("task", "owner", "run", "revision", "lease", "state", "version", "evaluated", "loss"),
-    *("perplexity", "active", "of", "utilization"),
+    *("active", "of", "utilization"),
 )
 
 
@@ -230,7 +231,6 @@ def task_line(view: TaskView, now: float) -> tuple[str, ...]:
         "-" if view.evaluates else f"{view.version:,}",
         _or_dash(view.evaluated, ","),
         _or_dash(view.loss, ".4g"),
-        _or_dash(view.perplexity, ".4g"),
         _or_dash(view.active, ","),
         f"{view.concurrency:,}",
         "-" if view.utilization is None else f"{100 * view.utilization:.0f} %",
@@ -261,8 +261,9 @@ def run_show(options: TaskShowOptions) -> int:
     if options.is_json:
         print_json({"detail": detail, "versions": versions})
         return 0
-    history = [] if detail.task.evaluates else ["", _versions_table(detail, versions)]
-    print_data("\n".join([*_facts(detail), *history]))
+    tables = [] if detail.task.evaluates else [_versions_table(detail, versions)]
+    tables += filter(None, [_volume_table(detail)])
+    print_data("\n\n".join(["\n".join(_facts(detail)), *tables]))
     if next(iter(without_update(detail.endings)), "").startswith("left_"):
         note(_LEFT_HINT)
     for warning in filter(None, (*detail.warnings, lease_warning(detail.task, time.time()))):
@@ -333,7 +334,7 @@ def _of_a_model(detail: TaskDetail) -> dict[str, str]:
         "progress": ", ".join([f"version {task.version:,}", *watch.numbers(detail)]),
         "regime": f"{task.regime}, {clients}, {updates}",
         "model": f"{plural(config.model_length, 'parameter')}, {config.optimizer.kind}",
-        "evaluation": _plan(config.evaluation),
+        "evaluation": _plan(config),
         "stops": _stops(config.stop),
     }
 
@@ -344,32 +345,61 @@ def _sees(config: TaskConfig) -> str:
     return f"sums of {config.threshold} or more updates (secure aggregation)"
 
 
-def _plan(plan: EvaluationPlan | None) -> str:
+def _plan(config: TaskConfig) -> str:
+    plan = config.evaluation
     if plan is None:
         return "none"
     every = "every version" if plan.every_versions == 1 else f"every {plan.every_versions} versions"
-    return f"{every}, on {plural(plan.clients, 'client')}"
+    names = ", ".join(("loss", *(metric.name for metric in config.metrics)))
+    return f"{every}, on {plural(plan.clients, 'client')}: {names}"
 
 
 def _stops(stop: StopRule | None) -> str:
     rules = {} if stop is None else msgspec.structs.asdict(stop)
+    target = rules.pop("target_metric", None)
     given = [f"{name} = {value:g}" for name, value in rules.items() if value is not None]
+    given += [] if target is None else [f"{target.name} {target}"]
     return " or ".join(given) or "only when it is cancelled"
 
 
 def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> str:
     points = {point.version: point for point in detail.points}
+    names = metric_names(detail.config)
     rows = []
     for row in versions:
         point = points.get(row.version)
         flags = (("marked", row.marked), ("rollback", row.restarts))
         notes = [word for word, holds in flags if holds]
-        numbers = ["-", "-", "-"]
+        numbers = ["-", "-", "-", *("-" for _ in names)]
         if point is not None:
             staleness = f"{point.staleness:.1f}" if point.members else "-"
-            numbers = [f"{point.members:,}", staleness, _or_dash(point.loss, ".4g")]
+            found = {"perplexity": point.perplexity} | point.metrics
+            values = (point.loss, *(found.get(name) for name in names))
+            numbers = [f"{point.members:,}", staleness, *(_or_dash(v, ".4g") for v in values)]
         rows.append((f"{row.version:,}", _date(row.created), *numbers, " ".join(notes) or "-"))
-    return table(("version", "created", "updates", "staleness", "loss", "note"), rows)
+    return table(("version", "created", "updates", "staleness", "loss", *names, "note"), rows)
+
+
+def _volume_table(detail: TaskDetail) -> str:
+    """The newest evaluation by data volume; empty under secure aggregation, where the server does
+    not learn which devices have much data.
+    """
+    point = next((p for p in reversed(detail.points) if p.evaluated), None)
+    result = None if point is None else result_of(point)
+    if point is None or result is None or detail.config.is_secure:
+        return ""
+    names = metric_names(detail.config)
+    rows = []
+    for words, share in (
+        ("all devices", result.all),
+        ("75th percentile and above", result.p75),
+        ("99th percentile and above", result.p99),
+    ):
+        found = {"perplexity": share.perplexity} | share.metrics
+        values = (f"{share.loss:.4g}", *(_or_dash(found.get(name), ".4g") for name in names))
+        rows.append((words, f"{share.clients:,.0f}", f"{share.examples:,.0f}", *values))
+    header = (f"version {point.version}, by data volume", "devices", "examples", "loss", *names)
+    return table(header, rows)
 
 
 # -- change -------------------------------------------------------------------------------------

@@ -185,15 +185,21 @@ def picture(detail: TaskDetail) -> str:
     lines = [f"{task.task}  {task.regime}  {task.state}" + (f": {task.why}" if task.why else "")]
     lines.append(f"version {task.version}   " + "   ".join(numbers(detail)))
     losses = [point.loss for point in detail.points if point.loss is not None]
-    if len(losses) > 1:
-        lines.append(f"loss {losses[0]:.3f} {curve(losses)} {losses[-1]:.3f}")
+    series = {"loss": losses}
+    for metric in detail.config.metrics:
+        found = (point.metrics.get(metric.name) for point in detail.points)
+        series[metric.name] = [value for value in found if value is not None]
+    width = max(map(len, series))
+    for name, values in series.items():
+        if len(values) > 1:
+            lines.append(f"{name:<{width}} {values[0]:.3f} {curve(values)} {values[-1]:.3f}")
     if task.halted:
         lines.append(f"HALTED: {task.halted}")
     return "\n".join(lines)
 
 
 def numbers(detail: TaskDetail) -> list[str]:
-    """Loss, perplexity, utilization, staleness, versions per minute; a dash for unknown values.
+    """Loss, metrics, utilization, staleness, versions per minute; a dash for unknown values.
 
     An evaluation ends some versions after the one it evaluates, so that version is named.
     """
@@ -202,6 +208,7 @@ def numbers(detail: TaskDetail) -> list[str]:
     if task.loss is not None:
         found = [f"loss {task.loss:.3f} at version {task.evaluated}"]
         found += [] if task.perplexity is None else [f"perplexity {task.perplexity:.1f}"]
+        found += [f"{name} {value:.4g}" for name, value in task.metrics.items()]
     made = [point for point in detail.points if point.members]
     if task.state == "running":
         has_begun = made or task.active  # before that, utilization says nothing

@@ -41,6 +41,15 @@ class TaskHistory:
             self._points[task] = found
         return found
 
+    def newest_evaluated(self) -> dict[TaskId, PointRow]:
+        """By task, the newest cached point with the result of an evaluation."""
+        found = {}
+        for task, points in self._points.items():
+            evaluated = [version for version, each in points.items() if each.loss is not None]
+            if evaluated:
+                found[task] = points[max(evaluated)]
+        return found
+
     def forget(self, task: TaskId) -> None:
         """Drop the cached points of a task that another process may have written."""
         self._points.pop(task, None)

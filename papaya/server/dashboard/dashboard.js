@@ -228,6 +228,7 @@ async function oneTask(id, status) {
   const live = samples.get(task.task) ?? [];
   const since = live.length ? live[0].at : 0;
   const values = (field) => live.map((sample) => ({ x: (sample.at - since) / 60, y: sample[field] }));
+  const metrics = (config.metrics ?? []).map((metric) => metric.name);
   const byVersion = (list, field) => list.map((point) => ({ x: point.version, y: point[field] }));
   return [
     h("h2", {}, task.name || task.task),
@@ -248,15 +249,16 @@ async function oneTask(id, status) {
       : "Every client's update, in the clear. Whoever runs an aggregator can read each of them."),
     h("div", { class: "panels" },
       lineChart({ title: "Loss", xName: "version", yName: "loss", points: byVersion(evaluated, "loss"), empty: "No version has been evaluated yet." }),
+      ...metrics.map((name) => lineChart({ title: name, xName: "version", yName: name, points: evaluated.filter((p) => name in (p.metrics ?? {})).map((p) => ({ x: p.version, y: p.metrics[name] })), empty: "No version has been evaluated yet." })),
       lineChart({ title: "Staleness", xName: "version", yName: "mean versions behind", fromZero: true, points: byVersion(all.filter((p) => p.version > 0), "staleness"), empty: "No version yet." }),
       lineChart({ title: "Active clients", xName: "minutes since this page was opened", yName: "clients", wholeX: false, fromZero: true, limit: { value: task.concurrency, label: `C = ${short(task.concurrency)}` }, points: values("active"), empty: "Live numbers are known to the leading coordinator only, while the task runs." }),
       lineChart({ title: "Waiting devices", xName: "minutes since this page was opened", yName: "devices", wholeX: false, fromZero: true, points: values("held"), empty: "Live numbers are known to the leading coordinator only, while the task runs." }),
       lineChart({ title: "Examples per version", xName: "version", yName: "examples", fromZero: true, points: byVersion(all.filter((p) => p.version > 0), "examples"), empty: "No version yet." }),
-      byVolume(evaluated)),
+      byVolume(evaluated, metrics)),
     h("h2", {}, "Versions"),
     table("The newest 20 versions", [
-      { name: "Version", number: true }, { name: "Made" }, { name: "Updates", number: true }, { name: "Examples", number: true }, { name: "Staleness", number: true }, { name: "Loss", number: true },
-    ], all.slice(-20).reverse().map((p) => [short(p.version), date(p.created), short(p.members), short(p.examples), short(p.staleness), short(p.loss)])),
+      { name: "Version", number: true }, { name: "Made" }, { name: "Updates", number: true }, { name: "Examples", number: true }, { name: "Staleness", number: true }, { name: "Loss", number: true }, ...metrics.map((name) => ({ name, number: true })),
+    ], all.slice(-20).reverse().map((p) => [short(p.version), date(p.created), short(p.members), short(p.examples), short(p.staleness), short(p.loss), ...metrics.map((name) => short(p.metrics?.[name]))])),
     ...history(),
   ].filter(Boolean);
 }
@@ -272,13 +274,13 @@ async function pointsOf(task, path) {
 }
 
 // The newest evaluation by data volume (paper, Table 1): all clients, then those with the most data.
-function byVolume(evaluated) {
+function byVolume(evaluated, metrics) {
   const last = evaluated.findLast((point) => point.evaluated);
   const groups = last ? JSON.parse(last.evaluated) : {};
   const names = { all: "all", p75: "75th percentile and above", p99: "99th percentile and above" };
-  const rows = Object.entries(names).filter(([key]) => groups[key]).map(([key, name]) => [name, short(groups[key].clients), short(groups[key].examples), short(groups[key].loss)]);
-  return h("section", { class: "panel" }, h("h3", {}, "Loss by data volume"), rows.length
-    ? table(`Version ${last.version}`, [{ name: "Clients by examples" }, { name: "Clients", number: true }, { name: "Examples", number: true }, { name: "Loss", number: true }], rows)
+  const rows = Object.entries(names).filter(([key]) => groups[key]).map(([key, name]) => [name, short(groups[key].clients), short(groups[key].examples), short(groups[key].loss), ...metrics.map((metric) => short(groups[key].metrics?.[metric]))]);
+  return h("section", { class: "panel" }, h("h3", {}, "Results by data volume"), rows.length
+    ? table(`Version ${last.version}`, [{ name: "Clients by examples" }, { name: "Clients", number: true }, { name: "Examples", number: true }, { name: "Loss", number: true }, ...metrics.map((name) => ({ name, number: true }))], rows)
     : h("p", { class: "quiet" }, "No version has been evaluated yet."));
 }
 

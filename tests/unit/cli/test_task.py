@@ -70,9 +70,7 @@ def test_list_and_show_and_status(server: AdminServer, capsys: pytest.CaptureFix
     with_loss(server, [3.0, 2.5])
     assert run(server, "task", "list") == 0
     out, err = capsys.readouterr()
-    assert (
-        " ".join(out.splitlines()[2].split()) == "next-word - - - - running 0 2 2.5 2.5 18 20 90 %"
-    )
+    assert " ".join(out.splitlines()[2].split()) == "next-word - - - - running 0 2 2.5 18 20 90 %"
     assert err == ""
     assert run(server, "task", "show", "next-word") == 0
     out, err = capsys.readouterr()

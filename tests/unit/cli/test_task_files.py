@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,15 @@ from papaya.cli.admin_client import TOKEN_VARIABLE
 from papaya.cli.owner import create_key
 from papaya.cli.task.settings import changed
 from papaya.cli.task.submit import refusals
-from papaya.config import AsyncFL, SecureAggregation, TaskConfig
+from papaya.config import (
+    AsyncFL,
+    EvaluationPlan,
+    MetricBounds,
+    MetricTarget,
+    SecureAggregation,
+    StopRule,
+    TaskConfig,
+)
 from papaya.errors import OperatorError
 from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
@@ -184,12 +193,21 @@ def test_what_devices_would_refuse_is_told_at_submission(setting: str, differenc
 
 @pytest.fixture
 def history(server: AdminServer) -> AdminServer:
-    server.call(server.system.submit())
-    share = Share(0, 20.0, 200.0, 2.5)
-    result = EvaluationResult(share, Share(16, 5.0, 100.0, 2.25), Share(64, 1.0, 70.0, 2.0))
+    accuracy = (MetricBounds("accuracy"),)
+    server.call(server.system.submit(structs.replace(TASK, metrics=accuracy, perplexity=True)))
+    shares = [
+        Share(volume, clients, examples, loss, {"accuracy": accuracy})
+        for volume, clients, examples, loss, accuracy in (
+            (0, 20.0, 200.0, 2.5, 0.5),
+            (16, 5.0, 100.0, 2.25, 0.75),
+            (64, 1.0, 70.0, 2.0, 1.0),
+        )
+    ]
+    evaluated = msgspec.json.encode(EvaluationResult(*shares)).decode()
+    metrics = {"accuracy": 0.5}
     points = (
         PointRow(1, 1010.0, 4, 40, 0.5),
-        PointRow(2, 1020.0, 4, 44, 1.5, 2.5, 12.0, evaluated=msgspec.json.encode(result).decode()),
+        PointRow(2, 1020.0, 4, 44, 1.5, 2.5, 12.0, evaluated=evaluated, metrics=metrics),
     )
     put = tuple((point_key("next-word", point.version), point) for point in points)
     server.system.change(Transaction(put=put))
@@ -206,6 +224,9 @@ def test_metrics_as_csv(
     assert [row["version"] for row in rows] == ["1", "2"]
     assert (rows[0]["loss"], rows[1]["loss"]) == ("", "2.5")
     assert (rows[1]["p75_loss"], rows[1]["p99_loss"]) == ("2.25", "2.0")
+    assert (rows[0]["accuracy"], rows[0]["perplexity"]) == ("", "")
+    assert (rows[1]["accuracy"], rows[1]["perplexity"]) == ("0.5", "12.0")
+    assert (rows[1]["p75_accuracy"], rows[1]["p99_accuracy"]) == ("0.75", "1.0")
     assert rows[0]["created"] == "1970-01-01T00:16:50.000Z"
     out, err = capsys.readouterr()
     assert out == ""
@@ -233,8 +254,9 @@ def test_nobody_with_much_data_is_known_under_secure_aggregation(
     server.system.change(Transaction(put=((point_key("next-word", 1), point),)))
     assert run(server, "task", "metrics", "next-word") == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[1].endswith(",2.5,12.0,,")
-    assert "p75_loss and p99_loss are empty" in err
+    assert out.splitlines()[0].endswith(",loss,p75_loss,p99_loss"), "it asks for no perplexity"
+    assert out.splitlines()[1].endswith(",2.5,,")
+    assert "the columns p75_ and p99_ are empty" in err
 
 
 def test_metrics_for_tensorboard(history: AdminServer, tmp_path: Path) -> None:
@@ -251,3 +273,60 @@ def test_metrics_for_tensorboard(history: AdminServer, tmp_path: Path) -> None:
     assert scalars["loss", 2] == 2.5
     assert ("loss", 1) not in scalars
     assert scalars["staleness", 1] == 0.5
+    assert scalars["accuracy", 2] == 0.5
+    assert scalars["p99_accuracy", 2] == 1.0
+
+
+def test_metrics_for_mlflow(
+    history: AdminServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("mlflow.tracking", reason="mlflow-skinny is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "tracked").as_uri()
+    for _ in range(2):  # each export is a run of its own
+        assert run(history, "task", "metrics", "next-word", "--mlflow", uri) == 0
+    client = tracking.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("next-word")
+    first, second = client.search_runs([experiment.experiment_id])
+    for found in (first, second):
+        [loss] = client.get_metric_history(found.info.run_id, "loss")
+        assert (loss.value, loss.step, loss.timestamp) == (2.5, 2, 1_020_000)
+        [accuracy] = client.get_metric_history(found.info.run_id, "p75_accuracy")
+        assert accuracy.value == 0.75
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_a_tracker_that_is_not_installed_is_named(history: AdminServer, tracker: str) -> None:
+    if find_spec(tracker) is not None:
+        pytest.skip(f"{tracker} is installed")
+    with pytest.raises(OperatorError, match="not installed here") as raised:
+        run(history, "task", "metrics", "next-word", f"--{tracker}", "somewhere")
+    assert f"pip install 'papaya-fl[{tracker}]'" in raised.value.hint
+
+
+def test_show_has_the_metrics_of_each_version_and_by_data_volume(
+    history: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(history, "task", "show", "next-word") == 0
+    out = capsys.readouterr().out
+    assert "loss 2.500 at version 2, perplexity 12.0, accuracy 0.5" in out
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "version created updates staleness loss perplexity accuracy note" in lines
+    assert "99th percentile and above 1 70 2 7.389 1" in lines
+
+
+def test_show_names_the_target_of_a_metric(
+    server: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = MetricTarget(name="accuracy", above=0.9)
+    config = structs.replace(
+        TASK,
+        metrics=(MetricBounds("accuracy"),),
+        evaluation=EvaluationPlan(clients=3),
+        stop=StopRule(versions=9, target_metric=target),
+    )
+    server.call(server.system.submit(config))
+    assert run(server, "task", "show", "next-word") == 0
+    out = capsys.readouterr().out
+    assert "every 10 versions, on 3 clients: loss, accuracy" in out
+    assert "versions = 9 or accuracy above 0.9" in out

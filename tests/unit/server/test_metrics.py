@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+import platform
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,20 +21,26 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
+from papaya import __version__
+from papaya.messages.storage import PointRow, Transaction, point_key
+from papaya.server.admin.history import TaskHistory
 from papaya.server.metrics import (
     STALENESS,
     AggregatorCollector,
     CoordinatorCollector,
     DriverMetrics,
+    EvaluationCollector,
     SelectorCollector,
     WorkersCollector,
     buckets,
+    watch_process,
 )
 from papaya.server.workers import Counters, Workers
 from tests.unit.aggregator.builders import World, a_world, an_async_task, make_version
 from tests.unit.coordinator.builders import a_served_office, an_office
 from tests.unit.coordinator.builders import a_task as a_placed_task
 from tests.unit.selector.builders import BOOT, an_open_selector, check_in
+from tests.unit.server.admin.builders import a_system
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -299,3 +309,48 @@ def test_a_candidate_that_lost_its_lease_does_not_lead() -> None:
     value = scrape(CoordinatorCollector(office.machine, lambda: later))
     assert value("coordinator_leader") == 0
     assert value("coordinator_recovering") == 0
+
+
+# -- evaluations, and this process -----------------------------------------------------------------
+
+
+def test_the_newest_evaluation_of_each_task(tmp_path: Path) -> None:
+    points = {
+        "digits": (
+            PointRow(1, 0.0, 4, 4, 0.0, loss=2.0, metrics={"accuracy": 0.25}),
+            PointRow(5, 0.0, 4, 4, 0.0, loss=1.5, metrics={"accuracy": 0.75}),
+            PointRow(6, 0.0, 4, 4, 0.0),
+        ),
+        "words": (PointRow(0, 0.0, 0, 0, 0.0, loss=1.0, perplexity=2.75),),
+        "untested": (PointRow(0, 0.0, 0, 0, 0.0),),
+    }
+
+    async def cached() -> TaskHistory:
+        async with a_system(tmp_path) as system:
+            for task, rows in points.items():
+                put = tuple((point_key(task, row.version), row) for row in rows)
+                system.change(Transaction(put=put))
+            history = TaskHistory(system.state)
+            for task in points:
+                await history.points(task)
+            return history
+
+    value = scrape(EvaluationCollector(asyncio.run(cached())))
+    assert value("task_loss", task="digits") == 1.5
+    assert value("task_evaluated_version", task="digits") == 5
+    assert value("task_metric", task="digits", metric="accuracy") == 0.75
+    assert value("task_metric", task="words", metric="perplexity") == 2.75
+    with pytest.raises(KeyError):
+        value("task_loss", task="untested")
+
+
+def test_version_and_resources_of_the_process() -> None:
+    registry = CollectorRegistry()
+    watch_process(registry)
+    series = parse(generate_latest(registry).decode())
+    labels = (("python", platform.python_version()), ("version", __version__))
+    assert series["papaya_build_info", labels] == 1
+    if Path("/proc/self/stat").exists():
+        assert 0 < series["process_start_time_seconds", ()] < time.time()
+        assert series["process_resident_memory_bytes", ()] > 1 << 20
+        assert series["process_cpu_seconds_total", ()] <= sum(os.times()[:4])
