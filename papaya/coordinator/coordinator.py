@@ -498,6 +498,7 @@ class Coordinator:
     def _place(self, now: float) -> Effects:
         if not self.acts(now) or not self._has_listened(now):
             return []
+        self._tell_silent(now)
         effects: Effects = []
         live = self.fleet.open_aggregators(now)
         recovers = self.leadership.recovers(now)

@@ -275,8 +275,6 @@ def guarded(
     secret: Secret,
     refusal: bytes,
     role: str = "",
-    *,
-    listener: Literal["admin", "servers"] = "admin",
 ) -> list[HttpRoute]:
     """The same routes, but a request without the token gets 401 and `refusal`, and its body is not
     kept. `role`, if it is given, must be named by the peer's certificate.
@@ -290,7 +288,7 @@ def guarded(
         if admits(secret, exchange.head.headers.get("authorization")):
             return True
         exchange.answer(401, refusal, (("WWW-Authenticate", "Bearer"),))
-        log(CredentialsRejected(listener, exchange.peer.rpartition(":")[0]))
+        log(CredentialsRejected("servers", exchange.peer.rpartition(":")[0]))
         return False
 
     return [_guarded(route, checked) for route in routes]

@@ -597,13 +597,13 @@ class Server:
         checks_roles = self.deployment.has_mutual_tls
         secret, refusal = shared.server_token, problem(401, "the servers' token is missing")
         own = [message_route(shared.peers, checks_roles=checks_roles)]
-        routes = guarded(own, secret, refusal, listener="servers")
+        routes = guarded(own, secret, refusal)
         if "aggregator" in self.roles:
             driver = self._operations.driver
             uploads = Uploads(shared.clock, shared.peers, None, self._aggregators, driver)
             passed_on = [*participation_routes(self._to_aggregator), uploads.route()]
             role = "selector" if checks_roles else ""
-            routes += guarded(passed_on, secret, refusal, role, listener="servers")
+            routes += guarded(passed_on, secret, refusal, role)
         return routes
 
 

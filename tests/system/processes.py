@@ -66,6 +66,10 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: Thread | None = None
 
+    def use(self, *arguments: str) -> None:
+        """More arguments of the command."""
+        self._command += arguments
+
     @property
     def process(self) -> subprocess.Popen[bytes]:
         assert self._process is not None, f"{self.name} was never started"

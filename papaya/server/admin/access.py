@@ -23,9 +23,11 @@ from papaya.errors import PapayaError
 from papaya.http.exchange import Exchange
 from papaya.http.routes import HttpRoute, Receiver, Streamed
 from papaya.messages.base import TaskId
+from papaya.messages.events import CredentialsRejected
 from papaya.messages.storage import AccountRole
 from papaya.server.admin.problems import Forbidden
 from papaya.server.admin.views import ProblemBody
+from papaya.server.logs import log
 
 logger = logging.getLogger("papaya.admin")
 
@@ -201,6 +203,7 @@ class Gate:
                 hint = "papaya login URL, or --token-file FILE"
                 body = ProblemBody("the token is missing, wrong, expired or revoked", hint)
                 _answer(exchange, 401, body, (("WWW-Authenticate", "Bearer"),))
+                log(CredentialsRejected("admin", exchange.peer.rpartition(":")[0]))
             elif exchange.is_open:
                 waiting.open(enter(caller, exchange))
 
