@@ -139,7 +139,7 @@ class Cluster:
         self._add(host, f"{host.name}-gate", "serve", "tsa-gate", "--config", str(file), *gate)
 
     def _add(self, host: Host, name: str, *arguments: str) -> None:
-        command = [*PAPAYA, *arguments, "--verbose"]
+        command = [*PAPAYA, *arguments]
         host.programs.append(Program(host, name, command, self.folder, self._environment))
 
     def _add_bucket(self) -> None:
