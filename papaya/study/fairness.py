@@ -86,6 +86,22 @@ def distance(sample: Floats, reference: Floats) -> Distance:
     )
 
 
+def weighted_ks(
+    sample: Floats, weights: Floats, reference: Floats, reference_weights: Floats
+) -> float:
+    """The largest distance between two distribution functions in which each value has a weight."""
+    points = np.sort(np.concatenate([sample, reference]))
+    below = [
+        np.concatenate([[0.0], np.cumsum(weight[order])])[
+            np.searchsorted(values[order], points, side="right")
+        ]
+        / weight.sum()
+        for values, weight in ((sample, weights), (reference, reference_weights))
+        for order in (np.argsort(values, kind="stable"),)
+    ]
+    return float(np.abs(below[0] - below[1]).max())
+
+
 def p_value(ks: float, sample: int, reference: int) -> float:
     """How often two samples of these sizes from one distribution are so far apart, or farther.
 

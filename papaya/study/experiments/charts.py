@@ -29,12 +29,13 @@ _REGIMES = {"AsyncFL": 0, "AsyncFL, large K": 3, "SyncFL": 1, "SyncFL without": 
 
 
 class Panel(NamedTuple):
-    """`lines`: label -> (x, values of the seeds)."""
+    """`lines`: label -> (x, values of the seeds). `paper`: the paper's points."""
 
     title: str
     y_label: str
     lines: _Lines
     log: bool = False
+    paper: tuple[tuple[float, float], ...] = ()
 
 
 def by_concurrency(folder: Path, key: str, panels: Sequence[Panel]) -> str:
@@ -52,6 +53,9 @@ def lines(folder: Path, key: str, x_label: str, panels: Sequence[Panel]) -> str:
             prepare(axis, panel.title, x_label, panel.y_label)
             for label, points in panel.lines.items():
                 _line(axis, label, _seen(points, positive=panel.log), colors[label])
+            if panel.paper:
+                x, y = zip(*panel.paper, strict=True)
+                axis.plot(x, y, "k*", markersize=9, label="the paper")
             _scale(axis, panel)
         _legends(figure, axes, panels)
         return figure

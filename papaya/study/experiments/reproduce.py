@@ -9,14 +9,13 @@ is kept in the folder: calling it again goes on from there.
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, cast, get_args
 
 import msgspec
 from msgspec import Struct, structs
@@ -31,6 +30,7 @@ from papaya.study.experiments import (
     goal_sweep,
     model_quality,
     sampling_bias,
+    sensitivity,
     server_updates,
     speedup,
     stale_limit,
@@ -39,13 +39,21 @@ from papaya.study.experiments import (
     training_curves,
     utilization,
 )
-from papaya.study.experiments.result import Check, Finding, Result, number
-from papaya.study.experiments.runs import CLIENT, LSTM_CLIENT, SUPPLY, Scale, workload_of
+from papaya.study.experiments.result import Check, ClaimVerdict, Finding, PaperClaim, Result
+from papaya.study.experiments.runs import (
+    CLIENT,
+    HEADLINE,
+    LSTM_CLIENT,
+    SUPPLY,
+    TARGETS,
+    Scale,
+    workload_of,
+)
 from papaya.study.identity import EXPERIMENTS as EXPERIMENT_CODE
 from papaya.study.identity import digest
 from papaya.study.lab import Lab, LabStep
 from papaya.study.run import RecordingPlan
-from papaya.study.workloads.lstm import LANGUAGE
+from papaya.study.workloads.lstm import DIALECTS
 
 _LEFT_OUT = "Made with other seeds, another scale or other code, and left out here: "
 _STYLE = """
@@ -56,7 +64,8 @@ table { border-collapse: collapse; margin: 1rem 0; }
 th, td { text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #eee; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; }
 .input { color: #777; } .input td:first-child::after { content: " (calibrated input)"; }
-.holds::before { content: "✓ "; color: #2a7; } .fails::before { content: "✗ "; color: #c33; }
+.agrees::before { content: "= "; } .differs::before { content: "≠ "; }
+.agrees { color: #176; } .differs { color: #a40; } .incomparable { color: #777; }
 .fails { color: #c33; } img { max-width: 100%; } .paper, .notes { color: #555; }
 """
 
@@ -86,6 +95,7 @@ _MODULES: Final[tuple[ModuleType, ...]] = (
     designs,
     tee_transfer,
     stale_limit,
+    sensitivity,
 )
 EXPERIMENTS: Final[dict[str, Experiment]] = {
     module.KEY: cast(Experiment, module) for module in _MODULES
@@ -118,7 +128,7 @@ def reproduce(
         lab.record(plan for one in chosen for plan in one.plans(scale, seeds))
         for one in chosen:
             result = structs.replace(one.run(lab, scale, seeds), made_of=made_of)
-            encoded = msgspec.json.format(msgspec.json.encode(result))
+            encoded = msgspec.json.format(msgspec.json.encode(as_data(result)))
             write_whole(folder / f"{result.key}.json", partial(Path.write_bytes, data=encoded))
             results.append(result)
             ended(result)
@@ -126,6 +136,15 @@ def reproduce(
     text = page(told, scale, seeds, folder, left_out)
     write_whole(folder / "report.html", partial(Path.write_text, data=text, encoding="utf-8"))
     return results
+
+
+def as_data(result: Result) -> dict[str, object]:
+    """For JSON: also what follows from the numbers of its claims."""
+    claims = [
+        asdict(claim) | {"mean": claim.mean, "interval": claim.interval, "verdict": claim.verdict}
+        for claim in result.claims
+    ]
+    return asdict(result) | {"claims": claims}
 
 
 def _with_earlier(
@@ -158,9 +177,8 @@ def page(
     left_out: Sequence[str] = (),
 ) -> str:
     """All results; the plots are read from the folder. `left_out`: those made of other inputs."""
-    checks = [check for result in results for check in result.checks]
-    failed = [check for check in checks if not check.holds]
-    verdict = "all hold" if not failed else f"{len(failed)} of {len(checks)} do not hold"
+    claims = [claim for result in results for claim in result.claims]
+    failed = [check for result in results for check in result.checks if not check.holds]
     seeds_text = ", ".join(f"number {seed}" for seed in seeds)
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
@@ -168,13 +186,16 @@ def page(
         "<h1>The paper's evaluation, reproduced</h1>",
         (
             f"<p class=paper>Scale: {escape(scale.name)}. Seeds: {seeds_text}. "
-            f"Claims: {len(checks)}, {verdict}.</p>"
+            f"Claims of the paper: {verdicts(claims)}. Checks of method that fail: "
+            f"{len(failed)}.</p>"
         ),
         f"<p>{escape(_LEFT_OUT + ', '.join(left_out))}.</p>" if left_out else "",
+        f"<p>{escape(_RULE)}</p>",
         (
             "<p>The inputs are <a href=#inputs>at the end</a>. Grey rows were calibrated to the "
             "paper, so their agreement proves nothing. All other numbers are results of the "
-            "simulation; brackets give the lowest and the highest of several seeds.</p>"
+            "simulation; brackets give the 95 % confidence interval over seeds, which also vary "
+            "the language and everybody's data.</p>"
         ),
         _contents(results),
         *(_section(result, folder) for result in results),
@@ -183,32 +204,50 @@ def page(
     return "\n".join(parts)
 
 
+_RULE = (
+    "A claim is a statement of the paper with its number. It agrees if the paper's number lies in "
+    'our interval or our mean within a quarter of it; for "above" and "below", if the whole '
+    "interval does. It is not comparable if a run did not reach its target or the seeds do not "
+    "decide. This rule is the same for all claims and was fixed before any of them was computed."
+)
+
+
+def verdicts(claims: Sequence[PaperClaim]) -> str:
+    """How many claims agree, differ, and cannot be compared."""
+    counts = dict.fromkeys(get_args(ClaimVerdict), 0)
+    for claim in claims:
+        counts[claim.verdict] += 1
+    agrees, differs, others = counts.values()
+    return f"{agrees} agree, {differs} differ, {others} not comparable"
+
+
 def _contents(results: Sequence[Result]) -> str:
-    """Every result with what became of its claims."""
+    """Every result with the verdicts on its claims."""
     rows = [
         f"<tr><td><a href=#{escape(result.key)}>{escape(result.title)}</a>"
-        f"<td class=paper>{escape(result.paper.partition(':')[0])}<td>{_claims(result)}</tr>"
+        f"<td class=paper>{escape(result.paper.partition(':')[0])}<td>{_summary(result)}</tr>"
         for result in results
     ]
     return "\n".join(["<table>", *rows, "</table>"])
 
 
-def _claims(result: Result) -> str:
-    if not result.checks:
-        return ""
-    held = sum(check.holds for check in result.checks)
-    kind = "holds" if held == len(result.checks) else "fails"
-    return f"<span class={kind}>{held} of {len(result.checks)}</span>"
+def _summary(result: Result) -> str:
+    failed = sum(not check.holds for check in result.checks)
+    parts = [verdicts(result.claims)] if result.claims else []
+    if failed:
+        parts.append(f"<span class=fails>{failed} of {len(result.checks)} checks fail</span>")
+    return "; ".join(parts)
 
 
 def _inputs(scale: Scale, seeds: Sequence[int]) -> str:
     """Everything that was put in, from the objects that the runs were made of."""
     task = TaskConfig(task="experiment", concurrency=scale.concurrency, model_length=1)
     groups = {
-        "size of the runs": asdict(scale) | {"seeds": len(seeds)},
+        "size of the runs": asdict(scale) | {"seeds": len(seeds), "common rate": scale.common_rate},
         "default population, calibrated to the paper": asdict(DEFAULT),
         "stress population": asdict(STRESS),
-        "language, its dialect calibrated": asdict(LANGUAGE),
+        f"language, dialect {HEADLINE}": asdict(DIALECTS[HEADLINE]),
+        "targets": {"share of the reducible loss that is left": TARGETS},
         "task": {"training_timeout_s": task.training_timeout_s, "max_examples": task.max_examples},
         "fleet": {"check-ins per expected completion": SUPPLY},
         "client SGD": asdict(CLIENT),
@@ -236,42 +275,42 @@ def _words(value: object) -> str:
 
 
 def _section(result: Result, folder: Path) -> str:
-    return "\n".join(
-        [
-            f"<h2 id={escape(result.key)}>{escape(result.title)}</h2>",
-            f"<p class=paper>{escape(result.paper)}</p>",
-            "<table><tr><th><th>paper<th>here<th></tr>",
-            *map(_row, result.findings),
-            "</table><ul style='list-style:none;padding:0'>",
-            *map(_check, result.checks),
-            "</ul>",
-            *(_image(folder / name) for name in result.plots),
-            "<div class=notes>",
-            *(f"<p>{escape(text)}</p>" for text in result.notes),
-            "</div>",
-        ]
+    parts = [
+        f"<h2 id={escape(result.key)}>{escape(result.title)}</h2>",
+        f"<p class=paper>{escape(result.paper)}</p>",
+    ]
+    if result.claims:
+        parts += ["<table><tr><th>claim<th>paper<th>here<th></tr>", *map(_claim, result.claims)]
+        parts.append("</table>")
+    parts += [_image(folder / name) for name in result.plots]
+    if result.findings:
+        heading = "<h3>Other numbers</h3><table><tr><th><th>paper<th>here</tr>"
+        parts += [heading, *map(_row, result.findings), "</table>"]
+    if result.checks:
+        parts += ["<h3>Checks of method</h3><ul>", *map(_check, result.checks), "</ul>"]
+    notes = [f"<p>{escape(text)}</p>" for text in result.notes]
+    return "\n".join([*parts, "<div class=notes>", *notes, "</div>"])
+
+
+def _claim(claim: PaperClaim) -> str:
+    kind = "incomparable" if claim.verdict == "not comparable" else claim.verdict
+    verdict = f"{claim.verdict}: {claim.why}" if claim.why else claim.verdict
+    return (
+        f"<tr><td>{escape(claim.statement)}<td>{escape(claim.paper)}"
+        f"<td class=number>{escape(str(claim))}<td class={kind}>{escape(verdict)}</tr>"
     )
 
 
 def _row(finding: Finding) -> str:
     return (
         f"<tr class={finding.kind}><td>{escape(finding.name)}<td>{escape(finding.paper)}"
-        f"<td class=number>{escape(shown(finding))}</tr>"
+        f"<td class=number>{escape(str(finding))}</tr>"
     )
 
 
-def shown(finding: Finding) -> str:
-    """The mean with the spread of the seeds."""
-    unit = f" {finding.unit}" if finding.unit else ""
-    if len(finding.values) == 1 or not math.isfinite(finding.mean):
-        return number(finding.mean) + unit
-    low, high = map(number, finding.spread)
-    return f"{number(finding.mean)}{unit} ({low} – {high})"
-
-
 def _check(check: Check) -> str:
-    kind = "holds" if check.holds else "fails"
-    return f"<li class={kind}>{escape(check.claim)}: {escape(check.detail)}</li>"
+    kind, verdict = ("holds", "holds") if check.holds else ("fails", "FAILS")
+    return f"<li class={kind}>{verdict}: {escape(check.rule)}: {escape(check.detail)}</li>"
 
 
 def _image(path: Path) -> str:

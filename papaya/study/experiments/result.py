@@ -1,30 +1,41 @@
 """What an experiment found, beside what the paper says.
 
-An *input* was calibrated to the paper or taken from it, so its agreement proves nothing. An
-*outcome* is a result of the simulation. A *check* is a claim that must hold, or the reproduction
-has failed. No outcome is hard-coded here.
+A *claim* is a statement of the paper with its number. One rule gives its verdict, the same for all
+claims and fixed before any result (`PaperClaim.verdict`). It changes no exit code. A *check* is
+about our method: if one fails, the numbers of its experiment are unreliable. A *finding* is any
+other number. Findings of kind *input* were calibrated to the paper or taken from it, so their
+agreement proves nothing. No outcome is hard-coded here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
-from typing import Literal
+from statistics import fmean, stdev
+from typing import Final, Literal, TypeAlias
 
 from msgspec import Struct
 
+ClaimVerdict: TypeAlias = Literal["agrees", "differs", "not comparable"]
 
-class Finding(Struct, frozen=True, kw_only=True):
-    """One number: the paper's in its own words, ours for each seed. None, as JSON has it, stands
-    for what is no number, such as hours to a target that was not met.
+TOLERANCE: Final = 0.25
+_LEAST_SEEDS: Final = 3
+# Student's t for 95 %, by degrees of freedom; from 30 on, the normal distribution is close enough.
+_STUDENT: Final = (
+    math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179,
+    2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060,
+    2.056, 2.052, 2.048, 2.045,
+)  # fmt: skip
+_NORMAL: Final = 1.960
+
+
+class Seeds(Struct, frozen=True, kw_only=True):
+    """One number for each seed. None, as JSON has it, stands for what is no number, such as hours
+    to a target that was not reached.
     """
 
-    name: str
-    paper: str
     values: tuple[float | None, ...]
     unit: str = ""
-    kind: Literal["outcome", "input"] = "outcome"
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -35,15 +46,80 @@ class Finding(Struct, frozen=True, kw_only=True):
         return fmean(self.numbers)
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """The lowest and the highest of the seeds."""
-        return min(self.numbers), max(self.numbers)
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of the mean over seeds; not a number with one seed."""
+        count = len(self.numbers)
+        if count < 2 or not all(map(math.isfinite, self.numbers)):
+            return math.nan, math.nan
+        student = _STUDENT[count - 1] if count <= len(_STUDENT) else _NORMAL
+        half = student * stdev(self.numbers) / math.sqrt(count)
+        return self.mean - half, self.mean + half
+
+    def __str__(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        low, high = self.interval
+        if not math.isfinite(low):
+            return number(self.mean) + unit
+        return f"{number(self.mean)}{unit} ({number(low)} to {number(high)})"
+
+
+class Finding(Seeds, frozen=True, kw_only=True):
+    """A number without a claim: `paper` is what the paper says, in its own words, or a dash."""
+
+    name: str
+    paper: str = "–"
+    kind: Literal["outcome", "input"] = "outcome"
+
+
+class PaperClaim(Seeds, frozen=True, kw_only=True):
+    """A statement of the paper.
+
+    expected   the paper's number
+    relation   whether ours should be about the same, or above or below it
+    incomparable   why the two numbers cannot be compared, if they cannot
+    """
+
+    statement: str
+    paper: str
+    expected: float
+    relation: Literal["about", "above", "below"] = "about"
+    incomparable: str = ""
+
+    @property
+    def verdict(self) -> ClaimVerdict:
+        """One rule for all claims.
+
+        *About*: agrees if the paper's number lies in our interval, or our mean within a quarter of
+        the paper's number. *Above* and *below*: agrees if the whole interval does, differs if none
+        of it does. Not comparable: fewer than three seeds, a target that was not reached, an
+        interval that decides nothing, or a stated reason.
+        """
+        low, high = self.interval
+        if self.incomparable or len(self.values) < _LEAST_SEEDS or not math.isfinite(low):
+            return "not comparable"
+        if self.relation == "about":
+            is_near = abs(self.mean - self.expected) <= TOLERANCE * abs(self.expected)
+            return "agrees" if is_near or low <= self.expected <= high else "differs"
+        if low <= self.expected <= high:
+            return "not comparable"
+        return "agrees" if (low > self.expected) == (self.relation == "above") else "differs"
+
+    @property
+    def why(self) -> str:
+        """Why it is not comparable; empty if it is."""
+        if self.incomparable or self.verdict != "not comparable":
+            return self.incomparable
+        if not all(map(math.isfinite, self.numbers)):
+            return "a run ended before it reached its target"
+        if len(self.values) < _LEAST_SEEDS:
+            return f"fewer than {_LEAST_SEEDS} seeds"
+        return "the interval over seeds contains the paper's bound"
 
 
 class Check(Struct, frozen=True):
-    """`detail` has the numbers on which it was decided."""
+    """A rule of method. `detail` has the numbers on which it was decided."""
 
-    claim: str
+    rule: str
     holds: bool
     detail: str
 
@@ -57,8 +133,9 @@ class Result(Struct, frozen=True, kw_only=True):
     key: str
     title: str
     paper: str
-    findings: tuple[Finding, ...]
+    claims: tuple[PaperClaim, ...] = ()
     checks: tuple[Check, ...] = ()
+    findings: tuple[Finding, ...] = ()
     plots: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     made_of: str = ""
@@ -76,6 +153,13 @@ def number(value: float) -> str:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, ...]:
-    """Seed by seed; not a number where `below` was never reached."""
+    """Seed by seed; not a number where one of them was never reached."""
     pairs = zip(above, below, strict=True)
-    return tuple(a / b if b and math.isfinite(b) else math.nan for a, b in pairs)
+    return tuple(
+        a / b if b and math.isfinite(b) and math.isfinite(a) else math.nan for a, b in pairs
+    )
+
+
+def changes(after: Sequence[float], before: Sequence[float]) -> tuple[float, ...]:
+    """In percent, seed by seed."""
+    return tuple(100 * (ratio - 1) for ratio in ratios(after, before))

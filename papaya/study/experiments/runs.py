@@ -5,45 +5,51 @@ Two experiments that ask for the same run get the same file (papaya/study/lab.py
 Paper, "Experimental Setup": SGD on the client, one local epoch with batches of 32, FedAdam on the
 server; AsyncFL with K = 100 unless said otherwise, SyncFL with 30 % over-selection.
 
-`Scale` is the size of a reproduction. Server rates are tuned on seeds that are never reported.
+`Scale` is the size of a reproduction. Its inputs follow rules that look at no outcome:
+
+- dialect: the first values that were written down, before any experiment existed (`DIALECTS`); the
+  experiment on sensitivity repeats the learning claims with none and with a stronger one;
+- server rate: Adam's default, as in the paper; a shorter run has a proportionally larger one;
+- target: what is left of the reducible loss, which the language's entropy tells (`target_loss`);
+- first moment: "we use Adam's default learning rate and tune the first-moment parameter", from
+  {0, 0.9}, for each regime, on seeds that are never reported;
+- a seed decides who takes part and when, the language, its dialect and everybody's data.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import product
 from statistics import fmean
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
 from papaya.config import AsyncFL, OptimizerConfig, SyncFL, TaskConfig
+from papaya.errors import InvariantError
 from papaya.learning.definition import ClientSGD
 from papaya.sim.cluster import ClusterConfig
 from papaya.sim.population import DEFAULT, PopulationConfig
 from papaya.study.experiments.result import Check, number
 from papaya.study.lab import Lab
 from papaya.study.replay import EVALUATIONS, Curve, Rates
-from papaya.study.run import UNBOUNDED, RecordingPlan, Run
+from papaya.study.run import UNBOUNDED, RecordingPlan, Run, RunResult
 from papaya.study.workloads.base import Workload
-from papaya.study.workloads.lstm import Model, paper_workload
+from papaya.study.workloads.language import LanguageWorkload
+from papaya.study.workloads.lstm import Dialect, Model, paper_workload
 
 
 class Scale(Struct, frozen=True, kw_only=True):
-    """All inputs of a reproduction that depend on its size.
-
-    `QUICK` takes about ten minutes, `FULL` is the paper's size. Learning rates and targets of
-    `QUICK` are larger because its runs are shorter. `concurrency` and `goal` are the paper's.
+    """All inputs of a reproduction that depend on its size. `concurrency` and `goal` are the
+    paper's.
 
     most_clients       the paper's largest comparison of update frequencies
     large_goal         its K without the advantage of small K; clients of a plain SyncFL round
     tuning_seeds       other seeds than those reported, on which rates are chosen
     rounds, versions   how far SyncFL, and AsyncFL at the largest concurrency, are recorded
-    common_rate        the one server rate of the first protocol
     sync_grid, async_grid   server rates that are tried, neighbours at most a factor 1.5 apart
-    target             perplexity for all clients whose time is measured, with the common rate
-    tuned_target       the same for tuned rates: lower, or it would be met within a few rounds
     table_updates      counted updates after which Table 1 is taken
     window_hours       of runs in which nothing is learnt, after the start
     fixed_hour         at which the losses of the training curves are compared
@@ -55,8 +61,8 @@ class Scale(Struct, frozen=True, kw_only=True):
     most_clients: int = 2300
     goal: int = 100
     large_goal: int = 1000
-    seeds: int
-    tuning_seeds: int
+    seeds: int = 5
+    tuning_seeds: int = 1
     concurrencies: tuple[int, ...]
     goals: tuple[int, ...]
     rounds: int
@@ -65,11 +71,13 @@ class Scale(Struct, frozen=True, kw_only=True):
     window_hours: float
     fixed_hour: float
     curve_seeds: int
-    common_rate: float
-    target: float
-    tuned_target: float
     sync_grid: tuple[float, ...]
     async_grid: tuple[float, ...]
+
+    @property
+    def common_rate(self) -> float:
+        """The one server rate of the paper's protocol: rate times rounds is that of `FULL`."""
+        return ADAMS_RATE * _FULL_ROUNDS / self.rounds
 
     def table_versions(self, goal: int) -> int:
         """How many versions hold the updates of Table 1."""
@@ -80,46 +88,44 @@ def _grid(low: float, count: int, step: float = 1.5) -> tuple[float, ...]:
     return tuple(low * step**index for index in range(count))
 
 
+ADAMS_RATE: Final = 0.001  # the default of Adam
+_FULL_ROUNDS: Final = 600
+
 QUICK: Final = Scale(
     name="quick",
-    seeds=2,
-    tuning_seeds=1,
-    concurrencies=(130, 650, 1300, 2600),
-    goals=(100, 1000, 1300),
+    concurrencies=(130, 1300, 2600),
+    goals=(100, 1000),
     rounds=40,
     versions=300,
     table_updates=40_000,
     window_hours=0.25,
     fixed_hour=0.5,
-    curve_seeds=1,
-    common_rate=0.008,
-    target=47.0,
-    tuned_target=30.0,
+    curve_seeds=3,
     sync_grid=_grid(0.0133, 9),
     async_grid=_grid(0.002, 10),
 )
 
 FULL: Final = Scale(
     name="full",
-    seeds=5,
-    tuning_seeds=1,
     concurrencies=(130, 260, 520, 1300, 2600),
     goals=(100, 200, 400, 700, 1000, 1300),
-    rounds=600,
+    rounds=_FULL_ROUNDS,
     versions=3_000,
     table_updates=1_000_000,
     window_hours=2.0,
     fixed_hour=10.0,
     curve_seeds=5,
-    common_rate=0.001,  # Adam's default
-    target=40.0,
-    tuned_target=25.0,
     sync_grid=_grid(0.005, 11),
     async_grid=_grid(0.0007, 12),
 )
 
 SCALES: Final = {scale.name: scale for scale in (QUICK, FULL)}
 OVER_SELECTION: Final = 0.3
+HEADLINE: Final = "weak"  # the dialect of all experiments but the one on sensitivity
+EARLY, DEEP = TARGETS = 0.5, 0.1
+"""Targets: the share of the reducible loss that is left. The first is met in the transient of the
+start; the second is deep in training.
+"""
 
 
 SUPPLY: Final = 3.0  # a fleet this large has more than enough devices for a round to start
@@ -155,15 +161,19 @@ def learning(
     rates: Rates,
     *,
     model: Model = "embedding",
+    dialect: Dialect = HEADLINE,
+    language: int | None = None,
     updates: int = UNBOUNDED,
     target: float | None = None,
     evaluations: int = EVALUATIONS,
 ) -> Run:
-    """Learn until `target` (a loss) is reached and kept, from at most `updates`."""
+    """Learn until `target` (a loss) is reached and kept, from at most `updates`. `language` is the
+    seed of the language and of everybody's data, the plan's own unless given.
+    """
     return Run(
         recording_plan=plan,
         workload=model,
-        data=model,  # all else about it is code
+        data=f"{dialect}/{plan.seed if language is None else language}",
         rates=rates,
         updates=updates,
         target=target,
@@ -172,7 +182,9 @@ def learning(
 
 
 def workload_of(run: Run) -> Workload:
-    return paper_workload(run.workload, run.recording_plan.cluster.population)
+    dialect, _, language = run.data.partition("/")
+    population = run.recording_plan.cluster.population
+    return paper_workload(run.workload, population, dialect, int(language))
 
 
 def _cluster(
@@ -193,7 +205,12 @@ def _cluster(
 CLIENT: Final = ClientSGD(rate=1.0)
 LSTM_CLIENT: Final = ClientSGD(rate=2.0)
 _EPSILON: Final = 1e-5
+MOMENTS: Final = (0.0, 0.9)
+NEVER_H: Final = 1e6  # hours: longer than any run
 TUNING_SEED: Final = 1001  # tuning never sees a seed that is reported
+
+
+RegimeName: TypeAlias = Literal["SyncFL", "AsyncFL"]
 
 
 class Reached(NamedTuple):
@@ -209,12 +226,14 @@ def rates(rate: float, beta1: float = 0.0, client: ClientSGD = CLIENT) -> Rates:
 
 
 def sync_plan(scale: Scale, concurrency: int, seed: int) -> RecordingPlan:
-    """The run at the paper's concurrency is long enough for Table 1 as well. Tuned rates need half
-    the rounds of the common one, or fewer.
+    """The run at the paper's concurrency is long enough for Table 1 as well. Small cohorts need
+    more rounds to the same target, and cost little.
     """
-    rounds = scale.rounds if seed < TUNING_SEED else scale.rounds // 2
+    rounds = scale.rounds
     if concurrency == scale.concurrency:
         rounds = max(rounds, scale.table_versions(scale.large_goal))
+    elif concurrency < scale.concurrency:
+        rounds *= 3
     return until_versions(SyncFL(OVER_SELECTION), concurrency, seed, rounds)
 
 
@@ -239,25 +258,37 @@ def plain_plan(scale: Scale, seed: int) -> RecordingPlan:
     return until_versions(SyncFL(0.0), scale.large_goal, seed, rounds)
 
 
-def reached(
-    lab: Lab,
-    target: float,
-    plans: Sequence[RecordingPlan],
-    chosen: Rates,
-    *,
-    stop_at: float | None = None,
-) -> list[Reached]:
-    """For each plan, when its run with these rates met the target, a perplexity.
-
-    `stop_at`: the run goes on until it has met a lower one.
+@cache
+def target_loss(
+    plan: RecordingPlan, remaining: float, dialect: Dialect = HEADLINE, language: int | None = None
+) -> float:
+    """The loss at which this share of the reducible loss remains: that between version 0 and the
+    entropy of what all devices hold.
     """
-    runs = runs_to(target if stop_at is None else stop_at, plans, chosen)
-    return [met(outcome.curve, math.log(target)) for outcome in lab.learn(runs)]
+    seed = plan.seed if language is None else language
+    workload = paper_workload("embedding", plan.cluster.population, dialect, seed)
+    if not isinstance(workload, LanguageWorkload):
+        raise InvariantError(f"{workload.name} has no known entropy")
+    first = workload.evaluate(workload.initial(plan.seed)).all
+    return workload.floor + remaining * (first - workload.floor)
 
 
-def runs_to(target: float, plans: Sequence[RecordingPlan], chosen: Rates) -> list[Run]:
-    """Runs that end when they have met the target, a perplexity."""
-    return [learning(plan, chosen, target=math.log(target)) for plan in plans]
+def reached(
+    lab: Lab, remaining: float, plans: Sequence[RecordingPlan], chosen: Rates
+) -> list[Reached]:
+    """For each plan, when its run with these rates reached the target. All runs go on to the
+    deepest of `TARGETS`, so that they are shared.
+    """
+    outcomes = lab.learn(runs_to_target(plans, chosen))
+    return [
+        met(outcome.curve, target_loss(plan, remaining))
+        for outcome, plan in zip(outcomes, plans, strict=True)
+    ]
+
+
+def runs_to_target(plans: Sequence[RecordingPlan], chosen: Rates) -> list[Run]:
+    """Runs that end when they have reached the deepest of `TARGETS`."""
+    return [learning(plan, chosen, target=target_loss(plan, min(TARGETS))) for plan in plans]
 
 
 def met(curve: Curve, loss: float) -> Reached:
@@ -290,8 +321,9 @@ def perplexity(loss: float) -> float:
 
 
 ONE_RATE: Final = (
-    "One server rate for all: a smaller K makes more steps of the same size per hour. The "
-    "experiment on speedup shows what tuning each of them changes."
+    "The paper's protocol: Adam's rate for all, scaled to the length of the run, and a first "
+    "moment for each regime. A smaller K makes more steps of the same size per hour. The "
+    "experiment on speedup shows what tuning the rate changes."
 )
 
 
@@ -315,50 +347,54 @@ class Tuned(NamedTuple):
         return Check(f"{name}: the best rate lies inside the grid", not self.is_on_edge, place)
 
 
-def tuned_for_time(
-    lab: Lab, scale: Scale, plans: Sequence[RecordingPlan], grid: Sequence[float]
-) -> Tuned:
-    """The fewest hours to the target of tuned rates."""
-    loss = math.log(scale.tuned_target)
-    return tuned(lab, plans, grid, (0.0, 0.9), lambda curve: met(curve, loss).hours, target=loss)
+def regime_plan(scale: Scale, regime: RegimeName, seed: int) -> RecordingPlan:
+    """At the paper's concurrency and goal."""
+    make = sync_plan if regime == "SyncFL" else async_plan
+    return make(scale, scale.concurrency, seed)
+
+
+def papers_rates(lab: Lab, scale: Scale, regime: RegimeName, client: ClientSGD = CLIENT) -> Rates:
+    """Adam's rate, with the first moment that needs the fewest hours to the deepest target."""
+    plans = [regime_plan(scale, regime, seed) for seed in tuning_seeds(scale)]
+    moment = tuned_for_time(lab, plans, (scale.common_rate,)).rates.optimizer.beta1
+    return rates(scale.common_rate, moment, client)
+
+
+def tuned_for_time(lab: Lab, plans: Sequence[RecordingPlan], grid: Sequence[float]) -> Tuned:
+    """The fewest hours to the deepest target."""
+    runs = [run for chosen in _candidates(grid) for run in runs_to_target(plans, chosen)]
+    return _best(lab, runs, grid, _hours)
 
 
 def tuned_for_loss(
     lab: Lab, plans: Sequence[RecordingPlan], grid: Sequence[float], updates: int
 ) -> Tuned:
     """The lowest loss for all clients after so many updates, which is what is reported too."""
+    runs = [
+        learning(plan, chosen, updates=updates) for chosen in _candidates(grid) for plan in plans
+    ]
+    return _best(lab, runs, grid, lambda outcome: outcome.end.all)
 
-    def last(curve: Curve) -> float:
-        return curve.points[-1].quality.all
 
-    return tuned(lab, plans, grid, (0.9,), last, updates=updates)
+def _candidates(grid: Sequence[float]) -> list[Rates]:
+    return [rates(rate, beta1) for beta1, rate in product(MOMENTS, grid)]
 
 
-def tuned(
-    lab: Lab,
-    plans: Sequence[RecordingPlan],
-    grid: Sequence[float],
-    moments: Sequence[float],
-    score: Callable[[Curve], float],
-    *,
-    target: float | None = None,
-    updates: int = UNBOUNDED,
+def _hours(outcome: RunResult) -> float:
+    """To the target; of a run that does not reach it, more, and the more the higher its loss."""
+    hours = met(outcome.curve, outcome.run.target or 0.0).hours
+    return hours if math.isfinite(hours) else NEVER_H + outcome.end.all
+
+
+def _best(
+    lab: Lab, runs: Sequence[Run], grid: Sequence[float], score: Callable[[RunResult], float]
 ) -> Tuned:
-    """The best of all rates and first moments, by the mean score over the plans."""
-    candidates = [rates(rate, beta1) for beta1, rate in product(moments, grid)]
-    outcomes = lab.learn(
-        learning(plan, chosen, updates=updates, target=target)
-        for chosen in candidates
-        for plan in plans
-    )
-    scores = {
-        chosen: fmean(_score(each.curve, score) for each in outcomes if each.run.rates == chosen)
-        for chosen in candidates
-    }
-    best = min(candidates, key=lambda chosen: scores[chosen])
+    """The rates with the lowest mean score."""
+    scores: dict[Rates, list[float]] = {}
+    for outcome in lab.learn(runs):
+        is_whole = outcome.curve.diverged is None
+        scores.setdefault(outcome.run.rates, []).append(score(outcome) if is_whole else math.inf)
+    means = {chosen: fmean(found) for chosen, found in scores.items()}
+    best = min(means, key=lambda chosen: means[chosen])
     is_on_edge = best.optimizer.rate in (grid[0], grid[-1])
-    return Tuned(best, scores[best], is_on_edge or math.isinf(scores[best]))
-
-
-def _score(curve: Curve, score: Callable[[Curve], float]) -> float:
-    return math.inf if curve.diverged else score(curve)
+    return Tuned(best, means[best], is_on_edge or means[best] >= NEVER_H)

@@ -36,7 +36,7 @@ from papaya.secagg.channel import SEALED_BYTES
 from papaya.secagg.parameters import EXTRA_WORDS, HASH_BYTES
 from papaya.secagg.words import WORD_BYTES
 from papaya.sim.plots import COLORS, prepare, save
-from papaya.study.experiments.result import Check, Finding, Result, number
+from papaya.study.experiments.result import Finding, Result
 from papaya.study.experiments.runs import Scale
 from papaya.study.lab import Lab
 from papaya.study.run import RecordingPlan
@@ -86,12 +86,8 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         paper="Figure 6: data transfer time by K, naive TEE aggregation or asynchronous SecAgg",
         findings=(
             Finding(name="bytes into the TSA per client", paper="constant", values=(per_client,)),
-            Finding(name=f"naive ÷ ours, bytes at K = {last}", paper="–", values=(fewer,)),
-            Finding(name=f"naive ÷ ours, time at K = {MEASURED}", paper="–", values=(faster,)),
-        ),
-        checks=(
-            Check("at most 256 bytes per client", per_client <= 256, number(per_client)),
-            Check(f"far fewer bytes at K = {last}", fewer >= 100, f"{number(fewer)} times"),
+            Finding(name=f"naive ÷ ours, bytes at K = {last}", values=(fewer,)),
+            Finding(name=f"naive ÷ ours, time at K = {MEASURED}", values=(faster,)),
         ),
         plots=(draw_transfer(moved, lab.folder / f"{KEY}.png").name,),
         notes=(

@@ -13,9 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from papaya.study.experiments import charts
-from papaya.study.experiments.designs import DESIGNS, design_plan
-from papaya.study.experiments.result import Finding, Result
-from papaya.study.experiments.runs import LSTM_CLIENT, ONE_RATE, Scale, learning, rates
+from papaya.study.experiments.designs import DESIGNS, design_plan, regime_of
+from papaya.study.experiments.result import PaperClaim, Result, changes
+from papaya.study.experiments.runs import (
+    LSTM_CLIENT,
+    ONE_RATE,
+    Scale,
+    learning,
+    papers_rates,
+    regime_plan,
+    tuning_seeds,
+)
 from papaya.study.lab import Lab
 from papaya.study.replay import Curve
 from papaya.study.run import RecordingPlan, Run
@@ -26,8 +34,10 @@ _EVALUATIONS = 30
 
 
 def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    seeds = seeds[: scale.curve_seeds]
     return [
-        design_plan(scale, name, seed) for name in DESIGNS for seed in seeds[: scale.curve_seeds]
+        *(design_plan(scale, name, seed) for name in DESIGNS for seed in seeds),
+        *(regime_plan(scale, regime_of(name), s) for name in DESIGNS for s in tuning_seeds(scale)),
     ]
 
 
@@ -38,8 +48,6 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
     curves = {name: [next(learnt).curve for _ in group] for name, group in runs.items()}
     at = {name: [_loss_at(c, scale.fixed_hour) for c in found] for name, found in curves.items()}
     over, large, small, _ = (at[name] for name in DESIGNS)
-    first = tuple(100 * (1 - b / a) for a, b in zip(over, large, strict=True))
-    then = tuple(100 * (1 - b / a) for a, b in zip(large, small, strict=True))
     hour = f"{scale.fixed_hour:g} h"
     lines = {
         name: [(point.hours, (point.quality.all,)) for point in found[0].points]
@@ -50,30 +58,33 @@ def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
         key=KEY,
         title="Training curves of four designs",
         paper="Figure 12: training curves at aggregation goal 1000; losses at 10 hours",
-        findings=(
-            Finding(
-                name=f"loss at {hour}: AsyncFL, K = {scale.large_goal}, below over-selection",
-                paper="3.4 %",
-                values=first,
+        claims=(
+            PaperClaim(
+                statement=f"loss at {hour}: AsyncFL with K = {scale.large_goal} against "
+                "over-selection",
+                paper="-3.4 %",
+                expected=-3.4,
+                values=changes(large, over),
                 unit="%",
             ),
-            Finding(
-                name=f"loss at {hour}: K = {scale.goal} below that",
-                paper="3.5 %",
-                values=then,
+            PaperClaim(
+                statement=f"loss at {hour}: K = {scale.goal} against K = {scale.large_goal}",
+                paper="-3.5 %",
+                expected=-3.5,
+                values=changes(small, large),
                 unit="%",
             ),
         ),
         plots=(charts.lines(lab.folder, KEY, "hours", [panel]),),
         notes=(
-            f"An LSTM; one server rate, {scale.common_rate:g}, for all four; seeds {list(seeds)}.",
+            f"An LSTM; seeds {list(seeds)}. The first moment is that of the smaller model.",
             ONE_RATE,
         ),
     )
 
 
 def _runs(lab: Lab, scale: Scale, name: str, seeds: Sequence[int]) -> list[Run]:
-    chosen = rates(scale.common_rate, client=LSTM_CLIENT)
+    chosen = papers_rates(lab, scale, regime_of(name), LSTM_CLIENT)
     plans = [design_plan(scale, name, seed) for seed in seeds]
     return [
         learning(

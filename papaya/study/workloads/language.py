@@ -7,8 +7,8 @@ speaks the dialect in a share of its examples that is logistic in ln(n):
 
     strength(n) = 1 / (1 + exp(-(ln n - ln dialect_volume) / dialect_width))
 
-`conflict`, `dialect_volume` and `dialect_width` are inputs, calibrated and declared as such; what
-they do to a model in this or that regime is an outcome.
+`conflict`, `dialect_volume` and `dialect_width` are inputs; what they do to a model in this or that
+regime is an outcome.
 
 Probabilities are multiples of 1/4096, so drawing is a table look-up and the loss of a model is a
 finite sum: it is evaluated exactly, over the whole population, not on a sample. Data is a pure
@@ -56,9 +56,9 @@ class LanguageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Two languages of `vocabulary` words that differ in a `conflict` share of contexts."""
 
     vocabulary: int = 96
-    conflict: float = 0.4
-    dialect_volume: float = 150.0
-    dialect_width: float = 0.2
+    conflict: float = 0.25
+    dialect_volume: float = 100.0
+    dialect_width: float = 0.3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -66,10 +66,10 @@ class LanguageConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         fits = 4 <= self.vocabulary <= _MAX_VOCABULARY
         require(fits, "vocabulary", self.vocabulary, problem, "use 96")
         is_share = 0 <= self.conflict <= 1
-        require(is_share, "conflict", self.conflict, "must be from 0 to 1", "use 0.4")
+        require(is_share, "conflict", self.conflict, "must be from 0 to 1", "use 0.25")
         for field in ("dialect_volume", "dialect_width"):
             value = getattr(self, field)
-            require(0 < value < 1e9, field, value, "must be above 0", "use 150 and 0.2")
+            require(0 < value < 1e9, field, value, "must be above 0", "use 100 and 0.3")
 
 
 class Language:
@@ -195,6 +195,11 @@ class LanguageWorkload(ABC):
         self.judge = Judge(self.language, population)
         self._state = np.uint64(self.language.state(seed))
         self._loop = _compiled(self.name) if kernel == "fastest" else None
+
+    @property
+    def floor(self) -> float:
+        """The entropy of what all devices hold: no model of one word of context has less loss."""
+        return self.language.entropy(self.judge.shares[0])
 
     @property
     @abstractmethod

@@ -35,10 +35,14 @@ from papaya.study.workloads.language import (
 )
 from papaya.study.workloads.lstm_trainers import LstmSizes, LstmTrainer, Tokens, fastest
 
-LANGUAGE: Final = LanguageConfig()
-_LSTM: Final = LstmSizes()
-
 Model = Literal["embedding", "lstm"]
+Dialect = Literal["none", "weak", "strong"]
+DIALECTS: Final[dict[str, LanguageConfig]] = {
+    "none": LanguageConfig(conflict=0.0),
+    "weak": LanguageConfig(),
+    "strong": LanguageConfig(conflict=0.4, dialect_volume=150.0, dialect_width=0.2),
+}
+_LSTM: Final = LstmSizes()
 
 _LossesOf = Callable[[Tokens], Floats]
 """The mean loss of each sequence."""
@@ -150,13 +154,11 @@ class Lstm:
         return self.source.quality(lambda tokens: self.trainer.losses(parameters, tokens))
 
 
-@lru_cache(maxsize=2)
-def paper_workload(model: str, population: PopulationConfig) -> Workload:
-    """A `Model`, judged on this population.
-
-    All runs share one seed of the language's data; their own seeds decide who takes part and when.
-    """
+@lru_cache(maxsize=16)
+def paper_workload(model: str, population: PopulationConfig, dialect: str, seed: int) -> Workload:
+    """A `Model` of a `Dialect`, judged on this population. `seed` names language and data."""
+    config = structs.replace(DIALECTS[dialect], seed=seed)
     if model == "embedding":
-        return EmbeddingWorkload(population, Language(LANGUAGE))
-    language = Language(structs.replace(LANGUAGE, vocabulary=_LSTM.vocabulary))
-    return Lstm(Walks(language, _LSTM.steps, population), _LSTM)
+        return EmbeddingWorkload(population, Language(config), seed=seed)
+    language = Language(structs.replace(config, vocabulary=_LSTM.vocabulary))
+    return Lstm(Walks(language, _LSTM.steps, population, seed=seed), _LSTM)

@@ -1,19 +1,23 @@
-"""What experiments conclude, from made-up numbers: each claim fails when it should."""
+"""What experiments conclude, from made-up numbers: each verdict is the one that it should be."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from msgspec import structs
+from scipy import stats
 
 from papaya.cli.main import main
-from papaya.study.experiments import model_quality, sampling_bias, speedup, stale_limit
+from papaya.sim.report import ks_statistic
+from papaya.study.experiments import model_quality, speedup
 from papaya.study.experiments.model_quality import TableRow
-from papaya.study.experiments.result import Check
+from papaya.study.experiments.result import PaperClaim
 from papaya.study.experiments.runs import Reached, met, rates
-from papaya.study.experiments.speedup import Pair
-from papaya.study.fairness import Distance
+from papaya.study.experiments.speedup import Pair, SpeedupCase, claims
+from papaya.study.fairness import weighted_ks
 from papaya.study.replay import Curve, Point
 from papaya.study.workloads.base import Quality
 
@@ -24,22 +28,66 @@ def took(hours: float) -> Reached:
     return Reached(hours, 1000 * hours, 10 * hours)
 
 
-def pairs(*speedups: float) -> list[Pair]:
-    return [Pair(c, [took(s)], [took(1.0)]) for c, s in enumerate(speedups, start=100)]
+def claim(values: tuple[float, ...], relation: str = "about", expected: float = 5.0) -> PaperClaim:
+    return PaperClaim(
+        statement="made up",
+        paper="5x",
+        expected=expected,
+        relation=relation,  # type: ignore[arg-type]
+        values=values,
+    )
 
 
 @pytest.mark.parametrize(
-    ("found", "holds"),
+    ("values", "relation", "verdict"),
     [
-        (pairs(1.5, 3.0, 6.0), True),
-        (pairs(1.5, 3.0, 4.9), False),
-        (pairs(1.5, 7.0, 6.0), False),
-        ([*pairs(1.5, 3.0), Pair(200, [NEVER], [took(1.0)])], False),
-        ([*pairs(1.5, 3.0), Pair(200, [took(6.0)], [NEVER])], False),
+        ((4.9, 5.0, 5.1), "about", "agrees"),
+        ((4.0, 4.0, 4.0), "about", "agrees"),  # within a quarter
+        ((3.7, 3.7, 3.7), "about", "differs"),
+        ((6.3, 6.3, 6.3), "about", "differs"),
+        ((1.0, 8.0, 12.0), "about", "agrees"),  # an interval that contains the paper's number
+        ((5.1, 5.2, 5.3, 5.2), "above", "agrees"),
+        ((4.7, 4.8, 4.9, 4.8), "above", "differs"),
+        ((4.0, 5.0, 6.0), "above", "not comparable"),
+        ((4.7, 4.8, 4.9, 4.8), "below", "agrees"),
+        ((5.1, 5.2, 5.3, 5.2), "below", "differs"),
+        ((5.0, 5.0), "about", "not comparable"),  # too few seeds
+        ((5.0, math.nan, 5.0), "about", "not comparable"),
     ],
 )
-def test_the_speedup_grows_or_it_does_not(found: list[Pair], holds: bool) -> None:
-    assert speedup.grows(found).holds is holds
+def test_one_rule_decides_what_became_of_a_claim(
+    values: tuple[float, ...], relation: str, verdict: str
+) -> None:
+    found = claim(values, relation)
+    assert found.verdict == verdict
+    assert bool(found.why) == (verdict == "not comparable")
+
+
+def test_a_stated_reason_makes_a_claim_incomparable() -> None:
+    found = structs.replace(claim((5.0, 5.0, 5.0)), incomparable="another text")
+    assert (found.verdict, found.why) == ("not comparable", "another text")
+
+
+def test_the_interval_is_students_over_the_sample_deviation() -> None:
+    values = (1.0, 2.0, 4.0, 7.0, 11.0)
+    expected = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
+    assert claim(values).interval == pytest.approx(expected, abs=2e-3)
+    assert all(map(math.isnan, claim((1.0,)).interval))
+
+
+def test_the_gap_widens_or_it_does_not() -> None:
+    case = SpeedupCase("made up", 0.5)
+    widens = claims(case, [three(100, 2.0), three(200, 5.0)])
+    assert [one.verdict for one in widens] == ["agrees", "agrees", "agrees", "differs", "agrees"]
+    shrinks = claims(case, [three(100, 5.0), three(200, 2.0)])
+    assert shrinks[-1].verdict == "differs"
+    never = claims(case, [three(100, 2.0), Pair(200, [NEVER] * 3, [took(1.0)] * 3)])
+    assert {one.verdict for one in never[2:]} == {"not comparable"}
+
+
+def three(concurrency: int, speedup: float) -> Pair:
+    sync = [took(speedup * noise) for noise in (0.99, 1.0, 1.01)]
+    return Pair(concurrency, sync, [took(1.0)] * 3)
 
 
 def test_speedup_is_trips_gain_times_throughput() -> None:
@@ -52,48 +100,41 @@ def test_speedup_is_trips_gain_times_throughput() -> None:
 def test_a_pair_that_never_met_its_target_has_no_speedup() -> None:
     pair = Pair(100, [took(1.0)], [NEVER])
     assert all(math.isnan(found[0]) for found in (pair.speedup, pair.trips_gain, pair.throughput))
-    assert "C = 100" in speedup.unmet({"tuned": [Pair(50, [took(1.0)], [took(1.0)]), pair]})[0]
-    assert speedup.unmet({"tuned": [Pair(50, [took(1.0)], [took(1.0)])]}) == []
+    case, reached = SpeedupCase("tuned", 0.1), Pair(50, [took(1.0)], [took(1.0)])
+    assert "C = 100" in speedup.unmet({case: [reached, pair]})[0]
+    assert speedup.unmet({case: [reached]}) == []
 
 
-def bias(async_p: float, time_p: float, over_d: float) -> list[bool]:
-    by_examples = {
-        "AsyncFL": [Distance(0.01, 1.0, 0.02), Distance(0.01, async_p, 0.02)],
-        "SyncFL with over-selection": [Distance(over_d, 0.0, 0.02)],
-    }
-    by_time = {"AsyncFL": [Distance(0.01, time_p, 0.02)]}
-    return [check.holds for check in sampling_bias.decide(by_examples, by_time)]
+def table(plain: float, over: float, asynchronous: float) -> dict[str, PaperClaim]:
+    def row(p99: float, hours: float) -> TableRow:
+        levels = {"all": [20.0] * 3, "p75": [20.0] * 3, "p99": [p99] * 3}
+        return TableRow(levels, [20.0] * 3, [hours] * 3)
+
+    found = zip(
+        model_quality.METHODS, ((plain, 7.0), (over, 1.0), (asynchronous, 1.0)), strict=True
+    )
+    rows = {name: row(*values) for name, values in found}
+    return {claim.statement: claim for claim in model_quality.claims(rows)}
 
 
-def test_one_small_p_value_among_several_is_seen() -> None:
-    assert bias(0.5, 0.5, 0.1) == [True, True]
-    assert bias(0.003, 0.5, 0.1) == [False, True]
-    assert bias(0.5, 1e-12, 0.1) == [False, True]
-    assert bias(0.5, 0.5, 0.04) == [True, False]
+def test_table_1_compares_ratios_at_every_percentile() -> None:
+    papers = table(47.82, 73.24, 38.51)
+    at_99 = [claim for statement, claim in papers.items() if "99th" in statement]
+    assert [claim.verdict for claim in at_99] == ["agrees", "agrees"]
+    assert [claim.mean for claim in at_99] == pytest.approx([1.532, 0.805], abs=1e-3)
+    ours = table(30.0, 31.0, 33.0)
+    assert [c.verdict for s, c in ours.items() if "99th" in s] == ["differs", "differs"]
+    assert [c.verdict for s, c in papers.items() if s.startswith("hours")] == ["agrees", "agrees"]
 
 
-def table(plain: float, over: float, asynchronous: float, hours: float = 1.0) -> list[Check]:
-    def row(p99: float, took_hours: float) -> TableRow:
-        return TableRow({"all": [20.0], "p75": [20.0], "p99": [p99]}, [20.0], [took_hours])
-
-    names = ("SyncFL without over-selection", "SyncFL with over-selection", "AsyncFL")
-    values = ((plain, 9.0), (over, 1.0), (asynchronous, hours))
-    rows = {name: row(*found) for name, found in zip(names, values, strict=True)}
-    return list(model_quality.decide(rows))
-
-
-def test_table_1_needs_a_gap_and_a_way_back() -> None:
-    assert [check.holds for check in table(30.0, 40.0, 34.0)] == [True, True, True]
-    assert [check.holds for check in table(30.0, 33.0, 31.0)] == [False, True, True]
-    assert [check.holds for check in table(30.0, 40.0, 36.0)] == [True, False, True]
-    assert [check.holds for check in table(30.0, 40.0, 34.0, hours=1.1)] == [True, True, False]
-    assert [check.holds for check in table(40.0, 30.0, 50.0)][:2] == [False, False]
-
-
-def test_a_limit_that_keeps_nobody_or_loses_nobody_fails() -> None:
-    assert stale_limit.decide("default", {10: (0.1,), 50: (0.8,), 200: (0.97,)}).holds
-    assert not stale_limit.decide("default", {10: (0.6,), 50: (0.8,), 200: (0.97,)}).holds
-    assert not stale_limit.decide("default", {10: (0.1,), 50: (0.5,), 200: (0.8,)}).holds
+def test_the_weighted_distance_is_that_of_repeated_values() -> None:
+    rng = np.random.default_rng(3)
+    sample, reference = rng.integers(0, 9, 40).astype(float), rng.integers(2, 12, 30).astype(float)
+    weights, others = rng.integers(1, 5, 40).astype(float), rng.integers(1, 5, 30).astype(float)
+    repeated = ks_statistic(
+        np.repeat(sample, weights.astype(int)), np.repeat(reference, others.astype(int))
+    )
+    assert weighted_ks(sample, weights, reference, others) == pytest.approx(repeated)
 
 
 def test_a_target_between_two_judged_versions_is_met_between_them() -> None:

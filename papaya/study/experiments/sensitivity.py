@@ -1,0 +1,182 @@
+"""How the learning claims depend on inputs that nobody can take from the paper.
+
+The paper does not say how its clients' data differ, and its text is not public. So the claims of
+Table 1 at the 99th percentile and of the speedup are computed again over a grid: three dialects
+(none, weak, strong), server rates of half and twice the chosen ones, targets from early to deep,
+and other languages. The recorded run is the same for all, so only these inputs differ.
+
+There is no claim here: it shows which of the others rest on an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Final, NamedTuple, get_args
+
+from msgspec import structs
+
+from papaya.study.experiments import charts
+from papaya.study.experiments.model_quality import ASYNC, METHODS, OVER, PLAIN, tune
+from papaya.study.experiments.model_quality import method_plan as plan_of
+from papaya.study.experiments.result import Finding, Result, ratios
+from papaya.study.experiments.runs import (
+    EARLY,
+    Scale,
+    learning,
+    met,
+    papers_rates,
+    perplexity,
+    target_loss,
+    tuning_seeds,
+)
+from papaya.study.lab import Lab
+from papaya.study.replay import Rates
+from papaya.study.run import RecordingPlan, Run
+from papaya.study.workloads.lstm import Dialect
+
+KEY = "sensitivity"
+_DIALECTS: Final[tuple[Dialect, ...]] = get_args(Dialect)
+_FACTORS: Final = (0.5, 1.0, 2.0)
+_REMAINING: Final = (0.7, EARLY, 0.3, 0.2, 0.1)
+
+
+class Cell(NamedTuple):
+    """One place of the grid; `language` is the seed of language and data."""
+
+    dialect: Dialect
+    factor: float
+    language: int
+
+
+def plans(scale: Scale, seeds: Sequence[int]) -> list[RecordingPlan]:
+    return [
+        plan_of(scale, name, seed) for name in METHODS for seed in (seeds[0], *tuning_seeds(scale))
+    ]
+
+
+def run(lab: Lab, scale: Scale, seeds: Sequence[int]) -> Result:
+    worse, better = _table(lab, scale, seeds)
+    speedup = _speedup(lab, scale, seeds)
+    early = {place: found[EARLY] for place, found in speedup.items()}
+    by_rate = [
+        charts.Panel("Over-selection, 99th percentile", _RATIO, _by_factor(worse), paper=_at(1.53)),
+        charts.Panel("AsyncFL, 99th percentile", _RATIO, _by_factor(better), paper=_at(0.81)),
+        charts.Panel(f"Speedup, {EARLY:.0%} left", "x", _by_factor(early)),
+    ]
+    by_target = charts.Panel(
+        f"Speedup at C = {scale.concurrency}",
+        "hours of SyncFL ÷ AsyncFL",
+        {f"{d} dialect": list(speedup[d, 1.0].items()) for d in _DIALECTS},
+    )
+    return Result(
+        key=KEY,
+        title="Sensitivity of the learning claims",
+        paper="No figure of the paper: how the claims depend on what it does not say",
+        findings=(
+            *_findings("99th percentile, over-selection ÷ none", worse, "1.53"),
+            *_findings("99th percentile, AsyncFL ÷ none", better, "0.81"),
+            *_findings(f"speedup with {EARLY:.0%} of the reducible loss left", early, "–"),
+        ),
+        plots=(
+            charts.lines(lab.folder, f"{KEY}-rates", "server rate ÷ chosen rate", by_rate),
+            charts.lines(lab.folder, f"{KEY}-targets", "share of the loss left", [by_target]),
+        ),
+        notes=(
+            (
+                "Intervals are over languages and data, along one recorded run. Chosen rates are "
+                "those of Table 1 and of the paper's protocol, tuned with the weak dialect."
+            ),
+        ),
+    )
+
+
+_RATIO = "perplexity ÷ that of SyncFL without over-selection"
+_Place = tuple[Dialect, float]
+_Values = dict[_Place, tuple[float, ...]]
+
+
+def _at(value: float) -> tuple[tuple[float, float], ...]:
+    return ((1.0, value),)
+
+
+def _scaled(chosen: Rates, factor: float) -> Rates:
+    rate = (chosen.optimizer.rate or 0.0) * factor
+    return structs.replace(chosen, optimizer=structs.replace(chosen.optimizer, rate=rate))
+
+
+def _cells(seeds: Sequence[int]) -> list[Cell]:
+    return [Cell(*found) for found in product(_DIALECTS, _FACTORS, seeds)]
+
+
+def _table(lab: Lab, scale: Scale, seeds: Sequence[int]) -> tuple[_Values, _Values]:
+    """Perplexities at the 99th percentile of over-selection and of AsyncFL, ÷ plain SyncFL's."""
+    chosen = {name: tune(lab, scale, name).rates for name in METHODS}
+
+    def run_of(name: str, cell: Cell) -> Run:
+        return learning(
+            plan_of(scale, name, seeds[0]),
+            _scaled(chosen[name], cell.factor),
+            dialect=cell.dialect,
+            language=cell.language,
+            updates=scale.table_updates,
+        )
+
+    wanted = {(name, cell): run_of(name, cell) for name in METHODS for cell in _cells(seeds)}
+    learnt = dict(zip(wanted, lab.learn(wanted.values()), strict=True))
+
+    def relative(name: str) -> _Values:
+        def p99(method: str, place: _Place) -> list[float]:
+            return [perplexity(learnt[method, Cell(*place, s)].end.p99) for s in seeds]
+
+        places = list(product(_DIALECTS, _FACTORS))
+        return {place: ratios(p99(name, place), p99(PLAIN, place)) for place in places}
+
+    return relative(OVER), relative(ASYNC)
+
+
+def _speedup(
+    lab: Lab, scale: Scale, seeds: Sequence[int]
+) -> dict[_Place, dict[float, tuple[float, ...]]]:
+    """At the paper's concurrency: place -> share of the loss that is left -> of each language."""
+    chosen = {OVER: papers_rates(lab, scale, "SyncFL"), ASYNC: papers_rates(lab, scale, "AsyncFL")}
+
+    def run_of(name: str, cell: Cell) -> Run:
+        plan = plan_of(scale, name, seeds[0])
+        return learning(
+            plan,
+            _scaled(chosen[name], cell.factor),
+            dialect=cell.dialect,
+            language=cell.language,
+            target=target_loss(plan, min(_REMAINING), cell.dialect, cell.language),
+        )
+
+    wanted = {(name, cell): run_of(name, cell) for name in chosen for cell in _cells(seeds)}
+    learnt = dict(zip(wanted, lab.learn(wanted.values()), strict=True))
+
+    def hours(name: str, place: _Place, remaining: float) -> list[float]:
+        plan, found = plan_of(scale, name, seeds[0]), []
+        for seed in seeds:
+            loss = target_loss(plan, remaining, place[0], seed)
+            found.append(met(learnt[name, Cell(*place, seed)].curve, loss).hours)
+        return found
+
+    return {
+        place: {r: ratios(hours(OVER, place, r), hours(ASYNC, place, r)) for r in _REMAINING}
+        for place in product(_DIALECTS, _FACTORS)
+    }
+
+
+def _by_factor(values: _Values) -> dict[str, list[tuple[float, tuple[float, ...]]]]:
+    return {f"{d} dialect": [(f, values[d, f]) for f in _FACTORS] for d in _DIALECTS}
+
+
+def _findings(name: str, values: _Values, paper: str) -> list[Finding]:
+    return [
+        Finding(
+            name=f"{name}: {dialect} dialect, rate x {factor:g}",
+            paper=paper if factor == 1.0 else "–",
+            values=found,
+        )
+        for (dialect, factor), found in values.items()
+    ]
