@@ -5,16 +5,20 @@
     "the Coordinator must explicitly account for clients that have been assigned to a task, but have
     not yet confirmed the assignment."
 
-Bookkeeping and one random choice. Which servers are alive is not its concern.
+Bookkeeping and one random choice. An operator may give tasks weights and priorities: a client goes
+to one of the eligible tasks with the highest priority, with a probability in proportion to the
+weights. With equal shares this is the paper's uniform choice, from the same random numbers. Which
+servers are alive is not its concern.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
 from papaya.messages.base import NodeId, SessionId, TaskId
 from papaya.messages.selection import DeviceClass
+from papaya.messages.storage import ShareRow
 
 
 class Leases:
@@ -56,22 +60,50 @@ class Leases:
         return len(self._deadlines.get(task, ()))
 
 
+_EQUAL = ShareRow()
+_NO_SHARES: Mapping[TaskId, ShareRow] = {}
+
+
 def assign(
     held: Iterable[tuple[NodeId, DeviceClass, int]],
     wanted: dict[TaskId, int],
     compatible: Callable[[DeviceClass], tuple[TaskId, ...]],
     rng: Random,
+    shares: Mapping[TaskId, ShareRow] = _NO_SHARES,
 ) -> dict[tuple[NodeId, DeviceClass, TaskId], int]:
     """Give each held client one of its eligible tasks at random, and reduce `wanted` by it."""
     chosen: dict[tuple[NodeId, DeviceClass, TaskId], int] = {}
     for selector, device_class, count in held:
         eligible = [task for task in compatible(device_class) if wanted.get(task, 0) > 0]
+        first = _first(eligible, shares)
         while count > 0 and eligible:
-            task = eligible[int(rng.random() * len(eligible))]
+            task = _drawn(first, shares, rng.random())
             key = (selector, device_class, task)
             chosen[key] = chosen.get(key, 0) + 1
             count -= 1
             wanted[task] -= 1
             if wanted[task] == 0:
                 eligible.remove(task)
+                first = _first(eligible, shares)
     return chosen
+
+
+def _first(eligible: list[TaskId], shares: Mapping[TaskId, ShareRow]) -> list[TaskId]:
+    """The tasks with the highest priority, in the same order."""
+    if not shares or not eligible:
+        return eligible
+    highest = max(shares.get(task, _EQUAL).priority for task in eligible)
+    return [task for task in eligible if shares.get(task, _EQUAL).priority == highest]
+
+
+def _drawn(tasks: list[TaskId], shares: Mapping[TaskId, ShareRow], at: float) -> TaskId:
+    """One of the tasks, by a number from [0, 1)."""
+    weights = [shares.get(task, _EQUAL).weight for task in tasks] if shares else []
+    if not shares or weights.count(weights[0]) == len(weights):
+        return tasks[int(at * len(tasks))]
+    left = at * sum(weights)
+    for task, weight in zip(tasks, weights, strict=True):
+        left -= weight
+        if left < 0:
+            return task
+    return tasks[-1]  # rounding

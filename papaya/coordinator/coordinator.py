@@ -53,6 +53,7 @@ from papaya.messages.storage import (
     EPOCH_KEY,
     FENCES,
     LEADER_KEY,
+    SHARES,
     TASKS,
     Changed,
     EpochRow,
@@ -60,10 +61,12 @@ from papaya.messages.storage import (
     LeaderRow,
     Row,
     Rows,
+    ShareRow,
     TaskRow,
     Transacted,
     Transaction,
     fence_key,
+    share_key,
 )
 
 # A report that confirms this many joins is acknowledged at once, to keep the next one short.
@@ -93,6 +96,8 @@ class Coordinator:
         self.tasks: dict[TaskId, TaskRow] = {}
         self.over: tuple[TaskId, ...] = ()
         self.fences: dict[TaskId, FenceRow] = {}
+        # Weights and priorities that differ from the defaults.
+        self.shares: dict[TaskId, ShareRow] = {}
         # The rows were read since this candidate became leader.
         self._loaded = False
 
@@ -265,7 +270,7 @@ class Coordinator:
         if self._reading or None in self._pending.values():
             return []  # a read must not overtake the lease transaction that it would settle
         self._reading = True
-        rows = (LEADER_KEY, TASKS, FENCES) if self.leadership.epoch > 0 else (LEADER_KEY,)
+        rows = (LEADER_KEY, TASKS, FENCES, SHARES) if self.leadership.epoch > 0 else (LEADER_KEY,)
         return [Read(self._new_token(), rows)]
 
     def _on_rows(self, now: float, rows: Rows) -> Effects:
@@ -331,6 +336,11 @@ class Coordinator:
             # A placement may have been committed after this snapshot: keep the higher fence.
             if isinstance(fence, FenceRow) and (known is None or fence.seq >= known.seq):
                 self.fences[task] = fence
+        self.shares = {
+            task: share
+            for task, row in self.tasks.items()
+            if isinstance(share := found.get(share_key(_trained(row))), ShareRow)
+        }
         self._compatible.clear()
         self._loaded = True
         for task in self.tasks:
@@ -456,7 +466,8 @@ class Coordinator:
         return [self._orders_for_selector(n, ()) for n in self.fleet.selectors if n not in told]
 
     def _assign_held(self, now: float, wanted: dict[TaskId, int]) -> Effects:
-        chosen = assign(self.fleet.held(self._rng), wanted, self._compatible_tasks, self._rng)
+        held = self.fleet.held(self._rng)
+        chosen = assign(held, wanted, self._compatible_tasks, self._rng, self.shares)
         by_selector: dict[NodeId, list[Assignment]] = {}
         for (selector, device_class, task), count in chosen.items():
             assignment = self._lease(now, device_class, task, count)
@@ -703,3 +714,9 @@ class Coordinator:
     def _new_token(self) -> int:
         self._token += 1
         return self._token
+
+
+def _trained(row: TaskRow) -> TaskId:
+    """The task itself, or the task that it evaluates."""
+    pinned = row.config.evaluates
+    return row.config.task if pinned is None else pinned.task

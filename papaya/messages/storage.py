@@ -333,6 +333,15 @@ class QuotaRow(Row, frozen=True):
     submissions: int = 0
 
 
+class ShareRow(Row, frozen=True):
+    """A task's part in scarce devices, set by an operator. A task without this row has the
+    defaults: with them every eligible task is equally likely.
+    """
+
+    weight: float = 1.0
+    priority: int = 0
+
+
 class Transaction(Struct, frozen=True, gc=False):
     require: tuple[tuple[str, Row | None], ...] = ()
     put: tuple[tuple[str, Row], ...] = ()
@@ -378,6 +387,7 @@ DELETED = "deleted/"
 TSAS = "tsa/"
 ACCOUNTS = "account/"
 QUOTAS = "quota/"
+SHARES = "share/"
 
 
 def task_key(task: TaskId) -> str:
@@ -456,6 +466,10 @@ def quota_key(name: str) -> str:
     return f"{QUOTAS}{name}"
 
 
+def share_key(task: TaskId) -> str:
+    return f"{SHARES}{task}"
+
+
 def revoked_devices(rows: Iterable[tuple[str, Row]]) -> tuple[str, ...]:
     """The identities of the revoked devices among these rows."""
     return tuple(key.removeprefix(REVOKED) for key, row in rows if isinstance(row, RevokedRow))
@@ -492,7 +506,7 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
 
 def task_prefixes(task: TaskId) -> tuple[str, ...]:
     """All rows of a task. A read by prefix also finds tasks whose id starts with this one."""
-    others = ("manifest", "endings")
+    others = ("manifest", "endings", "share")
     return (
         *holder_prefixes(task),
         *(f"{kind}/{task}" for kind in others),

@@ -50,6 +50,7 @@ _rows = msgspec.json.Decoder(
     | audit_trail.AuditStartRow
     | storage.AccountRow
     | storage.QuotaRow
+    | storage.ShareRow
 )
 
 

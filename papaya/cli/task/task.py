@@ -55,6 +55,7 @@ from papaya.server.admin.views import (
     Evaluate,
     Mark,
     RollBack,
+    SetShare,
     Started,
     TaskDetail,
     TaskView,
@@ -102,6 +103,13 @@ class TaskRollbackOptions(OneTaskOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaskShareOptions(OneTaskOptions):
+    weight: float | None = None
+    priority: int | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskMarkOptions(OneTaskOptions):
     version: int
     remove: bool = False
@@ -140,6 +148,7 @@ def add_to(commands: Commands) -> None:
     )
     _add_change(actions, "resume", "continue a paused task")
     _add_change(actions, "cancel", "end a task and keep its versions")
+    _add_share(actions)
     delete = _add(actions, "delete", "delete a run that is over: its versions and its history")
     delete.add_argument(
         "--run",
@@ -169,6 +178,25 @@ def _add_change(actions: Commands, action: Change, words: str) -> None:
     parser = _add(actions, action, words)
     add_reason(parser)
     bind(parser, TaskChangeOptions, partial(run_change, action))
+
+
+def _add_share(actions: Commands) -> None:
+    share = _add(actions, "share", "set the part of a task when devices are scarce; for operators")
+    share.add_argument(
+        "--weight",
+        type=positive,
+        metavar="N",
+        help="how often a device goes to this task, relative to other tasks (1 in a new task; "
+        "default: unchanged)",
+    )
+    share.add_argument(
+        "--priority",
+        type=int,
+        metavar="N",
+        help="tasks with a higher priority get devices first (0 in a new task; default: unchanged)",
+    )
+    add_reason(share)
+    bind(share, TaskShareOptions, run_share)
 
 
 def _add_versioned(actions: Commands) -> None:
@@ -301,8 +329,16 @@ def _facts(detail: TaskDetail) -> list[str]:
         "submitted": _date(task.submitted),
         "ended": _date(task.ended) if task.ended else "",
         "held by": task.holder,
+        "share": _share(task),
+        "account": task.account,
     }
     return [f"{name:<12} {value}" for name, value in facts.items() if value]
+
+
+def _share(task: TaskView) -> str:
+    if (task.weight, task.priority) == (1.0, 0):
+        return ""
+    return f"weight {task.weight:g}, priority {task.priority}"
 
 
 def _lease_fact(task: TaskView) -> str:
@@ -418,6 +454,20 @@ def run_delete(options: TaskDeleteOptions) -> int:
     wait_s = deleted.gone_after - time.time()
     when = f"at {_date(deleted.gone_after)}, when its last tickets expire" if wait_s > 0 else "now"
     return _tell(options, deleted, f"{deleted.task} is deleted; its data are removed {when}")
+
+
+def run_share(options: TaskShareOptions) -> int:
+    if options.weight is None and options.priority is None:
+        raise OperatorError(
+            "nothing to change", hint=f"papaya task share {options.task} --weight 2 --priority 1"
+        )
+    change = SetShare(options.weight, options.priority, options.why)
+    view = client_for(options).post(task_path(options.task, "share"), change, TaskView)
+    if options.is_json:
+        print_json(view)
+    else:
+        print_data(f"{view.task}: weight {view.weight:g}, priority {view.priority}")
+    return 0
 
 
 def run_rollback(options: TaskRollbackOptions) -> int:

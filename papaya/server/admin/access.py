@@ -90,6 +90,7 @@ ACCESS: Final[dict[tuple[str, str], AccessRule]] = {
     ("POST", f"{_TASK}/mark"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/evaluate"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/revise"): _OWNER_OF_TASK,
+    ("POST", f"{_TASK}/share"): _OPERATOR,
     ("GET", "/admin/revocations"): _OPERATOR,
     ("POST", "/admin/revocations"): _OPERATOR,
     ("GET", "/admin/accounts"): _OPERATOR,

@@ -7,7 +7,7 @@
     POST /admin/tasks/{task}/revise                         new settings, signed
     GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions   …/bundle   …/revisions
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
-    POST /admin/tasks/{task}/pause | resume | cancel | delete | rollback | mark | evaluate
+    POST /admin/tasks/{task}/pause | resume | cancel | delete | rollback | mark | evaluate | share
     GET  /admin/status   /admin/whoami
     GET  /admin/revocations                                 POST: revoke a device, or undo it
     GET  /admin/accounts                                    POST: add an account
@@ -58,6 +58,7 @@ from papaya.server.admin.views import (
     RevokeAccount,
     RollBack,
     SetQuota,
+    SetShare,
     Stored,
 )
 
@@ -120,6 +121,7 @@ class AdminRoutes:
             *(self._state_route(action, state) for action, state in _STATES.items()),
             self._change("rollback", f"{_TASK}/rollback", RollBack, service.roll_back),
             self._change("mark", f"{_TASK}/mark", Mark, service.mark),
+            self._change("share", f"{_TASK}/share", SetShare, service.set_share),
             self._change("evaluate", f"{_TASK}/evaluate", Evaluate, service.evaluate),
             self._change("delete", f"{_TASK}/delete", ChangeReason, self._delete),
             self._get(

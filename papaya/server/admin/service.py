@@ -31,6 +31,7 @@ from papaya.messages.storage import (
     DELETED,
     LEADER_KEY,
     REVOKED,
+    SHARES,
     TASKS,
     AdminAddressRow,
     EndingsRow,
@@ -40,6 +41,7 @@ from papaya.messages.storage import (
     PointRow,
     RevokedRow,
     Row,
+    ShareRow,
     TaskRow,
     TaskState,
     Transaction,
@@ -50,6 +52,7 @@ from papaya.messages.storage import (
     manifest_key,
     optimizer_key,
     revoked_key,
+    share_key,
     task_key,
 )
 from papaya.server.admin import evaluations
@@ -65,6 +68,7 @@ from papaya.server.admin.views import (
     Revocation,
     Revoke,
     RollBack,
+    SetShare,
     Started,
     SystemStatus,
     TaskDetail,
@@ -113,18 +117,18 @@ class AdminService:
 
     async def tasks(self) -> tuple[TaskView, ...]:
         tasks = await self._task_rows()
-        heads = await self.state.read((OPTIMIZERS,)) if tasks else {}
+        heads = await self.state.read((OPTIMIZERS, SHARES)) if tasks else {}
         return tuple([await self._view(row, heads) for row in tasks])
 
     async def task(self, task: TaskId) -> TaskDetail:
         found = await self.rows(task)
         task = found.task
         points = await self._points(task)
-        others = await self.state.read((manifest_key(task), endings_key(task)))
+        others = await self.state.read((manifest_key(task), endings_key(task), share_key(task)))
         manifest, endings = others.get(manifest_key(task)), others.get(endings_key(task))
         recent = points[-_RECENT_POINTS:]
         return TaskDetail(
-            task=self._line(found.row, found.newest.version, points),
+            task=self._line(found.row, found.newest.version, points, others),
             config=found.row.config,
             manifest=manifest.tensors if isinstance(manifest, ManifestRow) else (),
             points=recent,
@@ -247,6 +251,22 @@ class AdminService:
         await self.write(change, attempt)
         return _version_view(_version(await self.rows(task), request.version))
 
+    async def set_share(self, task: TaskId, request: SetShare, attempt: Attempt) -> TaskView:
+        """Change the weight or the priority of a task that is not over."""
+        found = await self.rows(task)
+        if found.row.is_over:
+            raise Conflict(f"task {task} is {found.row.state}", hint="papaya task list")
+        key = share_key(found.task)
+        before = (await self.state.read((key,))).get(key)
+        share = before if isinstance(before, ShareRow) else ShareRow()
+        share = ShareRow(
+            share.weight if request.weight is None else request.weight,
+            share.priority if request.priority is None else request.priority,
+        )
+        require = ((key, before), (task_key(found.task), found.row))
+        await self.write(Transaction(require=require, put=((key, share),)), attempt)
+        return (await self.task(found.task)).task
+
     async def evaluate(self, task: TaskId, request: Evaluate, attempt: Attempt) -> Started:
         found = await self.rows(task)
         row = found.newest if request.version is None else _version(found, request.version)
@@ -360,13 +380,24 @@ class AdminService:
         """A task in one line. The optimizer row has the newest version."""
         optimizer = heads.get(optimizer_key(row.config.task))
         head = optimizer.version if isinstance(optimizer, OptimizerRow) else 0
-        return self._line(row, head, await self._points(row.config.task))
+        pinned = row.config.evaluates
+        if pinned is None:
+            return self._line(row, head, await self._points(row.config.task), heads)
+        # The result of an evaluation is in the history of the task that it evaluates.
+        found = (await self._history.points(pinned.task)).get(pinned.version)
+        is_done = row.state == "completed" and found is not None
+        return self._line(row, head, (found,) if is_done and found is not None else (), heads)
 
     async def _points(self, task: TaskId) -> tuple[PointRow, ...]:
         found = await self._history.points(task)
         return tuple(found[version] for version in sorted(found))
 
-    def _line(self, row: TaskRow, head: int, points: tuple[PointRow, ...]) -> TaskView:
+    def _line(
+        self, row: TaskRow, head: int, points: tuple[PointRow, ...], others: Mapping[str, Row]
+    ) -> TaskView:
+        """`others` has the share of the task, if it has one."""
+        share = others.get(share_key(row.config.task))
+        share = share if isinstance(share, ShareRow) else ShareRow()
         config, live = row.config, None if row.is_over else self.live.task(row)
         last = next((p for p in reversed(points) if p.loss is not None), None)
         pinned = config.evaluates
@@ -375,6 +406,8 @@ class AdminService:
             name=row.name,
             owner=config.requirements.owner or "",
             account=row.account,
+            weight=share.weight,
+            priority=share.priority,
             run=row.run,
             revision=row.revision,
             lease_until=row.lease_until,

@@ -202,6 +202,14 @@ class AddedAccount(Struct, frozen=True):
     token: str
 
 
+class SetShare(Struct, frozen=True):
+    """A task's part in scarce devices. What is None stays as it is."""
+
+    weight: Annotated[float, Meta(gt=0, le=1_000_000)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
+    why: Why = ""
+
+
 class TaskView(Struct, frozen=True, kw_only=True):
     """A task in one line. Fields that only the leading coordinator knows are else None."""
 
@@ -211,6 +219,8 @@ class TaskView(Struct, frozen=True, kw_only=True):
     owner: str = ""
     account: str = ""
     """Who submitted it; empty if an operator did."""
+    weight: float = 1.0
+    priority: int = 0
     run: int = 0
     revision: int = 0
     lease_until: float = 0.0

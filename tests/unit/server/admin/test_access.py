@@ -42,6 +42,7 @@ FOR_VIEWERS = {
     ("GET", "/admin/tasks/{task}/revisions"),
 }
 FOR_OPERATORS = {
+    ("POST", "/admin/tasks/{task}/share"),
     ("GET", "/admin/revocations"),
     ("POST", "/admin/revocations"),
     ("GET", "/admin/accounts"),
