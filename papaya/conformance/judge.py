@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, get_args
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from papaya.conformance.gateway import Seen, has_right_checksum
 from papaya.conformance.rules import BY_ID
@@ -169,9 +169,17 @@ def _repeats(t: Transcript) -> Iterator[RuleFinding]:
         problems = [
             f"{s.kind} had no answer and was not sent again unchanged"
             for s in lost
-            if not any(a.message == s.message for a in t.after(s.at)) and not _over(t, s.at)
+            if not any(_is_same(a, s) for a in t.after(s.at)) and not _over(t, s.at)
         ]
         yield _verdict("repeat", problems)
+
+
+def _is_same(again: Seen, first: Seen) -> bool:
+    """But for the ticket, which a `Retry` may have renewed: `_tickets` judges it."""
+    one, other = again.message, first.message
+    if not isinstance(one, _REPEATED) or not isinstance(other, _REPEATED):
+        return False
+    return structs.replace(one, ticket=b"") == structs.replace(other, ticket=b"")
 
 
 def _over(t: Transcript, moment: float) -> bool:
@@ -185,12 +193,12 @@ def _retries(t: Transcript) -> Iterator[RuleFinding]:
     for seen in told:
         assert isinstance(seen.answer, Retry)
         again = [s for s in t.after(seen.answered_at) if s.kind == seen.kind]
-        if not any(s.message == seen.message for s in again):
+        if not any(_is_same(s, seen) for s in again):
             if not _over(t, seen.at):
                 problems.append(f"{seen.kind} was answered Retry and not sent again unchanged")
             continue
         waited_s = again[0].at - seen.answered_at
-        if again[0].message == seen.message and waited_s < seen.answer.after_s - _CLOCK_S:
+        if _is_same(again[0], seen) and waited_s < seen.answer.after_s - _CLOCK_S:
             problems.append(
                 f"{seen.kind} was sent again after {waited_s:.2f} s, not {seen.answer.after_s:g} s"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from papaya.conformance.gateway import Seen
-from papaya.conformance.judge import Transcript, judge
+from papaya.conformance.judge import RuleFinding, Transcript, judge
 from papaya.messages.base import Message
 from papaya.messages.participation import Alive, Complete, Heartbeat, Join, Report, Retry
 from papaya.messages.selection import Accepted, Capabilities, CheckIn
@@ -24,6 +24,14 @@ def transcript(*exchanges: tuple[float, Message, Message | None]) -> Transcript:
         for at, asked, answer in exchanges
     ]
     return Transcript(seen, heartbeat_s=1.0, ended_at=100.0)
+
+
+def judged(rule: str, *exchanges: tuple[float, Message, Message | None]) -> RuleFinding:
+    """After a check-in and a join."""
+    check_in = (-2.0, CheckIn(2, Capabilities()), Accepted(b"assignment", "next-word", "ab12"))
+    findings = judge(transcript(check_in, (0.0, Join(b"assignment"), JOINED), *exchanges))
+    [found] = [finding for finding in findings if finding.rule == rule]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,17 @@ def test_a_renewed_ticket_takes_the_place_of_the_one_that_it_renews(
     is_kept: bool, exchanges: list[tuple[float, Message, Message | None]]
 ) -> None:
     """It cannot be used before it was given, nor for requests that need another ticket."""
-    check_in = (-2.0, CheckIn(2, Capabilities()), Accepted(b"assignment", "next-word", "ab12"))
-    findings = judge(transcript(check_in, (0.0, Join(b"assignment"), JOINED), *exchanges))
-    [ticket] = [finding for finding in findings if finding.rule == "ticket"]
+    ticket = judged("ticket", *exchanges)
     assert ticket.kept is is_kept, ticket
+
+
+@pytest.mark.parametrize(
+    ("is_kept", "again"),
+    [(True, REPORT), (True, Report(RENEWED, 1)), (False, Report(RENEWED, 2))],
+)
+def test_a_request_that_was_answered_retry_may_come_again_with_the_renewed_ticket(
+    is_kept: bool, again: Report
+) -> None:
+    """The visit has no end here: otherwise nobody has to repeat anything."""
+    retry = judged("retry", (2.0, REPORT, RETRY), (4.0, again, GRANTED))
+    assert retry.kept is is_kept, retry
