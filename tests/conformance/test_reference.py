@@ -5,20 +5,32 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from papaya.conformance.kit import ConformanceReport, opened_kit
-from papaya.conformance.scenarios import SCENARIOS
+from papaya.conformance.kit import ConformanceReport, ScenarioResult, opened_kit
+from papaya.conformance.scenarios import SCENARIOS, Scenario
 from tests.conformance.clients import reference_visit
+
+_KITS = 3
+
+
+async def _play(folder: Path, kinds: list[type[Scenario]]) -> list[ScenarioResult]:
+    folder.mkdir()
+    # A heartbeat long enough for a loaded machine: three without a request end a session.
+    async with opened_kit(folder, heartbeat_s=2.0) as (kit, _):
+        return [await kit.play(kind, reference_visit) for kind in kinds]
 
 
 def test_the_reference_client_keeps_every_rule(tmp_path: Path) -> None:
+    """Several kits at once: a scenario waits more than it computes."""
+
     async def scenario() -> ConformanceReport:
-        # A heartbeat long enough for a loaded machine: three without a request end a session.
-        async with opened_kit(tmp_path, heartbeat_s=2.0) as (kit, _):
-            return ConformanceReport(
-                tuple([await kit.play(kind, reference_visit) for kind in SCENARIOS])
-            )
+        parts = [
+            _play(tmp_path / str(number), list(SCENARIOS[number::_KITS])) for number in range(_KITS)
+        ]
+        found = await asyncio.gather(*parts)
+        return ConformanceReport(tuple(result for results in found for result in results))
 
     report = asyncio.run(scenario())
+    assert len(report.results) == len(SCENARIOS)
     assert [(r.scenario, r.broken) for r in report.results if r.broken] == []
     assert report.not_exercised == []
     assert report.conforms
