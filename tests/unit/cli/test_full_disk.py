@@ -38,6 +38,9 @@ REPRODUCE = "reproduce execution-times sync-scaling --seeds 1 --jobs 1 --output"
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="needs a disk that is always full")
 
 
+INF: Final = float("inf")
+
+
 class Disk:
     """Has room for so many files; then it is as full as /dev/full."""
 
@@ -51,7 +54,7 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    disk = Disk(room=float("inf"))
+    disk = Disk(room=INF)
     for module in (lab, reproduce):
         monkeypatch.setattr(module, "write_whole", disk.write_whole)
     monkeypatch.setitem(SCALES, "quick", TOY)
@@ -76,35 +79,29 @@ def fails(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> boo
 
 
 @pytest.mark.parametrize(
-    ("command", "room", "done", "total"),
+    ("command", "stages"),
     [
-        (SWEEP, 0, 0, 8),
-        (SWEEP, 2, 2, 8),
-        (SWEEP, 7, 7, 8),
-        (REPRODUCE, 4, 4, 8),
-        (REPRODUCE, 6, 6, 8),
-        (REPRODUCE, 8, 7, 8),
-        (REPRODUCE, 10, 8, 8),
+        (SWEEP, [(0, 0), (2, 2), (5, 7), (INF, 8)]),
+        (REPRODUCE, [(4, 4), (2, 6), (2, 7), (3, 8), (INF, 8)]),
     ],
+    ids=["sweep", "reproduce"],
 )
 def test_what_has_ended_is_kept_and_the_rest_is_done_when_there_is_room(
     command: str,
-    room: int,
-    done: int,
-    total: int,
+    stages: list[tuple[float, int]],
     disk: Disk,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    disk.room = room
-    assert fails(command, tmp_path, capsys)
-    before = kept(tmp_path)
-    assert len(before) == done  # and nothing that is half done
-    disk.room = float("inf")
-    assert not fails(command, tmp_path, capsys)
-    after = kept(tmp_path)
-    assert {path: after[path] for path in before} == before
-    assert len(after) == total
+    """Each stage has room for so many files more; then so many traces and runs are there."""
+    before: dict[Path, int] = {}
+    for room, done in stages:
+        disk.room = room
+        assert fails(command, tmp_path, capsys) == (room < INF)
+        after = kept(tmp_path)
+        assert len(after) == done  # and nothing that is half done
+        assert before.items() <= after.items()
+        before = after
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ PLAN = until_versions(AsyncFL(4), 12, 3, 8)
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Result]]:
     folder = tmp_path_factory.mktemp("toy")
-    return folder, reproduce(list(EXPERIMENTS), TOY, [1, 2], folder, jobs=1)
+    return folder, reproduce(list(EXPERIMENTS), TOY, [1], folder, jobs=1)
 
 
 def test_every_experiment_gives_numbers_checks_and_a_plot(toy: tuple[Path, list[Result]]) -> None:
@@ -95,13 +95,15 @@ def test_the_report_begins_with_every_result_and_its_verdicts(
     assert "<td class=paper>Figure 9<td>" in contents
 
 
-def test_the_same_seeds_give_the_same_results_in_any_process(
+def test_a_seed_gives_the_same_results_in_any_process_and_beside_other_seeds(
     toy: tuple[Path, list[Result]], tmp_path: Path
 ) -> None:
     keys = ["speedup", "table-1"]
-    again = reproduce(keys, TOY, [1, 2], tmp_path, jobs=2)
-    before = [result for result in toy[1] if result.key in keys]
-    assert msgspec.json.encode(again) == msgspec.json.encode(before)
+    alone = [result.findings for result in toy[1] if result.key in keys]
+    beside = [result.findings for result in reproduce(keys, TOY, [1, 2], tmp_path, jobs=2)]
+    assert all(len(finding.values) == 2 for findings in beside for finding in findings)
+    first = [[structs.replace(f, values=f.values[:1]) for f in findings] for findings in beside]
+    assert msgspec.json.encode(first) == msgspec.json.encode(alone)
 
 
 def test_a_report_has_only_results_of_the_same_inputs(tmp_path: Path) -> None:
