@@ -7,8 +7,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Stamps: what is installed, and that it is newer than pyproject.toml and constraints.txt.
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
-# A worker imports torch, so more than a few cost memory and save nothing.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+# How many workers `auto` means is in tests/conftest.py.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

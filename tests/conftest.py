@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shell starts background jobs with SIGINT ignored, and child processes would inherit this.
@@ -14,11 +15,23 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Commands must not find what the person who runs the tests has logged in to.
 os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="papaya-config-")
 
+# The tests start hundreds of processes. Without stored byte code each compiles the package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A slow machine is not a failing property: how long an example takes is for `bench/` to judge.
 settings.register_profile(
     "papaya", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("papaya")
+
+_MOST_WORKERS = 4  # a worker imports torch and grows to a gigabyte
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: one worker more than processors, because many tests wait for others."""
+    return min((os.cpu_count() or 1) + 1, _MOST_WORKERS)
 
 
 def pytest_sessionfinish() -> None:
