@@ -45,10 +45,10 @@ def _over(folder: Path, outage: Callable[[Loopback], Fault], training_s: float =
         for server in cluster.installation.servers:
             assert server.stop() == 0
         stored, outcomes = cluster.stored(), read_outcomes(file)
-    for config in _TASKS:
-        verdict = judge(stored.model(config.task), outcomes)
-        assert verdict.problems == []
-        assert verdict.lost == 0, "a buffer was dropped"
+        for config in _TASKS:
+            verdict = judge(stored.model(config.task), outcomes)
+            assert verdict.problems == []
+            assert verdict.lost == 0, "a buffer was dropped"
     say(f"{recovery}, the machine was late by {stalls.longest_s:.2f} s")
     return 0.0 if stalls.longest_s > HEARTBEAT_S / 2 else recovery.after_s
 

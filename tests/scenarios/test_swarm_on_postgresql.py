@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
+from msgspec.structs import replace
 
 from papaya.messages.storage import Outcome, Row, Transaction
 from papaya.sim import cluster
@@ -31,6 +32,28 @@ class OnPostgresql(StateTwin):
         rows = self.store.read(prefixes)
         assert rows == super().snapshot(prefixes)
         return rows
+
+
+class RepeatsWhatIsUnknown(OnPostgresql):
+    """A sender repeats a transaction whose outcome it does not know. It compares nothing, because
+    what the transaction required is gone if it was applied.
+    """
+
+    def _lose(
+        self, writer: Writer, transaction: Transaction, done: Callable[[Outcome], None]
+    ) -> None:
+        def repeat(outcome: Outcome) -> None:
+            done(self.apply(writer, replace(transaction, require=())))
+
+        super()._lose(writer, transaction, repeat)
+
+
+class AcknowledgesBeforeCommit(OnPostgresql):
+    def transact(
+        self, writer: Writer, transaction: Transaction, done: Callable[[Outcome], None]
+    ) -> None:
+        super().transact(writer, transaction, lambda outcome: None)
+        self._engine.after(0.0, lambda: done("committed"))
 
 
 @pytest.fixture
@@ -71,4 +94,16 @@ def test_the_swarm_on_postgresql_finds_an_aggregator_that_skips_the_fence(
 ) -> None:
     failure = run_seed(_SKIPS_THE_FENCE, plant="fence-skipped").failure
     assert failure is not None
-    assert "AssertionError" not in failure, "the database and its twin agree on every outcome"
+    assert "InvariantError" in failure
+
+
+@pytest.mark.parametrize(
+    ("broken", "seed"), [(RepeatsWhatIsUnknown, 3), (AcknowledgesBeforeCommit, 0)]
+)
+def test_the_swarm_on_postgresql_finds_a_broken_store(
+    broken: type[OnPostgresql], seed: int, store: PostgresState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "StateTwin", broken)
+    failure = run_seed(seed).failure
+    assert failure is not None
+    assert "InvariantError" in failure
