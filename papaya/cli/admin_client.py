@@ -34,8 +34,8 @@ MAX_JSON_BYTES = 64 << 20
 T = TypeVar("T")
 # Commands in hints that accept connection options.
 _COMMAND = re.compile(
-    r"\bpapaya (?:status|whoami|audit-trail (?!check)[a-z]+|token revoked?|account [a-z]+|"
-    r"task (?!compile)[a-z]+)\b"
+    r"\bpapaya (?:status|whoami|audit-trail (?!check)[a-z]+|maintenance [a-z]+|token revoked?|"
+    r"account [a-z]+|task (?!compile)[a-z]+)\b"
     r"(?! --)"
 )
 

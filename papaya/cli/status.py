@@ -6,6 +6,8 @@ selector or aggregator reports, a task halted, a server is refused because of it
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from papaya.cli.admin_client import ConnectionOptions, add_connection, client_for
 from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, table
 from papaya.server.admin.views import SystemStatus, TaskView
@@ -66,6 +68,8 @@ def describe(status: SystemStatus) -> str:
         leader += "; ask its admin API for live numbers"
         leader += f": papaya status --admin {status.leader_admin}" if status.leader_admin else ""
     lines = [f"roles here   {', '.join(status.roles)}", f"leader       {leader}"]
+    if under := about_maintenance(status):
+        lines.append(f"maintenance  {under}")
     lines += [
         f"aggregator   {server.node}, heard {server.heard_s_ago:.0f} s ago, "
         f"{plural(server.tasks, 'task')}{', OVERLOADED' if server.is_overloaded else ''}"
@@ -88,6 +92,24 @@ def describe(status: SystemStatus) -> str:
         noun, verb = "more task" if tasks else "task", "has" if over == 1 else "have"
         lines += ["", f"{plural(over, noun)} {verb} ended; list them with: papaya task list"]
     return "\n".join(lines)
+
+
+def about_maintenance(status: SystemStatus) -> str:
+    """Empty if training goes on."""
+    found = status.maintenance
+    if found is None:
+        return ""
+    what = "all training is stopped" if found.is_stopped else "no client is assigned"
+    until = f", until about {_clock(found.until)}" if found.until else ""
+    why = f": {found.why}" if found.why else ""
+    return (
+        f"{what} since {_clock(found.since)}{until}, by {found.actor}{why}; "
+        "to go on: papaya maintenance end"
+    )
+
+
+def _clock(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%F %T} UTC"
 
 
 def _line(view: TaskView) -> tuple[str, ...]:

@@ -53,12 +53,14 @@ from papaya.messages.storage import (
     EPOCH_KEY,
     FENCES,
     LEADER_KEY,
+    MAINTENANCE_KEY,
     SHARES,
     TASKS,
     Changed,
     EpochRow,
     FenceRow,
     LeaderRow,
+    MaintenanceRow,
     Row,
     Rows,
     ShareRow,
@@ -95,6 +97,10 @@ class Coordinator:
         # and who holds each task.
         self.tasks: dict[TaskId, TaskRow] = {}
         self.over: tuple[TaskId, ...] = ()
+        # Meanwhile all tasks are paused, and none is placed if training is stopped.
+        self.maintenance: MaintenanceRow | None = None
+        # Check-ins per second that were wanted before it began.
+        self._usual_pace = 0.0
         self.fences: dict[TaskId, FenceRow] = {}
         # Weights and priorities that differ from the defaults.
         self.shares: dict[TaskId, ShareRow] = {}
@@ -270,7 +276,9 @@ class Coordinator:
         if self._reading or None in self._pending.values():
             return []  # a read must not overtake the lease transaction that it would settle
         self._reading = True
-        rows = (LEADER_KEY, TASKS, FENCES, SHARES) if self.leadership.epoch > 0 else (LEADER_KEY,)
+        rows: tuple[str, ...] = (LEADER_KEY,)
+        if self.leadership.epoch > 0:
+            rows = (LEADER_KEY, TASKS, FENCES, SHARES, MAINTENANCE_KEY)
         return [Read(self._new_token(), rows)]
 
     def _on_rows(self, now: float, rows: Rows) -> Effects:
@@ -326,7 +334,13 @@ class Coordinator:
             for task, row in rows.items()
             if row.is_over and self._now < row.ended + _OVER_IS_TOLD_S
         )[-_MAX_OVER:]
-        self.tasks = {task: row for task, row in rows.items() if not row.is_over}
+        maintenance = found.get(MAINTENANCE_KEY)
+        self.maintenance = maintenance if isinstance(maintenance, MaintenanceRow) else None
+        self.tasks = {
+            task: row if self.maintenance is None else replace(row, state="paused")
+            for task, row in rows.items()
+            if not row.is_over
+        }
         # Drop the fences of tasks whose rows were deleted.
         self.fences = {task: fence for task, fence in self.fences.items() if task in rows}
         for task in [task for task in self._active if task not in self.tasks]:
@@ -510,6 +524,8 @@ class Coordinator:
         if not self.acts(now) or not self._has_listened(now):
             return []
         self._tell_silent(now)
+        if self.maintenance is not None and self.maintenance.is_stopped:
+            return []
         effects: Effects = []
         live = self.fleet.open_aggregators(now)
         recovers = self.leadership.recovers(now)
@@ -649,7 +665,11 @@ class Coordinator:
         return Send(node, orders)
 
     def _assigns_in_s(self) -> float:
-        """How long a new leader may have to wait for the first report of a holder."""
+        """How long a new leader may have to wait for the first report of a holder; in maintenance,
+        until its announced end.
+        """
+        if self.maintenance is not None:
+            return max(0.0, self.maintenance.until - self._now)
         wait_s = self.leadership.recovers_until - self._now
         if wait_s <= 0 or any(self._report_of(task) is not None for task in self.tasks):
             return 0.0
@@ -697,12 +717,16 @@ class Coordinator:
         return 0.0 if view is None else view.ended_per_s.get(task, 0.0)
 
     def _pace(self) -> float:
-        """Check-ins per second that would meet the demand, with a margin."""
+        """Check-ins per second that would meet the demand, with a margin. In maintenance the last
+        ones: devices must not be sent away for longer and longer.
+        """
         expected = sum(
             self._ended_per_s(task) + max(0, self.demand(task)) / self._config.heartbeat_s
             for task in self.tasks
         )
-        return self._config.pace * expected
+        if self.maintenance is None:
+            self._usual_pace = self._config.pace * expected
+        return self._usual_pace
 
     def _transact(
         self, transaction: Transaction, placed: tuple[TaskId, FenceRow] | None

@@ -342,6 +342,20 @@ class ShareRow(Row, frozen=True):
     priority: int = 0
 
 
+class MaintenanceRow(Row, frozen=True):
+    """Operators have stopped training in the whole cluster, until the row is deleted.
+
+    `is_stopped`: no aggregator holds a task meanwhile; else clients that train may finish.
+    `until`: when devices are told to come back, 0 if that is unknown.
+    """
+
+    since: float
+    until: float
+    is_stopped: bool
+    actor: str
+    why: str
+
+
 class Transaction(Struct, frozen=True, gc=False):
     require: tuple[tuple[str, Row | None], ...] = ()
     put: tuple[tuple[str, Row], ...] = ()
@@ -385,6 +399,7 @@ REVOKED = "revoked/"
 ENDINGS = "endings/"
 DELETED = "deleted/"
 TSAS = "tsa/"
+MAINTENANCE_KEY = "maintenance"
 ACCOUNTS = "account/"
 QUOTAS = "quota/"
 SHARES = "share/"

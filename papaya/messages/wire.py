@@ -45,6 +45,7 @@ _rows = msgspec.json.Decoder(
     | storage.EndingsRow
     | storage.DeletedRow
     | storage.AdminAddressRow
+    | storage.MaintenanceRow
     | audit_trail.AuditRow
     | audit_trail.AuditHeadRow
     | audit_trail.AuditStartRow

@@ -84,7 +84,7 @@ class LogHandler(logging.Handler):
     ) -> None:
         super().__init__()
         self._form = form
-        self._stream = sys.stderr if stream is None else stream
+        self._stream = stream  # None: stderr, whatever that is when something is written
         self._now = now
         # By key of a record: the end of its window, how many were seen, and the last one.
         self._seen: dict[tuple[object, ...], tuple[float, int, logging.LogRecord]] = {}
@@ -125,8 +125,9 @@ class LogHandler(logging.Handler):
         level = record.levelname.lower()
         fields = {**_fields(record), **more}
         line = _as_json if self._form == "json" else _as_text
-        self._stream.write(line(record.created, level, fields) + "\n")
-        self._stream.flush()
+        stream = self._stream or sys.stderr
+        stream.write(line(record.created, level, fields) + "\n")
+        stream.flush()
 
 
 def _key(record: logging.LogRecord) -> tuple[object, ...]:

@@ -42,6 +42,7 @@ from papaya.messages.storage import (
     ConsumedRow,
     FenceRow,
     LeaderRow,
+    MaintenanceRow,
     Member,
     OptimizerRow,
     RecordRow,
@@ -568,6 +569,8 @@ class Auditor(Observer):
             books.counted[member.session] = row.version
 
     def _check_delete(self, key: str, row: Row, change: Transaction) -> None:
+        if isinstance(row, MaintenanceRow):
+            return  # of no task
         task = _task_in(key)
         if task_key(task) in change.delete:
             self._check_forget(task, row)

@@ -97,6 +97,8 @@ ACCESS: Final[dict[tuple[str, str], AccessRule]] = {
     ("POST", "/admin/accounts"): _OPERATOR,
     ("POST", "/admin/accounts/{account}/revoke"): _OPERATOR,
     ("POST", "/admin/accounts/{account}/quota"): _OPERATOR,
+    ("POST", "/admin/maintenance"): _OPERATOR,
+    ("POST", "/admin/maintenance/end"): _OPERATOR,
     ("GET", "/admin/audit"): _OPERATOR,
     ("POST", "/admin/audit/prune"): _OPERATOR,
 }

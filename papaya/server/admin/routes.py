@@ -12,6 +12,7 @@
     GET  /admin/revocations                                 POST: revoke a device, or undo it
     GET  /admin/accounts                                    POST: add an account
     POST /admin/accounts/{account}/revoke | quota
+    POST /admin/maintenance                                 …/end: let training go on
     GET  /admin/audit?after=N                               POST …/prune: delete exported rows
 
 Errors are {"error", "hint"} with 400, 401, 403, 404, 409, 413, 503 or 507. `Gate` checks the token
@@ -41,11 +42,12 @@ from papaya.http.routes import HttpRoute, Receiver
 from papaya.learning.frozen_file import MAX_FROZEN_BYTES
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.storage import TaskState
-from papaya.server.admin import accounts, bundles, submissions
+from papaya.server.admin import accounts, bundles, maintenance, submissions
 from papaya.server.admin.access import Begin, Caller, Gate, Identifies
 from papaya.server.admin.problems import AdminProblem, Forbidden, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import (
+    BeginMaintenance,
     ChangeReason,
     Evaluate,
     Mark,
@@ -154,6 +156,12 @@ class AdminRoutes:
             self._change("add-account", "/admin/accounts", NewAccount, self._add_account),
             self._change("revoke-account", f"{account}/revoke", RevokeAccount, revoke),
             self._change("set-quota", f"{account}/quota", SetQuota, set_quota),
+            self._change(
+                "begin-maintenance", "/admin/maintenance", BeginMaintenance, self._begin_maintenance
+            ),
+            self._change(
+                "end-maintenance", "/admin/maintenance/end", ChangeReason, self._end_maintenance
+            ),
             self._get("/admin/audit", self._audit),
             self._change("prune-audit-trail", "/admin/audit/prune", PruneTrail, self._prune),
         ]
@@ -216,6 +224,16 @@ class AdminRoutes:
 
     async def _prune(self, _: str, request: PruneTrail, attempt: Attempt) -> object:
         return await self._service.trail.prune(request, attempt)
+
+    async def _begin_maintenance(
+        self, _: str, request: BeginMaintenance, attempt: Attempt
+    ) -> object:
+        await maintenance.begin(self._service, request, attempt)
+        return await self._service.status()
+
+    async def _end_maintenance(self, _: str, request: ChangeReason, attempt: Attempt) -> object:
+        await maintenance.end(self._service, attempt)
+        return await self._service.status()
 
     async def _audit(self, caller: Caller, exchange: Exchange) -> object:
         return await self._service.trail.page(_number(exchange, "after", 0))

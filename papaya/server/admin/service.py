@@ -30,12 +30,14 @@ from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     DELETED,
     LEADER_KEY,
+    MAINTENANCE_KEY,
     REVOKED,
     SHARES,
     TASKS,
     AdminAddressRow,
     EndingsRow,
     LeaderRow,
+    MaintenanceRow,
     ManifestRow,
     OptimizerRow,
     PointRow,
@@ -158,7 +160,8 @@ class AdminService:
         return row, await self.blobs.path(row.parameters)
 
     async def status(self) -> SystemStatus:
-        leader = (await self.state.read((LEADER_KEY,))).get(LEADER_KEY)
+        found = await self.state.read((LEADER_KEY, MAINTENANCE_KEY))
+        leader, under = found.get(LEADER_KEY), found.get(MAINTENANCE_KEY)
         known = leader if isinstance(leader, LeaderRow) else LeaderRow("", 0.0, 0, 0)
         key = admin_address_key(known.holder)
         address = (await self.state.read((key,))).get(key)
@@ -176,6 +179,7 @@ class AdminService:
             clocks=self.live.clocks(),
             leader_admin=address.url if isinstance(address, AdminAddressRow) else "",
             identifies_devices=self._identifies_devices,
+            maintenance=under if isinstance(under, MaintenanceRow) else None,
         )
 
     # -- change -----------------------------------------------------------------------------

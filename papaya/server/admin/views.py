@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from papaya.config import TaskConfig
 from papaya.messages.audit_trail import AuditHeadRow, AuditRow, AuditStartRow
 from papaya.messages.base import BlobKey, NodeId, TaskId
-from papaya.messages.storage import AccountRole, PointRow, TaskState
+from papaya.messages.storage import AccountRole, MaintenanceRow, PointRow, TaskState
 
 Why = Annotated[str, Meta(max_length=500)]
 Version = Annotated[int, Meta(ge=0, le=2**53)]
@@ -210,6 +210,16 @@ class SetShare(Struct, frozen=True):
     why: Why = ""
 
 
+class BeginMaintenance(Struct, frozen=True):
+    """`is_stopped`: also take all tasks from their aggregators now. `for_s`: when devices are told
+    to come back; None if that is unknown.
+    """
+
+    is_stopped: bool = False
+    for_s: Annotated[float, Meta(gt=0, le=30 * 86400)] | None = None
+    why: Why = ""
+
+
 class TaskView(Struct, frozen=True, kw_only=True):
     """A task in one line. Fields that only the leading coordinator knows are else None."""
 
@@ -328,3 +338,5 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
     clocks: tuple[ClockStatus, ...] = ()
     leader_admin: str = ""
     identifies_devices: bool = True
+    maintenance: MaintenanceRow | None = None
+    """Training is stopped in the whole cluster."""

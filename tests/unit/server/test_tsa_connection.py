@@ -54,7 +54,7 @@ def test_the_breaker_opens_when_nobody_answers_and_closes_when_somebody_does(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It accepts connections and never answers. This is logged once, and so is its return."""
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.INFO)
     clock, where = Clock(), f"unix:{tmp_path / 'tsa'}"
     connection = a_connection(clock, tmp_path, where)
     with endpoint.listen(where):
