@@ -81,7 +81,7 @@ PURE = (*GROUND, *MACHINES)
 # it. A module above an entry may be imported (`import random`), but only its entries may be used.
 ALLOWED: tuple[str, ...] = (
     *("__future__", "abc", "bisect", "collections", "dataclasses", "difflib", "enum", "heapq"),
-    *("itertools", "math", "re", "struct", "typing"),
+    *("fractions", "itertools", "math", "re", "struct", "typing"),
     # Remembers results in memory, never on disk.
     "functools",
     # Digests of bytes. Neither makes keys nor reads entropy.
@@ -106,6 +106,12 @@ ALLOWED: tuple[str, ...] = (
     # Compiles arithmetic. `cache=True` keeps machine code in a folder of numba's; it saves time
     # and changes no result.
     *("numba.njit", "numba.types.Array", "numba.types.float32", "numba.types.void"),
+    # Exact decimals with a context of their own, not that of the process.
+    *("decimal.Context", "decimal.Decimal"),
+    # The keystream of a key that is an argument.
+    "cryptography.hazmat.primitives.ciphers.Cipher",
+    "cryptography.hazmat.primitives.ciphers.algorithms",
+    "cryptography.hazmat.primitives.ciphers.modes",
     # Ed25519 signs without entropy (RFC 8032). Making a key needs it: see IMPURE_ATTRIBUTES.
     "cryptography.exceptions.InvalidSignature",
     "cryptography.hazmat.primitives.asymmetric.ed25519.Ed25519PrivateKey",

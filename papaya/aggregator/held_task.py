@@ -33,6 +33,7 @@ from papaya.aggregator import regime
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.pipeline import Pipeline
+from papaya.aggregator.private_sum import counted_examples
 from papaya.aggregator.sessions import (
     Session,
     Sessions,
@@ -823,7 +824,7 @@ class HeldTask:
         ticket = UploadTicket(
             *_session_fields(session),
             staleness=staleness,
-            examples=capped(examples, config.max_examples),
+            examples=counted_examples(config, capped(examples, config.max_examples)),
             upload_by=now + config.upload_timeout_s,
             offer=index,
             pseudonym=session.pseudonym,
@@ -1036,7 +1037,7 @@ class HeldTask:
             for manifest, replaced in self.ledger.replaced_at.items()
             if manifest != self.pipeline.manifest
         }
-        if self.offers is None:
+        if not self.config.is_bound:
             return
         self._to_forget = dict(self._served)
         for record in self.ledger.records.values():
@@ -1076,10 +1077,10 @@ class HeldTask:
         return self._earlier_offers[manifest]
 
     def _may_open(self, manifest: bytes) -> bool:
-        """May an update be the first in a buffer? Under an earlier manifest of a secure task, only
-        if there are enough clients to fill the buffer.
+        """May an update be the first in a buffer? Under an earlier manifest of a secure or private
+        task, only if there are enough clients to fill the buffer.
         """
-        if self.offers is None or manifest == self.pipeline.manifest:
+        if not self.config.is_bound or manifest == self.pipeline.manifest:
             return True
         return len(self._in_flight(manifest)) >= self.ledger.terms[manifest].aggregation_goal
 
@@ -1092,10 +1093,10 @@ class HeldTask:
         ]
 
     def _end_revised(self, now: float) -> Effects:
-        """Secure aggregation: give up the buffers of earlier manifests that can no longer be
-        filled, and end the sessions of clients whose updates fit into no buffer.
+        """In a secure or private task, give up the buffers of earlier manifests that can no longer
+        be filled, and end the sessions of clients whose updates fit into no buffer.
         """
-        if self.offers is None or (now < self.adopts_until and self._expected > 0):
+        if not self.config.is_bound or (now < self.adopts_until and self._expected > 0):
             return []  # clients of the previous holder may still come
         effects: Effects = []
         for manifest, ends in list(self._served.items()):

@@ -54,8 +54,8 @@ class Buffer:
     A lost buffer has seeds at a TSA that no longer exists, or too few clients that have agreed to
     the same manifest. It takes no new members, and is dropped when its members are durable.
 
-    In a secure task, all members have agreed to the same signed manifest: a sum can be unmasked
-    only under one set of public parameters.
+    In a secure or private task, all members have agreed to the same signed manifest: a sum can be
+    unmasked only under one set of public parameters, and has the noise of one.
 
     Invariants: durable <= folded; folded + folding + kept <= goal; each device is a member once.
     """
@@ -63,7 +63,8 @@ class Buffer:
     def __init__(self, target: int, goal: int, manifest: bytes = b"") -> None:
         self.target = target
         self.goal = goal
-        # What the members of a secure task have agreed to. Changes only while the buffer is empty.
+        # What the members of a secure or private task have agreed to. Changes only while the
+        # buffer is empty.
         self.manifest = manifest
         # Members by their state, and sessions whose places are kept.
         self.folding: dict[SessionId, Member] = {}
@@ -232,9 +233,9 @@ class Pipeline:
 
     def _takes(self, buffer: Buffer, manifest: bytes) -> bool:
         """May an update under this manifest be a member? Updates under different manifests can be
-        added, except in secure tasks.
+        added, except in secure and private tasks.
         """
-        return not self.config.is_secure or buffer.taken == 0 or buffer.manifest == manifest
+        return not self.config.is_bound or buffer.taken == 0 or buffer.manifest == manifest
 
     def place(
         self, member: Member, manifest: bytes, sealed: bytes, group: int | None, *, may_open: bool
@@ -271,8 +272,8 @@ class Pipeline:
         return None
 
     def _open(self, buffer: Buffer, manifest: bytes) -> None:
-        """The first member of a secure task's buffer decides what all of them have agreed to."""
-        if self.config.is_secure and buffer.taken == 0:
+        """The first member of a secure or private buffer decides what all have agreed to."""
+        if self.config.is_bound and buffer.taken == 0:
             buffer.manifest = manifest
             buffer.goal = self.ledger.terms[manifest].aggregation_goal
 
@@ -336,9 +337,9 @@ class Pipeline:
 
     @property
     def is_current_earlier(self) -> bool:
-        """Does the buffer of the next version have masked members under an earlier manifest?"""
+        """Does the buffer of the next version have bound members under an earlier manifest?"""
         current = self.current
-        return self.config.is_secure and current.taken > 0 and current.manifest != self.manifest
+        return self.config.is_bound and current.taken > 0 and current.manifest != self.manifest
 
     def holds(self, session: SessionId) -> bool:
         """Does the session have a place in a buffer, or is one kept for it?"""
@@ -378,7 +379,7 @@ class Pipeline:
         current goal, which may be below the number of members that they already have.
         """
         agreed = self.ledger.terms.get(record.manifest)
-        if self.config.is_secure and agreed is not None:
+        if self.config.is_bound and agreed is not None:
             return agreed.aggregation_goal
         return max(self._goal, len(record.members))
 
@@ -403,7 +404,7 @@ class Pipeline:
                 ledger.newest,
                 ledger.optimizer.state,
                 record,
-                ledger.terms.get(record.manifest) if self.config.is_secure else None,
+                ledger.terms.get(record.manifest) if self.config.is_bound else None,
                 self.current.given_up,
             )
             return [step]
@@ -435,7 +436,7 @@ class Pipeline:
         for found in message.sums:
             buffer = self._buffers[found.target]
             members = tuple(buffer.fold(session) for session in found.sessions)
-            manifest = buffer.manifest if self.config.is_secure else b""
+            manifest = buffer.manifest if self.config.is_bound else b""
             records.append(RecordRow(found.target, found.blob, members, found.weight, manifest))
         return self._transact(self.ledger.record(records))
 

@@ -38,6 +38,7 @@ from papaya.aggregator.masked_sum import (
     masked_update,
     unmasked_mean,
 )
+from papaya.aggregator.private_sum import noised_mean
 from papaya.aggregator.work import (
     UNREACHABLE,
     Drop,
@@ -56,7 +57,7 @@ from papaya.aggregator.work import (
     Sum,
 )
 from papaya.config import TaskConfig
-from papaya.errors import OperatorError, UpdateRefused
+from papaya.errors import InvariantError, OperatorError, UpdateRefused
 from papaya.learning import parameters
 from papaya.learning.evaluation import admit_evaluation
 from papaya.learning.kernels import NUMPY, Kernel
@@ -64,6 +65,8 @@ from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import BytesLike, Contribution, WeightedSum, admit
 from papaya.messages.base import BlobKey, SessionId, TaskId
 from papaya.secagg.errors import Implausible
+from papaya.secagg.noise import KEY_BYTES
+from papaya.secagg.words import Entropy
 
 NewBlobs = list[tuple[BlobKey, bytes]]
 Pieces = Sequence[BytesLike]
@@ -157,9 +160,12 @@ class Shards:
         lock: TakeLock = nullcontext,
         release: Callable[[BytesLike], object] = _let_go,
         tsa: Tsa | None = None,
+        entropy: Entropy | None = None,
     ) -> None:
+        """`entropy`: for the noise of private tasks in the clear."""
         self.count = shards
         self._tsa = tsa
+        self._entropy = entropy
         self._kernel = kernel
         self._lock = lock
         self._release = release
@@ -319,11 +325,16 @@ class Shards:
         return update_pieces
 
     def _mean(self, work: Step, total: Total) -> parameters.Vector:
-        if isinstance(total, WeightedSum):
-            return total.mean()
         if work.given_up:
             raise TsaError(work.given_up, "the buffer was given up")
         agreed = work.agreed or work.config
+        if isinstance(total, WeightedSum):
+            if agreed.privacy is None:
+                return total.mean()
+            if self._entropy is None:
+                raise InvariantError("no entropy for the noise of a private task")
+            members = len(work.record.members)
+            return noised_mean(agreed, total, members, self._entropy(KEY_BYTES))
         return unmasked_mean(agreed, work.record, total, self._require_tsa())
 
     def _require_tsa(self) -> Tsa:

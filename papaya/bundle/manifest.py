@@ -22,6 +22,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.owner import OwnerKeys, SignedStatement, Statement
+from papaya.config import PrivacyTerms
 from papaya.config.checks import require
 from papaya.config.metrics import MetricBounds, check_metrics
 from papaya.config.versions import EngineVersion
@@ -96,19 +97,21 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     training_timeout_s: float
     # What leaves the device.
     secure: SecureTerms | None
-    weighting: Literal["examples"]
+    weighting: Literal["examples", "equal", "capped"]
     clip: float | None
     max_staleness: Number
     upload_timeout_s: float
     participation: Participation
     # Minimum number of devices in the sum of an evaluation; 0: no evaluations.
     evaluation_clients: Number
-    privacy: None
+    # The noise of differential privacy, and how often one device takes part over all runs.
+    privacy: PrivacyTerms | None
     # What an evaluation uploads beside the loss. Unset if it is nothing, so that manifests that
     # were signed before there were metrics keep their encoding.
     metrics: tuple[MetricBounds, ...] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
+        self._check_privacy()
         for field in ("training_timeout_s", "upload_timeout_s"):
             value = getattr(self, field)
             require(math.isfinite(value) and value > 0, field, value, "must be above zero", "")
@@ -143,6 +146,22 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     @property
     def metric_bounds(self) -> tuple[MetricBounds, ...]:
         return self.metrics or ()
+
+    def _check_privacy(self) -> None:
+        privacy, weighting = self.privacy, "examples"
+        if privacy is not None:
+            weighting = privacy.weighting
+            limits = Participation(self.participation.gap_s, privacy.max_participations, "task")
+            require(
+                self.participation == limits and self.clip is not None,
+                "privacy",
+                privacy,
+                "needs a clip, and its number of participations over all runs of the task",
+                "",
+            )
+        require(
+            self.weighting == weighting, "weighting", self.weighting, f"must be {weighting}", ""
+        )
 
     @property
     def model_length(self) -> int:

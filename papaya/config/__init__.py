@@ -2,6 +2,7 @@
 
 from papaya.config.deployment import Deployment
 from papaya.config.metrics import MetricBounds, MetricTarget
+from papaya.config.privacy import Privacy, PrivacyTerms
 from papaya.config.server import DeviceConfig, ServerConfig
 from papaya.config.task import (
     MAX_MODEL_LENGTH,
@@ -26,6 +27,8 @@ __all__ = [
     "MetricBounds",
     "MetricTarget",
     "OptimizerConfig",
+    "Privacy",
+    "PrivacyTerms",
     "Requirements",
     "SecureAggregation",
     "ServerConfig",

@@ -14,7 +14,7 @@ import math
 import re
 from typing import Annotated, Literal, get_args
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from papaya.config.checks import (
     MAX_COUNT,
@@ -24,10 +24,20 @@ from papaya.config.checks import (
     require_positive_s,
 )
 from papaya.config.metrics import PERPLEXITY, MetricBounds, MetricTarget, check_metrics
+from papaya.config.privacy import Privacy
 from papaya.config.versions import EngineVersion
 from papaya.errors import ConfigError
 from papaya.secagg import fixed_point
-from papaya.secagg.parameters import EXTRA_WORDS, MAX_GOAL, PublicParameters
+from papaya.secagg.errors import ParametersError
+from papaya.secagg.parameters import (
+    EXTRA_WORDS,
+    MAX_GOAL,
+    MIN_PRIVATE_GOAL,
+    PRIVATE_EXTRA_WORDS,
+    PRIVATE_SCHEME,
+    PublicParameters,
+)
+from papaya.secagg.unmask import chance_of_random_words
 
 Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _TASK_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -38,6 +48,7 @@ _STALENESS_OF_DEVICES = 1000  # the default limit of a device's own policy
 # task that has a single version. Devices compare them with the offer they get.
 EVALUATION_CLIP = 2.0**13 - 1
 EVALUATION_MAX_STALENESS = 1
+_RARE = 2.0**-32
 _FLOAT32_MAX = 3.4028234663852886e38
 _FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -221,13 +232,18 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
     evaluates: Evaluated | None = None
     metrics: tuple[MetricBounds, ...] = ()
     perplexity: bool = False
+    privacy: Privacy | None = None
 
     def __post_init__(self) -> None:
+        if self.privacy is not None:
+            self._take_from(self.privacy)
         self._check_size()
         self._check_regime()
         self._check_times()
         self._check_participation()
         self._check_lifecycle()
+        if self.privacy is not None:
+            self._check_privacy()
         if self.secure_aggregation is not None:
             self._check_secure_aggregation(self.secure_aggregation)
 
@@ -260,14 +276,21 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         return self.secure_aggregation is not None
 
     @property
+    def is_bound(self) -> bool:
+        """Must all members of a buffer have agreed to the same manifest?"""
+        return self.is_secure or self.privacy is not None
+
+    @property
     def model_bytes(self) -> int:
         return 4 * self.model_length
 
     @property
     def update_bytes(self) -> int:
-        """The size of an upload. A masked vector also carries its weight and a constant."""
-        extra = EXTRA_WORDS if self.is_secure else 0
-        return 4 * (self.model_length + extra)
+        """The size of an upload. A masked vector also carries a constant and, unless there is
+        noise, its weight.
+        """
+        extra = EXTRA_WORDS if self.privacy is None else PRIVATE_EXTRA_WORDS
+        return 4 * (self.model_length + (extra if self.is_secure else 0))
 
     @property
     def public_parameters(self) -> PublicParameters | None:
@@ -277,6 +300,9 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         assert self.clip is not None
         pinned, manifest = self.evaluates, self.requirements.manifest or ""
         kind: Literal["train", "evaluate"] = "train" if pinned is None else "evaluate"
+        terms = None if self.privacy is None else self.privacy.terms
+        private = {} if terms is None else structs.asdict(terms) | {"scheme": PRIVATE_SCHEME}
+        weighting = {"weighting": "examples" if pinned is None else "none"}
         return PublicParameters(
             task=self.task,
             length=self.model_length,
@@ -285,10 +311,10 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             clip=float(self.clip),
             max_examples=self.max_examples,
             max_staleness=self.max_staleness,
-            weighting="examples" if pinned is None else "none",
             manifest=manifest,
             kind=kind if manifest else "",
             number=pinned.version if pinned is not None and manifest else 0,
+            **(weighting | private),
         )
 
     @property
@@ -346,12 +372,48 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
                 f"tasks that allow more than {_STALENESS_OF_DEVICES}, unless their owners "
                 "raise maximum_staleness"
             )
+        if self.privacy is not None:
+            found += self._privacy_warnings(self.privacy)
         if self.durability == "step":
             found.append(
                 "durability = 'step': acknowledged updates of an open buffer are lost in a crash, "
                 "or when the outcome of its commit is unknown"
             )
         return found
+
+    def _privacy_warnings(self, privacy: Privacy) -> list[str]:
+        found, terms, goal = [], privacy.terms, self.aggregation_goal
+        noise = terms.noise_multiplier * math.sqrt(self.model_length)
+        ratio = noise / (goal * terms.expected_weight)
+        if ratio > 1:
+            found.append(
+                f"the noise of a step is about {ratio:.3g} times as long as its longest signal: "
+                f"noise_multiplier = {terms.noise_multiplier:g}, {self.model_length} parameters, "
+                f"aggregation_goal = {goal}, expected_weight = {terms.expected_weight:g}; a larger "
+                "goal, fewer participations or a larger epsilon lower it"
+            )
+        if terms.delta * 10 * self.concurrency > 1:
+            found.append(
+                f"privacy.delta = {terms.delta:g} is large for a fleet with {self.concurrency} "
+                "clients at a time: with this probability nothing is promised; take less than one "
+                "divided by the number of devices"
+            )
+        if self.secure_aggregation is None:
+            found.append(
+                "privacy without secure aggregation: the operator of the servers sees every "
+                "update and is trusted to add the noise"
+            )
+        elif (chance := chance_of_random_words(goal, self._parameters())) > _RARE:
+            found.append(
+                f"a model of {self.model_length} parameters is too small to notice an update of "
+                f"random words: such a sum passes with a probability of up to {chance:.2g}"
+            )
+        return found
+
+    def _parameters(self) -> PublicParameters:
+        parameters = self.public_parameters
+        assert parameters is not None
+        return parameters
 
     def _check_size(self) -> None:
         require(
@@ -462,6 +524,47 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             "leave evaluation out",
         )
 
+    def _take_from(self, privacy: Privacy) -> None:
+        """Clip and participations are settings of the privacy; a second value must be the same."""
+        for field, wanted in (
+            ("clip", privacy.clip),
+            ("max_participations", privacy.max_participations),
+        ):
+            mine = getattr(self, field)
+            require(
+                mine is None or mine == wanted,
+                field,
+                mine,
+                f"differs from privacy.{field} = {wanted}",
+                f"leave {field} out",
+            )
+            structs.force_setattr(self, field, wanted)
+
+    def _check_privacy(self) -> None:
+        require(
+            self.aggregation_goal >= MIN_PRIVATE_GOAL,
+            "aggregation_goal",
+            self.aggregation_goal,
+            f"must be at least {MIN_PRIVATE_GOAL} with privacy",
+            "noise is shared by the members of a sum: take a hundred or more",
+        )
+        require(
+            self.evaluation is None,
+            "evaluation",
+            self.evaluation,
+            "evaluations of a private task would reveal what the noise hides",
+            "leave evaluation out, and evaluate exported models on data of your own",
+        )
+
+    def _check_private_parameters(self) -> None:
+        try:
+            self._parameters()
+        except ParametersError as error:
+            raise ConfigError(
+                str(error),
+                hint="lower aggregation_goal, or choose epsilon, clip or the model differently",
+            ) from error
+
     def _check_secure_aggregation(self, secure: SecureAggregation) -> None:
         goal = self.aggregation_goal
         if secure.threshold is not None:
@@ -481,6 +584,9 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
                 "secure aggregation needs a norm bound",
                 "set clip: the fixed-point encoding is scaled to it",
             )
+        if self.privacy is not None:
+            self._check_private_parameters()
+            return
         needed = fixed_point.needed_levels(self.model_length, self.max_examples)
         largest = min(fixed_point.largest_goal(needed), MAX_GOAL)
         remedy = f"lower aggregation_goal (or concurrency) below {largest + 1}"

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from papaya.bundle import archive
 from papaya.bundle.archive import MAX_ARCHIVE_BYTES
@@ -95,6 +95,8 @@ class Bundle(Struct, frozen=True):
             manifest=manifest.digest,
             aggregation_goal=None if manifest.secure is None else manifest.secure.aggregation_goal,
             metrics=manifest.metrics,
+            privacy=manifest.privacy or UNSET,
+            collection=manifest.examples.collection,
         )
 
     def check_evaluation(self, clients: int | None = None) -> None:
@@ -198,11 +200,16 @@ class BundleStore:
 
     def without_examples(self, store: ExampleStore) -> dict[str, str]:
         """Accepted bundles for which a device has nothing to train on, and why, as in `refused`."""
+        return self.barred(
+            lambda bundle: store.why_none(bundle.manifest.examples.collection, bundle.manifest.task)
+        )
+
+    def barred(self, why_not: Callable[[Bundle], str]) -> dict[str, str]:
+        """Accepted bundles that a device cannot train now, and why, as in `refused`."""
         found = {}
         for key, bundle in list(self._ready.items()):
-            manifest = bundle.manifest
-            if problem := store.why_none(manifest.examples.collection, manifest.task):
-                found[refused(bundle.run, key)] = f"{manifest.task}: {problem}"
+            if problem := why_not(bundle):
+                found[refused(bundle.run, key)] = f"{bundle.manifest.task}: {problem}"
         return found
 
     def refuse(self, name: str, reason: str, now: float, words: str) -> None:

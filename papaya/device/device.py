@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Self
@@ -31,7 +31,7 @@ from papaya.client.client import Client, Stage
 from papaya.client.work import Finish
 from papaya.config import DeviceConfig
 from papaya.credentials.token_files import Secret
-from papaya.device.bundles import BundleStore, VisitBundles
+from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.device_file import DeviceHistory
 from papaya.device.download import DownloadsFrom
 from papaya.device.events import (
@@ -46,6 +46,7 @@ from papaya.device.events import (
 )
 from papaya.device.example_store import ExampleStore
 from papaya.device.executor import GivenUp
+from papaya.device.ledger import PlannedUse, PrivacyAccount, PrivacyLedger
 from papaya.device.process import DeviceProcess
 from papaya.device.selectors import check_urls
 from papaya.device.training import Trainer
@@ -101,19 +102,29 @@ class Device:
         addresses = check_urls(selectors)
         secret = None if token is None else Secret(token)
         self.store = ExampleStore(store, policies)
-        try:
-            self._history = DeviceHistory(store)
-        except BaseException:
-            self.store.close()
-            raise
+        with ExitStack() as opened:
+            opened.callback(self.store.close)
+            self._history = opened.enter_context(DeviceHistory(store))
+            self._ledger = opened.enter_context(PrivacyLedger(store))
+            opened.pop_all()
+        self._account = PrivacyAccount(self._ledger, self.store)
         self._equipment = Equipment(
-            process, addresses, secret, self._config, self.store, self._history, trainer, bundles
+            process,
+            addresses,
+            secret,
+            self._config,
+            self.store,
+            self._history,
+            trainer,
+            bundles,
+            self._account,
         )
         self._visit: DeviceVisit | None = None
         self._stopping = asyncio.Event()
         self._failures = 0
 
     def close(self) -> None:
+        self._ledger.close()
         self._history.close()
         self.store.close()
 
@@ -171,8 +182,16 @@ class Device:
 
     async def _excluded(self, store: BundleStore) -> dict[str, str]:
         """Bundles that this device does not train now, as a check-in names them, and why."""
-        refused = store.refused(self._process.now())
-        return refused | await asyncio.to_thread(store.without_examples, self.store)
+        now = self._process.now()
+
+        def why_not(bundle: Bundle) -> str:
+            manifest, share = bundle.manifest, store.policy_of(bundle).budget_share
+            use = PlannedUse(bundle.terms, manifest.owner, manifest.task, share, evaluates=False)
+            return self._account.why_not(use, now)
+
+        without_examples = await asyncio.to_thread(store.without_examples, self.store)
+        over_budget = await asyncio.to_thread(store.barred, why_not)
+        return store.refused(now) | without_examples | over_budget
 
     async def _prepare(self, task: TaskId, head_key: BlobKey) -> str:
         """Fetch the bundle of a task, outside any session. Returns the problem, if there is one."""

@@ -313,7 +313,7 @@ def _load_bundle(
         raise OperatorError("the model does not have the frozen tensors in the manifest", hint="")
     if loaded.task.metric_bounds != manifest.metric_bounds:
         raise OperatorError("the task does not have the metrics in the manifest", hint="")
-    task = structs.replace(loaded.task, client=manifest.client, clip=manifest.clip)
+    task = structs.replace(loaded.task, client=manifest.client, clip=manifest.clip, privacy=None)
     return TorchEngine(dataclasses.replace(loaded, task=task))
 
 
@@ -352,7 +352,9 @@ def _load_task(path: str) -> tuple[TrainingEngine, TaskFile]:
     loaded = load_task(Path(path))
     from papaya.learning.torch.engine import TorchEngine
 
-    terms, task = TaskTerms.of(loaded.config()), loaded.task
+    task = loaded.task
+    collection = task.examples.collection
+    terms = structs.replace(TaskTerms.of(loaded.config()), collection=collection)
     file = TaskFile(path, task.name, loaded.module_hash, terms, task.examples)
     return TorchEngine(loaded), file
 

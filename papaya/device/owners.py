@@ -13,6 +13,7 @@ A TOML file of the person who runs the device, never of a server:
     max_download_mb = 64         # program and frozen tensors of one task
     max_participations = 100     # in one task, over all of its runs
     min_gap_s = 3600             # between two of them
+    budget_share = 0.5           # of the privacy budget of each collection
 
 Refused: a manifest that asks for more than its owner is allowed.
 """
@@ -52,6 +53,7 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     max_download_mb: int = 64
     max_participations: int = 1000
     min_gap_s: float = 0.0
+    budget_share: float = 1.0
 
     def __post_init__(self) -> None:
         for field in ("key", "recovery"):
@@ -64,6 +66,13 @@ class OwnerPolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         if self.max_memory_mb is not None:
             require_count("max_memory_mb", self.max_memory_mb)
         require_positive_s("max_training_s", self.max_training_s)
+        require(
+            0 < self.budget_share <= 1,
+            "budget_share",
+            self.budget_share,
+            "must be above 0 and at most 1",
+            "it is a share of the privacy budget of each collection",
+        )
 
     @property
     def pin(self) -> OwnerPin:

@@ -21,9 +21,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
@@ -37,7 +39,7 @@ from papaya.learning.parameters import FLOAT32
 from papaya.messages.base import TaskId
 from papaya.secagg.errors import SecureAggregationError
 from papaya.secagg.offer import Offer
-from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.parameters import PRIVATE_SCHEME, SCHEME, PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.over_http import over_http
@@ -52,6 +54,15 @@ _DIFFERS = (
     "nothing was masked; compare the task (papaya task show) with this device's task file and with "
     "the policy of --trust"
 )
+
+
+TagOf: TypeAlias = Callable[[bytes], bytes]
+"""The device's tag for public parameters with this hash; kept durably (`ledger.py`)."""
+
+
+def no_tag(parameters_hash: bytes) -> bytes:
+    """Of a device without a ledger: it takes part in no private task."""
+    raise ProtocolError("this device has no ledger for a private task")
 
 
 def agreed_policy(
@@ -77,6 +88,7 @@ def agreed_policy(
         )
     if terms.clip is None:
         raise ProtocolError(f"task {task} has no clip, which secure aggregation requires")
+    private = structs.asdict(terms.privacy) if terms.privacy else {}
     return ParticipantPolicy(
         task=task,
         length=terms.model_length,
@@ -88,6 +100,8 @@ def agreed_policy(
         manifest=terms.manifest,
         aggregation_goal=terms.aggregation_goal,
         threshold=terms.threshold if terms.manifest else None,
+        scheme=PRIVATE_SCHEME if terms.privacy else SCHEME,
+        **private,
     )
 
 
@@ -120,7 +134,9 @@ class Trust:
                 "it from a backup; without it this device would accept an older log",
             ) from error
 
-    async def seal_aside(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
+    async def seal_aside(
+        self, work: Seal, terms: TaskTerms, *, evaluates: bool, tag: TagOf = no_tag
+    ) -> Sealed:
         """Seal on a daemon thread: a slow log delays neither the loop nor the process's end."""
         loop = asyncio.get_running_loop()
         sealed: asyncio.Future[Sealed] = loop.create_future()
@@ -136,7 +152,7 @@ class Trust:
         def run() -> None:
             result: Sealed | Exception
             try:
-                result = self.seal(work, terms, evaluates=evaluates)
+                result = self.seal(work, terms, evaluates=evaluates, tag=tag)
             except Exception as error:
                 result = error
             with suppress(RuntimeError):  # the loop is closed
@@ -145,7 +161,7 @@ class Trust:
         Thread(target=run, name="papaya-seal", daemon=True).start()
         return await sealed
 
-    def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool) -> Sealed:
+    def seal(self, work: Seal, terms: TaskTerms, *, evaluates: bool, tag: TagOf = no_tag) -> Sealed:
         """Make all checks, then seal. Raises ProtocolError at the first check that fails."""
         offered = work.offer
         try:
@@ -157,7 +173,8 @@ class Trust:
                 np.frombuffer(work.update, FLOAT32), work.examples, work.version
             )
             offer = Offer.decode(offered.offer)
-            done = update.seal(agreed, offer, work.current, self._now(), os.urandom)
+            own_tag = tag(parameters.digest()) if parameters.is_private else b""
+            done = update.seal(agreed, offer, work.current, self._now(), os.urandom, own_tag)
         except SecureAggregationError as error:
             raise ProtocolError(f"{error.reason}: {error}", hint=_DIFFERS) from error
         except OSError as error:

@@ -9,11 +9,17 @@ are declared on the device, in TOML or by the app, and never by a server:
     max_count = 10000                  # the oldest go first
     max_bytes = 67108864
 
+    [collections.keyboard.budget]      # differential privacy (docs/privacy.md); none by default
+    epsilon = 8.0
+    delta = 1e-7
+    window_s = 7776000                 # renewed after so long; by default never
+
 Nothing is allowed by default: no task may use a collection without `tasks`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -23,10 +29,46 @@ from msgspec import Struct
 
 from papaya.config.checks import require, require_count, require_positive_s
 from papaya.errors import ConfigError
+from papaya.privacy.accountant import mu_for
+from papaya.secagg.parameters import MAX_DELTA, MIN_DELTA
 
 MAX_COLLECTIONS = 256
 MAX_PATTERNS = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+
+class PrivacyBudget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What may be spent on a collection in any period of `window_s`; None: in all."""
+
+    epsilon: float
+    delta: float
+    window_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.epsilon < math.inf,
+            "budget.epsilon",
+            self.epsilon,
+            "must be finite and above zero",
+            "common values are from 1 to 10; smaller is more private",
+        )
+        require(
+            MIN_DELTA <= self.delta <= MAX_DELTA,
+            "budget.delta",
+            self.delta,
+            f"must be from {MIN_DELTA:g} to {MAX_DELTA:g}",
+            "take less than one divided by the number of devices, for example 1e-7",
+        )
+        if self.window_s is not None:
+            require_positive_s("budget.window_s", self.window_s)
+
+    @property
+    def rho(self) -> float:
+        return mu_for(self.epsilon, self.delta) ** 2 / 2
+
+    def begins(self, now: float) -> float:
+        """Charges after this time count."""
+        return -math.inf if self.window_s is None else now - self.window_s
 
 
 class UsePolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -38,8 +80,10 @@ class UsePolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_bytes: int = 64 << 20
     validation: float = 0.1
     test: float = 0.1
+    budget: PrivacyBudget | None = None
 
     def __post_init__(self) -> None:
+        self._check_budget()
         require_positive_s("max_age_s", self.max_age_s)
         for field in ("max_count", "max_bytes"):
             require_count(field, getattr(self, field))
@@ -57,6 +101,17 @@ class UsePolicy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
             self.tasks,
             f"must have at most {MAX_PATTERNS} tasks or patterns, none of them empty",
             'list tasks, for example ["next-word", "emoji-*"]',
+        )
+
+    def _check_budget(self) -> None:
+        window_s = None if self.budget is None else self.budget.window_s
+        require(
+            window_s is None or window_s >= self.max_age_s,
+            "budget.window_s",
+            window_s,
+            f"is shorter than max_age_s = {self.max_age_s:g}: an example could be used under two "
+            "budgets",
+            "make the window at least as long as examples are kept, or leave it out",
         )
 
     def allows(self, task: str) -> bool:

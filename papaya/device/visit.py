@@ -42,8 +42,10 @@ from papaya.device.bundles import Bundle, BundleStore, VisitBundles
 from papaya.device.download import task_of
 from papaya.device.example_store import ExampleStore, UseRefused
 from papaya.device.executor import GivenUp
+from papaya.device.ledger import PlannedUse, PrivacyAccount
 from papaya.device.process import DeviceProcess
 from papaya.device.training import Trainer, TrainingRequest
+from papaya.device.trust import no_tag
 from papaya.errors import PapayaError, ProtocolError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.machine import Effects
@@ -75,6 +77,7 @@ class Equipment(NamedTuple):
     history: Participations
     trainer: Trainer
     bundles: BundleStore | None = None
+    account: PrivacyAccount | None = None
 
 
 class DeviceVisit:
@@ -102,6 +105,8 @@ class DeviceVisit:
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._tasks: dict[asyncio.Task[None], bool] = {}  # is it a goodbye?
         self._parameters = b""
+        # Was the cost of this participation written to the ledger?
+        self._is_charged = False
         self._finish: Finish | None = None
 
     async def run(self) -> Finish:
@@ -253,6 +258,7 @@ class DeviceVisit:
             )
         if joined.secure and self._process.trust is None:
             raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)  # now, not after training
+        self._check_budget()
         limit = self._process.limits.max_model_bytes
         if 4 * max(joined.model_length, joined.update_length) > limit:
             raise GivenUp(
@@ -260,6 +266,25 @@ class DeviceVisit:
                 f"the task has {joined.model_length} parameters and updates of "
                 f"{joined.update_length} values, above this device's limit of {limit} bytes",
             )
+
+    def _check_budget(self) -> None:
+        account, use = self._equipment.account, self._use()
+        if account is None:
+            if use.terms is not None and use.terms.privacy:
+                raise GivenUp("declined", "this device has no ledger for a private task")
+        elif reason := account.why_not(use, self._process.now()):
+            raise GivenUp("declined", reason, hint="papaya client budget shows what was spent")
+
+    def _use(self) -> PlannedUse:
+        """What this visit would be charged for."""
+        joined, bundles = self.machine.joined, self._equipment.bundles
+        assert joined is not None
+        program = task_of(joined.parameters)
+        terms, bundle = self._equipment.trainer.terms(program), self._bundle(program)
+        if bundle is None or bundles is None:
+            return PlannedUse(terms, "", program, 1.0, joined.evaluates)
+        share, manifest = bundles.policy_of(bundle).budget_share, bundle.manifest
+        return PlannedUse(terms, manifest.owner, manifest.task, share, joined.evaluates)
 
     def _check_manifest(self, program: TaskId) -> None:
         """Check that this visit trains under the manifest that it joined under. Another visit of
@@ -316,20 +341,30 @@ class DeviceVisit:
             if bundle is not None and joined.evaluates:
                 offered = PublicParameters.decode(effect.offer.parameters)
                 bundle.check_evaluation(offered.aggregation_goal)
-            done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates)
+            account = self._equipment.account
+            tag = no_tag if account is None else account.tag
+            done = await trust.seal_aside(effect, terms, evaluates=joined.evaluates, tag=tag)
         except Exception as error:  # whatever goes wrong, nothing was masked
             self._fail(error, "untrusted")
         else:
             self._inbox.put_nowait(done)
 
     async def _remember(self, effect: Remember) -> bool:
+        """Write the participation and its cost, before the first byte of the update is sent."""
         history = self._equipment.history
         try:
+            await asyncio.to_thread(self._spend)
             await asyncio.to_thread(history.remember, effect.task, effect.participated)
         except PapayaError as error:
             self._fail(error, "storage")
             return False
         return True
+
+    def _spend(self) -> None:
+        account = self._equipment.account
+        if account is not None and not self._is_charged:
+            account.spend(self._use(), self._process.now())
+            self._is_charged = True
 
 
 def _check_update(trained: Trained, length: int) -> None:

@@ -22,6 +22,8 @@ from papaya.config import (
     EvaluationPlan,
     MetricBounds,
     OptimizerConfig,
+    Privacy,
+    PrivacyTerms,
     Requirements,
     SecureAggregation,
     StopRule,
@@ -127,6 +129,9 @@ class TaskTerms(Struct, frozen=True):
     metrics: tuple[MetricBounds, ...] | UnsetType = UNSET
     """What an evaluation uploads beside the loss. Unset if it is nothing: program files have one
     encoding, and those without metrics have no such field."""
+    privacy: PrivacyTerms | UnsetType = UNSET
+    collection: str | UnsetType = UNSET
+    """The examples that the task uses. Unset in a program file, which names them elsewhere."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:
@@ -138,6 +143,7 @@ class TaskTerms(Struct, frozen=True):
             clip=config.clip,
             threshold=config.threshold,
             metrics=config.metrics or UNSET,
+            privacy=UNSET if config.privacy is None else config.privacy.terms,
         )
 
     @property
@@ -189,9 +195,12 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     metrics: Mapping[str, Metric | Callable[..., Any]] = {}
     perplexity: bool = False
     frozen: str | None = None
+    privacy: Privacy | None = None
     sample: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
+        if self.privacy is not None and self.clip is None:
+            structs.force_setattr(self, "clip", self.privacy.clip)
         for field in ("model", "loss"):
             value = getattr(self, field)
             require(callable(value), field, value, "must be callable", f"give a function: {field}=")
@@ -272,4 +281,5 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             evaluation=self.evaluation,
             metrics=self.metric_bounds,
             perplexity=self.perplexity,
+            privacy=self.privacy,
         )

@@ -151,6 +151,7 @@ def revise(
     fixed = {
         "model_length": (old.model_length, config.model_length),
         "secure_aggregation": (old.is_secure, config.is_secure),
+        "privacy": (old.privacy is not None, config.privacy is not None),
     }
     if changed := [field for field, (before, after) in fixed.items() if before != after]:
         raise OperatorError(

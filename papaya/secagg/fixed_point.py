@@ -23,6 +23,8 @@ import numpy as np
 from papaya.secagg.errors import UpdateError
 from papaya.secagg.words import BLOCK, SIGNED, Reals, Words
 
+NOISE_DEVIATIONS: Final = 9  # for which a sum with noise has room
+SMALLEST_SIGMA: Final = 64  # steps; less noise cannot be made (noise.py)
 _HALF_GROUP: Final = 2**31 - 1
 _FLOAT64: Final = np.dtype("<f8")
 
@@ -36,6 +38,16 @@ _FLOAT64_SLACK: Final = 9 * 2.0**-22
 def levels(aggregation_goal: int) -> int:
     """How many steps one coordinate of one update has to either side of zero."""
     return _HALF_GROUP // aggregation_goal - 1
+
+
+def private_levels(aggregation_goal: int, noise_multiplier: float) -> int:
+    """The same, with noise: the most with K x levels + 9 sigma within the group, where sigma is
+    noise_multiplier x levels. Computed in whole numbers.
+    """
+    numerator, denominator = noise_multiplier.as_integer_ratio()
+    return (
+        _HALF_GROUP * denominator // (aggregation_goal * denominator + NOISE_DEVIATIONS * numerator)
+    )
 
 
 def largest_goal(wanted_levels: int) -> int:

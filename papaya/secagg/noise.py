@@ -33,11 +33,11 @@ import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from papaya.secagg.errors import ParametersError
+from papaya.secagg.fixed_point import SMALLEST_SIGMA
 from papaya.secagg.words import WORD, Words
 
 KEY_BYTES: Final = 16
 NOISE_BLOCK: Final = 1 << 14  # words
-SMALLEST_SIGMA: Final = 64
 LARGEST_SIGMA: Final = 2**28
 DISTANCE: Final = 2.0**-100
 """Total variation between a word of noise and the rounded Gaussian, at most."""

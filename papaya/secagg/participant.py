@@ -13,6 +13,10 @@ Paper, "Protocol Detail", steps 3 and 4: "client i validates the signature and a
   server that lies about versions can damp updates by up to sqrt(1 + max_staleness), so that the one
   it wants to learn about dominates the sum.
 
+- *A device is in a private sum once.* It seals a tag with each seed, the same one for all its
+  updates under the same public parameters, and the TSA takes a tag into a group once. And its words
+  are never longer than the noise allows for: the sum of their squares is checked in whole numbers.
+
 The device checks evidence (attestation), then `Terms` (policy), then the offer, and masks nothing
 before all have passed. The caller clips the norm of the update. Here single coordinates are
 clamped, and NaN and infinity are refused. Counts are not weighted: they are refused if they would
@@ -32,14 +36,16 @@ from papaya.secagg.errors import OfferRefused, UpdateError
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.mask import SEED_BYTES, Mask
 from papaya.secagg.offer import KEY_BYTES, Offer
-from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import BLOCK, WORD, Entropy, Reals, Words, blocks
+from papaya.secagg.parameters import SCHEME, PublicParameters
+from papaya.secagg.words import BLOCK, SIGNED, WORD, Entropy, Reals, Words, blocks
 
 DEFAULT_MINIMUM_THRESHOLD: Final = 10
 DEFAULT_MAXIMUM_STALENESS: Final = 1000
+_A_LITTLE_LESS: Final = 1 - 2.0**-20
 _OPTIONAL: Final = ("aggregation_goal", "threshold")
 _COMPARED: Final = (
-    *("manifest", "task", "length", "clip", "max_examples", "max_staleness", "weighting"),
+    *("scheme", "manifest", "task", "length", "clip", "max_examples", "max_staleness", "weighting"),
+    *("noise_multiplier", "delta", "max_participations", "expected_weight"),
     *_OPTIONAL,
 )
 
@@ -64,6 +70,11 @@ class ParticipantPolicy:
     manifest: str = ""
     aggregation_goal: int | None = None
     threshold: int | None = None
+    scheme: str = SCHEME
+    noise_multiplier: float = 0.0
+    delta: float = 0.0
+    max_participations: int = 0
+    expected_weight: float = 0.0
 
     def check(self, parameters: PublicParameters) -> None:
         """Raises OfferRefused at the first difference."""
@@ -95,7 +106,7 @@ class Terms:
 def weight_and_damping(
     parameters: PublicParameters, examples: int, staleness: int
 ) -> tuple[float, float]:
-    """min(n, max_examples)/max_examples, and the paper's 1/sqrt(1 + s); both at most 1."""
+    """min(n, max_examples)/max_examples or 1, and the paper's 1/sqrt(1 + s); both at most 1."""
     if not examples >= 1:
         raise UpdateError("examples", f"examples = {examples}: an update needs at least one")
     if not 0 <= staleness <= parameters.max_staleness:
@@ -103,8 +114,10 @@ def weight_and_damping(
         raise OfferRefused("staleness", message)
     if parameters.weighting == "none":
         return 1.0, 1.0
-    weight = min(examples, parameters.max_examples) / parameters.max_examples
-    return weight, 1.0 / math.sqrt(1.0 + staleness)
+    damping = 1.0 / math.sqrt(1.0 + staleness)
+    if parameters.weighting == "equal":
+        return 1.0, damping
+    return min(examples, parameters.max_examples) / parameters.max_examples, damping
 
 
 class UnsealedUpdate:
@@ -118,20 +131,31 @@ class UnsealedUpdate:
         self._initial_version = initial_version
 
     def seal(
-        self, terms: Terms, offer: Offer, current_version: int, now: float, entropy: Entropy
+        self,
+        terms: Terms,
+        offer: Offer,
+        current_version: int,
+        now: float,
+        entropy: Entropy,
+        tag: bytes = b"",
     ) -> SealedUpdate:
-        """Masks the update and seals its seed for this offer. Raising leaves it unsealed."""
+        """Masks the update and seals its seed for this offer. Raising leaves it unsealed.
+
+        `tag`: what this device has drawn for these public parameters, if they are private.
+        """
         if self._delta is None:
             message = "this update was already sealed: send the same bytes again, or drop it"
             raise UpdateError("already_sealed", message)
         parameters = terms.parameters
+        if len(tag) != (channel.DEVICE_TAG_BYTES if parameters.is_private else 0):
+            raise UpdateError("tag", f"a tag of {len(tag)} bytes for {parameters.scheme}")
         parameters_hash = parameters.digest()
         offer.verify(terms.identity_public_key, parameters_hash, now)
         staleness = current_version - self._initial_version
         weight, damping = weight_and_damping(parameters, self._examples, staleness)
         seed, private_key = entropy(SEED_BYTES), entropy(KEY_BYTES)
         masked = _masked(self._delta, weight, damping, parameters, seed)
-        sealed = channel.seal(seed, private_key, offer.key, offer.context(parameters_hash))
+        sealed = channel.seal(seed, private_key, offer.key, offer.context(parameters_hash), tag)
         self._delta = None
         return SealedUpdate(parameters_hash, offer.index, sealed, masked)
 
@@ -143,28 +167,57 @@ class UnsealedUpdate:
 def _masked(
     delta: Reals, weight: float, damping: float, parameters: PublicParameters, seed: bytes
 ) -> Words:
-    """The update times its weight, then the weight, then 1; all of it plus the mask."""
+    """The update times its weight, then the weight unless there is noise, then 1; all of it plus
+    the mask.
+    """
     if delta.shape != (parameters.length,):
         message = f"update of shape {delta.shape} for {parameters.length} parameters"
         raise UpdateError("length", message)
     if parameters.weighting == "none":
         _check_counts(delta, parameters.clip)
-    levels = parameters.levels
-    encoder = Encoder(weight * damping * parameters.scale, parameters.most_steps)
-    mask = Mask(seed)
+    factor = weight * damping * parameters.scale
     masked = np.empty(parameters.vector_words, WORD)
+    masked[-1] = 1
+    if parameters.is_private:
+        _encode_within(delta, factor, parameters.levels, masked[:-1])
+    else:
+        masked[-2] = round(weight * parameters.levels)
+    encoder, mask = Encoder(factor, parameters.most_steps), Mask(seed)
     scratch = np.empty(min(masked.size, BLOCK), WORD)
-    masked[-2:] = (round(weight * levels), 1)
     for block in blocks(masked.size):
         part = masked[block]
         values = delta[block]
-        if values.size:
+        if values.size and not parameters.is_private:
             encoder.encode_into(values, part[: values.size])
         words = scratch[: part.size]
         mask.next_into(words)
         np.add(part, words, out=part)
     masked.flags.writeable = False
     return masked
+
+
+def _encode_within(delta: Reals, factor: float, longest: int, words: Words) -> None:
+    """Encode, and shrink the update until its words are not longer than this."""
+    while True:
+        encoder = Encoder(factor, longest)
+        for block in blocks(delta.size):
+            encoder.encode_into(delta[block], words[block])
+        found = squared_length(words)
+        if found <= longest * longest:
+            return
+        factor *= longest / math.sqrt(found) * _A_LITTLE_LESS
+
+
+def squared_length(words: Words) -> int:
+    """The sum of the squares of signed words, exactly."""
+    total = 0
+    for block in blocks(words.size):
+        values = words[block].view(SIGNED).astype(np.int64)
+        high, low = values >> 16, values & 0xFFFF
+        # Each product is below 2^32, and a block has 2^17 words.
+        squares, crossed, rest = int(high @ high), int(high @ low), int(low @ low)
+        total += (squares << 32) + (crossed << 17) + rest
+    return total
 
 
 def _check_counts(values: Reals, most: float) -> None:

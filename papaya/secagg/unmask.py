@@ -10,6 +10,9 @@ honest clients satisfies four rules (ADR 0024):
 - the norm is at most what updates within the clip can add up to. Noise in even a few coordinates
   exceeds it.
 
+With noise the weight is not part of the sum, and coordinates and norm may be larger by what noise
+adds with any likelihood: 9 standard deviations, and one of 2^-64 for the norm (ADR 0074).
+
 Other sums are refused (Implausible): the caller drops the buffer, counts it, and makes no step. A
 sum that passes may still be poisoned (docs/limitations.md).
 
@@ -28,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from papaya.secagg.errors import Implausible
-from papaya.secagg.parameters import EXTRA_WORDS, PublicParameters
+from papaya.secagg.fixed_point import NOISE_DEVIATIONS
+from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import BLOCK, SIGNED, WORD, Words, blocks
 
 Signed: TypeAlias = npt.NDArray[np.int32]
@@ -39,11 +43,14 @@ TakeBlock: TypeAlias = Callable[[int, Words], None]
 _FLOAT32: Final = np.dtype("<f4")
 _FLOAT32_SLACK: Final = 2.0**-10
 _FLOAT64: Final = np.dtype("<f8")
+_NORM_DEVIATIONS: Final = 9.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnmaskedSum:
-    """`steps` x `step` is the sum of weight x damping x update, `weight` that of n/max."""
+    """`steps` x `step` is the sum of weight x damping x update, `weight` that of n/max; with noise,
+    `weight` is the public divisor.
+    """
 
     steps: Signed
     step: float
@@ -111,8 +118,8 @@ class Unmasking:
             raise Implausible("length", message)
         parameters, members = self._parameters, self._members
         signed = self._unmasked.view(SIGNED)
-        weight = _checked_weight(signed[-EXTRA_WORDS:], members, parameters)
-        if self._extent > members * parameters.most_steps:
+        weight = _checked_weight(signed[parameters.length :], members, parameters)
+        if self._extent > largest_coordinate(members, parameters):
             most = self._extent * parameters.step
             raise Implausible("coordinate", f"a coordinate of {most:.3g}, above members x clip")
         norm, limit = math.sqrt(self._squares), largest_norm(weight, members, parameters)
@@ -122,17 +129,40 @@ class Unmasking:
         return UnmaskedSum(signed[: parameters.length], parameters.step, weight, members)
 
 
+def largest_coordinate(members: int, parameters: PublicParameters) -> int:
+    """The largest coordinate of a sum, in steps, that honest clients can have made together."""
+    most = members * parameters.most_steps
+    return most + math.ceil(NOISE_DEVIATIONS * parameters.sigma) if parameters.is_private else most
+
+
 def largest_norm(weight: float, members: int, parameters: PublicParameters) -> float:
     """The longest sum, in steps, that honest clients of this weight can have made together.
 
     Each update has at most the clip's norm, times its weight. Rounding adds, per member, half a
     step to each coordinate and to the weight. The slack of a thousandth is for norms computed in
     float32. Evaluations have no limit, because the clip bounds each of their numbers.
+
+    With noise, an update is never longer than the clip, and the norm of Gaussian noise exceeds
+    sigma x (sqrt(n) + t) with a probability of at most exp(-t^2 / 2); rounding adds half a step to
+    each coordinate.
     """
+    if parameters.is_private:
+        noise = float(parameters.sigma) * (math.sqrt(parameters.length) + _NORM_DEVIATIONS)
+        rounded = math.sqrt(parameters.length) / 2
+        return (1 + _FLOAT32_SLACK) * (members * parameters.levels + noise + rounded)
     if parameters.weighting == "none":
         return math.inf
     rounded = members * (1 + math.sqrt(parameters.length)) / 2
     return (1 + _FLOAT32_SLACK) * (weight * parameters.levels + rounded)
+
+
+def chance_of_random_words(members: int, parameters: PublicParameters) -> float:
+    """At most so often random words with the right constant are plausible: the volume of the ball
+    of plausible sums divided by that of all words.
+    """
+    n, radius = parameters.length, largest_norm(members, members, parameters) / 2**32
+    log_volume = n / 2 * math.log(math.pi) - math.lgamma(n / 2 + 1)
+    return math.exp(min(0.0, log_volume + n * math.log(radius)))
 
 
 def give_in_blocks(masks: Words, take: TakeBlock) -> None:
@@ -154,9 +184,12 @@ def _checked_weight(tail: Signed, members: int, parameters: PublicParameters) ->
     if not parameters.threshold <= members <= parameters.aggregation_goal:
         limits = f"{parameters.threshold} to {parameters.aggregation_goal}"
         raise Implausible("members", f"{members} members, outside {limits}")
-    steps, count = (int(word) for word in tail)
+    *steps_found, count = (int(word) for word in tail)
     if count != members:
         raise Implausible("constant", f"the constants add up to {count} for {members} members")
+    if parameters.is_private:
+        return members * parameters.expected_weight
+    [steps] = steps_found
     weight = steps / parameters.levels
     if not 0 < steps <= members * parameters.levels:
         raise Implausible("weight", f"a weight of {weight:.3g} for {members} members")

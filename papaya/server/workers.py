@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,14 @@ class Counters(Struct):
 
 def threaded_shards(threads: int, pool: BufferPool, tsa: Tsa | None = None) -> Shards:
     """Shards for worker threads: one per thread, with locks; buffers go back to their pool."""
-    return Shards(threads, kernel=fastest(), lock=Lock, release=pool.give_back, tsa=tsa)
+    return Shards(
+        threads,
+        kernel=fastest(),
+        lock=Lock,
+        release=pool.give_back,
+        tsa=tsa,
+        entropy=os.urandom,
+    )
 
 
 def _unobserved(seconds: float, work: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from papaya.aggregator.shards import NewBlobs, Shards
@@ -229,7 +230,8 @@ class SimulatedAggregatorHost(SimulatedHost):
     def __init__(self, cluster: Cluster, node: NodeId, make: MakeMachine) -> None:
         super().__init__(cluster, node, make)
         self.freezes_at_work_s = 0.0
-        self._shards = Shards(tsa=cluster.tsa.adapter)
+        self._noise = Random(f"{cluster.seed}/noise/{node}")
+        self._shards = Shards(tsa=cluster.tsa.adapter, entropy=self._noise.randbytes)
         self._carry_out |= {
             GetOffers: self._get_offers,
             Forget: self._forget,
@@ -243,7 +245,7 @@ class SimulatedAggregatorHost(SimulatedHost):
         }
 
     def start(self, clock_ahead_s: float = 0.0) -> None:
-        self._shards = Shards(tsa=self.cluster.tsa.adapter)
+        self._shards = Shards(tsa=self.cluster.tsa.adapter, entropy=self._noise.randbytes)
         super().start(clock_ahead_s)
 
     def write_blobs(self, blobs: NewBlobs) -> None:

@@ -182,6 +182,7 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
         model_length=_TRACED_LENGTH,
         secure_aggregation=None,
         clip=None,
+        privacy=None,
         evaluation=None,
         stop=StopRule(),
     )

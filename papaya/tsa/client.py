@@ -36,6 +36,7 @@ MAX_SMALL_ANSWER_BYTES: Final = 1 << 20
 CONNECT_S: Final = 3.0  # to connect, and for each answer until the connection is authenticated
 ANSWER_S: Final = 5.0  # for the next bytes, if the TSA has nothing to add up
 ADDED_BYTES_PER_S: Final = 200e6  # masks that a slow TSA makes and adds
+NOISE_AS_MASKS: Final = 100  # masks that take at least as long as the noise (bench/noise.py)
 
 Dial: TypeAlias = Callable[[str, float], socket.socket]
 """Connects to an address within so many seconds; raises OSError."""
@@ -103,11 +104,12 @@ class TsaClient:
         words = parameters.vector_words
         scratch = np.empty(min(words, BLOCK), WORD)
         with self._lock, _Broken(self._stream):
-            self._ask(request, words * WORD_BYTES, len(members) * words * WORD_BYTES)
+            masks = len(members) + (NOISE_AS_MASKS if parameters.is_private else 0)
+            self._ask(request, words * WORD_BYTES, masks * words * WORD_BYTES)
             for block in blocks(words):
-                masks = scratch[: block.stop - block.start]
-                self._read_into(masks.nbytes, masks.data.cast("B"))
-                take(block.start, masks)
+                part = scratch[: block.stop - block.start]
+                self._read_into(part.nbytes, part.data.cast("B"))
+                take(block.start, part)
 
     def drop(self, parameters_hash: bytes, group: int) -> int:
         """Returns how many seeds are lost."""

@@ -21,6 +21,7 @@ class RefusalReason(IntEnum):
     OFFER_EXPIRED = 13
     SEAL = 14
     OTHER_GROUP = 15
+    SAME_DEVICE = 16
     GROUP_FULL = 20
     TOO_MANY_GROUPS = 21
     GROUP_CLOSED = 22

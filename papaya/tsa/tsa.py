@@ -7,6 +7,8 @@ clients, and each client in at most one sum. Why that holds:
 - An index is drawn once, belongs to one task's parameters, and takes one seed, into one group.
 - A group is released once, for one list of its own members, at least t and all different. The same
   question gets the same bytes, which helps an aggregator after a crash and tells it nothing new.
+- With noise (docs/privacy.md), a device is in a group once: its tag is refused a second time. The
+  noise follows from a key that is drawn when the group opens, so it is the same in every answer.
 - Groups of a task are released in rising order: what is at or below the last release is closed.
 - Nothing is written to disk, ever: state that is read back could be an old copy, with its indices
   unused and its groups unreleased. A restart has a new identity, and what was open is lost.
@@ -27,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from papaya.secagg import channel
 from papaya.secagg.errors import ChannelError, ParametersError
+from papaya.secagg.noise import KEY_BYTES as NOISE_KEY_BYTES
 from papaya.secagg.offer import KEY_BYTES, Offer, context
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.words import WORD_BYTES, Entropy, Words
@@ -219,16 +222,21 @@ class TSA:
             raise TsaRefused(RefusalReason.OFFER_EXPIRED, message)
         self._check_open(task, group)
         bound_to = context(task.digest, index, pending.public_key, pending.expires)
+        is_private = task.parameters.is_private
         try:
-            seed = channel.unseal(sealed, pending.private_key, bound_to)
+            seed, tag = channel.unseal(sealed, pending.private_key, bound_to, is_tagged=is_private)
         except ChannelError as error:
             raise TsaRefused(RefusalReason.SEAL, f"{error.reason}: {error}") from None
+        if group in task.groups and task.groups[group].has_tag(tag):
+            message = f"seed {index}: group {group} has an update of this device already"
+            raise TsaRefused(RefusalReason.SAME_DEVICE, message)
         del task.pending[index]
         del self._task_of_pending[index]
         self._accepted[index] = _Accepted(task, group, hashlib.sha256(sealed).digest())
         if group not in task.groups:
-            task.groups[group] = Group(task.parameters.vector_words)
-        task.groups[group].add(index, seed)
+            noise_key = self._entropy(NOISE_KEY_BYTES) if is_private else b""
+            task.groups[group] = Group(task.parameters, noise_key)
+        task.groups[group].add(index, seed, tag)
 
     def _not_pending(self, index: int, group: int, sealed: bytes) -> TsaRefused:
         if not 0 <= index < self._next_index:
@@ -258,13 +266,12 @@ class TSA:
             raise TsaRefused(RefusalReason.GROUP_FULL, f"group {group} has {limit} seeds")
 
     def sum_waiting(self) -> bool:
-        """Works ahead for a release: sums one group's waiting seeds. False if none waited."""
-        for task in self._tasks.values():
-            for group in task.groups.values():
-                if group.waiting:
-                    group.sum_waiting()
-                    return True
-        return False
+        """Works ahead for a release: sums one group's waiting seeds, or adds a piece of its noise.
+        False if there was nothing to do.
+        """
+        return any(
+            group.work_ahead() for task in self._tasks.values() for group in task.groups.values()
+        )
 
     # --- Release -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@
     REGISTER   parameters: JSON                     → hash: 32 bytes
     OFFERS     hash, count: u16                     → count × offer (112 bytes)
     ACCEPT     index: u64, group: u64, sealed: 64   →            85 bytes, frame and all
+                                   or sealed: 80   →            for a task with noise
     RELEASE    hash, group: u64, members × u64      → words: little-endian u32
     DROP       hash, group: u64                     → seeds: u32
     FORGET     hash                                 → seeds: u32
@@ -31,7 +32,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Final
 
-from papaya.secagg.channel import SEALED_BYTES
+from papaya.secagg.channel import SEALED_BYTES, TAGGED_BYTES
 from papaya.secagg.offer import KEY_BYTES, OFFER_BYTES, SIGNATURE_BYTES, Offer
 from papaya.secagg.parameters import HASH_BYTES
 from papaya.tsa.errors import RefusalReason, TsaRefused
@@ -48,6 +49,7 @@ LENGTH: Final = struct.Struct(">I")
 _PROOF_LABEL: Final = b"papaya-tsa-connection-1\0"
 _AUTHENTICATE: Final = struct.Struct(f">{KEY_BYTES}s{SIGNATURE_BYTES}s")
 _ACCEPT: Final = struct.Struct(f">QQ{SEALED_BYTES}s")
+_ACCEPT_TAGGED: Final = struct.Struct(f">QQ{TAGGED_BYTES}s")
 _OFFERS: Final = struct.Struct(f">{HASH_BYTES}sH")
 _GROUP: Final = struct.Struct(f">{HASH_BYTES}sQ")
 _HASH: Final = struct.Struct(f">{HASH_BYTES}s")
@@ -120,7 +122,8 @@ def offers_request(parameters_hash: bytes, count: int) -> bytes:
 
 
 def accept_request(index: int, group: int, sealed: bytes) -> bytes:
-    return frame(Operation.ACCEPT, _packed(_ACCEPT, index, group, sealed))
+    fields = _ACCEPT_TAGGED if len(sealed) == TAGGED_BYTES else _ACCEPT
+    return frame(Operation.ACCEPT, _packed(fields, index, group, sealed))
 
 
 def release_request(parameters_hash: bytes, group: int, members: Sequence[int]) -> bytes:
@@ -166,7 +169,8 @@ def read_offers(body: bytes) -> tuple[bytes, int]:
 
 
 def read_accept(body: bytes) -> tuple[int, int, bytes]:
-    index, group, sealed = _exactly(_ACCEPT, body)
+    fields = _ACCEPT_TAGGED if len(body) == _ACCEPT_TAGGED.size else _ACCEPT
+    index, group, sealed = _exactly(fields, body)
     return index, group, sealed
 
 

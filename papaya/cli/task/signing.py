@@ -152,9 +152,7 @@ def first_manifest(
         layout=loaded.manifest.tensors,
         client=structs.replace(loaded.task.client, max_examples=config.max_examples),
         examples=loaded.task.examples,
-        weighting="examples",
         evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
-        privacy=None,
         metrics=config.metrics or UNSET,
         **_limits(config),
     )
@@ -172,8 +170,10 @@ def next_manifest(manifest: TaskManifest, config: TaskConfig, client: ClientSGD)
 
 
 def _limits(config: TaskConfig) -> dict[str, Any]:
-    threshold = config.threshold
+    threshold, privacy = config.threshold, config.privacy
     return {
+        "weighting": "examples" if privacy is None else privacy.weighting,
+        "privacy": None if privacy is None else privacy.terms,
         "training_timeout_s": float(config.training_timeout_s),
         "upload_timeout_s": float(config.upload_timeout_s),
         "secure": None if threshold is None else SecureTerms(config.aggregation_goal, threshold),

@@ -340,7 +340,9 @@ def _require_agreement(loaded: LoadedTask, data: bytes, tensors: bytes) -> None:
         epochs=STEPS // 2,
         max_examples=len(examples),
     )
-    task = structs.replace(loaded.task, client=client, clip=None, secure_aggregation=None)
+    task = structs.replace(
+        loaded.task, client=client, clip=None, privacy=None, secure_aggregation=None
+    )
     file = decode_program(data)
     header = structs.replace(
         file.header, client=client, terms=structs.replace(file.header.terms, clip=None)

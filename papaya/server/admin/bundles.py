@@ -249,6 +249,7 @@ def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:
         "participation_gap_s": (participation.gap_s, config.participation_gap_s),
         "max_participations": (participation.max_count, config.max_participations),
         "threshold": (None if secure is None else secure.threshold, config.threshold),
+        "privacy": (manifest.privacy, None if config.privacy is None else config.privacy.terms),
     }
     if secure is not None:
         pairs["aggregation_goal"] = (secure.aggregation_goal, config.aggregation_goal)

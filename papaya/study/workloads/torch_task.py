@@ -182,7 +182,7 @@ class _Trainer:
     def train(self, jobs: Sequence[_Training], sgd: ClientSGD) -> Matrix:
         if sgd != self._sgd:
             plain = structs.replace(
-                self._loaded.task, client=sgd, clip=None, secure_aggregation=None
+                self._loaded.task, client=sgd, clip=None, privacy=None, secure_aggregation=None
             )
             self._engine = TorchEngine(replace(self._loaded, task=plain))
             self._sgd = sgd

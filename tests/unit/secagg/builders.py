@@ -10,7 +10,7 @@ import numpy as np
 
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.offer import Offer
-from papaya.secagg.parameters import PublicParameters
+from papaya.secagg.parameters import PRIVATE_SCHEME, PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import UnmaskedSum, unmask
 from papaya.secagg.words import WORD, Entropy, Reals, Words, blocks
@@ -44,10 +44,25 @@ def a_task(**changes: Any) -> PublicParameters:
     return PublicParameters(**(fields | changes))
 
 
+def a_private_task(**changes: Any) -> PublicParameters:
+    """With noise of twice the clip."""
+    fields: dict[str, Any] = {
+        "scheme": PRIVATE_SCHEME,
+        "weighting": "equal",
+        "noise_multiplier": 2.0,
+        "delta": 1e-6,
+        "max_participations": 1,
+        "expected_weight": 1.0,
+    }
+    return a_task(**(fields | changes))
+
+
 def a_policy(parameters: PublicParameters, **changes: Any) -> ParticipantPolicy:
     """A device that agrees, however small the threshold is."""
     fields: dict[str, Any] = {"minimum_threshold": 1, "weighting": parameters.weighting}
-    for name in ("task", "length", "clip", "max_examples", "max_staleness"):
+    compared = ("task", "length", "clip", "max_examples", "max_staleness", "scheme")
+    private = ("noise_multiplier", "delta", "max_participations", "expected_weight")
+    for name in compared + private:
         fields[name] = getattr(parameters, name)
     return ParticipantPolicy(**(fields | changes))
 
@@ -86,10 +101,18 @@ class Deployment:
         return offer
 
     def sealed(
-        self, delta: Reals, examples: int = 100, initial: int = 0, current: int = 0
+        self,
+        delta: Reals,
+        examples: int = 100,
+        initial: int = 0,
+        current: int = 0,
+        tag: bytes | None = None,
     ) -> SealedUpdate:
+        """Of another device each time, unless a tag is given."""
         update = UnsealedUpdate(delta, examples, initial)
-        return update.seal(self.terms(), self.offer(), current, NOW, self.draw)
+        if tag is None:
+            tag = self.draw(16) if self.parameters.is_private else b""
+        return update.seal(self.terms(), self.offer(), current, NOW, self.draw, tag)
 
     def any_sealed(self, value: float = 0.5) -> SealedUpdate:
         return self.sealed(np.full(self.parameters.length, value, np.float32))

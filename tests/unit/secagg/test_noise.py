@@ -16,7 +16,8 @@ from scipy import stats
 
 from papaya.secagg import noise
 from papaya.secagg.errors import ParametersError
-from papaya.secagg.noise import DISTANCE, LARGEST_SIGMA, NOISE_BLOCK, SMALLEST_SIGMA, Noise
+from papaya.secagg.fixed_point import SMALLEST_SIGMA
+from papaya.secagg.noise import DISTANCE, LARGEST_SIGMA, NOISE_BLOCK, Noise
 from papaya.secagg.words import SIGNED, WORD
 
 SIGMAS = [Fraction(64), Fraction(1001, 10), Fraction(5000), Fraction(2**22 + 1), Fraction(2**28)]

@@ -108,7 +108,7 @@ def test_an_update_of_no_examples_is_refused(examples: int) -> None:
 
 def test_sealing_takes_no_weight_from_anyone() -> None:
     accepted = set(inspect.signature(UnsealedUpdate.seal).parameters)
-    assert accepted == {"self", "terms", "offer", "current_version", "now", "entropy"}
+    assert accepted == {"self", "terms", "offer", "current_version", "now", "entropy", "tag"}
 
 
 def test_an_update_is_sealed_once() -> None:

@@ -94,7 +94,7 @@ def test_a_whole_update_is_sealed_as_published() -> None:
     opened = channel.unseal(
         sealed.sealed, hexed("offer_private_key"), an_offer().context(PARAMETERS.digest())
     )
-    assert opened == hexed("seed")
+    assert opened == (hexed("seed"), b"")
 
 
 def test_fixed_point_is_as_published() -> None:

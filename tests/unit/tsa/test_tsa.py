@@ -221,12 +221,12 @@ def test_seeds_are_summed_in_batches_or_when_nothing_else_is_to_do() -> None:
 @pytest.mark.parametrize("summed", [False, True])
 def test_a_groups_sum_is_that_of_its_members(members: list[int], summed: bool) -> None:
     """Whatever was summed ahead, waiting, or left out."""
-    draw, group = entropy("seeds"), Group(9)
+    draw, group = entropy("seeds"), Group(a_task(length=7))
     seeds = {index: draw(16) for index in range(20)}
     for index, seed in seeds.items():
         group.add(index, seed)
     if summed:
-        group.sum_waiting()
+        assert group.work_ahead()
     expected = sum_masks([seeds[index] for index in members], 9)
     assert np.array_equal(group.masks_of(members), expected)
 
@@ -268,7 +268,7 @@ class NoMemory:
 def test_a_sum_that_failed_for_want_of_memory_is_right_when_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, name: str, good: int
 ) -> None:
-    draw, group = entropy("seeds"), Group(9)
+    draw, group = entropy("seeds"), Group(a_task(length=7))
     monkeypatch.setattr(group_module, name, NoMemory(getattr(group_module, name), good))
     seeds = {index: draw(16) for index in range(2 * BATCH + 3)}
     for index, seed in seeds.items():
