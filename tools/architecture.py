@@ -110,8 +110,8 @@ ALLOWED: tuple[str, ...] = (
     *("decimal.Context", "decimal.Decimal"),
     # The keystream of a key that is an argument.
     "cryptography.hazmat.primitives.ciphers.Cipher",
-    "cryptography.hazmat.primitives.ciphers.algorithms",
-    "cryptography.hazmat.primitives.ciphers.modes",
+    "cryptography.hazmat.primitives.ciphers.algorithms.AES128",
+    "cryptography.hazmat.primitives.ciphers.modes.CTR",
     # Ed25519 signs without entropy (RFC 8032). Making a key needs it: see IMPURE_ATTRIBUTES.
     "cryptography.exceptions.InvalidSignature",
     "cryptography.hazmat.primitives.asymmetric.ed25519.Ed25519PrivateKey",

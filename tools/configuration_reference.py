@@ -138,6 +138,11 @@ Exactly one of `above` and `below` is given.
 ### `metrics`: `MetricBounds`
 
 {MetricBounds}
+### `privacy`: `Privacy`
+
+Exactly one of `noise_multiplier` and `epsilon` is given ([differential privacy](privacy.md)).
+
+{Privacy}
 ### Values derived from a task
 
 For concurrency 1300, a million parameters, and the defaults of all other fields:

@@ -111,7 +111,7 @@ class Privacy(Struct, frozen=True, kw_only=True):
             "privacy.clip",
             self.clip,
             "must be finite and above zero",
-            "take the median of the update norms: papaya task norms TASK proposes one",
+            "take about the median of the update norms",
         )
         _check_delta(self.delta)
         require_count("privacy.max_participations", self.max_participations)

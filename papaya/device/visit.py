@@ -215,6 +215,7 @@ class DeviceVisit:
     async def _download(self, effect: Download) -> None:
         try:
             self._check_offer(effect)
+            await self._check_budget()
             self._parameters = await self._process.downloads.get(
                 effect.parameters, effect.model_length, self._equipment.selectors
             )
@@ -258,7 +259,6 @@ class DeviceVisit:
             )
         if joined.secure and self._process.trust is None:
             raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)  # now, not after training
-        self._check_budget()
         limit = self._process.limits.max_model_bytes
         if 4 * max(joined.model_length, joined.update_length) > limit:
             raise GivenUp(
@@ -267,12 +267,12 @@ class DeviceVisit:
                 f"{joined.update_length} values, above this device's limit of {limit} bytes",
             )
 
-    def _check_budget(self) -> None:
+    async def _check_budget(self) -> None:
         account, use = self._equipment.account, self._use()
         if account is None:
             if use.terms is not None and use.terms.privacy:
                 raise GivenUp("declined", "this device has no ledger for a private task")
-        elif reason := account.why_not(use, self._process.now()):
+        elif reason := await asyncio.to_thread(account.why_not, use, self._process.now()):
             raise GivenUp("declined", reason, hint="papaya client budget shows what was spent")
 
     def _use(self) -> PlannedUse:
@@ -353,17 +353,17 @@ class DeviceVisit:
         """Write the participation and its cost, before the first byte of the update is sent."""
         history = self._equipment.history
         try:
-            await asyncio.to_thread(self._spend)
+            await self._spend()
             await asyncio.to_thread(history.remember, effect.task, effect.participated)
         except PapayaError as error:
             self._fail(error, "storage")
             return False
         return True
 
-    def _spend(self) -> None:
+    async def _spend(self) -> None:
         account = self._equipment.account
         if account is not None and not self._is_charged:
-            account.spend(self._use(), self._process.now())
+            await asyncio.to_thread(account.spend, self._use(), self._process.now())
             self._is_charged = True
 
 

@@ -30,7 +30,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES128
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from papaya.secagg.errors import ParametersError
 from papaya.secagg.fixed_point import SMALLEST_SIGMA
@@ -99,7 +101,7 @@ class Noise:
     def __init__(self, key: bytes, sigma: Fraction) -> None:
         if len(key) != KEY_BYTES:
             raise ParametersError("noise", f"a key has {KEY_BYTES} bytes, not {len(key)}")
-        self._algorithm = algorithms.AES128(key)
+        self._algorithm = AES128(key)
         self._table = _table(sigma)
 
     def add_to(self, words: Words, start: int, end: int) -> None:
@@ -167,4 +169,4 @@ class Noise:
         return Decimal(uniform) < _EXACT.multiply(most, Decimal(1 << (32 + _REST_BITS)))
 
     def _stream(self, number: int, counter: int = 0) -> Any:
-        return Cipher(self._algorithm, modes.CTR(_COUNTER.pack(number, counter))).encryptor()
+        return Cipher(self._algorithm, CTR(_COUNTER.pack(number, counter))).encryptor()

@@ -20,6 +20,7 @@ from typing import get_args
 
 from msgspec import structs
 
+from papaya.cli.client import budget
 from papaya.cli.output import (
     Commands,
     FormatOptions,
@@ -143,6 +144,7 @@ def add_to(commands: Commands) -> None:
     _add_network_options(parser.add_argument_group("network"))
     add_format(parser)
     bind(parser, ClientOptions, run)
+    budget.add_to(parser.add_subparsers(title="actions", metavar="ACTION"))
 
 
 def _pair(text: str) -> tuple[str, str]:

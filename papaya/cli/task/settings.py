@@ -71,6 +71,8 @@ def changed(config: TaskConfig, name: str | None, settings: Sequence[str]) -> Ta
     document: dict[str, Any] = msgspec.to_builtins(config)
     if name is not None:
         document["task"] = name
+    if config.privacy is not None:  # both are settings of the privacy
+        document["clip"] = document["max_participations"] = None
     for setting in settings:
         _set(document, setting)
     try:

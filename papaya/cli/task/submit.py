@@ -27,6 +27,7 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, plural, print_data, print_json, whole
+from papaya.cli.task.privacy import privacy_in_words
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import (
     BundleBlobs,
@@ -148,6 +149,8 @@ def run(options: TaskSubmitOptions) -> int:
             warnings.append(_renamed(loaded.task.name, config.task))
     for warning in warnings:
         note(f"warning: {warning}")
+    for line in privacy_in_words(config):
+        note(line)
     bundle = b""
     if found is not None:
         blobs = bundle_blobs(options.file, loaded, compiled)
@@ -293,6 +296,7 @@ def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:
                 ("clip", submitted.clip, file.clip),
                 ("max_examples", submitted.max_examples, file.max_examples),
                 ("max_staleness", submitted.max_staleness, file.max_staleness),
+                ("privacy", submitted.privacy, file.privacy),
             )
             if ours != theirs
         ]

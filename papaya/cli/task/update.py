@@ -22,6 +22,7 @@ from papaya.cli.admin_client import (
     task_path,
 )
 from papaya.cli.output import Commands, bind, note, print_data, print_json
+from papaya.cli.task.privacy import privacy_in_words
 from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.cli.task.signing import default_key, next_manifest, own_manifest, signer
 from papaya.config import TaskConfig
@@ -82,7 +83,9 @@ def run_update(options: TaskUpdateOptions) -> int:
     config, following = next_revision(own_manifest(found, head), detail.config, options.set)
     for warning in config.warnings():
         note(f"warning: {warning}")
-    if config.is_secure and detail.open_updates:
+    for line in privacy_in_words(config):
+        note(line)
+    if config.is_bound and detail.open_updates:
         note(
             f"warning: up to {detail.open_updates} acknowledged updates may be lost: a secure "
             "buffer is given up if too few clients of the previous revision are left to fill it"

@@ -1,0 +1,143 @@
+"""Settings of differential privacy: what is refused, what is warned about, what follows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from papaya.cli.task.privacy import NOT_ALL, privacy_in_words
+from papaya.cli.task.settings import changed
+from papaya.config import AsyncFL, EvaluationPlan, Privacy, SecureAggregation, SyncFL, TaskConfig
+from papaya.errors import ConfigError
+from papaya.secagg.parameters import PRIVATE_SCHEME
+
+
+def a_privacy(**changes: Any) -> Privacy:
+    fields = {"clip": 1.0, "max_participations": 10, "delta": 1e-7, "epsilon": 8.0}
+    return Privacy(**(fields | changes))
+
+
+def a_config(**changes: Any) -> TaskConfig:
+    fields: dict[str, Any] = {
+        "task": "next-word",
+        "concurrency": 1000,
+        "model_length": 10_000,
+        "regime": AsyncFL(aggregation_goal=500),
+        "secure_aggregation": SecureAggregation(),
+        "privacy": a_privacy(),
+    }
+    return TaskConfig(**(fields | changes))
+
+
+def test_epsilon_gives_the_noise_and_the_noise_gives_epsilon() -> None:
+    by_epsilon = a_privacy().terms
+    assert 7.9 < by_epsilon.epsilon <= 8.0
+    by_noise = a_privacy(epsilon=None, noise_multiplier=by_epsilon.noise_multiplier).terms
+    assert by_noise == by_epsilon
+    assert by_noise.epsilon_of_replacement > 2 * by_noise.epsilon
+
+
+def test_the_public_parameters_have_all_of_it() -> None:
+    config = a_config()
+    found = config.public_parameters
+    assert found is not None
+    assert found.scheme == PRIVATE_SCHEME
+    assert found.weighting == "equal"
+    assert (found.clip, found.max_participations, found.delta) == (1.0, 10, 1e-7)
+    assert found.noise_multiplier == a_privacy().terms.noise_multiplier
+    assert config.update_bytes == 4 * found.vector_words == 4 * 10_001
+    assert (config.clip, config.max_participations) == (1.0, 10)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=TaskConfig) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"epsilon": 0.0}, "privacy.epsilon"),
+        ({"epsilon": -1.0}, "privacy.epsilon"),
+        ({"epsilon": math.inf}, "privacy.epsilon"),
+        ({"epsilon": None}, "privacy.noise_multiplier and privacy.epsilon"),
+        ({"noise_multiplier": 1.0}, "privacy.noise_multiplier and privacy.epsilon"),
+        ({"epsilon": None, "noise_multiplier": 0.0}, "privacy.noise_multiplier"),
+        ({"delta": 0.0}, "privacy.delta"),
+        ({"delta": 0.5}, "privacy.delta"),
+        ({"clip": 0.0}, "privacy.clip"),
+        ({"clip": math.inf}, "privacy.clip"),
+        ({"max_participations": 0}, "privacy.max_participations"),
+        ({"max_participations": 2**40}, "privacy.max_participations"),
+        ({"weighting": "examples"}, "privacy.weighting"),
+        ({"expected_weight": 0.5}, "privacy.expected_weight"),
+        ({"weighting": "capped", "expected_weight": 0.0}, "privacy.expected_weight"),
+    ],
+)
+def test_privacy_that_is_refused(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} = ") as caught:
+        a_privacy(**changes)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"regime": AsyncFL(aggregation_goal=1)}, "aggregation_goal = 1"),
+        ({"clip": 2.0}, "differs from privacy.clip"),
+        ({"max_participations": 3}, "differs from privacy.max_participations"),
+        ({"evaluation": EvaluationPlan()}, "evaluation"),
+        ({"model_length": 2**30, "regime": AsyncFL(aggregation_goal=20_000)}, "levels"),
+        ({"privacy": a_privacy(epsilon=None, noise_multiplier=1e9)}, "levels"),
+    ],
+)
+def test_a_task_that_is_refused(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match) as caught:
+        a_config(**changes)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("regime", [AsyncFL(aggregation_goal=500), SyncFL()])
+def test_both_regimes(regime: AsyncFL | SyncFL) -> None:
+    assert a_config(regime=regime).public_parameters is not None
+
+
+def test_noise_above_the_signal_is_a_warning_with_the_ratio() -> None:
+    z = a_privacy().terms.noise_multiplier
+    [warning] = [
+        w for w in a_config(regime=AsyncFL(aggregation_goal=100)).warnings() if "noise" in w
+    ]
+    assert f"about {z * 100 / 100:.3g} times" in warning
+    capped = a_privacy(weighting="capped", expected_weight=0.1)
+    [warning] = [w for w in a_config(privacy=capped).warnings() if "noise" in w]
+    assert f"about {z * 100 / 50:.3g} times" in warning
+    assert not [w for w in a_config().warnings() if "noise of a step" in w]
+
+
+def test_other_warnings() -> None:
+    large = a_config(privacy=a_privacy(delta=1e-3)).warnings()
+    assert any("delta = 0.001 is large for a fleet" in warning for warning in large)
+    clear = a_config(secure_aggregation=None).warnings()
+    assert any("operator of the servers sees every update" in warning for warning in clear)
+    small = a_config(model_length=6, regime=AsyncFL(aggregation_goal=10)).warnings()
+    assert any("too small to notice" in warning for warning in small)
+
+
+def test_the_owner_is_told_epsilon_and_what_it_does_not_say() -> None:
+    first, second = privacy_in_words(a_config())
+    terms = a_privacy().terms
+    assert f"ε = {terms.epsilon:.4g} at δ = 1e-07" in first
+    assert f"ε = {terms.epsilon_of_replacement:.4g} if they are replaced" in first
+    assert second == NOT_ALL
+    assert (
+        second == "at most ε from this task; what a device has spent in all, only the device knows"
+    )
+    assert privacy_in_words(a_config(privacy=None, clip=1.0)) == []
+
+
+def test_settings_can_be_changed_one_by_one() -> None:
+    config = changed(a_config(), None, ["privacy.clip=0.5", "privacy.epsilon=4"])
+    assert config.clip == 0.5
+    assert config.privacy is not None
+    assert 3.9 < config.privacy.terms.epsilon <= 4
+    with pytest.raises(ConfigError, match=r"differs from privacy\.clip"):
+        changed(a_config(), None, ["clip=0.5"])
