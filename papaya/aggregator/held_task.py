@@ -613,6 +613,8 @@ class HeldTask:
                 case Report():
                     session = self._participant(now, request.ticket, claim)
                     return self._report(now, session, request, reply_to)
+                case Leave() if isinstance(claim, AssignmentTicket):
+                    return self._give_up(now, request, reply_to)
                 case Leave():
                     session = self._participant(now, request.ticket, claim)
                     return self._leave(session, request, reply_to)
@@ -917,6 +919,19 @@ class HeldTask:
             return session.await_answer(reply_to)
         self.counters[f"left_{leave_code(request.reason)}"] += 1
         return [*self._abort(session, "left"), Reply(reply_to, Left()), *self._place_overflow()]
+
+    def _give_up(self, now: float, request: Leave, reply_to: Handle) -> Effects:
+        """A client that has not joined, because it has to fetch the task's bundle first, gives its
+        assignment back. This is no participation, so it is not counted.
+        """
+        ticket = self._keyring.open(request.ticket, AssignmentTicket)
+        self._raise_if_ended(ticket)
+        if (session := self.sessions.active.get(ticket.session)) is not None:
+            return self._leave(session, request, reply_to)
+        if now > ticket.confirm_by:
+            raise TicketError("the assignment was not confirmed in time")
+        self._use_up(ticket, Aborted("left"), is_leased=self.promises.cover(ticket))
+        return [Reply(reply_to, Left())]
 
     # -- sessions ---------------------------------------------------------------------------
 

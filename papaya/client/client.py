@@ -38,7 +38,15 @@ from papaya.client.work import (
 from papaya.config import DeviceConfig
 from papaya.errors import ProtocolError
 from papaya.machine import Effects
-from papaya.messages.base import MAX_EXCLUDED, PROTOCOL_VERSION, BlobKey, Message, NodeId, TaskId
+from papaya.messages.base import (
+    MAX_EXCLUDED,
+    PROTOCOL_VERSION,
+    BlobKey,
+    Message,
+    NodeId,
+    SealedTicket,
+    TaskId,
+)
 from papaya.messages.participation import (
     MAX_CHUNKS,
     MAX_EXTRA_S,
@@ -335,7 +343,8 @@ class Client:
         if accepted.bundle and self._bundles.lacks(accepted.bundle):
             # Give the place up: fetching may take long, and a slot is not for waiting.
             self.task = accepted.task
-            return self._finish("unprepared", accepted.bundle)
+            effects = [self._goodbye(accepted.ticket, "no_program")]
+            return effects + self._finish("unprepared", accepted.bundle)
         self.stage = Stage.JOINING
         self._stage_ends = now + self._config.give_up_s
         self._ticket = accepted.ticket
@@ -456,10 +465,13 @@ class Client:
         """
         effects: Effects = []
         if self.joined is not None:
-            self._attempt += 1
-            leave = Leave(self._ticket, reason)
-            effects.append(SendRequest(self._selectors[self._selector], self._attempt, leave))
+            effects.append(self._goodbye(self._ticket, reason))
         return effects + self._finish(ending, reason, detail=detail)
+
+    def _goodbye(self, ticket: SealedTicket, reason: LeaveReason) -> SendRequest:
+        self._attempt += 1
+        leave = Leave(ticket, reason)
+        return SendRequest(self._selectors[self._selector], self._attempt, leave)
 
     def _finish(
         self,

@@ -21,6 +21,9 @@ from papaya.messages.participation import (
     Alive,
     Completed,
     Joined,
+    Leave,
+    Left,
+    Refused,
     Retry,
     SecureOffer,
     UploadGranted,
@@ -99,6 +102,31 @@ def test_a_client_with_the_bundle_of_another_revision_cannot_join() -> None:
     assert late.join() == REVISED
     assert late.join() == REVISED, "the same answer twice"
     assert isinstance(world.phone(node).join(), Joined)
+
+
+def test_a_client_that_fetches_the_bundle_first_gives_its_assignment_back() -> None:
+    """The report that follows ends its lease: no slot waits for a client that will not join."""
+    world, node = a_signed_world(concurrency=1)
+    fetching = world.phone(node)
+    leave = Leave(fetching.assignment, "no_program")
+    assert fetching.ask(leave) == Left()
+    assert fetching.ask(leave) == Left(), "the same answer twice"
+    assert fetching.join() == Aborted("left")
+    report = node.held().report(world.now, 99)
+    assert fetching.session in report.joined
+    assert (report.active, report.demand) == (0, 1)
+    assert not report.endings, "it was no participation"
+    assert isinstance(world.phone(node).join(), Joined)
+
+
+def test_an_assignment_that_was_used_or_has_expired_is_not_given_back() -> None:
+    world, node = a_signed_world()
+    [phone] = world.joined(node, 1)
+    assert phone.ask(Leave(phone.assignment, "no_program")) == Left(), "it leaves its session"
+    assert phone.heartbeat() == Aborted("left")
+    late = world.phone(node)
+    world.pass_s(4 * H)
+    assert isinstance(late.ask(Leave(late.assignment, "no_program")), Refused)
 
 
 def test_after_a_switch_to_syncfl_clients_of_earlier_versions_end() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 from papaya.client.client import Client, CountedAs
 from papaya.client.history import History
 from papaya.client.work import Answered, Downloaded, Finish, Remember, SendRequest
 from papaya.config import DeviceConfig
 from papaya.messages.base import BlobKey
-from papaya.messages.participation import Join, Joined
+from papaya.messages.participation import Join, Joined, Leave
 from papaya.messages.selection import Accepted, CheckIn
 from tests.unit.client.builders import CAPABILITIES, GRANTED, SELECTORS, START, TRAINED, joined
 
@@ -36,7 +37,7 @@ def a_client(bundles: Accepting, history: History | None = None) -> Client:
     return Client(SELECTORS, CAPABILITIES, known, DeviceConfig(), Random(1), bundles)
 
 
-def accepted(client: Client) -> list[object]:
+def accepted(client: Client) -> list[Any]:
     [ask] = client.start(START)
     assert isinstance(ask, SendRequest)
     answer = Accepted(b"assignment", "next-word", "s1", BUNDLE)
@@ -45,7 +46,9 @@ def accepted(client: Client) -> list[object]:
 
 def test_a_bundle_that_is_not_here_ends_the_visit_before_the_join() -> None:
     """The slot is for clients that can train now; fetching may take long."""
-    assert accepted(a_client(Accepting())) == [Finish("unprepared", BUNDLE)]
+    effects = accepted(a_client(Accepting()))
+    leave = Leave(b"assignment", "no_program")  # the slot is free at once
+    assert effects == [SendRequest(effects[0].selector, 2, leave), Finish("unprepared", BUNDLE)]
 
 
 def test_a_bundle_that_is_here_lets_the_client_join() -> None:
