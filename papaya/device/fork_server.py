@@ -389,6 +389,7 @@ def _require_digest(path: Path, digest: str) -> None:
 
 def _start_engine(engine: EngineName) -> str:
     """Import the engine once, for all later jobs. Return its version."""
+
     if engine == "torch":
         import torch
 

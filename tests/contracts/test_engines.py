@@ -18,6 +18,7 @@ from papaya.learning.evaluation import summarize
 from papaya.learning.example_fields import Binary, ExampleField
 from papaya.learning.executorch.engine import ExecuTorchEngine
 from papaya.learning.executorch.program_file import decode_program
+from papaya.learning.frozen_file import decode_frozen
 from papaya.learning.parameters import FLOAT32
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch import export
@@ -146,7 +147,10 @@ def agree(name: str, length: int) -> None:
     loaded = a_task(name, length)
     examples, initial = loaded.task.sample, loaded.initial_parameters(seed=3)
     eager = TorchEngine(loaded)
-    engine = ExecuTorchEngine(decode_program(export.compile_task(loaded)))
+    program = decode_program(export.compile_task(loaded))
+    tensors = export.program_tensors(loaded, program.header.frozen)
+    frozen = decode_frozen(np.frombuffer(tensors, np.uint8)) if tensors else {}
+    engine = ExecuTorchEngine(program, lambda: frozen)
 
     update, count = engine.train(initial, examples, seed=5)
 

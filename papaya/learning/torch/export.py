@@ -48,6 +48,7 @@ from papaya.learning.executorch.shim import executorch_package
 from papaya.learning.frozen_file import decode_frozen
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
+from papaya.learning.torch import faster_graph
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.frozen import frozen_bytes
 from papaya.learning.torch.module import checked_loss, make_module, tried_batch
@@ -125,7 +126,8 @@ def _content_digest(loaded: LoadedTask, content: str) -> str:
     settings = (task.fields, task.client, task.examples, TaskTerms.of(loaded.config()))
     inputs = (
         *(loaded.module_hash, content, __version__, TORCH_VERSION, EXECUTORCH_VERSION),
-        *(loaded.manifest, settings, tuple(task.sample), Path(__file__).read_text()),
+        *(loaded.manifest, settings, tuple(task.sample)),
+        *(Path(file).read_text() for file in (__file__, faster_graph.__file__)),
     )
     return hashlib.sha256(msgspec.json.encode(inputs)).hexdigest()[:32]
 
@@ -230,6 +232,7 @@ def _exported(
     with _refusing("ExecuTorch cannot train this model"):
         joint = _export_forward_backward(forward)
         _share_computations(joint)
+        faster_graph.make_faster(joint)
         outputs = [spec.target for spec in joint.graph_signature.output_specs]
         gradients = tuple(name.removeprefix("module.") for name in outputs if name is not None)
         _require_gradients(loaded, gradients)
