@@ -37,11 +37,17 @@ def loss(module: nn.Module, features: Tensor, opened: Tensor) -> Tensor:
     return binary_cross_entropy_with_logits(module(features), opened)
 
 
+def accuracy(module: nn.Module, features: Tensor, opened: Tensor) -> Tensor:
+    """1 for each example that is classified correctly, else 0."""
+    return ((module(features) > 0) == (opened > 0.5)).float().squeeze(1)
+
+
 task = Task(
     name="opened",
     model=lambda: nn.Linear(3, 1),
     batch=to_tensors,
     loss=loss,
+    metrics={"accuracy": accuracy},
     examples=Examples("notifications"),
     client=ClientSGD(rate=0.1),
     regime=AsyncFL(aggregation_goal=2),  # or SyncFL(over_selection=0.3)

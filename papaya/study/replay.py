@@ -17,7 +17,6 @@ from contextlib import contextmanager
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import astuple
 
 from papaya.config import OptimizerConfig
 from papaya.errors import Diverged, UpdateRefused
@@ -109,7 +108,7 @@ class Judging:
         self, parameters: Vector, *, version: int, seconds: float, updates: int, trips: int
     ) -> None:
         quality = self._workload.evaluate(parameters)
-        if not all(map(math.isfinite, astuple(quality))):
+        if not quality.is_finite:
             self.diverged = f"the loss of version {version} is not finite"
             return
         self.points.append(Point(version, seconds / 3600, updates, trips, quality))

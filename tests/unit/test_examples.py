@@ -38,7 +38,8 @@ def test_the_example_of_the_documentation_learns() -> None:
 
     def loss(of: Vector) -> float:
         uploaded = engine.evaluate(of, held_out, volume=len(held_out))
-        return summarize(np.frombuffer(uploaded, FLOAT32)).all.loss
+        bounds = loaded.task.metric_bounds
+        return summarize(np.frombuffer(uploaded, FLOAT32), metrics=bounds).all.loss
 
     before = loss(parameters)
     for version in range(config.stop.versions or 0):

@@ -172,10 +172,12 @@ def _write(folder: Path, learnt: RunResult, report: RunReport) -> None:
     with writing(curve), curve.open("w", newline="") as file:
         rows = csv.writer(file)
         fields = ("all", "p75", "p99", "all_by_clients")
-        rows.writerow(("version", "hours", "updates", "trips", *(f"loss_{f}" for f in fields)))
+        names = [f"{name}_{f}" for name in ("loss", *learnt.start.metrics) for f in fields]
+        rows.writerow(("version", "hours", "updates", "trips", *names))
         for point in learnt.curve.points:
-            losses = (getattr(point.quality, field) for field in fields)
-            rows.writerow((point.version, point.hours, point.updates, point.trips, *losses))
+            results = (point.quality, *point.quality.metrics.values())
+            values = (getattr(result, field) for result in results for field in fields)
+            rows.writerow((point.version, point.hours, point.updates, point.trips, *values))
 
 
 def summary(learnt: RunResult) -> str:
@@ -211,7 +213,11 @@ def _done(learnt: RunResult) -> str:
 
 
 def _qualities(learnt: RunResult) -> str:
-    header = ("held-out data, by volume", "loss", "→", "perplexity", "→")
+    is_language = learnt.run.recording_plan.task.perplexity
+    names_of_values = ("loss", *["perplexity"] * is_language, *learnt.start.metrics)
+    header = ["held-out data, by volume"]
+    for name in names_of_values:
+        header += [name, "→"]
     names = (
         ("all", "all, weighted by examples"),
         ("p75", "75th percentile and above"),
@@ -224,9 +230,13 @@ def _qualities(learnt: RunResult) -> str:
         if count is not None:
             words += f" ({count:,})"
         losses = [getattr(learnt.start, field), getattr(learnt.end, field)]
-        cells = [f"{loss:.4f}" for loss in losses] + [_perplexity(loss) for loss in losses]
+        cells = [f"{loss:.4f}" for loss in losses]
+        cells += [_perplexity(loss) for loss in losses] if is_language else []
+        for name in learnt.start.metrics:
+            ends = (learnt.start.metrics[name], learnt.end.metrics[name])
+            cells += [f"{getattr(end, field):.4f}" for end in ends]
         if learnt.curve.diverged is not None:
-            cells[1] = cells[3] = "–"
+            cells[1::2] = ["–"] * (len(cells) // 2)
         rows.append((words, *cells))
     return table(header, rows)
 

@@ -11,6 +11,7 @@ volume is at or above the 75th and the 99th percentile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -42,8 +43,8 @@ class Clients:
         return Clients(self.device[rows], self.participation[rows], self.examples[rows])
 
 
-class Quality(Struct, frozen=True):
-    """Mean losses (natural logarithm), for all clients and for those with much data.
+class MeansByVolume(Struct, frozen=True):
+    """Means over held-out data, for all clients and for those with much data.
 
     By examples, as Table 1 of the paper is read here; `all_by_clients` weighs each client alike,
     which can turn a ranking around.
@@ -53,6 +54,17 @@ class Quality(Struct, frozen=True):
     p75: float
     p99: float
     all_by_clients: float
+
+    @property
+    def is_finite(self) -> bool:
+        means = (self.all, self.p75, self.p99, self.all_by_clients)
+        return all(map(math.isfinite, means))
+
+
+class Quality(MeansByVolume, frozen=True, kw_only=True):
+    """Mean losses (natural logarithm), and the means of the task's own metrics, by name."""
+
+    metrics: dict[str, MeansByVolume] = {}
 
 
 class Workload(Protocol):

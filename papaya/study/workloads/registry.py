@@ -152,6 +152,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
             concurrency=_CONCURRENCY,
             model_length=workload.length,
             optimizer=_RATES.optimizer,
+            perplexity=True,
         ),
         rates=_RATES,
         population=population,

@@ -129,11 +129,14 @@ class TorchWorkload:
     def evaluate(self, parameters: Vector) -> Quality:
         examples = self._held_out_examples
         if self._pool is None:
-            losses = self._trainer.losses(parameters, examples)
+            results = self._trainer.results(parameters, examples)
         else:
-            judge = partial(_losses, self.loaded.path, self.loaded.module_hash, parameters)
-            losses = np.concatenate(list(self._pool.map(judge, _shares(examples, self._processes))))
-        return quality(losses, self.held_out.examples)
+            judge = partial(_results, self.loaded.path, self.loaded.module_hash, parameters)
+            parts = self._pool.map(judge, _shares(examples, self._processes))
+            results = np.concatenate(list(parts))
+        losses, *metrics = (quality(column, self.held_out.examples) for column in results.T)
+        names = (bounds.name for bounds in self.loaded.task.metric_bounds)
+        return structs.replace(losses, metrics=dict(zip(names, metrics, strict=True)))
 
     @cached_property
     def _held_out_examples(self) -> list[list[bytes]]:
@@ -193,13 +196,15 @@ class _Trainer:
             row[:] = np.frombuffer(update, FLOAT32)
         return updates
 
-    def losses(self, parameters: Vector, clients: Sequence[list[bytes]]) -> Floats:
-        """The mean loss of each client."""
-        found = np.empty(len(clients))
+    def results(self, parameters: Vector, clients: Sequence[list[bytes]]) -> Floats:
+        """A row for each client: its mean loss, then its mean of each metric."""
+        bounds = self._loaded.task.metric_bounds
+        found = np.empty((len(clients), 1 + len(bounds)))
         for row, examples in enumerate(clients):
             with self._blaming(f"judged client {row}", examples):
                 sums = self._engine.evaluate(parameters, examples, len(examples))
-            found[row] = summarize(np.frombuffer(sums, FLOAT32)).all.loss
+            share = summarize(np.frombuffer(sums, FLOAT32), metrics=bounds).all
+            found[row] = (share.loss, *share.metrics.values())
         return found
 
     @contextmanager
@@ -240,5 +245,7 @@ def _train(path: Path, module_hash: str, sgd: ClientSGD, jobs: list[_Training]) 
     return _own(path, module_hash).train(jobs, sgd)
 
 
-def _losses(path: Path, module_hash: str, parameters: Vector, clients: list[list[bytes]]) -> Floats:
-    return _own(path, module_hash).losses(parameters, clients)
+def _results(
+    path: Path, module_hash: str, parameters: Vector, clients: list[list[bytes]]
+) -> Floats:
+    return _own(path, module_hash).results(parameters, clients)

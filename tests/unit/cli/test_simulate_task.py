@@ -32,8 +32,11 @@ def batch(examples):
 def loss(module, x, y):
     return nn.functional.binary_cross_entropy_with_logits(module(x)[:, 0], y)
 
+def right(module, x, y):
+    return ((module(x)[:, 0] > 0) == (y > 0.5)).float()
+
 task = Task(
-    name="signs", model=lambda: nn.Linear(2, 1), loss=loss, batch=batch,
+    name="signs", model=lambda: nn.Linear(2, 1), loss=loss, batch=batch, metrics={"right": right},
     examples=Examples("pairs"), client=ClientSGD(rate=0.5),
     regime=AsyncFL(aggregation_goal=4), concurrency=12, optimizer=OptimizerConfig(kind="fedavg"),
 )
@@ -79,13 +82,17 @@ def test_a_fleet_learns_the_task_and_tells_all_about_it(
     assert f"99th percentile and above ({learnt.judges.p99})" in out
     assert learnt.judges.all > learnt.judges.p75 > learnt.judges.p99 > 0
     assert report["fleet"]["tasks"][0]["task"] == "signs"
-    for words in ("perplexity", "99th percentile", "K–S", "update norms", "suggested", "step"):
+    assert learnt.start.metrics["right"].all < learnt.end.metrics["right"].all <= 1
+    assert "perplexity" not in out, "the task does not ask for it"
+    for words in ("right", "99th percentile", "K–S", "update norms", "suggested", "step"):
         assert words in out
     assert "12 clients" in err
     assert imread(tmp_path / "curve.png").ndim == imread(tmp_path / "plot.png").ndim == 3
     with (tmp_path / "curve.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["loss_p99"]) for row in rows] == [p.quality.p99 for p in learnt.curve.points]
+    right = [point.quality.metrics["right"].p75 for point in learnt.curve.points]
+    assert [float(row["right_p75"]) for row in rows] == right
 
 
 def test_over_rides_reach_the_run(
