@@ -1,10 +1,10 @@
 """The durable rows of one task at its holder, and the transactions that change them.
 
 An acknowledged update is counted exactly once. The key of a buffer's record is the version that the
-buffer will become; the transaction that inserts version v deletes record v and stores its members
-as consumed. Every transaction requires the holder's fence, the newest version and exactly the rows
-that it replaces. So a write that arrives after another aggregator took over, or after it was
-repeated, changes nothing.
+buffer will become; the transaction that inserts version v deletes record v, if there is one, and
+stores its members as consumed. Every transaction requires the holder's fence, the newest version
+and exactly the rows that it replaces. So a write that arrives after another aggregator took over,
+or after it was repeated, changes nothing.
 
 Consumed rows are deleted in order, a ticket life after the next version. The same transaction
 raises `settled`, below which every ticket is refused. So clocks only decide when rows are deleted;
@@ -160,11 +160,19 @@ class Ledger:
     # -- a new version ----------------------------------------------------------------------
 
     def advance(
-        self, now: float, stepped: Stepped, ticket_life_s: float, oldest_kept: float
+        self,
+        now: float,
+        stepped: Stepped,
+        ticket_life_s: float,
+        oldest_kept: float,
+        members: tuple[Member, ...],
     ) -> Transaction:
-        """`oldest_kept`: the oldest version of a client that may continue past its ticket."""
+        """`oldest_kept`: the oldest version of a client that may continue past its ticket.
+
+        `members`: those of the version. If they are not in a record yet, this makes them durable.
+        """
         target = stepped.version
-        record = self.records[target]
+        record = self.records.get(target)
         version = VersionRow(target, stepped.parameters, self.fence.seq, created=now)
         settled = self._next_settled(now, ticket_life_s, oldest_kept)
         optimizer = OptimizerRow(target, stepped.optimizer, settled)
@@ -180,10 +188,10 @@ class Ledger:
             put=(
                 (version_key(self.task, target), version),
                 (optimizer_key(self.task), optimizer),
-                (consumed_key(self.task, target), ConsumedRow(target, record.members)),
+                (consumed_key(self.task, target), ConsumedRow(target, members)),
             ),
             delete=(
-                record_key(self.task, target),
+                *(() if record is None else (record_key(self.task, target),)),
                 *(version_key(self.task, v) for v in old),
                 *(consumed_key(self.task, v) for v in self.consumed if v <= settled),
             ),

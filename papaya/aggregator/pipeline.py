@@ -1,12 +1,16 @@
 """The storage side of one task: folded updates become records, full records become versions.
 
     folded ─▶ Snapshot ─▶ record (group commit) ─▶ acknowledge
-                full and durable ─▶ Step ─▶ version
+       │        full and durable ─▶ Step ─▶ version
+       └▶ full at its first commit ─▶ Step ─▶ version ─▶ acknowledge
 
-A buffer holds exactly K updates; the next upload opens the next buffer. One storage operation runs
-at a time. If its outcome is not `committed`, the rows are read again. If the only change is a mark
-or a pin on a version that was to be deleted, the same step is written again; otherwise the task is
-loaded again. This file knows nothing about clients or tickets.
+A buffer holds exactly K updates; the next upload opens the next buffer. If all of them are folded
+before any is durable, the version itself makes them durable, and no sum is written. A secure task
+always writes a record first: the TSA releases masks only for members that cannot change.
+
+One storage operation runs at a time. If its outcome is not `committed`, the rows are read again. If
+the only change is a mark or a pin on a version that was to be deleted, the same step is written
+again; otherwise the task is loaded again. This file knows nothing about clients or tickets.
 """
 
 from __future__ import annotations
@@ -168,7 +172,7 @@ class Pipeline:
         self._tokens = tokens
         # The transaction on its way, and the arguments of `Ledger.advance` that made it, if any.
         self._transaction: Transaction | None = None
-        self._step: tuple[float, Stepped, float, float] | None = None
+        self._step: tuple[float, Stepped, float, float, tuple[Member, ...]] | None = None
         # An operation is pending. The first one restores the sums.
         self._is_busy = True
 
@@ -394,29 +398,40 @@ class Pipeline:
         """Start the next storage operation if one is due and none is pending."""
         if self._is_busy:
             return []
-        ledger = self.ledger
-        if self.current.is_closed and now >= self._step_due:
-            self._is_busy = True
-            record = ledger.records[self.current.target]
-            step = Step(
-                self.config,
-                ledger.fence.seq,
-                ledger.newest,
-                ledger.optimizer.state,
-                record,
-                ledger.terms.get(record.manifest) if self.config.is_bound else None,
-                self.current.given_up,
-            )
-            return [step]
+        current, record = self.current, self.ledger.records.get(self.current.target)
+        if record is not None and current.is_closed and now >= self._step_due:
+            return [self._step_from(record)]
         if now < self._commit_due:
             return []
+        if record is None and current.is_full and self._may_step_unrecorded:
+            members = tuple(current.folded.values())
+            weight = float(sum(member.examples for member in members))
+            return [self._step_from(RecordRow(current.target, "", members, weight))]
         self._commit_due = _NEVER
         dirty = tuple(target for target, buffer in self._buffers.items() if buffer.is_dirty)
         if not dirty:
             return []
         self._is_busy = True
         self._last_commit = now
-        return [Snapshot(ledger.task, ledger.fence.seq, dirty)]
+        return [Snapshot(self.ledger.task, self.ledger.fence.seq, dirty)]
+
+    @property
+    def _may_step_unrecorded(self) -> bool:
+        """With `durability: step` members are acknowledged already: they must be durable soon."""
+        return not self.config.is_bound and not self.acknowledges_folded
+
+    def _step_from(self, record: RecordRow) -> Step:
+        self._is_busy = True
+        ledger = self.ledger
+        return Step(
+            self.config,
+            ledger.fence.seq,
+            ledger.newest,
+            ledger.optimizer.state,
+            record,
+            ledger.terms.get(record.manifest) if self.config.is_bound else None,
+            self.current.given_up,
+        )
 
     def flush(self, now: float) -> Effects:
         """Commit everything that is folded now, whatever `durability` says."""
@@ -453,7 +468,9 @@ class Pipeline:
             self._is_busy = False
             self._step_due = now + _RETRY_S * 2 ** min(self._failures, 6)
             return []
-        self._step = (now, message, ticket_life_s, oldest_kept)
+        record = self.ledger.records.get(message.version)
+        members = record.members if record else tuple(self.current.folded.values())
+        self._step = (now, message, ticket_life_s, oldest_kept, members)
         return self._transact(self.ledger.advance(*self._step))
 
     def on_refused(self) -> Effects:
@@ -479,8 +496,8 @@ class Pipeline:
         if isinstance(transaction.put[0][1], VersionRow):
             self._failures = 0
             garbage = self.ledger.advanced(transaction)
-            del self._buffers[self.ledger.version]
-            return [], True, [DeleteBlobs(garbage)]
+            buffer = self._buffers.pop(self.ledger.version)
+            return list(buffer.folded)[buffer.durable :], True, [DeleteBlobs(garbage)]
         durable = self._make_durable(now, transaction)
         return durable, False, [DeleteBlobs(self.ledger.recorded(transaction))]
 

@@ -263,14 +263,25 @@ class Shards:
         with self._guard:
             self._buffers[config.task, work.seq] = buffers
 
+    def _total(self, work: Step, read: ReadBlob) -> Total:
+        """The sum of the record's members. Frees the buffer when nothing can fail any more."""
+        record, buffers = work.record, self._buffers.get((work.config.task, work.seq), {})
+        if record.sum:
+            total = _decoded(work.config, read(record.sum))
+        else:
+            total, sessions = buffers[record.target].cut()
+            if sorted(sessions) != sorted(member.session for member in record.members):
+                raise InvariantError(f"the sum of version {record.target} has other members")
+        with self._guard:
+            buffers.pop(record.target, None)
+        return total
+
     def step(self, work: Step, read: ReadBlob) -> tuple[Stepped | StepFailed, NewBlobs]:
         config, task, version = work.config, work.config.task, work.record.target
         optimizer = server_optimizer(config.optimizer)
         before = parameters.decode(read(work.base.parameters), config.model_length)
         state = optimizer.decode_state(read(work.optimizer), config.model_length)
-        total = _decoded(config, read(work.record.sum))
-        with self._guard:
-            self._buffers.get((task, work.seq), {}).pop(version, None)
+        total = self._total(work, read)
         try:
             after, new_state = optimizer.step(before, self._mean(work, total), state)
         except OperatorError as error:

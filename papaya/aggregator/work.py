@@ -130,6 +130,9 @@ class Restored(Message, frozen=True):
 class Step(Effect, frozen=True):
     """From version `base` with its optimizer state and a closed record to the next version.
 
+    If the record's `sum` is empty, its members are not durable yet, and their sum is that of the
+    buffer in memory. The version makes them durable.
+
     Under secure aggregation the TSA releases the masks of exactly the record's members. `agreed`
     has the settings that the members have agreed to; None if these are in `config`. If `given_up`
     is set, the buffer is dropped for this reason and the TSA is not asked.

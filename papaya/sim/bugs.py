@@ -67,9 +67,14 @@ _advance = Ledger.advance
 
 
 def _keep_record(
-    self: Ledger, now: float, stepped: Stepped, life_s: float, oldest_kept: float
+    self: Ledger,
+    now: float,
+    stepped: Stepped,
+    life_s: float,
+    oldest_kept: float,
+    members: tuple[Member, ...],
 ) -> Transaction:
-    transaction = _advance(self, now, stepped, life_s, oldest_kept)
+    transaction = _advance(self, now, stepped, life_s, oldest_kept, members)
     kept = record_key(self.task, stepped.version)
     return replace(transaction, delete=tuple(k for k in transaction.delete if k != kept))
 

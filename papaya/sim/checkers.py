@@ -22,8 +22,9 @@ from papaya.client.work import Finish, Seal, Sealed
 from papaya.config import SyncFL, TaskConfig
 from papaya.errors import InvariantError
 from papaya.learning import parameters
+from papaya.learning.kernels import NUMPY
 from papaya.learning.server_optimizer import server_optimizer
-from papaya.learning.weighting import WeightedSum
+from papaya.learning.weighting import Contribution, WeightedSum, admit
 from papaya.machine import Reply
 from papaya.messages import wire
 from papaya.messages.base import BlobKey, Message, NodeId, SessionId, TaskId
@@ -51,6 +52,7 @@ from papaya.messages.storage import (
     Transaction,
     VersionRow,
     blobs_of,
+    consumed_key,
     fence_key,
     optimizer_key,
     record_key,
@@ -427,7 +429,7 @@ class Auditor(Observer):
         self._check_devices(task, row)
         if self._secure.audits(task):
             self._secure.check_record(task, row, self.blobs.get(row.sum))
-        else:
+        elif row.sum:
             self._check_sum(books.config, row)
 
     def _check_devices(self, task: TaskId, row: RecordRow) -> None:
@@ -500,12 +502,7 @@ class Auditor(Observer):
             row.version == books.version + 1,
             f"version {row.version} of {task} follows version {books.version}",
         )
-        record = before.get(record_key(task, row.version))
-        demand(
-            isinstance(record, RecordRow) and record_key(task, row.version) not in self.state.rows,
-            f"version {row.version} of {task} was made without using up its record",
-        )
-        assert isinstance(record, RecordRow)
+        record = self._used_record(task, row.version, before)
         old = self.state.rows[version_key(task, row.version - 1)]
         assert isinstance(old, VersionRow)
         if self._secure.is_dropped(task, row.version):
@@ -517,6 +514,22 @@ class Auditor(Observer):
         is_dropped = self._secure.is_dropped(task, row.version)
         self._events.on_version(writer, task, row.version, row.seq, is_dropped=is_dropped)
         books.version = row.version
+
+    def _used_record(self, task: TaskId, version: int, before: dict[str, Row]) -> RecordRow:
+        """The record that becomes this version. Without secure aggregation a version may have
+        members that were in no record; the record that they would have had has no sum.
+        """
+        key, record = record_key(task, version), before.get(record_key(task, version))
+        demand(key not in self.state.rows, f"{key} is still there after its version was made")
+        if isinstance(record, RecordRow):
+            return record
+        demand(not self._secure.audits(task), f"version {version} of {task} had no record")
+        consumed = self.state.rows[consumed_key(task, version)]
+        assert isinstance(consumed, ConsumedRow)
+        weight = float(sum(member.examples for member in consumed.members))
+        record = RecordRow(version, "", consumed.members, weight)
+        self._check_record(task, record, None)
+        return record
 
     def _check_drop_is_counted(self, writer: Writer, task: TaskId) -> None:
         host = self.cluster.hosts[writer[0]]
@@ -545,7 +558,7 @@ class Auditor(Observer):
         if self._secure.audits(config.task):
             mean = self._secure.expected_mean(config.task, record)
         else:
-            mean = WeightedSum.decode(self.blobs.get(record.sum), length).mean()
+            mean = self._sum_of(config, record).mean()
         expected, _ = optimizer.step(
             parameters.decode(self.blobs.get(old.parameters), length),
             mean,
@@ -557,11 +570,29 @@ class Auditor(Observer):
             f"version {row.version} of {config.task} is not one step from its predecessor",
         )
 
+    def _sum_of(self, config: TaskConfig, record: RecordRow) -> WeightedSum:
+        """As it was written, or the weighted updates of the members, added in their order."""
+        length, books = config.model_length, self.books[config.task]
+        if record.sum:
+            return WeightedSum.decode(self.blobs.get(record.sum), length)
+        total = WeightedSum.zero(length)
+        uploaded = protocol_vector if config.evaluates is None else protocol_evaluation
+        for member in record.members:
+            terms = books.terms_of(member.session)
+            pieces = [np.array(uploaded(member.session, length), np.float32).tobytes()]
+            update = admit(pieces, length, terms.clip, terms.over_clip)
+            total.add_all([Contribution(update, member.examples, member.staleness)], NUMPY)
+        return total
+
     def _check_consumed(self, task: TaskId, row: ConsumedRow, before: dict[str, Row]) -> None:
         books = self.books[task]
-        record = before[record_key(task, row.version)]
-        assert isinstance(record, RecordRow)
-        is_full = len(row.members) >= books.goal_of(record)
+        record = before.get(record_key(task, row.version))
+        if isinstance(record, RecordRow):
+            demand(row.members == record.members, f"{task}: members of {row.version} changed")
+            goal = books.goal_of(record)
+        else:
+            goal = books.config.aggregation_goal
+        is_full = len(row.members) >= goal
         is_whole = is_full or self._secure.is_dropped(task, row.version)
         demand(is_whole, f"version {row.version} has {len(row.members)} members")
         for member in row.members:

@@ -7,8 +7,15 @@ from msgspec.structs import replace
 from papaya.aggregator.held_task import TaskPhase
 from papaya.aggregator.work import Fold, Step, StepFailed
 from papaya.machine import Read, Transact
-from papaya.messages.participation import Alive, ChunkReceived, Completed, Join, Joined
-from papaya.messages.storage import RecordRow, VersionRow
+from papaya.messages.participation import (
+    Alive,
+    ChunkReceived,
+    Completed,
+    Incomplete,
+    Join,
+    Joined,
+)
+from papaya.messages.storage import ConsumedRow, VersionRow
 from tests.unit.aggregator.builders import (
     World,
     a_world,
@@ -61,8 +68,9 @@ def test_a_halted_task_leaves_the_upload_memory_to_the_others() -> None:
 
 
 def test_a_halted_task_goes_on_when_its_rows_let_it() -> None:
-    world, node = a_world(an_async_task(1, concurrency=2))
-    [phone] = world.joined(node, 1)
+    world, node = a_world(an_async_task(2, concurrency=2))
+    first, phone = world.joined(node, 2)
+    first.upload_for_good(1)
     node.hold(Step)
     phone.upload(1)
     world.pass_s(1)
@@ -80,13 +88,18 @@ def test_a_blob_that_stays_missing_halts_the_task_and_does_not_spin() -> None:
     [row] = world.store.all(VersionRow)
     lost = world.blobs.pop(row.parameters)
     [phone] = world.joined(node, 1)
-    phone.upload(1)
+    handle = phone.upload(1)
+    assert world.answers[handle] == Incomplete((0, 1)), "the rows are read first"
+    phone.send(1)
+    phone.complete()
     assert node.held().phase is TaskPhase.HALTED
     assert row.parameters in node.held().halted_because
     world.pass_s(10)
     assert row.parameters in node.reports[-1].tasks[0].halted
     world.blobs[row.parameters] = lost
     world.pass_s(20)
+    phone.send(1)
+    assert world.answers[phone.complete()] == Completed()
     assert world.version == 1
 
 
@@ -109,8 +122,7 @@ def test_a_doubled_join_does_not_change_what_an_upload_ticket_says() -> None:
     world.pass_s(1)
     [waiting] = successor.held_back
     assert isinstance(waiting, Transact)
-    [(_, row)] = waiting.transaction.put
-    assert isinstance(row, RecordRow)
+    [row] = [row for _, row in waiting.transaction.put if isinstance(row, ConsumedRow)]
     assert [(m.version, m.staleness) for m in row.members] == [(0, 0)]
 
 

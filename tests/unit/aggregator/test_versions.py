@@ -117,7 +117,6 @@ def test_nothing_of_a_version_is_there_before_its_transaction() -> None:
     [phone] = world.joined(node, 1)
     node.hold(Transact)
     phone.upload(1)
-    node.settle("committed")  # the record
     assert versions(world) == [0]
     assert world.phone(node).join() is not None
     assert node.held().ledger.version == 0
@@ -130,7 +129,6 @@ def test_a_deposed_holder_makes_no_version() -> None:
     [phone] = world.joined(node, 1)
     node.hold(Transact)
     phone.upload(1)
-    node.settle("committed")
     before = dict(world.store.rows)
     before[fence_key(TASK)] = world.store.rows[fence_key(TASK)] = FenceRow(2, "agg-2", 0)
     node.settle("committed")
@@ -278,7 +276,6 @@ def test_a_version_is_kept_for_a_ticket_given_while_the_next_was_being_committed
     [phone] = world.joined(node, 1)
     node.hold(Transact)
     phone.upload(1)
-    node.settle("committed")
     world.pass_s(H)  # the version's transaction is on its way all the time
     [late] = world.joined(node, 1)
     node.settle("committed")
@@ -346,7 +343,6 @@ def test_blobs_are_deleted_only_after_the_rows_that_named_them() -> None:
     [phone] = world.joined(node, 1)
     node.hold(Transact)
     phone.upload(1)
-    node.settle("committed")
     assert len(node.held_back) == 1, "the version's transaction, which drops version 0"
     assert named <= set(world.blobs)
     node.settle("committed")
@@ -364,11 +360,13 @@ def test_an_unknown_outcome_deletes_no_blob(fate: str) -> None:
     [phone] = world.joined(node, 1)
     node.hold(Transact)
     phone.upload(1)
-    node.settle("committed")
     deletions = len([effect for effect in node.did(DeleteBlobs) if effect.blobs])
     node.settle("applied" if fate == "applied" else "lost")
     assert len([effect for effect in node.did(DeleteBlobs) if effect.blobs]) == deletions
     node.release()
+    if fate == "lost":
+        phone.send(1)
+        phone.complete()
     world.pass_s(1.0)
     assert world.version == 2
     assert all(row.parameters in world.blobs for row in world.store.all(VersionRow))
