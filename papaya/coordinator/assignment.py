@@ -13,7 +13,7 @@ servers are alive is not its concern.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from random import Random
 
 from papaya.messages.base import NodeId, SessionId, TaskId
@@ -38,11 +38,12 @@ class Leases:
         self._deadlines.setdefault(task, {})[session] = deadline
         self._tasks[session] = task
 
-    def end(self, session: SessionId) -> None:
-        """The lease was confirmed or returned unfilled. No-op if it has already ended."""
+    def end(self, session: SessionId) -> TaskId | None:
+        """The lease was confirmed or returned unfilled: of this task, or None if it had ended."""
         task = self._tasks.pop(session, None)
         if task is not None:
             del self._deadlines[task][session]
+        return task
 
     def expire(self, task: TaskId, reported_at: float) -> None:
         """End leases whose deadline lies before a report that the holder sent at `reported_at`."""
@@ -67,20 +68,27 @@ _NO_SHARES: Mapping[TaskId, ShareRow] = {}
 def assign(
     held: Iterable[tuple[NodeId, DeviceClass, int]],
     wanted: dict[TaskId, int],
-    compatible: Callable[[DeviceClass], tuple[TaskId, ...]],
+    compatible: Callable[[DeviceClass], Container[TaskId]],
     rng: Random,
     shares: Mapping[TaskId, ShareRow] = _NO_SHARES,
 ) -> dict[tuple[NodeId, DeviceClass, TaskId], int]:
     """Give each held client one of its eligible tasks at random, and reduce `wanted` by it."""
     chosen: dict[tuple[NodeId, DeviceClass, TaskId], int] = {}
+    left = sum(wanted.values())
     for selector, device_class, count in held:
-        eligible = [task for task in compatible(device_class) if wanted.get(task, 0) > 0]
+        if left == 0:
+            break
+        if count <= 0:
+            continue
+        suitable = compatible(device_class)
+        eligible = [task for task, number in wanted.items() if number > 0 and task in suitable]
         first = _first(eligible, shares)
         while count > 0 and eligible:
             task = _drawn(first, shares, rng.random())
             key = (selector, device_class, task)
             chosen[key] = chosen.get(key, 0) + 1
             count -= 1
+            left -= 1
             wanted[task] -= 1
             if wanted[task] == 0:
                 eligible.remove(task)

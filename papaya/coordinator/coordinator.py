@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from random import Random
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from papaya.config import Requirements, ServerConfig, TaskConfig
@@ -78,6 +79,16 @@ _OVERLOADED_BEATS = 3
 # How long selectors are told that a task has ended: longer than its clients keep asking.
 _OVER_IS_TOLD_S = 3600.0
 _MAX_OVER = 256
+_NEVER = float("inf")
+
+
+class Catalogue(Struct, frozen=True):
+    """The part of SelectorOrders that changes rarely."""
+
+    number: int
+    advertised: tuple[Advertised, ...] = ()
+    routes: tuple[Route, ...] = ()
+    over: tuple[TaskId, ...] = ()
 
 
 class Coordinator:
@@ -115,7 +126,15 @@ class Coordinator:
         # Why the last move of a task was decided, with its sequence number.
         self._moved_because: dict[TaskId, tuple[int, str]] = {}
 
-        # What reports say: `fleet`, `leases`, and a cache of which tasks fit a device class.
+        # What selectors are told: of the rows, and which tasks want clients; None if it has to be
+        # made again. The number of a catalogue never repeats.
+        self._catalogue: Catalogue | None = None
+        self._last_catalogue = Catalogue(0)
+        self._wanting: tuple[TaskId, ...] | None = None
+        # A task has begun to want clients since all selectors were last told, and when that was.
+        self._has_new_wish = False
+        self._announced_at = -_NEVER
+        # What reports say: `fleet`, `leases`, and what follows from them.
         self._reset_view()
 
         # The time of the last event, and the next heartbeat.
@@ -130,6 +149,8 @@ class Coordinator:
         self._reading = False
         # The process is about to stop.
         self._is_draining = False
+        # Tasks were placed since all selectors were told.
+        self._has_placed = False
         # The last report of each server that came while this candidate did not lead, and when.
         # Those of servers that count as dead by now are dropped.
         self.unanswered: dict[NodeId, tuple[float, AggregatorReport | SelectorReport]] = {}
@@ -161,8 +182,12 @@ class Coordinator:
 
     def _wake(self, now: float) -> Effects:
         self._listen(now)
+        effects: Effects = []
+        if self._has_new_wish and now >= self._announce_due:
+            effects = self._announce(now, []) if self.acts(now) else []
+            self._has_new_wish = False
         if now < self._next_beat:
-            return []
+            return effects
         is_leader = self.leadership.epoch > 0
         self._next_beat = now + (
             self._config.heartbeat_s if is_leader else self._config.leader_read_s
@@ -170,18 +195,22 @@ class Coordinator:
         self._tell_silent(now)
         self.fleet.drop_silent_selectors(now)
         self._drop_old_reports(now)
-        effects = self._read()
+        effects += self._read()
         if self.acts(now):
             effects += self._place(now) + self._assign(now)
         return effects
 
     def next_wake(self) -> float:
+        if self._has_new_wish:
+            return min(self._next_beat, self._announce_due)
         return self._next_beat
 
     def check(self) -> None:
         if not self.acts(self._now):
             return
         for task, row in self.tasks.items():
+            if self._wanted.get(task, 0) != max(0, self.demand(task)):
+                raise InvariantError(f"{self.node}: the demand of {task} is out of date")
             report = self._report_of(task)
             active = 0 if report is None else report.active
             # If a revision lowered the concurrency, the holder refuses earlier leases above it. A
@@ -360,11 +389,20 @@ class Coordinator:
         for task in self.tasks:
             if task in self.fences:
                 self._tell_fence(task, self.fences[task])
+        self._holders.clear()
+        self._catalogue = None
+        self._wanting = None
+        for task in [task for task in self._wants if task not in self.tasks]:
+            del self._wants[task], self._paces[task]
+            self._wanted.pop(task, None)
+        for task in self.tasks:
+            self._refresh(task)
 
     def _on_transacted(self, now: float, done: Transacted) -> Effects:
         placed = self._pending.pop(done.token, None)
         if done.outcome != "committed":
-            return self._read()  # refused or unknown: the rows decide
+            # Refused or unknown: the rows decide.
+            return self._read() + self._tell_of_placements(now)
         if placed is not None:
             return self._on_placed(now, *placed)
         if self.leadership.confirm(now):
@@ -384,9 +422,20 @@ class Coordinator:
         # What the operator was told: the fence of each task, and the boots of live servers.
         self._told_fences: dict[TaskId, FenceRow] = {}
         self._told_servers: dict[NodeId, Boot] = {}
-        # The tasks that wanted clients when all selectors were last told.
-        self._announced: tuple[TaskId, ...] = ()
-        self._compatible: dict[DeviceClass, tuple[TaskId, ...]] = {}
+        # What follows from rows, reports and leases, by task: positive demand, whether it wants
+        # clients, and its share of the pace. `_refresh` keeps them up to date, because a large
+        # fleet sends thousands of reports per second, each about one of a thousand tasks.
+        self._wanted: dict[TaskId, int] = {}
+        self._wants: dict[TaskId, bool] = {}
+        self._paces: dict[TaskId, float] = {}
+        self._wanting = None
+        self._has_new_wish = False
+        self._announced_at = -_NEVER
+        # Tasks by holder and its boot; empty if it has to be made again.
+        self._holders: dict[tuple[NodeId, Boot], list[TaskId]] = {}
+        self._catalogue = None
+        # Which tasks fit a device class.
+        self._compatible: dict[DeviceClass, dict[TaskId, None]] = {}
 
     # -- reports ----------------------------------------------------------------------------
 
@@ -394,6 +443,8 @@ class Coordinator:
         if not self.acts(now):
             self.unanswered[report.node] = (now, report)
             return []
+        before = self.fleet.aggregators.get(report.node)
+        changed = dict.fromkeys(() if before is None else before.tasks)
         if not self.fleet.heard_aggregator(now, report):
             return []
         self._tell_seen(report)
@@ -401,10 +452,13 @@ class Coordinator:
         for task in report.tasks:
             joined += len(task.joined)
             for session in task.joined:
-                self.leases.end(session)
+                changed[self.leases.end(session) or task.task] = None
             if self._report_of(task.task) is task:
                 self.leases.expire(task.task, report.at)
                 self._active[task.task] = (task.seq, task.active + task.awaited)
+            changed[task.task] = None
+        for each in changed:
+            self._refresh(each)
         effects: Effects = []
         is_urgent = report.heartbeat or report.draining
         if is_urgent:
@@ -419,12 +473,14 @@ class Coordinator:
             self.unanswered[report.node] = (now, report)
             return []
         if report.epoch != self.leadership.epoch:
-            report = replace(report, acked=0)  # it acknowledges orders of another leader
+            # It acknowledges orders of another leader, and has its catalogue.
+            report = replace(report, acked=0, catalogue=0)
         if not self.fleet.heard_selector(now, report):
             return []
         self._tell_seen(report)
         for session in report.unfilled:
-            self.leases.end(session)
+            if (task := self.leases.end(session)) is not None:
+                self._refresh(task)
         effects = self._assign(now)
         if not any(isinstance(effect, Send) and effect.to == report.node for effect in effects):
             effects.append(self._orders_for_selector(report.node, ()))
@@ -452,6 +508,25 @@ class Coordinator:
             return 0
         return report.demand - self.leases.count(task)
 
+    def _refresh(self, task: TaskId) -> None:
+        """What the rows, reports and leases of a task lead to."""
+        if task not in self.tasks:
+            return
+        demand, ended_per_s = self.demand(task), self._ended_per_s(task)
+        if demand > 0:
+            self._wanted[task] = demand
+        else:
+            self._wanted.pop(task, None)
+        self._paces[task] = ended_per_s + max(0, demand) / self._config.heartbeat_s
+        # Is there demand now, or will there be while a check-in is held? Then a client is already
+        # waiting when a slot becomes free.
+        is_running = self.tasks[task].state == "running"
+        wants = demand > 0 or (ended_per_s * self._config.hold_s >= 1 and is_running)
+        if wants is not self._wants.get(task):
+            self._wants[task] = wants
+            self._wanting = None
+            self._has_new_wish |= wants
+
     def recovers(self, now: float) -> bool:
         """Is this a new leader that still waits for the holder of some task to report?"""
         return self.leadership.recovers(now) and None in map(self._report_of, self.tasks)
@@ -466,18 +541,20 @@ class Coordinator:
     # -- clients to tasks -------------------------------------------------------------------
 
     def _assign(self, now: float) -> Effects:
-        wanted = {task: demand for task in self.tasks if (demand := self.demand(task)) > 0}
-        effects = self._assign_held(now, wanted) if wanted else []
-        return effects + self._announce(effects)
+        effects = self._assign_held(now, dict(self._wanted)) if self._wanted else []
+        return effects + self._announce(now, effects)
 
-    def _announce(self, effects: Effects) -> Effects:
-        """If a task begins to want clients, tell selectors now: until then they reject devices."""
-        wanting, before = self._wanting(), self._announced
-        self._announced = wanting
-        if all(task in before for task in wanting):
+    def _announce(self, now: float, effects: Effects) -> Effects:
+        """If a task begins to want clients, tell selectors soon: until then they reject devices."""
+        if not self._has_new_wish or now < self._announce_due:
             return []
+        self._has_new_wish, self._announced_at = False, now
         told = [effect.to for effect in effects if isinstance(effect, Send)]
         return [self._orders_for_selector(n, ()) for n in self.fleet.selectors if n not in told]
+
+    @property
+    def _announce_due(self) -> float:
+        return self._announced_at + self._config.min_report_interval_s
 
     def _assign_held(self, now: float, wanted: dict[TaskId, int]) -> Effects:
         held = self.fleet.held(self._rng)
@@ -496,6 +573,7 @@ class Coordinator:
         sessions = tuple(f"{self._rng.getrandbits(96):024x}" for _ in range(count))
         for session in sessions:
             self.leases.grant(session, task, confirm_by)
+        self._refresh(task)
         report = self._report_of(task)
         assert report is not None, "without a report there is no demand"
         return Assignment(
@@ -508,10 +586,10 @@ class Coordinator:
             self.tasks[task].pseudonym_key,
         )
 
-    def _compatible_tasks(self, device_class: DeviceClass) -> tuple[TaskId, ...]:
+    def _compatible_tasks(self, device_class: DeviceClass) -> dict[TaskId, None]:
         found = self._compatible.get(device_class)
         if found is None:
-            found = self._compatible[device_class] = tuple(
+            found = self._compatible[device_class] = dict.fromkeys(
                 task
                 for task, row in self.tasks.items()
                 if device_class.fits(task, self._requirements(row.config), row.config.is_secure)
@@ -530,36 +608,58 @@ class Coordinator:
         live = self.fleet.open_aggregators(now)
         recovers = self.leadership.recovers(now)
         placing = [pending[0] for pending in self._pending.values() if pending is not None]
-        for task in self.tasks:
-            fence = self.fences[task]
-            boot = self.fleet.boot_of(now, fence.aggregator)
-            if is_orphan(fence, boot, recovers):
-                was_restarted = boot is not None and boot > fence.boot
-                why = "its holder was restarted" if was_restarted else "its holder is silent"
-            elif self.fleet.may_leave(fence.aggregator, task, fence.seq):
-                why = "its holder stops"
-            else:
-                continue
-            to = least_loaded(self._workloads(live))
-            if task not in placing and to is not None:
-                effects.append(self._move(task, to, why))
+        work: dict[NodeId, float] | None = None
+        for task, why in self._tasks_to_move(now, recovers):
+            if task not in placing:
+                work = self._workloads(live) if work is None else work
+                to = least_loaded(work)
+                if to is not None:
+                    amount, old = self.tasks[task].config.workload, self.fences[task].aggregator
+                    work[to] += amount
+                    if old in work:
+                        work[old] -= amount
+                    effects.append(self._move(task, to, why))
         if not effects and not placing and not recovers:
             effects += self._relieve(live)
         return effects
 
+    def _tasks_to_move(self, now: float, recovers: bool) -> list[tuple[TaskId, str]]:
+        """The tasks whose holders are gone, or about to stop and done with them, and why."""
+        found: list[tuple[TaskId, str]] = []
+        for (node, boot), tasks in self._tasks_by_holder().items():
+            live_boot = self.fleet.boot_of(now, node)
+            if is_orphan(self.fences[tasks[0]], live_boot, recovers):
+                was_restarted = live_boot is not None and live_boot > boot
+                why = "its holder was restarted" if was_restarted else "its holder is silent"
+                found += [(task, why) for task in tasks]
+            elif self.fleet.is_draining(node):
+                found += [
+                    (task, "its holder stops")
+                    for task in tasks
+                    if self.fleet.may_leave(node, task, self.fences[task].seq)
+                ]
+        return found
+
+    def _tasks_by_holder(self) -> dict[tuple[NodeId, Boot], list[TaskId]]:
+        if not self._holders:
+            for task in self.tasks:
+                fence = self.fences[task]
+                self._holders.setdefault((fence.aggregator, fence.boot), []).append(task)
+        return self._holders
+
     def _relieve(self, live: dict[NodeId, AggregatorView]) -> Effects:
-        work = self._workloads(live)
-        for node, view in live.items():
-            if view.overloaded_beats >= _OVERLOADED_BEATS:
-                own = {
-                    task: row.config.workload
-                    for task, row in self.tasks.items()
-                    if self.fences[task].aggregator == node
-                }
-                move = relieve(node, own, work)
-                if move is not None:
-                    view.overloaded_beats = 0
-                    return [self._move(*move, "its holder is overloaded")]
+        overloaded = [n for n, view in live.items() if view.overloaded_beats >= _OVERLOADED_BEATS]
+        work = self._workloads(live) if overloaded else {}
+        for node in overloaded:
+            own = {
+                task: row.config.workload
+                for task, row in self.tasks.items()
+                if self.fences[task].aggregator == node
+            }
+            move = relieve(node, own, work)
+            if move is not None:
+                live[node].overloaded_beats = 0
+                return [self._move(*move, "its holder is overloaded")]
         return []
 
     def _workloads(self, live: Iterable[NodeId]) -> dict[NodeId, float]:
@@ -588,6 +688,9 @@ class Coordinator:
         if old is not None:
             self._told_fences.setdefault(task, old)
         self._tell_fence(task, fence)
+        self._holders.clear()
+        self._catalogue, self._has_placed = None, True
+        self._refresh(task)
         if not self.acts(now):
             return []
         told = [fence.aggregator]
@@ -596,8 +699,15 @@ class Coordinator:
         effects: Effects = [
             self._orders_for_aggregator(node) for node in told if node in self.fleet.aggregators
         ]
-        effects += [self._orders_for_selector(node, ()) for node in self.fleet.selectors]
-        return effects
+        return effects + self._tell_of_placements(now)
+
+    def _tell_of_placements(self, now: float) -> Effects:
+        """Tell all selectors when the last of several placements is done."""
+        is_placing = any(pending is not None for pending in self._pending.values())
+        if not self._has_placed or is_placing or not self.acts(now):
+            return []
+        self._has_placed = False
+        return [self._orders_for_selector(node, ()) for node in self.fleet.selectors]
 
     # -- orders -----------------------------------------------------------------------------
 
@@ -617,8 +727,10 @@ class Coordinator:
 
     def _is_last(self, node: NodeId) -> bool:
         """Nobody can take the tasks of this one. Unknown before everybody had time to report."""
-        others = [other for other in self.fleet.open_aggregators(self._now) if other != node]
-        return self._is_draining or (not others and self._has_listened(self._now))
+        if self._is_draining:
+            return True
+        has_others = self.fleet.has_other_than(self._now, node)
+        return not has_others and self._has_listened(self._now)
 
     def _has_listened(self, now: float) -> bool:
         """Every aggregator reports within a heartbeat: has it had time to?"""
@@ -630,12 +742,11 @@ class Coordinator:
         Leases are listed until the aggregator reports on the task: from then on it knows them.
         """
         given = []
-        for task, fence in self.fences.items():
-            if task in self.tasks and fence.aggregator == node and fence.boot == view.boot:
-                report = view.tasks.get(task)
-                is_known = report is not None and report.seq == fence.seq
-                expected = () if is_known else self.leases.sessions(task)
-                given.append(Placement(task, fence.seq, expected, self._active_before(task, fence)))
+        for task in self._tasks_by_holder().get((node, view.boot), ()):
+            fence, report = self.fences[task], view.tasks.get(task)
+            is_known = report is not None and report.seq == fence.seq
+            expected = () if is_known else self.leases.sessions(task)
+            given.append(Placement(task, fence.seq, expected, self._active_before(task, fence)))
         return tuple(given)
 
     def _active_before(self, task: TaskId, fence: FenceRow) -> int | None:
@@ -648,21 +759,41 @@ class Coordinator:
         self._order += 1
         for assignment in assignments:
             view.forward(self._order, assignment.device_class, len(assignment.sessions))
+        catalogue = self._current_catalogue()
+        is_short = view.catalogue == catalogue.number
+        told = Catalogue(catalogue.number) if is_short else catalogue
         orders = SelectorOrders(
             epoch=self.leadership.epoch,
             leader=self.node,
             boot=view.boot,
             number=self._order,
             acked=view.number,
-            advertised=self._advertised(),
-            wanting=self._wanting(),
-            routes=self._assignment_map(),
+            advertised=told.advertised,
+            wanting=self._current_wanting(),
+            routes=told.routes,
             check_ins_per_s=self._pace() / len(self.fleet.selectors),
-            over=self.over,
+            over=told.over,
             assignments=assignments,
             assigns_in_s=self._assigns_in_s(),
+            catalogue=catalogue.number,
+            is_short=is_short,
         )
         return Send(node, orders)
+
+    def _current_wanting(self) -> tuple[TaskId, ...]:
+        if self._wanting is None:
+            self._wanting = tuple(task for task in self.tasks if self._wants[task])
+        return self._wanting
+
+    def _current_catalogue(self) -> Catalogue:
+        """Has the next number if anything in it has changed."""
+        if self._catalogue is None:
+            last = self._last_catalogue
+            made = Catalogue(last.number, self._advertised(), self._assignment_map(), self.over)
+            if made != last:
+                made = replace(made, number=last.number + 1)
+            self._catalogue = self._last_catalogue = made
+        return self._catalogue
 
     def _assigns_in_s(self) -> float:
         """How long a new leader may have to wait for the first report of a holder; in maintenance,
@@ -701,17 +832,6 @@ class Coordinator:
             if task in self.tasks and fence.aggregator
         )
 
-    def _wanting(self) -> tuple[TaskId, ...]:
-        return tuple(task for task in self.tasks if self._wants(task))
-
-    def _wants(self, task: TaskId) -> bool:
-        """Is there demand now, or will there be while a check-in is held?
-
-        Then a client is already waiting when a slot becomes free.
-        """
-        expected = self._ended_per_s(task) * self._config.hold_s
-        return self.demand(task) > 0 or (expected >= 1 and self.tasks[task].state == "running")
-
     def _ended_per_s(self, task: TaskId) -> float:
         view = self.fleet.aggregators.get(self.fences[task].aggregator)
         return 0.0 if view is None else view.ended_per_s.get(task, 0.0)
@@ -720,12 +840,8 @@ class Coordinator:
         """Check-ins per second that would meet the demand, with a margin. In maintenance the last
         ones: devices must not be sent away for longer and longer.
         """
-        expected = sum(
-            self._ended_per_s(task) + max(0, self.demand(task)) / self._config.heartbeat_s
-            for task in self.tasks
-        )
         if self.maintenance is None:
-            self._usual_pace = self._config.pace * expected
+            self._usual_pace = self._config.pace * sum(self._paces.values())
         return self._usual_pace
 
     def _transact(

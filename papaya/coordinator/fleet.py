@@ -94,11 +94,16 @@ class SelectorView:
         self.number = -1
         self.heard_at = 0.0
         self.held: dict[DeviceClass, int] = {}
+        # How many of them may still be assigned.
+        self.available = 0
+        # The number of the catalogue that it has, by its last report.
+        self.catalogue = 0
         self._in_flight: dict[int, dict[DeviceClass, int]] = {}
 
     def update(self, now: float, report: SelectorReport) -> None:
         self.number = report.number
         self.heard_at = now
+        self.catalogue = report.catalogue
         for order in [number for number in self._in_flight if number <= report.acked]:
             del self._in_flight[order]
         self.held = {entry.device_class: entry.count for entry in report.held}
@@ -106,10 +111,12 @@ class SelectorView:
             for device_class, count in forwarded.items():
                 if device_class in self.held:
                     self.held[device_class] -= count
+        self.available = sum(count for count in self.held.values() if count > 0)
 
     def forward(self, order: int, device_class: DeviceClass, count: int) -> None:
         """Count these clients as gone, also in later reports, until the order is acknowledged."""
         self.held[device_class] = self.held.get(device_class, 0) - count
+        self.available -= count
         forwarded = self._in_flight.setdefault(order, {})
         forwarded[device_class] = forwarded.get(device_class, 0) + count
 
@@ -169,8 +176,9 @@ class Fleet:
         names = list(self.selectors)
         start = int(rng.random() * len(names)) if len(names) > 1 else 0
         for name in names[start:] + names[:start]:
-            for device_class, count in self.selectors[name].held.items():
-                yield name, device_class, count
+            if self.selectors[name].available > 0:
+                for device_class, count in self.selectors[name].held.items():
+                    yield name, device_class, count
 
     def live_aggregators(self, now: float) -> dict[NodeId, AggregatorView]:
         """Aggregators that reported recently."""
@@ -181,6 +189,18 @@ class Fleet:
         """Aggregators that may be given a task: alive, and not about to stop."""
         live = self.live_aggregators(now)
         return {node: view for node, view in live.items() if not view.is_draining}
+
+    def has_other_than(self, now: float, node: NodeId) -> bool:
+        """Is there another aggregator that may be given a task?"""
+        limit = now - self._dead_after_s
+        return any(
+            other != node and view.heard_at > limit and not view.is_draining
+            for other, view in self.aggregators.items()
+        )
+
+    def is_draining(self, node: NodeId) -> bool:
+        view = self.aggregators.get(node)
+        return view is not None and view.is_draining
 
     def may_leave(self, node: NodeId, task: TaskId, seq: int) -> bool:
         """Whether this holder of a task is about to stop and has made its last record."""

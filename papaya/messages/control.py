@@ -107,7 +107,7 @@ class Held(Struct, frozen=True, gc=False):
 class SelectorReport(Message, frozen=True):
     """`unfilled` are assigned sessions for which no client was held; their leases end.
 
-    `at` is the sender's time.
+    `at` is the sender's time. `catalogue`: the number of the catalogue that it has.
     """
 
     node: NodeId
@@ -118,6 +118,7 @@ class SelectorReport(Message, frozen=True):
     held: tuple[Held, ...]
     unfilled: tuple[SessionId, ...] = ()
     at: float = 0.0
+    catalogue: int = 0
 
 
 class Advertised(Struct, frozen=True, gc=False):
@@ -154,6 +155,10 @@ class SelectorOrders(Message, frozen=True):
     """`wanting`: tasks with demand. `over`: tasks that ended but whose clients may still ask.
     `check_ins_per_s`: this selector's share of the pace. `assigns_in_s`: how long a new leader may
     assign no client, because no holder has reported to it yet.
+
+    The catalogue is `advertised`, `routes` and `over`: they are long and change rarely. `catalogue`
+    is its number under this leader. `is_short`: the selector has reported that it has this
+    catalogue, so the three are left out.
     """
 
     epoch: int
@@ -168,6 +173,8 @@ class SelectorOrders(Message, frozen=True):
     over: tuple[TaskId, ...] = ()
     assignments: tuple[Assignment, ...] = ()
     assigns_in_s: float = 0.0
+    catalogue: int = 0
+    is_short: bool = False
 
 
 Control = AggregatorReport | AggregatorOrders | SelectorReport | SelectorOrders

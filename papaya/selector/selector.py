@@ -573,6 +573,15 @@ class Selector:
         }
 
     def _take_map(self, last: SelectorOrders | None, orders: SelectorOrders) -> None:
+        if orders.is_short:
+            if last is None or (last.epoch, last.catalogue) != (orders.epoch, orders.catalogue):
+                return  # the next report says which catalogue this selector has
+            orders = replace(
+                orders,
+                advertised=last.advertised,
+                routes=last.routes,
+                over=last.over,
+            )
         self._orders = orders
         if last is None or last.routes != orders.routes or last.over != orders.over:
             self._map.replace(orders.routes, orders.over)
@@ -634,6 +643,7 @@ class Selector:
             held=self._summary(),
             unfilled=tuple(self._unfilled),
             at=now,
+            catalogue=0 if orders is None else orders.catalogue,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 

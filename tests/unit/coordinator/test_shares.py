@@ -31,7 +31,7 @@ def uniform(
     found: Counter[TaskId] = Counter()
     for _, _, count in held:
         for _ in range(count):
-            eligible = [task for task in TASKS if wanted.get(task, 0) > 0]
+            eligible = [task for task, number in wanted.items() if number > 0]
             if eligible:
                 task = eligible[int(rng.random() * len(eligible))]
                 wanted[task] -= 1
