@@ -44,10 +44,12 @@ class NothingAcknowledged(AssertionError):
 
 class Recovery(NamedTuple):
     """Of the task that took longest: `after_s` from the end of the fault to the next
-    acknowledgement, `silence_s` the longest time without one since the fault began.
+    acknowledgement, `silence_s` the longest time without one since the fault began. `first_s` is
+    `after_s` of the task that took shortest.
     """
 
     fault: str
+    first_s: float
     after_s: float
     silence_s: float
 
@@ -74,13 +76,14 @@ class Acknowledgements:
             time.sleep(_POLL_S)
 
     def recovery(self, fault: str, began_at: float, ended_at: float) -> Recovery:
-        after_s = silence_s = 0.0
+        after_s: list[float] = []
+        silence_s = 0.0
         for task in self._times:
             resumed_at = self.since(task, ended_at)[0]
             heard = [began_at, *(t for t in self.since(task, began_at) if t <= resumed_at)]
-            after_s = max(after_s, resumed_at - ended_at)
+            after_s.append(resumed_at - ended_at)
             silence_s = max(silence_s, *(b - a for a, b in pairwise(heard)))
-        return Recovery(fault, after_s, silence_s)
+        return Recovery(fault, min(after_s), max(after_s), silence_s)
 
     def _read(self) -> None:
         if not self._file.exists():

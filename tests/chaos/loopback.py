@@ -32,7 +32,7 @@ from tests.system.processes import PAPAYA, Installation, ServerProcess, Toml, en
 from tests.system.test_secure import trusted_process, until
 
 HEARTBEAT_S = 0.8
-RECOVER_S = 60.0
+RECOVER_S = 120.0
 _STEP_S = 60.0
 _BLOBS = f"s3://{BUCKET}/chaos"
 _LENGTH = 8_000

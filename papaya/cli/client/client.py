@@ -216,8 +216,8 @@ def _add_device_options(group: argparse._ArgumentGroup) -> None:
         "--protocol-only",
         type=positive,
         metavar="S",
-        help="for load tests: do not train; wait this many seconds on average, then "
-        "upload numbers that identify the session",
+        help="do not train; wait this many seconds on average, then upload numbers that identify "
+        "the session. For hundreds of devices use papaya load",
     )
 
 
