@@ -21,6 +21,7 @@ from papaya.config import (
     SyncFL,
     TaskConfig,
 )
+from papaya.config.oidc import OidcConfig, OidcRole
 
 # struct -> field -> meaning; the fields are in the order of the struct.
 MEANINGS: dict[type[Struct], dict[str, str]] = {
@@ -151,7 +152,22 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "log_format": "Format of the [log](logs.md) on stderr: `text`, or `json` with one object "
         "per line.",
         "log_level": "Events below this level are not logged.",
+        "oidc": "An identity provider whose users may use the admin API, see below.",
         "server": "Settings of the protocol, see below.",
+    },
+    OidcConfig: {
+        "issuer": "Its address, exactly as in the claim `iss`. https, except on this machine.",
+        "audience": "What the claim `aud` must contain.",
+        "roles": "What the values of the role claim allow; a user without a known value is "
+        "refused.",
+        "jwks": "Address of its public keys. Empty: as in its `/.well-known/openid-configuration`.",
+        "name_claim": "Claim with the name of the user; the account is `oidc:NAME`.",
+        "role_claim": "Claim with a text, or a list of texts, that `roles` maps to roles.",
+        "algorithms": "Signature algorithms that are accepted.",
+    },
+    OidcRole: {
+        "role": "`viewer`, `owner` or `operator`.",
+        "prefixes": "Of an owner: the beginnings of the names of its tasks.",
     },
     AsyncFL: {
         "aggregation_goal": "The paper's K: updates per version. None: 10 % of C, rounded to the "

@@ -173,6 +173,12 @@ of a regime is `async` or `sync`.
 `papaya serve` needs no file; `papaya serve --config papaya.toml` reads these fields from one.
 
 {Deployment}
+### `oidc`: `OidcConfig`
+
+{OidcConfig}
+Each value in `roles` is a table:
+
+{OidcRole}
 ### Refused values of an installation
 
 {deployment_refused}

@@ -14,6 +14,7 @@ from typing import Literal
 from msgspec import Struct
 
 from papaya.config.checks import require, require_count, require_positive_s
+from papaya.config.oidc import OidcConfig
 from papaya.config.server import ServerConfig
 from papaya.errors import ConfigError
 
@@ -63,6 +64,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     drain_s: float = 10.0
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    oidc: OidcConfig | None = None
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
+from papaya.config.oidc import OidcConfig
 from papaya.coordinator.coordinator import Coordinator
 from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
@@ -54,7 +55,7 @@ from papaya.messages.storage import (
 )
 from papaya.selector.selector import Selector
 from papaya.server import public_log
-from papaya.server.admin.accounts import Identities
+from papaya.server.admin.accounts import Identities, Provider
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
 from papaya.server.admin.live import CoordinatorLive, Live, RoleLive
@@ -569,7 +570,8 @@ class Server:
             identifies_devices=self.deployment.device_tokens not in ("shared", "none"),
             has_seen=self._has_seen,
         )
-        routes = AdminRoutes(service, Identities(state, shared.admin_token, now))
+        identities = Identities(state, shared.admin_token, now, _provider(self.deployment.oidc))
+        routes = AdminRoutes(service, identities)
         if not isinstance(live, CoordinatorLive):
             return routes.routes_of_every_role()
         supervisor = Supervisor(state, blobs, history, server, now, changed, endings=live.endings)
@@ -605,6 +607,19 @@ class Server:
             role = "selector" if checks_roles else ""
             routes += guarded(passed_on, secret, refusal, role)
         return routes
+
+
+def _provider(config: OidcConfig | None) -> Provider | None:
+    if config is None:
+        return None
+    try:
+        from papaya.server.oidc import OidcProvider  # only if it is used: it needs PyJWT
+    except ImportError as error:
+        raise OperatorError(
+            "the table [oidc] needs PyJWT, which is not installed",
+            hint="pip install 'papaya-fl[oidc]'",
+        ) from error
+    return OidcProvider(config)
 
 
 def _cannot_listen(host: str, port: int, error: ListenError) -> OperatorError:

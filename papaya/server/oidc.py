@@ -1,0 +1,163 @@
+"""Tokens of an identity provider (OpenID Connect), verified with PyJWT.
+
+    issuer ── /.well-known/openid-configuration ──▶ jwks_uri ── keys ──▶ verify(token)
+
+Refused: another issuer or audience, an expired token or one without expiry, an algorithm that is
+not listed (so neither `none` nor a public key used as a shared secret), a key that the issuer does
+not publish, a role claim without a known value. Of several values the strongest role counts; the
+prefixes of all values that make an owner add up.
+
+Keys are fetched with limits: one at a time, 5 s, 256 KiB, no redirects, JSON only. They are used
+for ten minutes, or for an hour while the issuer cannot be reached. A token with an unknown key id
+makes them be fetched again, at most every 30 s, so that a rotation is noticed and a stranger cannot
+use this server to flood the issuer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import jwt
+import msgspec
+
+from papaya.config.oidc import OidcConfig
+from papaya.errors import OperatorError
+from papaya.server.admin.access import Caller
+from papaya.server.admin.accounts import PROVIDED
+
+logger = logging.getLogger("papaya.auth")
+
+FRESH_S: Final = 600.0
+USABLE_S: Final = 3600.0
+AGAIN_S: Final = 30.0
+_FETCH_S = 5.0
+_MAX_BYTES = 256 << 10
+_MAX_TOKEN_CHARS = 8192
+_LEEWAY_S = 30
+_TOKEN = re.compile(r"(?i:bearer) ([A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+)")
+_NAME = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class IssuerUnreachable(OperatorError):
+    """The keys of the issuer are not known and cannot be fetched: nobody is to blame but it."""
+
+
+class OidcProvider:
+    """Verifies tokens of one issuer. Use it on one event loop."""
+
+    def __init__(self, config: OidcConfig, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._monotonic = monotonic
+        self._keys: dict[str, Any] = {}
+        self._fetched_at = -USABLE_S
+        self._tried_at = -AGAIN_S
+        self._fetching = asyncio.Lock()
+
+    async def verify(self, authorization: str | None) -> Caller | None:
+        found = _TOKEN.fullmatch(authorization or "")
+        if found is None or len(found[1]) > _MAX_TOKEN_CHARS:
+            return None
+        token = found[1]
+        try:
+            head = jwt.get_unverified_header(token)
+            if head.get("alg") not in self._config.algorithms:
+                return None
+            key = await self._key(str(head.get("kid", "")))
+            if key is None:
+                return None
+            claims = jwt.decode(
+                token,
+                key.key,
+                algorithms=list(self._config.algorithms),
+                audience=self._config.audience,
+                issuer=self._config.issuer,
+                leeway=_LEEWAY_S,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.PyJWTError as error:
+            logger.info("a token of the identity provider is refused: %s", type(error).__name__)
+            return None
+        return self._caller(claims)
+
+    def _caller(self, claims: dict[str, Any]) -> Caller | None:
+        name, values = claims.get(self._config.name_claim), claims.get(self._config.role_claim)
+        values = [values] if isinstance(values, str) else values
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            return None
+        if not isinstance(values, list):
+            return None
+        given = [self._config.roles[v] for v in values if v in self._config.roles]
+        roles = {role.role for role in given}
+        if "operator" in roles:
+            return Caller(PROVIDED + name, "operator")
+        if "owner" in roles:
+            prefixes = tuple(dict.fromkeys(p for role in given for p in role.prefixes))
+            return Caller(PROVIDED + name, "owner", prefixes)
+        return Caller(PROVIDED + name, "viewer") if roles else None
+
+    async def _key(self, key_id: str) -> Any:
+        """The issuer's key; None if it has no such key."""
+        async with self._fetching:
+            age_s = self._monotonic() - self._fetched_at
+            may_ask = self._monotonic() - self._tried_at >= AGAIN_S
+            if may_ask and (age_s >= FRESH_S or key_id not in self._keys):
+                self._tried_at = self._monotonic()
+                await self._refresh()
+            if self._monotonic() - self._fetched_at >= USABLE_S:
+                raise IssuerUnreachable(
+                    f"the keys of {self._config.issuer} cannot be fetched",
+                    hint="check that this server can reach the issuer",
+                )
+            return self._keys.get(key_id)
+
+    async def _refresh(self) -> None:
+        try:
+            keys = await asyncio.to_thread(_fetch_keys, self._config)
+        except (OSError, HTTPException, ValueError, msgspec.MsgspecError, OperatorError) as error:
+            logger.warning("cannot fetch the keys of %s: %s", self._config.issuer, error)
+            return
+        self._keys, self._fetched_at = keys, self._monotonic()
+
+
+def _fetch_keys(config: OidcConfig) -> dict[str, Any]:
+    url = config.jwks
+    if not url:
+        found = _fetch(config.issuer.rstrip("/") + "/.well-known/openid-configuration")
+        if found.get("issuer") != config.issuer:
+            raise OperatorError("the issuer's configuration names another issuer", hint="")
+        url = str(found.get("jwks_uri", ""))
+        if urlsplit(url).scheme != urlsplit(config.issuer).scheme:
+            raise OperatorError("the issuer's keys have another scheme than the issuer", hint="")
+    keys = {}
+    for entry in _fetch(url).get("keys", ()):
+        # A shared secret among the keys would let everybody who can read them sign tokens.
+        if isinstance(entry, dict) and entry.get("kty") != "oct" and entry.get("use") != "enc":
+            try:
+                keys[str(entry.get("kid", ""))] = jwt.PyJWK(entry)
+            except jwt.PyJWTError:
+                continue  # of a kind that this library does not know
+    return keys
+
+
+def _fetch(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=_FETCH_S)
+    try:
+        connection.request("GET", parts.path or "/", headers={"Accept": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise OperatorError(f"{url} answered with status {answer.status}", hint="")
+        data = answer.read(_MAX_BYTES + 1)
+    finally:
+        connection.close()
+    if len(data) > _MAX_BYTES:
+        raise OperatorError(f"the answer of {url} is longer than {_MAX_BYTES:,} bytes", hint="")
+    return msgspec.json.decode(data, type=dict[str, Any])
