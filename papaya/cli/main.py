@@ -33,6 +33,7 @@ COMMANDS: Final = {
     "owner": "create and show the key with which you sign tasks",
     "status": "show the servers, tasks and problems of a running system",
     "maintenance": "stop all training of a running system, and let it go on",
+    "keys": "replace a key after a leak",
     "audit-trail": "show, export and check who changed what, when and why",
     "account": "give others accounts with roles and quotas, and revoke them",
     "doctor": "check an installation and say what to do about each problem",

@@ -80,6 +80,8 @@ def describe(status: SystemStatus) -> str:
         f"{plural(server.held, 'check-in')} held"
         for server in status.selectors
     ]
+    if skew := version_skew(status):
+        lines.append(f"versions     {skew}")
     lines += [f"clock        {clock}" for clock in status.clocks if not clock.is_refused]
     tasks = [view for view in status.tasks if view.state in ("running", "paused")]
     over = sum(
@@ -92,6 +94,16 @@ def describe(status: SystemStatus) -> str:
         noun, verb = "more task" if tasks else "task", "has" if over == 1 else "have"
         lines += ["", f"{plural(over, noun)} {verb} ended; list them with: papaya task list"]
     return "\n".join(lines)
+
+
+def version_skew(status: SystemStatus) -> str:
+    """Which server runs which version of Papaya; empty if all run the same."""
+    nodes: dict[str, list[str]] = {}
+    for node, version in status.versions.items():
+        nodes.setdefault(version or "unknown", []).append(node)
+    if len(nodes) < 2:
+        return ""
+    return "; ".join(f"{version}: {', '.join(found)}" for version, found in sorted(nodes.items()))
 
 
 def about_maintenance(status: SystemStatus) -> str:

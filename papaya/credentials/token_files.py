@@ -46,6 +46,12 @@ class Secret:
         """Compare in constant time."""
         return hmac.compare_digest(self._text.encode(), presented.encode())
 
+    def replace(self, other: Secret) -> bool:
+        """Become another secret, wherever this one is used; False if it is the same."""
+        is_same = self.matches(other.reveal())
+        self._text = other.reveal()
+        return not is_same
+
     def __repr__(self) -> str:
         return "Secret(…)"
 
@@ -63,6 +69,18 @@ def read_or_make(folder: Path, name: SecretName) -> Secret:
         except OSError as error:
             raise unusable(folder, error) from error
     return read(path)
+
+
+def replace(folder: Path, name: SecretName) -> Path:
+    """Write a new secret in place of an existing one."""
+    path = folder / name
+    read(path)  # refuses a folder without this secret
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-") as temporary:
+        made = Path(temporary) / name
+        _make(made)
+        made.replace(path)
+    sync_folder(folder)
+    return path
 
 
 def read_private(path: Path, most_bytes: int) -> bytes:

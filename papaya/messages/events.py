@@ -81,6 +81,15 @@ class CertificatesRefused(ServerEvent, frozen=True):
     why: str
 
 
+class TokenReplaced(ServerEvent, frozen=True):
+    """A token file has changed: the old token is refused from now on."""
+
+    level = "warning"
+    identity = ("file",)
+
+    file: str
+
+
 # -- coordinators -------------------------------------------------------------------------------
 
 

@@ -42,11 +42,12 @@ class LeaderRow(Row, frozen=True):
 class BootRow(Row, frozen=True):
     """How often a node has started. Each start takes the next number, by compare-and-set.
 
-    `format`: the newest format that its process can read and write.
+    `format`: the newest format that its process can read and write. `papaya`: its version.
     """
 
     number: int
     format: int = FIRST_FORMAT
+    papaya: str = ""
 
 
 class FormatRow(Row, frozen=True):

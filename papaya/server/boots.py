@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from papaya import __version__
 from papaya.errors import OperatorError
 from papaya.messages.base import NodeId
 from papaya.messages.storage import FORMAT, BootRow, Row, Transaction, boot_key
@@ -30,7 +31,7 @@ class Boots:
         for _ in range(_ATTEMPTS):
             last = (await self._state.read((key,))).get(key)
             number = last.number + 1 if isinstance(last, BootRow) else 1
-            taken = BootRow(number, FORMAT)
+            taken = BootRow(number, FORMAT, __version__)
             change = Transaction(require=((key, last),), put=((key, taken),))
             # A number whose outcome is unknown may be taken by another process: try the next one.
             if await self._state.transact(change) == "committed":

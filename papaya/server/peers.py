@@ -90,7 +90,7 @@ class Peers:
         self.hosts: dict[NodeId, Host] = {}
         self.relays = relays
         self._connections = connections
-        self.headers = (("Authorization", f"Bearer {token}"),)
+        self.use_token(token)
         self._retry_s = retry_s
         self._loop = asyncio.get_running_loop()
         self._queues: dict[NodeId, deque[Message]] = {}
@@ -120,6 +120,9 @@ class Peers:
             host.deliver(message, request)
         else:
             self._spawn(self._relay(request, to, message))
+
+    def use_token(self, token: str) -> None:
+        self.headers = (("Authorization", f"Bearer {token}"),)
 
     async def finish(self, timeout_s: float) -> None:
         """Wait for messages and requests on their way. Then answer the devices that still wait."""

@@ -23,7 +23,7 @@ from papaya.clock import Clock
 from papaya.config import Deployment
 from papaya.config.deployment import ROLES
 from papaya.credentials.s3_keys import s3_keys
-from papaya.credentials.token_files import Secret, read_or_make
+from papaya.credentials.token_files import Secret, SecretName, read, read_or_make
 from papaya.errors import OperatorError
 from papaya.http.pool import ConnectionPool
 from papaya.messages.base import BlobKey
@@ -112,6 +112,19 @@ class Resources:
         token, retry_s = self.server_token.reveal(), retry_after_s(heartbeat_s)
         self.peers = Peers(pools, ConnectionPool(tls=calls("aggregator")), token, retry_s)
         self._exits.push_async_callback(self.peers.close)
+
+    def refresh_tokens(self) -> list[SecretName]:
+        """Read the tokens of operators and servers again; returns which have changed."""
+        changed: list[SecretName] = []
+        tokens: tuple[tuple[SecretName, Secret], ...] = (
+            ("admin.token", self.admin_token),
+            ("server.token", self.server_token),
+        )
+        for name, token in tokens:
+            if token.replace(read(self.data / name)):
+                changed.append(name)
+        self.peers.use_token(self.server_token.reveal())
+        return changed
 
     async def close(self) -> None:
         await self._exits.aclose()

@@ -41,7 +41,7 @@ from papaya.http.listener import Listener, serve
 from papaya.http.routes import HttpRoute
 from papaya.messages.base import Message, NodeId
 from papaya.messages.control import Drain
-from papaya.messages.events import ClockDiffers, NodeStarted, ServerStarted
+from papaya.messages.events import ClockDiffers, NodeStarted, ServerStarted, TokenReplaced
 from papaya.messages.storage import (
     REVOKED,
     TASKS,
@@ -313,6 +313,11 @@ class Server:
         while True:
             await asyncio.sleep(min(self.deployment.server.heartbeat_s, _LOOK_AT_FILES_S))
             self._resources.certificates.refresh()
+            try:
+                for name in self._resources.refresh_tokens():
+                    log(TokenReplaced(name))
+            except OperatorError as error:
+                logger.error("using the old tokens: %s (hint: %s)", error, error.hint)
 
     async def _watch_clocks(self, live: CoordinatorLive) -> None:
         """Log each clock that differs from the leader's, once."""

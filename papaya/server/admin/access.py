@@ -99,6 +99,7 @@ ACCESS: Final[dict[tuple[str, str], AccessRule]] = {
     ("POST", "/admin/accounts/{account}/quota"): _OPERATOR,
     ("POST", "/admin/maintenance"): _OPERATOR,
     ("POST", "/admin/maintenance/end"): _OPERATOR,
+    ("POST", "/admin/keys/rotate"): _OPERATOR,
     ("GET", "/admin/audit"): _OPERATOR,
     ("POST", "/admin/audit/prune"): _OPERATOR,
 }

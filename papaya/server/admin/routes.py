@@ -13,6 +13,7 @@
     GET  /admin/accounts                                    POST: add an account
     POST /admin/accounts/{account}/revoke | quota
     POST /admin/maintenance                                 …/end: let training go on
+    POST /admin/keys/rotate                                 replace all ticket keys now
     GET  /admin/audit?after=N                               POST …/prune: delete exported rows
 
 Errors are {"error", "hint"} with 400, 401, 403, 404, 409, 413, 503 or 507. `Gate` checks the token
@@ -59,6 +60,7 @@ from papaya.server.admin.views import (
     Revoke,
     RevokeAccount,
     RollBack,
+    RotateTicketKeys,
     SetQuota,
     SetShare,
     Stored,
@@ -162,6 +164,9 @@ class AdminRoutes:
             self._change(
                 "end-maintenance", "/admin/maintenance/end", ChangeReason, self._end_maintenance
             ),
+            self._change(
+                "rotate-ticket-keys", "/admin/keys/rotate", RotateTicketKeys, self._rotate
+            ),
             self._get("/admin/audit", self._audit),
             self._change("prune-audit-trail", "/admin/audit/prune", PruneTrail, self._prune),
         ]
@@ -233,6 +238,10 @@ class AdminRoutes:
 
     async def _end_maintenance(self, _: str, request: ChangeReason, attempt: Attempt) -> object:
         await maintenance.end(self._service, attempt)
+        return await self._service.status()
+
+    async def _rotate(self, _: str, request: RotateTicketKeys, attempt: Attempt) -> object:
+        await self._service.rotate_ticket_keys(attempt)
         return await self._service.status()
 
     async def _audit(self, caller: Caller, exchange: Exchange) -> object:

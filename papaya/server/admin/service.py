@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from secrets import token_bytes
 
 from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.aggregator.shards import blob_key
@@ -25,7 +26,7 @@ from papaya.errors import OperatorError
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
 from papaya.messages.audit_trail import Attempt
-from papaya.messages.base import TaskId
+from papaya.messages.base import NodeId, TaskId
 from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     DELETED,
@@ -34,7 +35,9 @@ from papaya.messages.storage import (
     REVOKED,
     SHARES,
     TASKS,
+    TICKET_KEYS,
     AdminAddressRow,
+    BootRow,
     EndingsRow,
     LeaderRow,
     MaintenanceRow,
@@ -46,9 +49,11 @@ from papaya.messages.storage import (
     ShareRow,
     TaskRow,
     TaskState,
+    TicketKeyRow,
     Transaction,
     VersionRow,
     admin_address_key,
+    boot_key,
     deleted_key,
     endings_key,
     manifest_key,
@@ -56,6 +61,7 @@ from papaya.messages.storage import (
     revoked_key,
     share_key,
     task_key,
+    ticket_key_key,
 )
 from papaya.server.admin import evaluations
 from papaya.server.admin.audit_trail import AuditTrail
@@ -78,6 +84,7 @@ from papaya.server.admin.views import (
     VersionView,
 )
 from papaya.server.state_thread import AsyncState
+from papaya.server.ticket_keys import KEY_BYTES as TICKET_KEY_BYTES
 
 OPTIMIZERS = "optimizer/"
 NEWEST = "newest"
@@ -180,7 +187,16 @@ class AdminService:
             leader_admin=address.url if isinstance(address, AdminAddressRow) else "",
             identifies_devices=self._identifies_devices,
             maintenance=under if isinstance(under, MaintenanceRow) else None,
+            versions=await self._versions(known.holder),
         )
+
+    async def _versions(self, leader: NodeId) -> dict[NodeId, str]:
+        nodes = [leader] if leader else []
+        nodes += [server.node for server in self.live.aggregators()]
+        nodes += [server.node for server in self.live.selectors()]
+        found = await self.state.read(tuple(map(boot_key, nodes))) if nodes else {}
+        rows = {node: found.get(boot_key(node)) for node in nodes}
+        return {node: row.papaya for node, row in rows.items() if isinstance(row, BootRow)}
 
     # -- change -----------------------------------------------------------------------------
 
@@ -327,6 +343,20 @@ class AdminService:
         if is_revoked and not request.revoked:
             await self.write(Transaction(delete=(key,)), attempt)
         return await self.revocations()
+
+    async def rotate_ticket_keys(self, attempt: Attempt) -> None:
+        """Replace all ticket keys by a new one. Every server reads it within a heartbeat, and from
+        then on refuses tickets under the others.
+        """
+        found = await self.state.read((TICKET_KEYS,))
+        newest = max((int(key.removeprefix(TICKET_KEYS)) for key in found), default=0)
+        row = TicketKeyRow(token_bytes(TICKET_KEY_BYTES), self.now())
+        change = Transaction(
+            require=tuple(found.items()),
+            put=((ticket_key_key(newest + 1), row),),
+            delete=tuple(found),
+        )
+        await self.write(change, attempt)
 
     async def write(self, change: Transaction, attempt: Attempt) -> None:
         """Commit with a row in the audit trail, or raise the reason."""

@@ -210,6 +210,12 @@ class SetShare(Struct, frozen=True):
     why: Why = ""
 
 
+class RotateTicketKeys(Struct, frozen=True):
+    """Replace all keys of tickets now."""
+
+    why: Why = ""
+
+
 class BeginMaintenance(Struct, frozen=True):
     """`is_stopped`: also take all tasks from their aggregators now. `for_s`: when devices are told
     to come back; None if that is unknown.
@@ -340,3 +346,6 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
     identifies_devices: bool = True
     maintenance: MaintenanceRow | None = None
     """Training is stopped in the whole cluster."""
+    versions: dict[NodeId, str] = {}
+    """The version of Papaya that the leader and each server that reports to it run; empty if a
+    server does not tell."""

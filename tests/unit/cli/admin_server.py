@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TypeVar
 
-from papaya.cli import audit_trail, maintenance, status, token
+from papaya.cli import audit_trail, keys, maintenance, status, token
 from papaya.cli.main import CommandParser
 from papaya.cli.task import task
 from papaya.credentials.token_files import Secret
@@ -72,7 +72,7 @@ def papaya(*arguments: str) -> int:
     """`papaya …`, with errors as exceptions."""
     parser = CommandParser(prog="papaya")
     commands = parser.add_subparsers(required=True)
-    for command in (task, status, token, audit_trail, maintenance):
+    for command in (task, status, token, audit_trail, maintenance, keys):
         command.add_to(commands)
     options: argparse.Namespace = parser.parse_args(arguments)
     return int(options.run(options))

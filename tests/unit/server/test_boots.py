@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from papaya import __version__
 from papaya.errors import OperatorError
-from papaya.messages.storage import BOOTS, BootRow, Outcome, Row, Transaction, boot_key
+from papaya.messages.storage import BOOTS, FORMAT, BootRow, Outcome, Row, Transaction, boot_key
 from papaya.server.boots import Boots
 from papaya.server.state_thread import StateThread
 from papaya.store.state import SqliteState
@@ -76,7 +77,7 @@ class Forgetful:
 def test_a_number_is_used_only_if_it_was_surely_written() -> None:
     state = Forgetful()
     assert asyncio.run(Boots(state).take("agg")) == 3
-    assert state.rows == {boot_key("agg"): BootRow(3)}
+    assert state.rows == {boot_key("agg"): BootRow(3, FORMAT, __version__)}
 
 
 def test_a_server_that_cannot_write_its_number_does_not_start() -> None:
