@@ -23,6 +23,8 @@ from typing import Literal
 
 import msgspec
 
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import TaskManifest
 from papaya.cli.admin_client import (
     AdminClient,
     ConnectionOptions,
@@ -47,8 +49,10 @@ from papaya.cli.task import compile as compiling
 from papaya.cli.task import diff, export, submit, update, watch
 from papaya.cli.task.export import metric_names, result_of
 from papaya.config import StopRule, TaskConfig
-from papaya.errors import OperatorError
+from papaya.errors import OperatorError, ProtocolError
+from papaya.learning.definition import ClientSGD
 from papaya.messages.reasons import in_words, without_update
+from papaya.messages.storage import PointRow
 from papaya.server.admin.views import (
     ChangeReason,
     Deletion,
@@ -56,6 +60,7 @@ from papaya.server.admin.views import (
     Mark,
     RollBack,
     SetShare,
+    SignedBundle,
     Started,
     TaskDetail,
     TaskView,
@@ -155,7 +160,7 @@ def add_to(commands: Commands) -> None:
         dest="number",
         type=whole(1),
         metavar="N",
-        help="run to delete (default: the newest)",
+        help="run to delete; needed if the task has several runs",
     )
     add_reason(delete)
     bind(delete, TaskDeleteOptions, run_delete)
@@ -286,17 +291,52 @@ def run_show(options: TaskShowOptions) -> int:
     task = run_named(client, options.task, options.number)
     detail = client.get(task_path(task), TaskDetail)
     versions = client.get(task_path(task, "versions"), tuple[VersionView, ...])
+    training = _client_training(client, detail)
     if options.is_json:
-        print_json({"detail": detail, "versions": versions})
+        print_json({"detail": detail, "versions": versions, "client": training})
         return 0
-    tables = [] if detail.task.evaluates else [_versions_table(detail, versions)]
+    tables = []
+    if not detail.task.evaluates:
+        tables = [_versions_table(detail, versions, _points_of(client, detail, versions))]
     tables += filter(None, [_volume_table(detail)])
-    print_data("\n\n".join(["\n".join(_facts(detail)), *tables]))
+    print_data("\n\n".join(["\n".join(_facts(detail, training)), *tables]))
     if next(iter(without_update(detail.endings)), "").startswith("left_"):
         note(_LEFT_HINT)
     for warning in filter(None, (*detail.warnings, lease_warning(detail.task, time.time()))):
         note(options.repeated(f"warning: {warning}"))
     return 0
+
+
+def _client_training(client: AdminClient, detail: TaskDetail) -> ClientSGD | None:
+    """How clients train, if the owner has signed it; otherwise only the task file says it."""
+    if detail.task.evaluates or detail.config.requirements.bundle is None:
+        return None
+    try:
+        signed = client.get(task_path(detail.task.task, "bundle"), SignedBundle)
+        return TaskManifest.verify(BundleHead.decode(signed.bundle).manifest).client
+    except (OperatorError, ProtocolError):  # the blob is lost; the rest can still be shown
+        return None
+
+
+def _points_of(
+    client: AdminClient, detail: TaskDetail, versions: tuple[VersionView, ...]
+) -> dict[int, PointRow]:
+    """The history of these versions. The detail has only the newest points."""
+    found = {point.version: point for point in detail.points}
+    missing = [view.version for view in versions if view.version not in found]
+    if missing:
+        path = task_path(detail.task.task, f"points?after={min(missing) - 1}")
+        older = client.get(path, tuple[PointRow, ...])
+        found = {point.version: point for point in older} | found
+    return found
+
+
+def _in_words(training: ClientSGD) -> str:
+    words = [f"SGD, rate {training.rate:g}"]
+    words += [f"momentum {training.momentum:g}"] if training.momentum else []
+    words += [f"weight decay {training.weight_decay:g}"] if training.weight_decay else []
+    words += [plural(training.epochs, "epoch"), f"batches of {training.batch_size}"]
+    return ", ".join([*words, f"at most {plural(training.max_examples, 'example')}"])
 
 
 def run_named(client: AdminClient, task: str, run: int | None) -> str:
@@ -313,7 +353,7 @@ def run_named(client: AdminClient, task: str, run: int | None) -> str:
     )
 
 
-def _facts(detail: TaskDetail) -> list[str]:
+def _facts(detail: TaskDetail, training: ClientSGD | None) -> list[str]:
     task, config = detail.task, detail.config
     facts = {
         "task": task.task,
@@ -324,6 +364,7 @@ def _facts(detail: TaskDetail) -> list[str]:
         "halted": task.halted,
         "evaluates": task.evaluates,
         **(_of_an_evaluation(task) if task.evaluates else _of_a_model(detail)),
+        "client": "" if training is None else _in_words(training),
         "server sees": _sees(config),
         "no update": _no_update(detail.endings),
         "submitted": _date(task.submitted),
@@ -398,8 +439,9 @@ def _stops(stop: StopRule | None) -> str:
     return " or ".join(given) or "only when it is cancelled"
 
 
-def _versions_table(detail: TaskDetail, versions: tuple[VersionView, ...]) -> str:
-    points = {point.version: point for point in detail.points}
+def _versions_table(
+    detail: TaskDetail, versions: tuple[VersionView, ...], points: dict[int, PointRow]
+) -> str:
     names = metric_names(detail.config)
     rows = []
     for row in versions:
@@ -449,11 +491,25 @@ def run_change(action: Change, options: TaskChangeOptions) -> int:
 
 def run_delete(options: TaskDeleteOptions) -> int:
     client = client_for(options)
+    if options.number is None:
+        _require_one_run(client, options.task)
     task = run_named(client, options.task, options.number)
     deleted = client.post(task_path(task, "delete"), ChangeReason(options.why), Deletion)
     wait_s = deleted.gone_after - time.time()
     when = f"at {_date(deleted.gone_after)}, when its last tickets expire" if wait_s > 0 else "now"
     return _tell(options, deleted, f"{deleted.task} is deleted; its data are removed {when}")
+
+
+def _require_one_run(client: AdminClient, task: str) -> None:
+    """A deletion cannot be undone: do not guess which run is meant."""
+    views = client.get("/admin/tasks", tuple[TaskView, ...])
+    runs = [view for view in views if view.name == task and not view.evaluates]
+    if len(runs) > 1:
+        known = ", ".join(f"{view.run} ({view.state})" for view in runs)
+        raise OperatorError(
+            f"task {task} has {len(runs)} runs: {known}",
+            hint=f"papaya task delete {task} --run {runs[0].run}",
+        )
 
 
 def run_share(options: TaskShareOptions) -> int:

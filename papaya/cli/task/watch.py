@@ -35,7 +35,7 @@ _RATE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class TaskWatchOptions(OneTaskOptions):
-    until: Literal["completed", "evaluated"] = "completed"
+    until: Literal["completed", "evaluated"] = "evaluated"
     interval: float = 1.0
 
 
@@ -50,7 +50,7 @@ def add_to(actions: Commands) -> None:
         "--until",
         choices=("completed", "evaluated"),
         help="when to stop watching: when the task is completed, or when its last version is also "
-        "evaluated",
+        "evaluated, if the task has a plan for evaluations",
     )
     parser.add_argument(
         "--interval", type=positive, metavar="S", help="polling interval, in seconds"

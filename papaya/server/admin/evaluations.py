@@ -32,10 +32,22 @@ from papaya.server.admin.blobs import AdminBlobs
 from papaya.server.state_thread import AsyncState
 
 
-def is_due(plan: EvaluationPlan, newest: int, tried: Iterable[int], *, is_last: bool) -> bool:
-    """Due are the first version (a baseline), then every `every_versions`, and the last one."""
+def due_version(
+    plan: EvaluationPlan, stored: Iterable[int], tried: Iterable[int], *, is_last: bool
+) -> int | None:
+    """The version to evaluate next, if any: the first one (a baseline), then every
+    `every_versions`, and the last one.
+
+    One evaluation runs at a time. Versions that became due meanwhile wait, as long as they are
+    stored; of those that are gone, the next stored one takes the place.
+    """
+    versions = sorted(stored)
     last = max(tried, default=None)
-    return last is None or newest >= last + (1 if is_last else plan.every_versions)
+    if last is None:
+        return versions[0] if versions else None
+    due = (version for version in versions if version >= last + plan.every_versions)
+    newest = versions[-1] if versions and is_last and versions[-1] > last else None
+    return next(due, newest)
 
 
 def check_plan(config: TaskConfig) -> None:

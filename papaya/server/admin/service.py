@@ -15,6 +15,7 @@ that has changed or a change that the current state does not allow (409), an inv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from secrets import token_bytes
@@ -385,9 +386,16 @@ class AdminService:
             return TaskRows(task, rows)
         newest = await self.newest_run(task)
         if newest is None:
-            raise NotFound(f"there is no task {task[:64]!r}", hint="papaya task list")
+            raise await self._no_task(task)
         run = newest.config.task
         return TaskRows(run, await self.state.read(owner.owner_prefixes(run)))
+
+    async def _no_task(self, task: TaskId) -> NotFound:
+        """The error for an unknown name, with a similar name that exists."""
+        names = {row.name or row.config.task for row in await self._task_rows()}
+        close = get_close_matches(task, sorted(names), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        return NotFound(f"there is no task {task[:64]!r}", hint=f"{hint}papaya task list")
 
     async def _task_rows(self) -> list[TaskRow]:
         """All tasks that were not deleted."""

@@ -145,19 +145,19 @@ class Supervisor:
         tried += [e.config.evaluates.version for e in own if e.config.evaluates is not None]
         # Versions are read after `own`, so they show what another supervisor started since.
         tried += [version for version, found in versions.items() if found.evaluations]
-        newest = versions[max(versions)]
-        if evaluations.is_due(plan, newest.version, tried, is_last=row.is_over):
+        due = evaluations.due_version(plan, versions, tried, is_last=row.is_over)
+        if due is not None:
             config, outcome = await evaluations.start(
                 self._state.transact,
                 self._blobs,
                 row,
-                newest,
+                versions[due],
                 plan,
                 self._now(),
                 self._server,
             )
             if outcome == "committed":
-                log(EvaluationStarted(config.task, newest.version))
+                log(EvaluationStarted(config.task, due))
                 self._changed()
 
     async def _look_after_evaluation(self, row: TaskRow, of: TaskRow | None) -> None:

@@ -21,9 +21,10 @@ from papaya.cli.admin_client import (
 )
 from papaya.cli.output import print_data
 from papaya.cli.task import watch
-from papaya.cli.task.settings import changed
+from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
 from papaya.errors import OperatorError
+from papaya.learning.definition import ClientSGD
 from papaya.messages.storage import (
     LEADER_KEY,
     AdminAddressRow,
@@ -137,7 +138,7 @@ def test_every_command_speaks_json(server: AdminServer, capsys: pytest.CaptureFi
         msgspec.json.decode(out, type=kind)
     assert run(server, "task", "show", "next-word", "--format", "json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert set(shown) == {"detail", "versions"}
+    assert set(shown) == {"detail", "versions", "client"}
 
 
 def test_a_task_is_steered(server: AdminServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -490,6 +491,49 @@ def test_a_lease_is_shown_and_its_end_announced(
     with pytest.raises(OperatorError, match="has no run 1701") as error:
         run(server, "task", "show", "digits", "--run", "1701")
     assert "its runs: 1700" in error.value.hint
+
+
+def test_a_deletion_does_not_guess_which_run_is_meant(server: AdminServer) -> None:
+    row = server.system.store.read((task_key("next-word"),))[task_key("next-word")]
+    assert isinstance(row, TaskRow)
+    for number, task in ((1700, "next-word"), (1800, "next-word-2")):
+        config = structs.replace(row.config, task=task)
+        run_row = structs.replace(row, config=config, name="digits", run=number)
+        server.system.change(Transaction(put=((task_key(task), run_row),)))
+    with pytest.raises(OperatorError, match=r"task digits has 2 runs: 1[78]00 ") as error:
+        run(server, "task", "delete", "digits")
+    assert "digits --run 1" in error.value.hint
+
+
+def test_a_misspelt_task_gets_a_similar_name(server: AdminServer) -> None:
+    with pytest.raises(OperatorError, match="there is no task 'nextword'") as error:
+        run(server, "task", "show", "nextword")
+    assert error.value.hint.startswith("did you mean next-word? papaya task list")
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem", "hint"),
+    [
+        (["rat=1"], "there is no setting client.rat", "did you mean client.rate?"),
+        (["rate"], "has no value", "--set client.rate=0.05"),
+        (["rate=fast"], "--set client: Expected `float`", "its fields are rate"),
+        (["rate=-1"], "client.rate", "must be above zero"),
+    ],
+)
+def test_wrong_settings_of_the_client_are_named(
+    settings: list[str], problem: str, hint: str
+) -> None:
+    with pytest.raises(OperatorError) as error:
+        changed_client(ClientSGD(rate=0.1), settings)
+    assert problem in str(error.value)
+    assert hint in f"{error.value}{error.value.hint}"
+
+
+def test_settings_of_the_client_are_separate_from_those_of_the_task() -> None:
+    given = GivenSettings.of(["client.rate=0.5", "concurrency=3", "client.epochs=2"])
+    assert given.task == ("concurrency=3",)
+    assert given.client == ("rate=0.5", "epochs=2")
+    assert changed_client(ClientSGD(rate=0.1), given.client) == ClientSGD(rate=0.5, epochs=2)
 
 
 def test_a_run_that_is_over_is_deleted(

@@ -179,18 +179,31 @@ def test_evaluations_follow_the_plan_one_at_a_time(tmp_path: Path) -> None:
             await system.service.set_state("next-word-eval-0", "cancelled", BY)
             await system.turn()
             tasks = sorted(system.store.read(("task/",)))
-            assert tasks[-1] == "task/next-word-eval-3"  # the newest, not the second
+            assert tasks[-1] == "task/next-word-eval-2"  # it has waited
 
     asyncio.run(test())
 
 
-def test_due() -> None:
+@pytest.mark.parametrize(
+    ("stored", "tried", "is_last", "expected"),
+    [
+        ([], [], False, None),
+        ([0, 1], [], False, 0),
+        ([0, 4], [0], False, None),
+        ([0, 4, 5], [0], False, 5),
+        ([0, 4], [0], True, 4),
+        ([0, 4], [4, 0], True, None),
+        ([8, 9, 10, 11, 12], [0, 5], False, 10),  # 10 waits while version 5 is evaluated
+        ([13, 14, 15], [0, 5], False, 13),  # 10 is no longer stored
+        ([8, 9, 10, 11, 12], [0, 5], True, 10),
+        ([8, 9, 10, 11, 12], [0, 5, 10], True, 12),
+    ],
+)
+def test_the_planned_versions_are_due_in_order_and_the_last_one_at_the_end(
+    stored: list[int], tried: list[int], is_last: bool, expected: int | None
+) -> None:
     plan = EvaluationPlan(every_versions=5)
-    assert evaluations.is_due(plan, 0, [], is_last=False)
-    assert not evaluations.is_due(plan, 4, [0], is_last=False)
-    assert evaluations.is_due(plan, 5, [0], is_last=False)
-    assert evaluations.is_due(plan, 4, [0], is_last=True)
-    assert not evaluations.is_due(plan, 4, [4, 0], is_last=True)
+    assert evaluations.due_version(plan, stored, tried, is_last=is_last) == expected
 
 
 def test_patience_starts_anew_after_a_rollback(tmp_path: Path) -> None:
