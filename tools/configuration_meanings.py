@@ -149,6 +149,9 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "proxies": "Addresses or networks of the load balancers in front of the device listener. "
         "They must send the PROXY protocol (version 1 or 2), which tells the client's address.",
         "drain_s": "How long a stopping server waits for uploads under way.",
+        "webhooks": "https URLs to which alerts and new versions are posted, see "
+        "[webhooks](logs.md#webhooks).",
+        "webhook_key": "File with the key that signs what is posted. Required with `webhooks`.",
         "log_format": "Format of the [log](logs.md) on stderr: `text`, or `json` with one object "
         "per line.",
         "log_level": "Events below this level are not logged.",

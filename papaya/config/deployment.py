@@ -20,6 +20,9 @@ from papaya.errors import ConfigError
 
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
 _WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
+_HOOK = re.compile(
+    r"(https://[A-Za-z0-9.-]+|http://127\.0\.0\.1)(:[0-9]{1,5})?(/[!-~]*)?", re.ASCII
+)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
 TLS_SCHEME = "tls:"  # of a TSA on another machine
@@ -62,6 +65,8 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_connections_per_address: int = 1_000
     proxies: tuple[str, ...] = ()
     drain_s: float = 10.0
+    webhooks: tuple[str, ...] = ()
+    webhook_key: str | None = None
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     oidc: OidcConfig | None = None
@@ -102,6 +107,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         )
         for tsa in self.tsa_addresses:
             self._check_tsa(tsa)
+        self._check_webhooks()
         require(
             self.tsa_platform == "software" or bool(self.tsa),
             "tsa",
@@ -143,6 +149,22 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Of the TSAs that run on their own; empty if this process starts one."""
         found = (self.tsa,) if isinstance(self.tsa, str) else self.tsa
         return tuple(address for address in found if address)
+
+    def _check_webhooks(self) -> None:
+        """The value is not quoted: a URL may contain a secret."""
+        if any(_HOOK.fullmatch(url) is None for url in self.webhooks):
+            raise ConfigError(
+                "webhooks: one of them is not an https URL",
+                hint='write webhooks = ["https://host/path"]; http is accepted for 127.0.0.1 only',
+            )
+        require(
+            not self.webhooks or self.webhook_key is not None,
+            "webhook_key",
+            self.webhook_key,
+            "webhooks are signed, and need a key",
+            "make a file that only you can read: head -c 32 /dev/urandom | od -An -vtx1 | "
+            "tr -d ' \\n' > webhook.key",
+        )
 
     def _check_tsa(self, tsa: str) -> None:
         if tsa.startswith(TLS_SCHEME):

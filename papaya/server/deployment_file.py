@@ -16,6 +16,7 @@ from papaya.errors import ConfigError, OperatorError
 _PATHS = (
     *("data", "blobs_credentials", "tls_certificate", "tls_key", "tls_authority"),
     *("servers_certificate", "servers_key", "servers_authority", "tsa_collateral", "log"),
+    "webhook_key",
 )
 
 

@@ -40,8 +40,14 @@ _MAX_TEXT = 16_384
 logger = logging.getLogger("papaya")
 
 
+# Told of every event, whatever the level of the log: webhooks.
+listeners: list[Callable[[ServerEvent, str], None]] = []
+
+
 def log(event: ServerEvent, node: str = "") -> None:
     """Write an event. `node`: the machine that tells it, if it is one."""
+    for tell in listeners:
+        tell(event, node)
     level = logging.getLevelNamesMapping()[event.level.upper()]
     if logger.isEnabledFor(level):
         logger.log(level, "%s", _in_words(event), extra={"event": event, "node": node})

@@ -34,6 +34,7 @@ from papaya.config import Deployment
 from papaya.config.deployment import ROLES, Role, address
 from papaya.config.oidc import OidcConfig
 from papaya.coordinator.coordinator import Coordinator
+from papaya.credentials.token_files import read
 from papaya.errors import LostHistory, OperatorError, PapayaError
 from papaya.http.errors import ListenError
 from papaya.http.limits import ListenerLimits
@@ -71,7 +72,7 @@ from papaya.server.device_api import Door, participation_routes
 from papaya.server.formats import Formats
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
-from papaya.server.logs import keep_telling, log
+from papaya.server.logs import keep_telling, listeners, log
 from papaya.server.metrics import (
     CertificateCollector,
     DriverMetrics,
@@ -86,6 +87,7 @@ from papaya.server.resources import Resources
 from papaya.server.tsa import TsaConnection
 from papaya.server.tsa_fleet import TsaFleet
 from papaya.server.uploads import Uploads
+from papaya.server.webhooks import Webhook
 from papaya.server.workers import Workers, threaded_shards
 from papaya.verifiable_log.errors import LogError
 
@@ -134,6 +136,7 @@ class Server:
         each = deployment.max_connections_per_address
         self._device_limits = ListenerLimits(max_connections=most, max_connections_per_address=each)
         self._listeners: list[Listener] = []
+        self._hooks: list[Webhook] = []
         self._background: list[asyncio.Task[None]] = []
         self._hosts: dict[Role, Host] = {}
         self._operations: Health
@@ -178,6 +181,7 @@ class Server:
                 self._look_after(self._publish_log(bucket))
             self._look_after(self._watch_certificates())
             self._look_after(keep_telling())
+            self._start_webhooks()
             self._tell_if_capped()
         except BaseException:
             await self.stop()
@@ -186,6 +190,8 @@ class Server:
     async def stop(self) -> None:
         """Take no new devices, hand the tasks over, answer everybody, then close everything."""
         await self._drain()
+        for hook in self._hooks:
+            listeners.remove(hook.offer)
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -232,6 +238,16 @@ class Server:
         while not aggregator.may_stop and loop.time() < ends_at:
             await asyncio.sleep(_QUIET_POLL_S)
 
+    def _start_webhooks(self) -> None:
+        if self.deployment.webhook_key is None:
+            return
+        key = read(Path(self.deployment.webhook_key))
+        for url in self.deployment.webhooks:
+            hook = Webhook(url, key)
+            listeners.append(hook.offer)
+            self._hooks.append(hook)
+            self._look_after(hook.run())
+
     def _settings(self) -> str:
         """What differs from the defaults. Secrets are in files; a user name may be in `state`."""
         given, usual = structs.asdict(self.deployment), structs.asdict(Deployment())
@@ -239,6 +255,8 @@ class Server:
         if self.deployment.state is not None:
             where = urlsplit(self.deployment.state)
             found["state"] = f"{where.scheme}://{where.hostname}{where.path}"
+        if self.deployment.webhooks:
+            found["webhooks"] = [urlsplit(url).hostname for url in self.deployment.webhooks]
         return msgspec.json.encode(found).decode()
 
     def _look_after(self, work: Coroutine[Any, Any, None]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from papaya import __version__
 from papaya.clock import Clock
 from papaya.config import Deployment, ServerConfig
 from papaya.config.deployment import ROLES
@@ -292,8 +293,8 @@ def test_limits_that_make_no_sense_are_refused(tmp_path: Path, wrong: dict[str, 
     [
         (
             boot_key("aggregator"),
-            BootRow(1, FORMAT),
-            BootRow(2, FORMAT),
+            BootRow(1, FORMAT, __version__),
+            BootRow(2, FORMAT, __version__),
             "another process has started as aggregator",
         ),
         (FORMAT_KEY, None, FormatRow(FORMAT + 1), f"the servers write format {FORMAT + 1}"),
