@@ -176,9 +176,22 @@ class Device:
             detail = await self._prepare(machine.task, finish.reason)
         if finish.ending == "rejected":
             detail = "; ".join(dict.fromkeys(filter(None, (detail, *excluded.values()))))
+            detail = detail or self._no_task_of_owners()
         ended = (finish.ending, finish.reason, machine.task, detail, visit.explanation)
         self._notify(VisitEnded(self.name, self._process.now(), *ended))
         return finish
+
+    def _no_task_of_owners(self) -> str:
+        """A server explains rejections for the owners that a check-in names. If it says nothing, it
+        has no task of them that needs this device; the pinned key may be the wrong one.
+        """
+        owners = self._capabilities.owners
+        if not owners or self._capabilities.modules:
+            return ""
+        return (
+            f"no task of the pinned owners ({', '.join(owners)}) needs this device now; if there "
+            "should be one, compare the ids: papaya owner show"
+        )
 
     async def _excluded(self, store: BundleStore) -> dict[str, str]:
         """Bundles that this device does not train now, as a check-in names them, and why."""

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 STEP_S = 240.0
 CALM: dict[str, Toml] = {"heartbeat_s": 1.0}
-DEVICES = 4
+DEVICES = 4  # of a world, unless it says otherwise
 TASK = """
 import torch
 from helper import to_tensors
@@ -32,7 +32,7 @@ from papaya.learning.task import AsyncFL, ClientSGD, Examples, Task
 task = Task(
     name="opened", model=lambda: torch.nn.Linear(1, 1), batch=to_tensors,
     loss=lambda module, x, y: ((module(x) - y) ** 2).mean(), examples=Examples("numbers"),
-    client=ClientSGD(rate=0.01), regime=AsyncFL(aggregation_goal=2), concurrency=3,
+    client=ClientSGD(rate=0.01), regime=AsyncFL(aggregation_goal=6), concurrency=12,
     participation_gap_s=0.0,
 )
 """
@@ -115,14 +115,14 @@ class SignedWorld:
         return ended.stdout
 
     @contextmanager
-    def devices(self, *, secure: bool = False) -> Iterator[Path]:
+    def devices(self, *, secure: bool = False, count: int = DEVICES) -> Iterator[Path]:
         """Devices that know no task file, only the owner's key. Yields their log."""
         owners = self.folder / "owners.toml"
         owners.write_text(
             f'[owners.me]\nkey = "{self.owner["key"]}"\ncollections = ["numbers"]\n'
             f'engines = ["{self._engine}"]\n'
         )
-        for number in range(DEVICES):
+        for number in range(count):
             lines = "\n".join(f"{x},{2 * x + number}" for x in range(40))
             (self.folder / f"lines-{number}.txt").write_text(lines)
         examples = self.folder / "examples"
@@ -134,7 +134,7 @@ class SignedWorld:
             *("--server", f"http://{self._server.addresses['devices']}"),
             *("--owners", str(owners), "--bundles", str(self.folder / "bundles")),
             *("--import", f"numbers={examples}", "--store", str(self.folder / "stores")),
-            *("--devices", str(DEVICES), "--assume", "idle,charging,unmetered"),
+            *("--devices", str(count), "--assume", "idle,charging,unmetered"),
             *("--participation-floor", "0", "--pause", "0.2"),
             *("--token-file", str(self._device_token), "--engine", self._engine),
         )
@@ -166,7 +166,7 @@ def test_a_task_is_submitted_changed_and_repeated_without_touching_a_device(
         world = SignedWorld(tmp_path, server, installation)
         first = world.task("submit", str(world.program))
         assert first["name"] == "opened"
-        with world.devices() as log:
+        with world.devices(count=60) as log:
             world.until_version(first["task"], 2)
 
             world.task("update", "opened", "--set", "client.rate=0.005")

@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import structs
 
 from papaya.client.work import Trained
+from papaya.device.bundles import BundleStore
 from papaya.device.device import DeviceRuntime
 from papaya.device.eligibility import Condition, Eligibility
 from papaya.device.events import (
@@ -27,6 +28,7 @@ from papaya.device.events import (
 )
 from papaya.device.example_store import ExampleStore
 from papaya.device.limits import CheckInPacing
+from papaya.device.owners import OwnerPolicy
 from papaya.device.process import OwnLoad
 from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.use_policy import UsePolicy
@@ -119,6 +121,27 @@ def test_a_visit_counts_whatever_its_outcome() -> None:
             with device(host, fake.url, notify=watcher) as phone:
                 await phone.run_forever(visits=3)
         assert [event.ending for event in watcher.of(VisitEnded)] == ["rejected"] * 3
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_has_pinned_the_wrong_key_says_whose_tasks_it_waits_for(
+    tmp_path: Path,
+) -> None:
+    """The server explains nothing about owners that the device has not pinned."""
+    policy = OwnerPolicy(key="0a" * 32)
+    owner = policy.pin.owner
+
+    async def scenario() -> None:
+        watcher, store = Watcher(), BundleStore(tmp_path, {owner: policy})
+        async with serving() as fake, process() as host, asyncio.timeout(30):
+            fake.replace["check-in"] = answer(Rejected("no task", 0.0, 0.0))
+            with device(host, fake.url, notify=watcher, bundles=store) as phone:
+                await phone.run_forever(visits=1)
+        store.close()
+        [ended] = watcher.of(VisitEnded)
+        assert f"no task of the pinned owners ({owner}) needs this device now" in ended.detail
+        assert "papaya owner show" in ended.detail
 
     asyncio.run(scenario())
 
