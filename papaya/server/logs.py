@@ -18,14 +18,25 @@ import json
 import logging
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import Literal, NamedTuple, TextIO
 
 import msgspec
 
 from papaya.messages.base import TaskId
-from papaya.messages.events import Level, ServerEvent, StorageFailed, StorageRecovered
+from papaya.messages.events import (
+    ChangeMade,
+    ChangeRefused,
+    CredentialsRejected,
+    Level,
+    ServerEvent,
+    StorageFailed,
+    StorageRecovered,
+    TaskFound,
+    VersionPublished,
+)
 
 LogFormat = Literal["text", "json"]
 Fields = dict[str, object]
@@ -37,6 +48,10 @@ _FLUSH_EVERY_S = 5.0
 _PLAIN = "message"
 _MAX_TEXT = 16_384
 
+# Too many to keep, or of no use on a time line.
+_FREQUENT = (VersionPublished, TaskFound, ChangeMade, ChangeRefused, CredentialsRejected)
+_MAX_RECENT = 500
+
 logger = logging.getLogger("papaya")
 
 
@@ -44,11 +59,30 @@ logger = logging.getLogger("papaya")
 listeners: list[Callable[[ServerEvent, str], None]] = []
 
 
+class RecentEvent(NamedTuple):
+    """An event of this process and when it was told."""
+
+    at: float
+    node: str
+    event: ServerEvent
+
+
+# Of this process, like its log: the dashboard shows them as a time line.
+_recent: deque[RecentEvent] = deque(maxlen=_MAX_RECENT)
+
+
+def recent_events() -> tuple[RecentEvent, ...]:
+    """The last events since this process started, the oldest first."""
+    return tuple(_recent)
+
+
 def log(event: ServerEvent, node: str = "") -> None:
     """Write an event. `node`: the machine that tells it, if it is one."""
     for tell in listeners:
         tell(event, node)
     level = logging.getLevelNamesMapping()[event.level.upper()]
+    if not isinstance(event, _FREQUENT):
+        _recent.append(RecentEvent(time.time(), node, event))
     if logger.isEnabledFor(level):
         logger.log(level, "%s", _in_words(event), extra={"event": event, "node": node})
 

@@ -47,9 +47,9 @@ class Site:
     def address(self) -> str:
         return f"http://{self.server.addresses['admin']}"
 
-    def sign_in(self) -> None:
+    def sign_in(self, token: str = "") -> None:
         self.page.goto(self.address)
-        self.page.get_by_label("Admin token").fill(self.token)
+        self.page.get_by_label("Token").fill(token or self.token)
         self.page.keyboard.press("Enter")
         expect(self.page.get_by_role("heading", name="Tasks")).to_be_visible(timeout=_STEP_MS)
 
@@ -125,7 +125,7 @@ async def _train(installation: Installation, admin: Admin) -> None:
 def test_a_person_sees_what_runs_and_how_it_learns(site: Site) -> None:
     site.sign_in()
     page = site.page
-    row = page.get_by_role("row", name=re.compile("digits"))
+    row = page.get_by_role("row", name=re.compile("^digits "))
     expect(row).to_contain_text("running")
     expect(row).to_contain_text("AsyncFL")
     expect(page.get_by_text("this server leads")).to_be_visible()
@@ -139,6 +139,48 @@ def test_a_person_sees_what_runs_and_how_it_learns(site: Site) -> None:
         page.screenshot(path=Path(folder, "dashboard-task.png"), full_page=True)
     newest = site.admin.task("digits")["version"]
     expect(page.get_by_role("row", name=re.compile(rf"^{newest} "))).to_be_visible()
+
+
+def test_a_person_sees_why_and_how_devices_take_part(site: Site) -> None:
+    site.sign_in()
+    page = site.page
+    line = page.get_by_role("row", name=re.compile("task placed coordinator, task digits,"))
+    expect(line).to_be_visible(timeout=_STEP_MS)
+    expect(page.get_by_role("row", name=re.compile("leadership gained")).first).to_be_visible()
+    if folder := os.environ.get("PAPAYA_SCREENSHOTS"):
+        page.screenshot(path=Path(folder, "dashboard-fleet.png"), full_page=True)
+    site.open_task("digits")
+    expect(page.get_by_role("row", name=re.compile("^counted [0-9]+ "))).to_be_visible()
+    page.get_by_text("One participation, step by step").click()
+    expect(page.get_by_text(re.compile("at most C = 8 slots"))).to_be_visible()
+    expect(page.get_by_text(re.compile("Every K = 4 updates make a version"))).to_be_visible()
+    expect(page.get_by_role("heading", name="Client demand")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("role", "prefix", "may"),
+    [("viewer", (), False), ("owner", ("other-",), False), ("owner", ("dig",), True)],
+)
+def test_actions_are_offered_by_role(
+    site: Site, role: str, prefix: tuple[str, ...], may: bool
+) -> None:
+    name = f"{role}-{len(prefix)}-{may}".lower()
+    added = site.admin.post(
+        "/admin/accounts", {"name": name, "role": role, "prefixes": list(prefix)}
+    )
+    site.sign_in(added["token"])
+    expect(site.page.get_by_text(f"{name}, {role}", exact=True)).to_be_visible(timeout=_STEP_MS)
+    site.open_task("digits")
+    expect(site.page.get_by_role("button", name="Cancel")).to_have_count(1 if may else 0)
+    if not may:
+        expect(site.page.get_by_text("you cannot change this task")).to_be_visible()
+        # The server refuses it too, whatever a page shows.
+        status = site.page.evaluate(
+            """async (token) => (await fetch("/admin/tasks/digits/cancel", {method: "POST",
+              body: "{}", headers: {Authorization: `Bearer ${token}`}})).status""",
+            added["token"],
+        )
+        assert status == 403
 
 
 def test_pause_and_resume_with_a_reason_by_keyboard(site: Site) -> None:
@@ -174,7 +216,7 @@ def test_an_action_that_is_refused_says_why(site: Site) -> None:
 def test_a_wrong_token_is_refused_and_no_token_is_in_any_address(site: Site) -> None:
     page = site.page
     page.goto(f"{site.address}/dashboard/")
-    page.get_by_label("Admin token").fill("wrong")
+    page.get_by_label("Token").fill("wrong")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("refused this token", timeout=_STEP_MS)
     site.sign_in()

@@ -71,6 +71,7 @@ _OWNER, _OWNER_OF_TASK = AccessRule("owner"), AccessRule("owner", of_task=True)
 ACCESS: Final[dict[tuple[str, str], AccessRule]] = {
     ("GET", "/admin/status"): _VIEWER,
     ("GET", "/admin/whoami"): _VIEWER,
+    ("GET", "/admin/events"): _VIEWER,
     ("GET", "/admin/tasks"): _VIEWER,
     ("GET", _TASK): _VIEWER,
     ("GET", f"{_TASK}/points"): _VIEWER,

@@ -8,7 +8,7 @@
     GET  /admin/tasks   /admin/tasks/{task}   …/points?after=V   …/versions   …/bundle   …/revisions
     GET  /admin/tasks/{task}/versions/{version}/parameters  a number, or `newest`
     POST /admin/tasks/{task}/pause | resume | cancel | delete | rollback | mark | evaluate | share
-    GET  /admin/status   /admin/whoami
+    GET  /admin/status   /admin/whoami   /admin/events
     GET  /admin/revocations                                 POST: revoke a device, or undo it
     GET  /admin/accounts                                    POST: add an account
     POST /admin/accounts/{account}/revoke | quota
@@ -103,6 +103,7 @@ class AdminRoutes:
         service = self._service
         return [
             self._get("/admin/status", lambda caller, exchange: service.status()),
+            self._get("/admin/events", lambda caller, exchange: service.events()),
             self._get("/admin/whoami", lambda caller, _: accounts.whoami(service.state, caller)),
         ]
 

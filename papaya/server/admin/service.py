@@ -73,6 +73,7 @@ from papaya.server.admin.problems import Conflict, NotFound, Uncertain
 from papaya.server.admin.views import (
     Deletion,
     Evaluate,
+    EventView,
     Mark,
     Revocation,
     Revoke,
@@ -84,6 +85,7 @@ from papaya.server.admin.views import (
     TaskView,
     VersionView,
 )
+from papaya.server.logs import recent_events
 from papaya.server.state_thread import AsyncState
 from papaya.server.ticket_keys import KEY_BYTES as TICKET_KEY_BYTES
 
@@ -146,6 +148,19 @@ class AdminService:
             warnings=tuple(found.row.config.warnings()),
             endings=endings.total if isinstance(endings, EndingsRow) else {},
             open_updates=sum(len(record.members) for record in found.records.values()),
+        )
+
+    async def events(self) -> tuple[EventView, ...]:
+        """The last events of this process, the oldest first; without its settings."""
+        return tuple(
+            EventView(
+                told.at,
+                told.node,
+                told.event.name(),
+                told.event.level,
+                {name: value for name, value in told.event.fields.items() if name != "settings"},
+            )
+            for told in recent_events()
         )
 
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:

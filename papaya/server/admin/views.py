@@ -278,6 +278,16 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
     """Acknowledged updates that are not in a version yet."""
 
 
+class EventView(Struct, frozen=True):
+    """Something that this process told in its log, like a task that moved (docs/logs.md)."""
+
+    at: float
+    node: str
+    event: str
+    level: str
+    fields: dict[str, object]
+
+
 class VersionView(Struct, frozen=True):
     version: int
     created: float

@@ -13,6 +13,7 @@ const MOST_CHANGES = 200;
 const RECHECKED = 500;  // newest versions whose evaluation may still arrive
 
 let token = "";
+let account = null;  // who the server says this is: name, role, prefixes
 let changed = 0;  // counts route changes, so that an answer to an old view is not shown
 let timer = null;
 let points = new Map();  // task → Map of version → point
@@ -47,18 +48,18 @@ async function ask(path, body) {
 
 function signOut(why = "") {
   token = "";
+  account = null;
   clearTimeout(timer);
   points = new Map(); samples = new Map(); changes = []; before = null;
   byId("sign-out").hidden = true;
-  byId("leadership").replaceChildren();
-  byId("freshness").replaceChildren();
+  for (const id of ["leadership", "freshness", "account"]) byId(id).replaceChildren();
   const input = h("input", { id: "token", type: "password", autocomplete: "off", required: true });
   const form = h("form", {},
     h("h2", {}, "Sign in"),
     why && h("p", { class: "problem", role: "alert" }, why),
-    h("label", { for: "token" }, "Admin token"),
+    h("label", { for: "token" }, "Token"),
     input,
-    h("p", { class: "quiet" }, "The content of admin.token in the server's data folder. It stays in this tab and is forgotten when you reload."),
+    h("p", { class: "quiet" }, "The token of your account, or the content of admin.token in the server's data folder. It stays in this tab and is forgotten when you reload."),
     h("button", { type: "submit" }, "Sign in"));
   form.addEventListener("submit", (event) => {
     event.preventDefault();
@@ -86,8 +87,9 @@ async function refresh() {
   const task = location.hash.startsWith("#/tasks/") ? decodeURIComponent(location.hash.slice(8)) : null;
   try {
     const status = await ask("/admin/status");
+    account ??= await ask("/admin/whoami");
     remember(status);
-    const view = task === null ? fleet(status) : await oneTask(task, status);
+    const view = task === null ? fleet(status, await ask("/admin/events")) : await oneTask(task, status);
     if (mine !== changed || !token) return;
     showHeader(status);
     replaceView(view);
@@ -126,6 +128,7 @@ function showHeader(status) {
   const led = status.leads ? `this server leads (epoch ${status.epoch})`
     : status.is_led ? `led by ${status.leader} (epoch ${status.epoch})` : "✕ no coordinator leads";
   byId("leadership").replaceChildren(h("span", { class: status.is_led ? null : "bad" }, led));
+  byId("account").replaceChildren(`${account.name}, ${account.role}`);
   byId("freshness").replaceChildren(`Updated ${clock(Date.now() / 1000)}`);
 }
 
@@ -168,7 +171,7 @@ function differences(old, fresh) {
 
 // -- the fleet ----------------------------------------------------------------------------------
 
-function fleet(status) {
+function fleet(status, events) {
   const tasks = status.tasks.filter((task) => !task.evaluates);
   const evaluations = status.tasks.length - tasks.length;
   return [
@@ -191,8 +194,24 @@ function fleet(status) {
       ...status.aggregators.map((one) => [one.node, "aggregator", ago(one.heard_s_ago), `${one.tasks} tasks${one.is_overloaded ? ", ▲ overloaded" : ""}`]),
       ...status.selectors.map((one) => [one.node, "selector", ago(one.heard_s_ago), `${short(one.held)} devices wait`]),
     ]),
+    ...timeLine(events),
     ...history(),
   ];
+}
+
+// Placements, failovers and trouble, as the log of this process tells them. The newest come first.
+function timeLine(events) {
+  return [
+    h("h2", {}, "Time line"),
+    events.length ? table("Placements, failovers and problems since this process started, newest first", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
+      events.slice(-MOST_CHANGES).reverse().map((one) => [date(one.at), `${{ warning: "▲ ", error: "✕ " }[one.level] ?? ""}${one.event.replaceAll("_", " ")}`, details(one)]))
+      : h("p", { class: "quiet" }, "Nothing was placed or moved since this process started."),
+  ];
+}
+
+function details(one) {
+  const parts = Object.entries(one.fields).map(([name, value]) => `${name} ${Array.isArray(value) ? value.join(", ") : value}`);
+  return [...(one.node ? [one.node] : []), ...parts].join(", ");
 }
 
 function newestFirst(tasks) {
@@ -244,14 +263,16 @@ async function oneTask(id, status) {
     ]),
     actions(task, path),
     h("h2", {}, "What the server can see"),
-    h("p", {}, config.secure_aggregation
-      ? `Only sums of at least ${short(config.secure_aggregation.threshold ?? task.aggregation_goal)} updates, if the TSA's evidence comes from hardware. Run papaya audit to check the evidence and the log.`
-      : "Every client's update, in the clear. Whoever runs an aggregator can read each of them."),
+    h("p", {}, sees(task, config)),
+    privacy(config),
+    participation(detail),
+    failures(detail.endings),
     h("div", { class: "panels" },
       lineChart({ title: "Loss", xName: "version", yName: "loss", points: byVersion(evaluated, "loss"), empty: "No version has been evaluated yet." }),
       ...metrics.map((name) => lineChart({ title: name, xName: "version", yName: name, points: evaluated.filter((p) => name in (p.metrics ?? {})).map((p) => ({ x: p.version, y: p.metrics[name] })), empty: "No version has been evaluated yet." })),
       lineChart({ title: "Staleness", xName: "version", yName: "mean versions behind", fromZero: true, points: byVersion(all.filter((p) => p.version > 0), "staleness"), empty: "No version yet." }),
       lineChart({ title: "Active clients", xName: "minutes since this page was opened", yName: "clients", wholeX: false, fromZero: true, limit: { value: task.concurrency, label: `C = ${short(task.concurrency)}` }, points: values("active"), empty: "Live numbers are known to the leading coordinator only, while the task runs." }),
+      lineChart({ title: "Client demand", xName: "minutes since this page was opened", yName: "clients", wholeX: false, fromZero: true, points: values("demand"), empty: "Live numbers are known to the leading coordinator only, while the task runs." }),
       lineChart({ title: "Waiting devices", xName: "minutes since this page was opened", yName: "devices", wholeX: false, fromZero: true, points: values("held"), empty: "Live numbers are known to the leading coordinator only, while the task runs." }),
       lineChart({ title: "Examples per version", xName: "version", yName: "examples", fromZero: true, points: byVersion(all.filter((p) => p.version > 0), "examples"), empty: "No version yet." }),
       byVolume(evaluated, metrics)),
@@ -261,6 +282,45 @@ async function oneTask(id, status) {
     ], all.slice(-20).reverse().map((p) => [short(p.version), date(p.created), short(p.members), short(p.examples), short(p.staleness), short(p.loss), ...metrics.map((name) => short(p.metrics?.[name]))])),
     ...history(),
   ].filter(Boolean);
+}
+
+function sees(task, config) {
+  if (!config.secure_aggregation) return "Every client's update, in the clear. Whoever runs an aggregator can read each of them.";
+  const least = short(config.secure_aggregation.threshold ?? task.aggregation_goal);
+  return `Only sums of at least ${least} updates, if the TSA's evidence comes from hardware. Run papaya audit to check the evidence and the log.`;
+}
+
+function privacy(config) {
+  if (!config.privacy) return null;
+  const terms = Object.entries(config.privacy).filter(([, value]) => value !== null).map(([name, value]) => `${name} ${value}`);
+  return h("p", {}, `Differential privacy: the TSA adds noise to each sum (${terms.join(", ")}). Each device keeps its own budget, which the server cannot see.`);
+}
+
+// The steps of one participation (docs/ARCHITECTURE.md), with the numbers of this task.
+function participation(detail) {
+  const { task, config, endings } = detail;
+  const counted = endings.counted ?? 0, ended = Object.values(endings).reduce((sum, times) => sum + times, 0);
+  const steps = [
+    ["Check-in", `${short(task.held)} eligible devices wait at selectors.`],
+    ["Assignment", `The coordinator draws a task for each of them; this one wants ${short(task.demand)} more (weight ${short(task.weight)}, priority ${task.priority}).`],
+    ["Join", `${task.holder || "An aggregator"} gives out at most C = ${short(task.concurrency)} slots; ${short(task.active)} are taken.`],
+    ["Download and train", `Version ${short(task.version)}, at most ${short(config.max_examples)} examples, within ${short(config.training_timeout_s)} s.`],
+    ["Report", "The aggregator fixes the staleness of the update and gives an upload ticket."],
+    ["Upload", `${config.secure_aggregation ? "Masked on the device; " : ""}${short(4 * config.model_length)} bytes within ${short(config.upload_timeout_s)} s.`],
+    ["Counted", `${short(counted)} of ${short(ended)} participations so far; ${short(detail.open_updates)} updates are in open buffers.`],
+    ["Version", `Every K = ${short(task.aggregation_goal)} updates make a version: ${short(detail.versions_per_minute)} per minute now.`],
+  ];
+  return h("details", { class: "steps" }, h("summary", {}, "One participation, step by step"),
+    h("ol", {}, steps.map(([name, text]) => h("li", {}, h("strong", {}, name), `: ${text}`))));
+}
+
+function failures(endings) {
+  const rows = Object.entries(endings).sort((a, b) => b[1] - a[1]);
+  const all = rows.reduce((sum, [, times]) => sum + times, 0);
+  return h("section", {}, h("h3", {}, "How participations ended"), all
+    ? table(`${short(all)} participations`, [{ name: "Ending" }, { name: "Times", number: true }, { name: "Share", number: true }],
+      rows.map(([ending, times]) => [ending.replaceAll("_", " "), short(times), `${(100 * times / all).toFixed(1)} %`]))
+    : h("p", { class: "quiet" }, "No participation has ended yet."));
 }
 
 // Asks for new points only. An evaluation may still add a loss to one of the newest.
@@ -296,7 +356,12 @@ function state(task) {
 
 // -- actions ------------------------------------------------------------------------------------
 
+function owns(task) {
+  return account.role === "operator" || (account.role === "owner" && account.prefixes.some((prefix) => (task.name || task.task).startsWith(prefix)));
+}
+
 function actions(task, path) {
+  if (!owns(task)) return h("p", { class: "quiet" }, `You are ${account.name}, ${account.role}: you cannot change this task.`);
   const button = (label, action) => h("button", { type: "button", onclick: () => confirmAction(task, path, label, action) }, label);
   const offered = { running: [["Pause", "pause"], ["Roll back", "rollback"], ["Cancel", "cancel"]], paused: [["Resume", "resume"], ["Roll back", "rollback"], ["Cancel", "cancel"]] }[task.state] ?? [];
   return offered.length ? h("div", { class: "actions" }, offered.map(([label, action]) => button(label, action))) : null;
@@ -310,20 +375,19 @@ const CONSEQUENCES = {
 };
 
 function confirmAction(task, path, label, action) {
-  const field = action === "rollback"
-    ? h("input", { id: "argument", inputmode: "numeric", pattern: "[0-9]+", required: true })
-    : h("input", { id: "argument", maxlength: 500 });
+  const version = action === "rollback" ? h("input", { id: "version", inputmode: "numeric", pattern: "[0-9]+", required: true }) : null;
+  const reason = h("input", { id: "reason", maxlength: 500 });
   const failed = h("p", { class: "problem", role: "alert", hidden: true });
   const dialog = h("dialog", { "aria-labelledby": "action" }, h("form", {},
     h("h2", { id: "action" }, `${label}: ${task.name || task.task}`),
     h("p", {}, CONSEQUENCES[action]),
-    h("label", { for: "argument" }, action === "rollback" ? "To version" : "Reason (shown to other operators)"),
-    field, failed,
+    version && h("label", { for: "version" }, "To version"), version,
+    h("label", { for: "reason" }, "Reason (kept in the audit trail)"), reason, failed,
     h("div", { class: "actions" }, h("button", { type: "submit" }, label), h("button", { type: "button", onclick: () => dialog.close() }, "Close"))));
   dialog.querySelector("form").addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
-      await ask(`${path}/${action}`, action === "rollback" ? { version: Number(field.value) } : { why: field.value });
+      await ask(`${path}/${action}`, { why: reason.value, ...(version ? { version: Number(version.value) } : {}) });
       dialog.close();
       refresh();
     } catch (problem) {

@@ -35,6 +35,7 @@ ROUTES = [(route.method, route.path) for route in all_routes()]
 FOR_VIEWERS = {
     ("GET", "/admin/status"),
     ("GET", "/admin/whoami"),
+    ("GET", "/admin/events"),
     ("GET", "/admin/tasks"),
     ("GET", "/admin/tasks/{task}"),
     ("GET", "/admin/tasks/{task}/points"),
