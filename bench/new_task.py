@@ -1,10 +1,11 @@
-"""Claim: a new task has its first client within ten seconds, with the default settings.
+"""Claim: a new task has its first client within one heartbeat, with the default settings.
 
 One server process and 16 devices that check in, are rejected because no task wants clients, and
 come back when they are told to. After half a minute a task is submitted; the time until the first
 device has joined it counts. In a second case the task is submitted right after the first start,
-when tasks wait for a heartbeat so that all aggregators can report: ten seconds more. Three servers
-per case, one after the other; the longest time counts. Run as `python bench/new_task.py`; takes
+when tasks wait for a heartbeat so that all aggregators can report: one heartbeat more. Three
+servers per case, one after the other. The longest time counts, as a multiple of the heartbeat (10 s
+by default), which the protocol waits for on any machine. Run as `python bench/new_task.py`; takes
 about four minutes and prints one JSON line per case.
 """
 
@@ -24,8 +25,9 @@ from papaya.config import AsyncFL, DeviceConfig, ServerConfig, TaskConfig
 
 SEEDS = (1, 2, 3)
 DEVICES, PATIENCE_S = 16, 120.0
-# How long the server has been running, and the target.
-CASES = {"a running server": (30.0, 10.0), "a server that has just started": (0.0, 20.0)}
+SERVER = ServerConfig()
+# How long the server has been running, and the target in heartbeats.
+CASES = {"a running server": (30.0, 1.0), "a server that has just started": (0.0, 2.0)}
 TASK = TaskConfig(
     task="bench",
     concurrency=8,
@@ -53,16 +55,16 @@ async def measure(servers: Servers, folder: Path, idle_s: float, seed: int) -> f
 
 
 def main() -> None:
-    for name, (idle_s, target_s) in CASES.items():
+    for name, (idle_s, target) in CASES.items():
         waits_s = []
         for seed in SEEDS:
-            with TemporaryDirectory() as folder, running(ServerConfig(), apart=False) as servers:
+            with TemporaryDirectory() as folder, running(SERVER, apart=False) as servers:
                 devices = Path(folder) / "devices"
                 waits_s.append(uvloop.run(measure(servers, devices, idle_s, seed)))
-        longest_s = max(waits_s)
+        beats = max(waits_s) / SERVER.heartbeat_s
         more = {"all_s": [round(wait_s, 1) for wait_s in waits_s], "seeds": SEEDS}
-        case = f"seconds from submission to the first client, {name}"
-        report("new_task", case, longest_s, target_s, longest_s <= target_s, **more)
+        case = f"heartbeats from submission to the first client, {name}"
+        report("new_task", case, beats, target, beats <= target, **more)
 
 
 if __name__ == "__main__":
