@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from papaya.verifiable_log.anchor import AuditAnchor, decode_entry
 from papaya.verifiable_log.checkpoint import LogPolicy
 from papaya.verifiable_log.errors import LogError, LogSourceUnreachable
 from papaya.verifiable_log.reader import LogReader
@@ -105,9 +106,13 @@ def _audit_record(
     index: int, entry: bytes, rebuild: Rebuild, measured: Mapping[tuple[int, str, str], str]
 ) -> Iterator[AuditStep]:
     try:
-        record = Record.decode(entry)
+        record = decode_entry(entry)
     except LogError as error:
         yield AuditStep("record", "failed", str(error), index)
+        return
+    if isinstance(record, AuditAnchor):
+        anchor = f"head {record.number}:{record.digest} of an audit trail"
+        yield AuditStep("record", "passed", anchor, index)
         return
     platforms = ", ".join(sorted(record.measurements))
     yield AuditStep("record", "passed", f"revision {record.revision}, for {platforms}", index)

@@ -42,6 +42,7 @@ from papaya.cli.output import (
 )
 from papaya.cli.tsa import artifact_hash, reading
 from papaya.errors import OperatorError
+from papaya.verifiable_log.anchor import AuditAnchor, decode_entry
 from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import COSIGNATURE, LOG_SIGNATURE, SignerKey
@@ -98,7 +99,7 @@ def run_verify(options: LogShowOptions) -> int:
     with refusals():
         for index, entry in enumerate(entries):
             try:
-                Record.decode(entry)
+                decode_entry(entry)
             except LogError as error:
                 raise LogError(f"record {index}: {error}") from error
     if options.is_json:
@@ -125,9 +126,11 @@ def _checkpoint(reader: LogReader) -> dict[str, str | int]:
 def _fields(entry: bytes) -> dict[str, str]:
     """A record as names and values for people. An invalid one is shown as bytes, with the error."""
     try:
-        record = Record.decode(entry)
+        record = decode_entry(entry)
     except LogError as error:
         return {"invalid": str(error), "bytes": ascii(entry[:400])}
+    if isinstance(record, AuditAnchor):
+        return {"audit trail": f"{record.number}:{record.digest}"}
     measured = {
         f"{platform} {register}": value
         for platform, registers in sorted(record.measurements.items())
@@ -169,6 +172,11 @@ class LogAppendOptions(LogWriteOptions, FormatOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogAnchorOptions(LogWriteOptions, FormatOptions):
+    head: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogCosignOptions(LogReadOptions):
     key: Path
 
@@ -206,6 +214,17 @@ def _add_signing(actions: Commands) -> None:
     _add_record(append)
     add_format(append)
     bind(append, LogAppendOptions, run_append)
+
+    anchor = _add(actions, "anchor", "add the head of an audit trail to a log")
+    _add_writing(anchor)
+    anchor.add_argument(
+        "--head",
+        required=True,
+        metavar="NUMBER:DIGEST",
+        help="head of the trail, as printed by `papaya audit-trail show`",
+    )
+    add_format(anchor)
+    bind(anchor, LogAnchorOptions, run_anchor)
 
     cosign = _add(actions, "cosign", "sign the checkpoint of a log, as a witness")
     add_reading(cosign)
@@ -334,6 +353,23 @@ def run_append(options: LogAppendOptions) -> int:
             f"measured this installation; it was not verified to be revision {options.revision}. "
             "To measure that revision, add --source CLONE"
         )
+    return 0
+
+
+def run_anchor(options: LogAnchorOptions) -> int:
+    key = private_key(options.key)
+    number, _, digest = options.head.partition(":")
+    try:
+        anchor = AuditAnchor(int(number) if number.isdecimal() else 0, digest)
+    except LogError as error:
+        raise OperatorError(str(error), hint="papaya audit-trail show prints the head") from error
+    with own_log(options.log), writing(options.log):
+        checkpoint = folder_of(options.log).append([anchor.encode()], key)
+    index = checkpoint.size - 1
+    if options.is_json:
+        print_json({"index": index, "root": checkpoint.root.hex()})
+    else:
+        print_data(f"record {index}: head {options.head} of an audit trail")
     return 0
 
 

@@ -69,6 +69,20 @@ def world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> World:
     return World(tmp_path, capsys)
 
 
+def test_the_head_of_an_audit_trail_is_anchored(world: World) -> None:
+    """Beside releases: a log with an anchor is still verified as a whole."""
+    world.append()
+    head = f"17:{'ab' * 32}"
+    where = ("--log", world.log, "--key", world.key)
+    told = world.out("log", "anchor", *where, "--head", head)
+    assert told == f"record 1: head {head} of an audit trail"
+    assert world.read("show")["records"][1] == {"index": 1, "audit trail": head}
+    assert world.read("verify")["records"] == 2
+    for wrong in ("17", f"0:{'ab' * 32}", f"17:{'AB' * 32}", "x:y"):
+        with pytest.raises(OperatorError, match="an anchor needs"):
+            world.out("log", "anchor", *where, "--head", wrong)
+
+
 def test_a_release_is_appended_shown_and_verified(world: World) -> None:
     assert world.append() == f"record 0: {world.artifact}"
     shown = world.read("show")
