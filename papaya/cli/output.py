@@ -60,15 +60,17 @@ def bind(
     """Make `parser` fill a `kind` and call `run` with it. To be called after all `add_argument`.
 
     An option that is not given keeps the default of `kind`. Help texts name that default, unless
-    it is empty or the text names one itself. A parser and a dataclass that differ are an error.
+    the text names one itself. A parser and a dataclass that differ are an error.
     """
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
+    defaults = {field.name: _default(field) for field in dataclasses.fields(kind)}
     actions = [action for action in parser._actions if action.dest != "help"]
     if differing := {action.dest for action in actions} ^ fields.keys():
         raise TypeError(f"{parser.prog} and {kind.__name__} differ in {sorted(differing)}")
     for action in actions:
         if action.help is not None and "default" not in action.help:
-            action.help += _shown_default(fields[action.dest])
+            takes_value = bool(action.option_strings) and action.nargs != 0
+            action.help += _shown_default(defaults[action.dest], takes_value)
         if action.nargs != argparse.OPTIONAL:  # argparse would parse SUPPRESS as a given value
             action.default = argparse.SUPPRESS
 
@@ -84,9 +86,17 @@ def bind(
     parser.set_defaults(run=call)
 
 
-def _shown_default(value: object) -> str:
-    if value is dataclasses.MISSING or value is None or value is False or value in ("", ()):
+def _default(field: dataclasses.Field[Any]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _shown_default(value: object, takes_value: bool) -> str:
+    if value is dataclasses.MISSING:
         return ""
+    if value is None or value is False or value in ("", ()):
+        return " (default: none)" if takes_value else ""
     if isinstance(value, float):
         return f" (default: {value:g})"
     if isinstance(value, int) and value >= _LONG:

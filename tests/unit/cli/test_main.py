@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from papaya import __version__
-from papaya.cli.main import COMMANDS, main
+from papaya.cli.main import COMMANDS, main, parser_for
 from papaya.sim.report import RunReport
 
 ROOT = Path(__file__).parents[3]
@@ -211,3 +213,23 @@ def test_a_missing_extra_says_how_to_install_it(command: list[str], tmp_path: Pa
         "hint: pip install rich matplotlib\n"
     )  # fmt: skip
     assert not (tmp_path / "new").exists()
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _options(each)
+        elif action.option_strings:
+            yield parser.prog, action
+
+
+def test_every_option_that_takes_a_value_says_its_default() -> None:
+    found = list(_options(parser_for(COMMANDS)))
+    assert len(found) > 300
+    silent = [
+        (command, action.option_strings[-1])
+        for command, action in found
+        if action.nargs != 0 and not action.required and "default" not in (action.help or "")
+    ]
+    assert silent == []

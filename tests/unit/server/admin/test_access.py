@@ -43,6 +43,9 @@ FOR_VIEWERS = {
     ("GET", "/admin/tasks/{task}/revisions"),
 }
 FOR_OPERATORS = {
+    ("POST", "/admin/maintenance"),
+    ("POST", "/admin/maintenance/end"),
+    ("POST", "/admin/keys/rotate"),
     ("POST", "/admin/tasks/{task}/share"),
     ("GET", "/admin/revocations"),
     ("POST", "/admin/revocations"),
