@@ -59,7 +59,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tsa_collateral: str | None = None
     tsa_leaf: int = 0
     log: str | None = None
-    fold_threads: int = 2
+    fold_threads: int | None = None
     upload_memory_mb: int = 1024
     max_connections: int = 5_000
     max_connections_per_address: int = 1_000
@@ -130,12 +130,9 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 "is not an IP address or network",
                 'write addresses or networks, for example proxies = ["10.0.0.0/8"]',
             )
-        for field in (
-            "fold_threads",
-            "upload_memory_mb",
-            "max_connections",
-            "max_connections_per_address",
-        ):
+        if self.fold_threads is not None:
+            require_count("fold_threads", self.fold_threads)
+        for field in ("upload_memory_mb", "max_connections", "max_connections_per_address"):
             require_count(field, getattr(self, field))
         require_positive_s("drain_s", self.drain_s)
 

@@ -464,7 +464,7 @@ class Server:
 
     def _make_aggregator_host(self, machine: Aggregator, pool: BufferPool) -> AggregatorHost:
         shared, deployment = self._resources, self.deployment
-        threads = deployment.fold_threads
+        threads = deployment.fold_threads or len(os.sched_getaffinity(0))
         workers = Workers(
             threaded_shards(threads, pool, self._tsa()),
             shared.blobs,
