@@ -3,7 +3,7 @@
     python bench/scaling.py              run the benchmarks named below, then print the tables
     python bench/scaling.py FILE...      use the JSON lines that they have printed before
 
-Inputs, all of them CPU time: `check_ins.py` (selector, bare answer), `data_plane.py` (selector and
+Inputs, all of them CPU time: `check_ins.py` (selector), `data_plane.py` (selector and
 aggregator per 20 MiB update), `secure_aggregation.py` (masks that a TSA adds per second),
 `state_on_postgresql.py` (database per small update) and `coordinator.py` (leader of 1,000
 aggregators). The rest is arithmetic on the constants below. Prints Markdown.
@@ -67,7 +67,6 @@ def main(files: list[str]) -> None:
 def parts(inputs: list[dict[str, Any]], joins_per_s: float, check_ins_per_s: float) -> list[Part]:
     reject_s = of(inputs, "check_ins", "rejected at once", "selector_us") / 1e6
     accept_s = of(inputs, "check_ins", "held, assigned", "selector_us") / 1e6
-    message_s = of(inputs, "check_ins", "rejected at once", "bare_answer_us") / 1e6
     relay_s = of(inputs, "data_plane", "selector and aggregator", "selector_ms") / 1e3
     fold_s = of(inputs, "data_plane", "selector and aggregator", "aggregator_ms") / 1e3
     masks_per_s = of(inputs, "secure", "adding 8 masks", "sum_gb_per_s") * 1e9 / UPDATE_BYTES
@@ -111,7 +110,7 @@ def parts(inputs: list[dict[str, Any]], joins_per_s: float, check_ins_per_s: flo
         Part(
             "coordinator (leader)",
             f"{joins_per_s / leader['value']:,.0f} joins/s in 1,000 tasks",
-            leader["value"] + messages * message_s,
+            leader["value"] + messages * reject_s,
             leader["sent_mb_per_s"] * 1e6,
             "one process, one core for its decisions",
         ),
