@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import shlex
 import shutil
@@ -95,9 +96,10 @@ def test_a_new_authority(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         ),
         ("aggregator",),
     )
+    caplog.set_level(logging.INFO)
     for block in commands("operations.md", "The authority between roles"):
         caplog.clear()
         follow(tmp_path, block)
         own.refresh()
         assert "certificates_read" in caplog.text
-        assert "not used" not in caplog.text
+        assert "certificates_refused" not in caplog.text
