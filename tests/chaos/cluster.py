@@ -248,6 +248,11 @@ class Cluster:
         keys = s3_keys(self._keys)
         return Stored(rows, S3Blobs.open(_BLOBS, cache, endpoint=endpoint, credentials=keys))
 
+    def pids(self) -> list[int]:
+        """Of the roles that run."""
+        programs = [program for host in self.roles for program in host.programs]
+        return [pid for program in programs if (pid := program.pid) is not None]
+
     def stop_servers(self) -> dict[str, int]:
         """SIGTERM to every role; the exit codes."""
         programs = [program for host in self.roles for program in host.programs]

@@ -73,6 +73,12 @@ class Program:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int | None:
+        """None if it does not run."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
     def start(self, **variables: str) -> Self:
         """Returns when it is ready."""
         self.begin(**variables)

@@ -126,6 +126,10 @@ class Loopback:
     def admin(self, server: ServerProcess) -> Admin:
         return Admin(server.addresses["admin"], self.installation.secret("admin.token"))
 
+    def pids(self) -> list[int]:
+        """Of the servers that run."""
+        return [s.process.pid for s in self.installation.servers if s.is_running]
+
     def trust_file(self) -> Path:
         """The policy of devices that believe the cluster's software TSA."""
         key = self.installation.data / "log.key.pub"

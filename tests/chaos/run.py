@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from papaya.config import AsyncFL, OptimizerConfig, SecureAggregation, TaskConfig
@@ -115,11 +115,13 @@ def _why_not() -> str:
 def _run(folder: Path, seed: int, seconds: float, devices: int) -> list[str]:
     problems: list[str] = []
     recoveries: list[Recovery] = []
-    with Network() as network, closing(Cluster(network, folder)) as cluster, Stalls() as stalls:
+    with ExitStack() as stack:
+        network = stack.enter_context(Network())
+        cluster = stack.enter_context(closing(Cluster(network, folder)))
         cluster.start()
         say(f"{len(cluster.all)} hosts are up")
         schedule = Schedule(cluster, seed, is_long=seconds >= 60 * _LONG_MINUTES)
-        stalls.longest_s = 0.0
+        stalls = stack.enter_context(Stalls(HEARTBEAT_S, cluster.pids))
         ends_at = time.monotonic() + seconds
         number = 0
         try:

@@ -38,7 +38,7 @@ def _judged(
     acknowledged = Acknowledgements(file, [config.task for config in tasks])
     for config in tasks:
         cluster.submit(config)
-    with Stalls() as stalls, cluster.load(file, tasks, _DEVICES) as load:
+    with Stalls(HEARTBEAT_S, cluster.pids) as stalls, cluster.load(file, tasks, _DEVICES) as load:
         acknowledged.until(10, 0.0, RECOVER_S, "the start")
         recoveries = play(faults, acknowledged, RECOVER_S)
         acknowledged.until(10, time.time(), RECOVER_S, "the last fault")

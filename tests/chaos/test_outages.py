@@ -36,7 +36,7 @@ def _over(folder: Path, outage: Callable[[Loopback], Fault], training_s: float =
         with cluster.load(file, _TASKS, _DEVICES, training_s) as load:
             acknowledged.until(10, 0.0, RECOVER_S, "the start")
             before = cluster.fences()
-            with Stalls() as stalls:
+            with Stalls(HEARTBEAT_S, cluster.pids) as stalls:
                 [recovery] = play([outage(cluster)], acknowledged, RECOVER_S)
             acknowledged.until(10, time.time(), RECOVER_S, "the outage")
             assert cluster.fences() == before, "a task has moved"
@@ -49,7 +49,7 @@ def _over(folder: Path, outage: Callable[[Loopback], Fault], training_s: float =
             verdict = judge(stored.model(config.task), outcomes)
             assert verdict.problems == []
             assert verdict.lost == 0, "a buffer was dropped"
-    say(f"{recovery}, the machine was late by {stalls.longest_s:.2f} s")
+    say(f"{recovery}, a process waited {stalls.longest_s:.2f} s for a core")
     return 0.0 if stalls.longest_s > HEARTBEAT_S / 2 else recovery.first_s
 
 
