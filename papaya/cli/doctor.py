@@ -132,6 +132,7 @@ def examine(options: DoctorOptions) -> Iterator[Diagnosis]:
         ("addresses", partial(_listeners, _LISTENERS[options.role])),
         ("server", _running_server),
         ("TSA", _tsa),
+        ("log", _log),
     )
     for subject, check in checks:
         try:
@@ -318,3 +319,23 @@ def _tsa(deployment: Deployment) -> Iterator[Diagnosis]:
         yield Diagnosis("TSA", "warning", text, hint)
     else:
         yield Diagnosis("TSA", "good", text)
+
+
+def _log(deployment: Deployment) -> Iterator[Diagnosis]:
+    """Whether the public log can be served, and has the record of the TSA."""
+    folder = Path(deployment.log or Path(deployment.data) / "log")
+    if not folder.exists() and deployment.log is None:
+        return
+    try:
+        _, size, _ = (folder / "checkpoint").read_text(encoding="utf-8").split("\n", 3)[:3]
+        leaves = int(size)
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        hint = "publish the log there again, or correct `log`: papaya log show --help"
+        yield Diagnosis("log", "problem", f"{folder} has no valid checkpoint: {error}", hint)
+        return
+    if deployment.tsa_leaf >= leaves:
+        text = f"tsa_leaf = {deployment.tsa_leaf}, but {folder} has {plural(leaves, 'record')}"
+        hint = "append the record of your TSA binary, or set tsa_leaf to its number"
+        yield Diagnosis("log", "problem", text, hint)
+    else:
+        yield Diagnosis("log", "good", f"{folder} has {plural(leaves, 'record')}")

@@ -91,6 +91,17 @@ def _old_collateral(config: Path, data: Path) -> None:
     config.write_text(own + f"log = '{data}'\n" + config.read_text())
 
 
+def _log_without_the_record(config: Path, data: Path) -> None:
+    (data / "log").mkdir()
+    (data / "log" / "checkpoint").write_text("example.com/log\n1\nAAAA\n\n")
+    config.write_text("tsa_leaf = 3\n" + config.read_text())
+
+
+def _log_that_is_no_log(config: Path, data: Path) -> None:
+    (data / "log").mkdir()
+    (data / "log" / "checkpoint").write_bytes(b"\xff")
+
+
 @pytest.mark.parametrize(
     ("plant", "subject", "text", "hint"),
     [
@@ -104,6 +115,8 @@ def _old_collateral(config: Path, data: Path) -> None:
         (_no_database, "state", "PostgreSQL failed", "check that PostgreSQL runs"),
         (_no_bucket, "blobs", "s3://papaya/here: the store cannot be reached", "check the network"),
         (_old_collateral, "TSA", "40 days old", "fetch it again"),
+        (_log_without_the_record, "log", "tsa_leaf = 3, but", "set tsa_leaf"),
+        (_log_that_is_no_log, "log", "no valid checkpoint", "correct `log`"),
     ],
 )
 def test_a_planted_problem_is_found(

@@ -143,6 +143,11 @@ def run(options: TaskSubmitOptions) -> int:
     file = loaded.config() if compiled is None else loaded.config_for(decode_program(compiled))
     config = changed(file, options.name, given.task)
     warnings = config.warnings()
+    if not loaded.task.sample:
+        warnings.append(
+            f"{options.file} has no `sample`: nothing was tried on an example, so a mistake shows "
+            "only on devices; add sample=[...] with a few stored examples"
+        )
     if found is None:
         warnings += refusals(file, config)
         if config.task != loaded.task.name:
