@@ -84,7 +84,7 @@ def main() -> int:
         shutil.rmtree(folder)
     if problems:
         return 1
-    say("every acknowledged update was counted exactly once, and no other one twice")
+    say("in what was judged, every acknowledged update was counted once, and no other one twice")
     return 0
 
 
@@ -130,9 +130,10 @@ def _run(folder: Path, seed: int, seconds: float, devices: int) -> list[str]:
                 episode_s = min(ends_at - time.monotonic(), _EPISODE_S)
                 problems += _episode(cluster, schedule, number, devices, episode_s, recoveries)
         except NothingAcknowledged as error:
-            problems.append(str(error))
-            if stalls.longest_s > HEARTBEAT_S / 2:
-                problems.clear()  # the run is invalid, and says so
+            if stalls.longest_s <= HEARTBEAT_S / 2:
+                problems.append(str(error))
+            else:
+                say(f"{error}; the last episode is not judged, because the run is invalid")
         else:
             codes = cluster.stop_servers()
             problems += [f"{name} stopped with {code}" for name, code in codes.items() if code]
