@@ -21,8 +21,9 @@ from papaya.errors import ConfigError
 _BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?")
 _WEB = re.compile(r"https?://[A-Za-z0-9._\[\]:-]+(/[A-Za-z0-9._~-]+)*")
 _HOOK = re.compile(
-    r"(https://[A-Za-z0-9.-]+|http://127\.0\.0\.1)(:[0-9]{1,5})?(/[!-~]*)?", re.ASCII
+    r"(https://[A-Za-z0-9.-]+|http://127\.0\.0\.1)(:(?P<port>[0-9]{1,5}))?(/[!-~]*)?", re.ASCII
 )
+_MAX_PORT = 65_535
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
 TLS_SCHEME = "tls:"  # of a TSA on another machine
@@ -149,7 +150,8 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def _check_webhooks(self) -> None:
         """The value is not quoted: a URL may contain a secret."""
-        if any(_HOOK.fullmatch(url) is None for url in self.webhooks):
+        found = [_HOOK.fullmatch(url) for url in self.webhooks]
+        if any(hook is None or int(hook["port"] or 0) > _MAX_PORT for hook in found):
             raise ConfigError(
                 "webhooks: one of them is not an https URL",
                 hint='write webhooks = ["https://host/path"]; http is accepted for 127.0.0.1 only',

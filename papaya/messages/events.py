@@ -36,6 +36,12 @@ class ServerEvent(Struct, frozen=True, gc=False):
         return _WORD.sub("_", cls.__name__).lower()
 
     @property
+    def repeats(self) -> tuple[object, ...]:
+        """Equal for events that count as repetitions."""
+        fields = self.fields
+        return (self.name(), *(fields.get(name) for name in self.identity))
+
+    @property
     def fields(self) -> dict[str, object]:
         """What there is to tell: empty texts and a run of 0 are left out."""
         found = structs.asdict(self)

@@ -173,8 +173,7 @@ class LogHandler(logging.Handler):
 def _key(record: logging.LogRecord) -> tuple[object, ...]:
     event = getattr(record, "event", None)
     if isinstance(event, ServerEvent):
-        fields = event.fields
-        return (event.name(), *(fields.get(name) for name in event.identity))
+        return event.repeats
     return (record.name, record.levelno, record.getMessage())
 
 

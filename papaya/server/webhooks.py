@@ -3,9 +3,12 @@
     log(event) ──▶ queue of one URL (bounded) ──▶ thread: POST, signed ──▶ 2xx, or try again later
 
 Sent are `version_published` and every event of the level warning or error. The body is the event as
-in the JSON log. `Papaya-Signature: t=TIME,v1=HEX` is HMAC-SHA256 of `TIME.BODY` under the key of
-the deployment: receivers check it, and refuse old times. Redirects are not followed, and answers
-are not read. If a receiver is away for long, the oldest events of its queue are dropped.
+in the JSON log. As there, of equal warnings and errors only the first ten within a minute are sent:
+strangers whose tokens are refused must not push alerts out of the queue.
+
+`Papaya-Signature: t=TIME,v1=HEX` is HMAC-SHA256 of `TIME.BODY` under the key of the deployment:
+receivers check it, and refuse old times. Redirects are not followed, and answers are not read. If a
+receiver is away for long, the oldest events of its queue are dropped.
 
 A URL may contain a secret, so logs name only its host.
 """
@@ -27,6 +30,7 @@ import msgspec
 
 from papaya.credentials.token_files import Secret
 from papaya.messages.events import ServerEvent, VersionPublished
+from papaya.server.logs import BURST, WINDOW_S
 
 logger = logging.getLogger("papaya.webhooks")
 
@@ -36,6 +40,7 @@ TIMEOUT_S = 10.0
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 _TOO_MANY = 429
+_MAX_KEYS = 1000
 
 
 def is_sent(event: ServerEvent) -> bool:
@@ -66,6 +71,8 @@ class Webhook:
         self._loop = asyncio.get_running_loop()
         self._queue: deque[bytes] = deque()
         self._waiting = asyncio.Event()
+        # Of equal alerts: the end of their window, and how many were offered.
+        self._seen: dict[tuple[object, ...], tuple[float, int]] = {}
         self.dropped = 0
 
     def offer(self, event: ServerEvent, node: str) -> None:
@@ -73,15 +80,28 @@ class Webhook:
             fields = {"node": node} if node else {}
             told = {"time": self._now(), "event": event.name(), "level": event.level}
             body = msgspec.json.encode({**told, **fields, **event.fields})
-            self._loop.call_soon_threadsafe(self._take, body)
+            self._loop.call_soon_threadsafe(self._take, event, body)
 
-    def _take(self, body: bytes) -> None:
+    def _take(self, event: ServerEvent, body: bytes) -> None:
+        if not isinstance(event, VersionPublished) and self._is_repetition(event.repeats):
+            return
         if len(self._queue) >= MAX_QUEUED:
             self._queue.popleft()
             self.dropped += 1
             logger.warning("the webhook at %s is too slow: events are dropped", self.host)
         self._queue.append(body)
         self._waiting.set()
+
+    def _is_repetition(self, key: tuple[object, ...]) -> bool:
+        now = self._now()
+        if len(self._seen) >= _MAX_KEYS:
+            self._seen = {k: seen for k, seen in self._seen.items() if now < seen[0]}
+        until, count = self._seen.get(key, (0.0, 0))
+        if now >= until:
+            until, count = now + WINDOW_S, 0
+        if len(self._seen) < _MAX_KEYS or key in self._seen:
+            self._seen[key] = (until, count + 1)
+        return count >= BURST
 
     async def run(self) -> None:
         """Send until cancelled, in the order of the events."""
@@ -96,7 +116,7 @@ class Webhook:
         for _ in range(ATTEMPTS):
             try:
                 status = await asyncio.to_thread(self._post, body, delivery)
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, ValueError) as error:  # the last: no name of a host
                 problem = f"{type(error).__name__}"
             else:
                 if 200 <= status < 300:

@@ -15,7 +15,8 @@ import pytest
 from papaya.config import Deployment
 from papaya.credentials.token_files import Secret
 from papaya.errors import ConfigError
-from papaya.messages.events import ServerSeen, TaskHalted, VersionPublished
+from papaya.messages.events import CredentialsRejected, ServerSeen, TaskHalted, VersionPublished
+from papaya.server.logs import BURST, WINDOW_S
 from papaya.server.webhooks import ATTEMPTS, MAX_QUEUED, Webhook
 
 KEY = Secret("0123456789abcdef")
@@ -116,9 +117,54 @@ def test_it_gives_up_and_names_only_the_host(
 
 def test_the_queue_is_bounded() -> None:
     receiver = Receiver()
-    many = [HALTED] * (3 * MAX_QUEUED)
+    many = [VersionPublished("digits", 0, version, 10) for version in range(3 * MAX_QUEUED)]
     hook = deliver(receiver, lambda hook: len(receiver.requests) >= MAX_QUEUED, *many)
     assert hook.dropped >= MAX_QUEUED
+
+
+def test_strangers_cannot_push_alerts_out_of_the_queue() -> None:
+    receiver = Receiver()
+    rejected = [CredentialsRejected("devices", "")] * (3 * MAX_QUEUED)
+    hook = deliver(receiver, lambda hook: len(receiver.requests) > BURST, HALTED, *rejected)
+    events = [json.loads(body)["event"] for _, body in receiver.requests]
+    assert events == ["task_halted", *["credentials_rejected"] * BURST]
+    assert hook.dropped == 0
+
+
+def test_a_repeated_alert_is_sent_again_after_a_minute() -> None:
+    async def run() -> int:
+        time = [1000.0]
+        hook = Webhook("http://127.0.0.1:1/", KEY, now=lambda: time[0])
+        for _ in range(2 * BURST):
+            hook.offer(HALTED, "")
+        await asyncio.sleep(0)
+        time[0] += WINDOW_S
+        hook.offer(HALTED, "")
+        await asyncio.sleep(0)
+        return len(hook._queue)
+
+    assert asyncio.run(run()) == BURST + 1
+
+
+def test_a_host_that_cannot_exist_does_not_end_the_sender(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A server stops if work in the background ends."""
+
+    async def run() -> None:
+        hook = Webhook("https://alerts..example.org/", KEY, first_retry_s=0.001)
+        hook.offer(HALTED, "")
+        sending = asyncio.create_task(hook.run())
+        async with asyncio.timeout(60):
+            while not caplog.records:
+                await asyncio.sleep(0.005)
+        assert not sending.done()
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "did not take an event: UnicodeError" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -127,6 +173,7 @@ def test_the_queue_is_bounded() -> None:
         {"webhooks": ("http://example.org/s3cret",), "webhook_key": "k"},
         {"webhooks": ("https://user:s3cret@example.org/",), "webhook_key": "k"},
         {"webhooks": ("https://example.org/s3cret",)},
+        {"webhooks": ("https://example.org:65536/s3cret",), "webhook_key": "k"},
     ],
 )
 def test_settings_that_cannot_work_are_refused_without_quoting_them(
