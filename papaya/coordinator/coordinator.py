@@ -258,6 +258,8 @@ class Coordinator:
         if old is not None and fence.seq <= old.seq:
             return
         self._told_fences[task] = fence
+        if old is not None and not old.aggregator and not fence.aggregator:
+            return  # nobody held it, and nobody does
         row = self.tasks.get(task)
         run, seq, holder = 0 if row is None else row.run, fence.seq, fence.aggregator
         decided, why = self._moved_because.pop(task, (0, ""))

@@ -176,7 +176,7 @@ class TaskMoved(ServerEvent, frozen=True):
 
 
 class TaskReleased(ServerEvent, frozen=True):
-    """A task was taken from its holder because its owner revised it or rolled it back."""
+    """A task was taken from its holder: it was revised or rolled back, or all training stopped."""
 
     task: TaskId
     run: int

@@ -52,13 +52,15 @@ async def begin(service: AdminService, request: BeginMaintenance, attempt: Attem
 
 
 def _release_all(change: Transaction, found: dict[str, Row]) -> Transaction:
-    """With a new fence for each task: its holder can write nothing more."""
+    """With a new fence for each task: its holder can write nothing more. Also for tasks that nobody
+    holds: a leader that has not read the row yet may be placing one.
+    """
     require, put = list(change.require), list(change.put)
     for row in found.values():
         if isinstance(row, TaskRow) and not row.is_over:
             key = fence_key(row.config.task)
             fence = found.get(key)
-            if isinstance(fence, FenceRow) and fence.aggregator:
+            if isinstance(fence, FenceRow):
                 require.append((key, fence))
                 put.append((key, FenceRow(fence.seq + 1, "", 0)))
     return Transaction(tuple(require), tuple(put))

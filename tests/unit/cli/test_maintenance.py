@@ -21,6 +21,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdminSer
         yield found
 
 
+def test_stop_refuses_a_placement_that_is_on_its_way(server: AdminServer) -> None:
+    """The leader read that nobody holds the task before training was stopped."""
+    key = fence_key("next-word")
+    before = server.system.store.read((key,))[key]
+    assert before == FenceRow(0, "", 0)
+    assert run(server, "maintenance", "stop") == 0
+    placed = Transaction(require=((key, before),), put=((key, FenceRow(1, "aggregator", 1)),))
+    assert server.system.store.transact(placed) == "refused"
+
+
 def run(server: AdminServer, *arguments: str) -> int:
     return papaya(*arguments, "--admin", server.url)
 

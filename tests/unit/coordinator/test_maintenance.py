@@ -74,3 +74,12 @@ def test_devices_are_not_sent_away_for_longer_and_longer() -> None:
     office.pass_s(H)
     [order] = orders_in(office.selector("sel-1", 0), SelectorOrders)
     assert order.check_ins_per_s == before.check_ins_per_s
+
+
+def test_a_task_that_nobody_held_is_not_told_as_released() -> None:
+    office = a_served_office(a_task())
+    begin(office, is_stopped=True)
+    before = len(office.events)
+    office.store.apply(Transaction(put=((fence_key("words"), FenceRow(3, "", 0)),)))
+    office.receive(Changed())
+    assert office.events[before:] == []
