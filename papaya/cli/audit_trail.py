@@ -2,7 +2,7 @@
 
     show         print the trail of a running server, after checking its chain of digests
     export FILE  write all rows to a file, as JSON
-    check FILE   check exported files, and that the server still has the same rows
+    check FILE   check exported files, without a server
     prune FILE   delete rows that were exported from the server
 
 A row contains the digest of the row before it. A row that was changed, removed or inserted after

@@ -101,6 +101,8 @@ class AuditTrail:
         return await self.page(start.number)
 
     async def _prune_page(self, start: AuditStartRow, last: int, attempt: Attempt) -> AuditStartRow:
+        # Read before the page: if somebody else prunes meanwhile, this row changes.
+        found = (await self._state.read((AUDIT_START_KEY,))).get(AUDIT_START_KEY)
         rows = (await self.page(start.number)).rows
         rows = tuple(row for row in rows if row.number <= last)[:ROWS_PER_PAGE]
         if not rows:
@@ -108,13 +110,18 @@ class AuditTrail:
                 f"row {start.number + 1} of the audit trail is missing", hint="papaya audit-trail"
             )
         following = AuditStartRow(rows[-1].number, rows[-1].digest)
-        found = (await self._state.read((AUDIT_START_KEY,))).get(AUDIT_START_KEY)
         change = Transaction(
             require=((AUDIT_START_KEY, found),),
             put=((AUDIT_START_KEY, following),),
             delete=tuple(audit_key(row.number) for row in rows),
         )
-        if await self.transact(attempt, change) != "committed":
+        outcome = await self.transact(attempt, change)
+        if outcome == "unknown":
+            raise Uncertain(
+                "the outcome is unknown: the state store did not answer",
+                hint="run the command again when it does; see the server's log",
+            )
+        if outcome == "refused":
             raise Conflict("the audit trail changed while this command ran", hint="run it again")
         return following
 

@@ -13,11 +13,13 @@ from msgspec import structs
 from papaya.errors import OperatorError
 from papaya.messages.audit_trail import (
     AUDIT_HEAD_KEY,
+    AUDIT_START_KEY,
     FIRST_DIGEST,
     Attempt,
     AuditError,
     AuditHeadRow,
     AuditRow,
+    AuditStartRow,
     audit_key,
     recorded,
     verify,
@@ -180,6 +182,33 @@ def test_the_digest_of_a_row_is_fixed() -> None:
     digest = "e2be7572ec089ded6085ac1e2a5fa337bbe03b38fc5a05edb4fb33049d565063"
     assert row.digest.hex() == digest
     assert msgspec.json.decode(msgspec.json.encode(row), type=AuditRow).digest == row.digest
+
+
+def test_two_operators_prune_at_once(tmp_path: Path) -> None:
+    """The one who is late must not move the beginning of the trail back to rows that are gone."""
+
+    async def test(system: System) -> None:
+        trail, other = system.service.trail, type(system.service.trail)(system.state, system.now)
+        for number in range(1200):
+            await trail.transact(because(str(number)), Transaction())
+        digests = {row.number: row.digest for row in (await trail.page(1000)).rows}
+        page, asked = trail.page, []
+
+        async def race(after: int) -> object:
+            found = await page(after)
+            asked.append(after)
+            if len(asked) == 2:  # the first page is known, and not deleted yet
+                await other.prune(PruneTrail(1100, digests[1100]), BY)
+            return found
+
+        trail.page = race  # type: ignore[method-assign, assignment]
+        with pytest.raises(Conflict, match="the audit trail changed"):
+            await trail.prune(PruneTrail(1050, digests[1050]), BY)
+        start = system.store.read((AUDIT_START_KEY,))[AUDIT_START_KEY]
+        assert start == AuditStartRow(1100, digests[1100])
+        await rows(system)
+
+    run(tmp_path, test)
 
 
 def test_roll_back_writes_one_row_whatever_the_number_of_its_retries(tmp_path: Path) -> None:
