@@ -134,16 +134,10 @@ class Ledger:
     def record(self, records: Iterable[RecordRow]) -> Transaction:
         """Write the records of one or both open buffers.
 
-        Requires both rows, even if only one is written: a session may have moved from one buffer to
-        the other, and a late transaction must not write it into the first one again.
+        Requires both rows, even if only one is written: see `_open_records`.
         """
-        open_targets = (self.version + 1, self.version + 2)
         return Transaction(
-            require=(
-                self._fenced(),
-                self._at_head(),
-                *((record_key(self.task, t), self.records.get(t)) for t in open_targets),
-            ),
+            require=(self._fenced(), self._at_head(), *self._open_records()),
             put=tuple((record_key(self.task, r.target), r) for r in records),
         )
 
@@ -181,7 +175,7 @@ class Ledger:
             require=(
                 self._fenced(),
                 self._at_head(),
-                (record_key(self.task, target), record),
+                *self._open_records(),
                 # The owner may have marked one in the meantime: then it must not be deleted.
                 *((version_key(self.task, v), self.versions[v]) for v in old),
             ),
@@ -233,6 +227,15 @@ class Ledger:
         late transaction could write a record for a version that already exists.
         """
         return optimizer_key(self.task), self.optimizer
+
+    def _open_records(self) -> Iterable[tuple[str, Row | None]]:
+        """The records of both open buffers.
+
+        After an unknown outcome a session may move from one buffer to the other. If the earlier
+        transaction was applied late, the later one must not count the session a second time.
+        """
+        for target in (self.version + 1, self.version + 2):
+            yield record_key(self.task, target), self.records.get(target)
 
     def _next_settled(self, now: float, ticket_life_s: float, oldest_kept: float) -> int:
         """The newest version up to which no client should still have a valid ticket.

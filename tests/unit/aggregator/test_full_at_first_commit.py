@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from papaya.aggregator.shards import Shards
-from papaya.aggregator.work import Snapshot, Step
+from papaya.aggregator.work import Fold, Snapshot, Step
 from papaya.config import OptimizerConfig
 from papaya.errors import InvariantError
 from papaya.machine import Transact
@@ -92,6 +92,30 @@ def test_a_lost_version_that_is_applied_late_is_not_made_again() -> None:
     node.release()  # refused: the version is there
     assert world.answers[handle] == Completed()
     assert (world.version, world.consumed()) == (1, [phone.session])
+
+
+def test_a_late_record_of_the_next_buffer_is_not_counted_beside_the_version() -> None:
+    """The session was in the second buffer; after an unknown outcome it is in the first one."""
+    world, node = a_world(an_async_task(1))
+    slow, phone = world.joined(node, 2)
+    node.hold(Fold, Transact)
+    slow.upload(1)  # takes the place in the first buffer
+    phone.upload(5)
+    node.held_back.rotate(1)
+    node.release_one()  # the second buffer is folded first
+    node.release_one()
+    late = node.settle("lost")
+    assert [key for key, _ in late.put] == [record_key(TASK, 2)]
+    node.hold(Transact)
+    phone.send(5)
+    handle = phone.complete()
+    assert world.store.apply(late) == "committed"
+    node.release()
+    assert world.answers[handle] == Completed()
+    slow.send(1)
+    slow.complete()
+    world.pass_s(1.0)
+    assert sorted(world.consumed() + world.recorded()) == [slow.session, phone.session]
 
 
 def test_a_crash_before_the_version_loses_nothing_that_was_acknowledged() -> None:
