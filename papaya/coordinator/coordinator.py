@@ -788,11 +788,13 @@ class Coordinator:
         return self._wanting
 
     def _current_catalogue(self) -> Catalogue:
-        """Has the next number if anything in it has changed."""
+        """Has the next number if anything in it has changed. 0 is that of a selector without one,
+        so the first number is 1 although there may be no tasks.
+        """
         if self._catalogue is None:
             last = self._last_catalogue
             made = Catalogue(last.number, self._advertised(), self._assignment_map(), self.over)
-            if made != last:
+            if made != last or last.number == 0:
                 made = replace(made, number=last.number + 1)
             self._catalogue = self._last_catalogue = made
         return self._catalogue

@@ -37,6 +37,14 @@ def test_a_selector_that_has_the_catalogue_is_not_told_it_again() -> None:
     assert short.wanting == full.wanting == ("words",)
 
 
+def test_a_selector_without_a_catalogue_is_told_that_there_are_no_tasks() -> None:
+    """It ignores short orders for a catalogue that it does not have, and would report at once."""
+    office = an_office()
+    full = answer_to(office, catalogue=0)
+    assert (full.is_short, full.advertised, full.routes) == (False, (), ())
+    assert answer_to(office, full.catalogue).is_short
+
+
 def test_a_changed_catalogue_has_the_next_number() -> None:
     office = a_served_office(a_task())
     known = answer_to(office, 0).catalogue
