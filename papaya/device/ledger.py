@@ -194,6 +194,8 @@ class PrivacyAccount:
         if (charge := _charge_of(use)) is not None:
             return self._ledger.why_not(charge, self._allowance(use, charge), now)
         policies, terms = self._store.collections, use.terms
+        if terms is not None and terms.privacy:
+            return "evaluations of a private task have no noise"
         limited = sorted(name for name, policy in policies.items() if policy.budget is not None)
         used = limited if terms is None else [terms.collection or ""]
         for collection in used:

@@ -306,6 +306,11 @@ def evaluation_config(
     """An evaluation is a task of one step that starts from zero: version 1 is the mean of what its
     clients upload, each counted as one example. `length` is the length of an evaluation's vector.
     """
+    if config.privacy is not None:
+        raise OperatorError(
+            f"task {config.task} is private: an evaluation would reveal what the noise hides",
+            hint="export a version, and evaluate it on data of your own: papaya task export TASK",
+        )
     secure = config.secure_aggregation
     clients = max(plan.clients, config.threshold or 1)  # no smaller sum may be revealed
     return TaskConfig(

@@ -47,7 +47,8 @@ class Behaviour:
 
     def seal(self, device: SimulatedDevice, work: Seal, rng: Random) -> Sealed:
         """The masked update and the sealed seed; SecureAggregationError if the device refuses."""
-        return sealed(work, device.cluster.engine.now, rng, device.bundles.manifest)
+        now, number = device.cluster.engine.now, device.visit.device
+        return sealed(work, now, rng, device.bundles.manifest, number)
 
     def carry(self, message: Message) -> Message:
         """What the receiver of a message gets: here, the same object."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from papaya.aggregator import masked_sum as masked
@@ -34,12 +36,15 @@ from papaya.messages.participation import Complete, SecureOffer
 from papaya.messages.storage import FenceRow, Member, RecordRow, Row, Transaction, record_key
 from papaya.messages.tickets import AnyTicket, AssignmentTicket, Keyring, claim_of, pseudonym_of
 from papaya.secagg import offer as secagg
+from papaya.secagg import participant
 from papaya.secagg.fixed_point import Encoder
+from papaya.secagg.noise import KEY_BYTES, Noise
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import SealedUpdate, Terms, UnsealedUpdate
 from papaya.secagg.unmask import TakeBlock
-from papaya.secagg.words import Entropy, Reals
+from papaya.secagg.words import WORD, Entropy, Reals, Words
 from papaya.sim.hosts import SimulatedAggregatorHost
+from papaya.tsa.group import Group
 from papaya.tsa.tsa import TSA
 
 
@@ -221,8 +226,9 @@ def _believe_to_be_fresh(
     current_version: int,
     now: float,
     entropy: Entropy,
+    tag: bytes = b"",
 ) -> SealedUpdate:
-    return _seal(self, terms, offer, self._initial_version, now, entropy)
+    return _seal(self, terms, offer, self._initial_version, now, entropy, tag)
 
 
 _ask = Client._ask
@@ -304,7 +310,56 @@ def _delete_pinned(self: Ledger, now: float, settled: int) -> list[int]:
     return [v for v, row in self.versions.items() if v < settled and v <= last and not row.marked]
 
 
-_Patch = tuple[type, str, Callable[..., Any] | property]
+_init_noise = Noise.__init__
+
+
+def _half_noise(self: Noise, key: bytes, sigma: Fraction) -> None:
+    _init_noise(self, key, sigma / 2 if sigma >= 128 else sigma)
+
+
+def _no_noise(self: Noise, words: Words, start: int, end: int) -> None:
+    pass
+
+
+_release_masks = TSA.release
+
+
+def _draw_again(self: Any, parameters_hash: bytes, group: int, members: Sequence[int]) -> Words:
+    task = self._task(parameters_hash)
+    length, sigma = task.parameters.length, task.parameters.sigma
+    drawn = {} if not hasattr(self, "drawn") else self.drawn
+    if task.parameters.is_private and group in task.groups:
+        drawn[parameters_hash, group] = task.groups[group]._noise
+    self.drawn = drawn
+    is_again = task.released is not None and task.released.group == group
+    masks = _release_masks(self, parameters_hash, group, members)
+    if not is_again or not task.parameters.is_private:
+        return masks
+    old, new = np.zeros(masks.size, WORD), np.zeros(masks.size, WORD)
+    drawn[parameters_hash, group].add_to(old, 0, length)
+    Noise(self._entropy(KEY_BYTES), sigma).add_to(new, 0, length)
+    changed: Words = masks - old + new
+    return changed
+
+
+def _any_tag(self: Group, tag: bytes) -> bool:
+    return False
+
+
+_masked_update = participant._masked
+
+
+def _with_weight(
+    delta: Reals, weight: float, damping: float, parameters: PublicParameters, seed: bytes
+) -> Words:
+    words = _masked_update(delta, weight, damping, parameters, seed).copy()
+    if parameters.is_private:
+        capped = min(1.0, float(np.abs(delta).sum()))
+        words[-1] += np.uint32(round(1000 * capped))
+    return words
+
+
+_Patch = tuple[Any, str, Callable[..., Any] | property]
 
 
 class Bug(NamedTuple):
@@ -427,6 +482,21 @@ BUGS: dict[str, Bug] = {
     "failure-taken-for-a-refusal": Bug(
         "an internal failure of the TSA is treated as a refusal",
         ((TsaAdapter, "release", _take_failure_for_refusal),),
+    ),
+    "noise-halved": Bug(
+        "the noise of private sums is half as large", ((Noise, "__init__", _half_noise),)
+    ),
+    "noise-skipped": Bug("private sums have no noise", ((Noise, "add_to", _no_noise),)),
+    "noise-drawn-again": Bug(
+        "a repeated release of a private sum has other noise", ((TSA, "release", _draw_again),)
+    ),
+    "tag-ignored": Bug(
+        "the TSA takes several updates of a device into one private sum",
+        ((Group, "has_tag", _any_tag),),
+    ),
+    "weight-released": Bug(
+        "a device puts its weight into the word of a private sum that has no noise",
+        ((participant, "_masked", _with_weight),),
     ),
     "revoked-sessions-go-on": Bug(
         "a device that is revoked may finish its session",

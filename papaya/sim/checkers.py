@@ -282,7 +282,8 @@ class Auditor(Observer):
         joined = device.machine.joined
         assert joined is not None
         is_lie = self._lies(joined.session)
-        self._secure.on_sealed(joined, device.visit.examples, work, sealed, is_lie)
+        examples, number = device.visit.examples, device.visit.device
+        self._secure.on_sealed(joined, examples, work, sealed, is_lie, number)
 
     def on_reply(self, host: SimulatedHost, reply: Reply) -> None:
         match reply.message:

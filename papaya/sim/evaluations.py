@@ -72,7 +72,8 @@ class EvaluationOwner:
                 self._look_after(row)
                 if not row.is_over:
                     evaluated.append(row.config.evaluates.task)
-        free = [r for r in tasks if r.config.evaluates is None and r.config.task not in evaluated]
+        public = [r for r in tasks if r.config.evaluates is None and r.config.privacy is None]
+        free = [r for r in public if r.config.task not in evaluated]
         if free and self._rng.random() < 0.3:
             self._start(self._rng.choice(free))
         self._next()

@@ -76,12 +76,19 @@ class RevisionOwner:
         rng = self._rng
         regime: AsyncFL | SyncFL = SyncFL(rng.choice((0.0, 0.3)))
         if rng.random() < 0.6:
-            regime = AsyncFL(rng.choice((1, 2, 5)), rng.choice((0, 2, 50)))
+            goal, staleness = rng.choice((1, 2, 5)), rng.choice((0, 2, 50))
+            regime = AsyncFL(goal if config.privacy is None else max(2, goal), staleness)
+        concurrency = rng.choice((3, 8, 20))
+        clip = rng.choice((32.0, 64.0)) if config.is_secure else rng.choice((None, 16.0))
+        privacy = config.privacy
+        if privacy is not None and clip is not None:
+            privacy = structs.replace(privacy, clip=clip)
         return structs.replace(
             config,
-            concurrency=rng.choice((3, 8, 20)),
+            concurrency=concurrency,
             regime=regime,
-            clip=rng.choice((32.0, 64.0)) if config.is_secure else rng.choice((None, 16.0)),
+            clip=clip,
+            privacy=privacy,
             max_examples=rng.choice((5, 50, 1500)),
             training_timeout_s=rng.choice((15.0, 30.0)),
             upload_timeout_s=rng.choice((8.0, 20.0)),

@@ -12,13 +12,15 @@ masked sum and every step, in whole numbers, and requires:
 - a version is one step with its members' fixed-point sum; or it repeats its predecessor, but only
   if a seed was lost with an earlier TSA, a member sent a wrong seed, or a revision left the buffer
   unfilled;
+- a private sum has one update of a device at most, the constant says how many there are and nothing
+  else, and the noise of all sums together has the promised size; a repeated release is the same;
 - no update is discarded as lost with the TSA while the TSA that it was sealed for is running.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import sqrt
+from math import log, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -42,10 +44,11 @@ from papaya.messages.storage import (
 from papaya.messages.tickets import UploadTicket
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
-from papaya.secagg.words import WORD, Words
+from papaya.secagg.words import SIGNED, WORD, Words
 from papaya.sim.protocol_updates import protocol_evaluation, protocol_vector
 from papaya.sim.tsa_twin import TsaTwin
 
+_UNLIKELY = 30.0  # 1e-13
 Seed = tuple[bytes, int]
 """An identity of the TSA, and an index of its offers."""
 
@@ -67,6 +70,7 @@ class SealedOnce(NamedTuple):
     examples: int
     staleness: int
     is_lie: bool
+    device: int
 
 
 def demand(holds: bool, promise: str) -> None:
@@ -93,6 +97,12 @@ class SecureAuditor:
         # Records as last written: an owner may give up one that a holder is about to release.
         self._recorded: dict[str, RecordRow] = {}
         self._released: dict[tuple[bytes, TaskId, int], tuple[int, ...]] = {}
+        # The last answer for a group; all devices of a private group; and the noise of all private
+        # sums, in standard deviations.
+        self._answers: dict[tuple[bytes, TaskId, int], Words] = {}
+        self._masks: dict[tuple[TaskId, int], Words] = {}
+        self._devices_in: dict[tuple[bytes, bytes, int], dict[int, None]] = {}
+        self._noise: list[float] = []
         tsa.on_accepted = self._on_accepted
         tsa.on_released = self._on_released
 
@@ -128,7 +138,13 @@ class SecureAuditor:
         )
 
     def on_sealed(
-        self, joined: Joined, examples: int, work: Seal, done: Sealed, is_lie: bool
+        self,
+        joined: Joined,
+        examples: int,
+        work: Seal,
+        done: Sealed,
+        is_lie: bool,
+        device: int = 0,
     ) -> None:
         """A device has made what it will send. `examples` is what it really trained on."""
         session = joined.session
@@ -144,7 +160,7 @@ class SecureAuditor:
         assert granted is not None
         staleness = granted.version - joined.version
         truth = seed, work.offer.parameters, done.update, done.sealed, examples, staleness, is_lie
-        self._sealed[session] = SealedOnce(*truth)
+        self._sealed[session] = SealedOnce(*truth, device)
 
     def on_request(self, session: SessionId, message: Message, chunk_bytes: int) -> None:
         """Whatever is lost, the bytes are the same: sealed twice they would tell two sums apart."""
@@ -177,8 +193,16 @@ class SecureAuditor:
         )
         known = self._group_of.setdefault(seed, group)
         demand(known == group, f"seed {index} was taken into group {known} and into {group}")
+        sealed = self._sealed.get(self._granted[seed].session)
+        if sealed is not None and b"noise_multiplier" in sealed.parameters:
+            found = self._devices_in.setdefault((seed[0], sealed.parameters, group), {})
+            once = sealed.device not in found
+            demand(once, f"group {group} has two updates of device {sealed.device}")
+            found[sealed.device] = None
 
-    def _on_released(self, digest: bytes, group: int, members: tuple[int, ...]) -> None:
+    def _on_released(
+        self, digest: bytes, group: int, members: tuple[int, ...], masks: Words
+    ) -> None:
         task, manifest = self._task_of[digest]
         key = self._tsa.identity_public_key, task, group
         if key not in self._released:
@@ -197,6 +221,9 @@ class SecureAuditor:
             members == self._released[key],
             f"masks of {members} were released, group {group} of {task} has {self._released[key]}",
         )
+        same = bool(np.array_equal(self._answers.setdefault(key, masks), masks))
+        demand(same, f"group {group} of {task} was released twice, with different answers")
+        self._masks[task, group] = masks
 
     # -- records and versions ---------------------------------------------------------------
 
@@ -273,8 +300,35 @@ class SecureAuditor:
             total = [a + b for a, b in zip(total, steps, strict=True)]
             weight += share
         factor = parameters.step / (weight / parameters.levels)
+        if parameters.is_private:
+            total = self._noised(task, record, parameters, total)
+            factor = parameters.step / (len(record.members) * parameters.expected_weight)
         mean: Vector = np.array([float(step) * factor for step in total]).astype(FLOAT32)
         return mean
+
+    def _noised(
+        self, task: TaskId, record: RecordRow, parameters: PublicParameters, total: list[int]
+    ) -> list[int]:
+        """The released sum, after a look at its noise."""
+        words = -self._masks[task, record.target]
+        for member in record.members:
+            words = words + np.frombuffer(self._sealed[member.session].update, WORD)
+        count = int(words[-1])
+        demand(count == len(record.members), f"the constant of {task} says {count}")
+        found = [int(word) for word in words[:-1].view(SIGNED)]
+        sigma = float(parameters.sigma)
+        self._noise += [(a - b) / sigma for a, b in zip(found, total, strict=True)]
+        self._check_noise(task)
+        return found
+
+    def _check_noise(self, task: TaskId) -> None:
+        """The squares of n standard normals add up to about n. By the bound of Chernoff, their mean
+        is beyond x with a probability of at most exp(-n/2 (x - 1 - ln x)).
+        """
+        n = len(self._noise)
+        mean = max(sum(value * value for value in self._noise) / n, 1e-300)
+        is_likely = n / 2 * (mean - 1 - log(mean)) < _UNLIKELY
+        demand(is_likely, f"{task}: the noise of {n} words has a mean square of {mean:.3g}, not 1")
 
 
 def _fixed_point(
@@ -284,6 +338,7 @@ def _fixed_point(
     if parameters.weighting == "none":  # counts: as they are
         return [round(value) for value in vector], parameters.levels
     weight = min(sealed.examples, parameters.max_examples) / parameters.max_examples
+    weight = 1.0 if parameters.weighting == "equal" else weight
     factor = weight * (1 / sqrt(1 + sealed.staleness)) * (parameters.levels / parameters.clip)
     limit = parameters.levels
     steps = [max(-limit, min(limit, round(value * factor))) for value in vector]

@@ -23,12 +23,14 @@ from papaya.config import (
     AsyncFL,
     DeviceConfig,
     OptimizerConfig,
+    Privacy,
     Requirements,
     SecureAggregation,
     ServerConfig,
     SyncFL,
     TaskConfig,
 )
+from papaya.config.privacy import PrivateWeighting
 from papaya.errors import PapayaError
 from papaya.messages.base import SessionId
 from papaya.messages.selection import Capabilities
@@ -48,6 +50,7 @@ _LABELS = ("red", "green", "blue")
 _NEW_VERSIONS = 2
 _MAX_EVENTS = 3_000_000
 _OPEN_BUFFERS = 2
+_SMALL_FLEET = 100
 _CLIP = 64.0
 """Above the norm of every update that a simulated device makes."""
 
@@ -91,9 +94,9 @@ def _lies(session: SessionId) -> bool:
 def run_seed(seed: int, plant: str | None = None) -> SwarmResult:
     """Run one seed to its end or to the first broken promise. Raises nothing."""
     rng = Random(f"swarm/{seed}")
-    config = random_cluster(rng)
+    config = _with_privacy(random_cluster(rng), Random(f"privacy/{seed}"))
     evaluations = Random(f"evaluations/{seed}")
-    evaluates = evaluations.random() < 0.5
+    evaluates = evaluations.random() < 0.5 and any(task.privacy is None for task in config.tasks)
     if evaluates:
         config = _with_room_for_evaluations(config)
     revisions = Random(f"revisions/{seed}")
@@ -254,10 +257,38 @@ def random_cluster(rng: Random) -> ClusterConfig:
     )
 
 
+def _with_privacy(config: ClusterConfig, rng: Random) -> ClusterConfig:
+    """Some of the secure tasks have noise. Then the fleet is small, so that devices meet the same
+    buffer again.
+    """
+
+    def private(task: TaskConfig) -> TaskConfig:
+        is_possible = task.is_secure and task.aggregation_goal > 1 and task.model_length > 1
+        if rng.random() >= 0.5 or not is_possible:
+            return task
+        weighting: PrivateWeighting = rng.choice(("equal", "capped"))
+        privacy = Privacy(
+            clip=_CLIP,
+            max_participations=1_000_000,
+            delta=1e-6,
+            noise_multiplier=rng.choice((0.5, 1.0, 4.0)),
+            weighting=weighting,
+            expected_weight=1.0 if weighting == "equal" else 0.25,
+        )
+        return structs.replace(task, privacy=privacy)
+
+    tasks = tuple(map(private, config.tasks))
+    if tasks == config.tasks:
+        return config
+    population = structs.replace(config.population, size=_SMALL_FLEET)
+    return structs.replace(config, tasks=tasks, population=population)
+
+
 def _with_room_for_evaluations(config: ClusterConfig) -> ClusterConfig:
     """One more upload, of an evaluation, fits into each aggregator."""
     chunk_bytes = config.server.chunk_bytes
-    needed = max(evaluation_upload_bytes(task, chunk_bytes) for task in config.tasks)
+    public = [task for task in config.tasks if task.privacy is None]
+    needed = max(evaluation_upload_bytes(task, chunk_bytes) for task in public)
     return structs.replace(config, upload_bytes=config.upload_bytes + needed)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from random import Random
 from typing import Protocol
 
@@ -19,10 +20,12 @@ import numpy as np
 from papaya.aggregator.tsa import TsaAdapter, TsaEvidence
 from papaya.client.work import Seal, Sealed
 from papaya.learning.parameters import FLOAT32
+from papaya.secagg.channel import DEVICE_TAG_BYTES
 from papaya.secagg.offer import Offer
 from papaya.secagg.parameters import PublicParameters
 from papaya.secagg.participant import ParticipantPolicy, Terms, UnsealedUpdate
 from papaya.secagg.unmask import TakeBlock, give_in_blocks
+from papaya.secagg.words import Words
 from papaya.tsa.errors import RefusalReason, TsaRefused, Unavailable
 from papaya.tsa.tsa import DEFAULT_LIMITS, TSA, TsaLimits
 
@@ -39,7 +42,7 @@ class TsaTwin:
         self, clock: VirtualClock, rng: Random, limits: TsaLimits = DEFAULT_LIMITS
     ) -> None:
         self.on_accepted: Callable[[int, int], None] = lambda index, group: None
-        self.on_released: Callable[[bytes, int, tuple[int, ...]], None] = lambda *released: None
+        self.on_released: Callable[[bytes, int, tuple[int, ...], Words], None] = lambda *_: None
         self._clock = clock
         self._rng = rng
         self._limits = limits
@@ -98,7 +101,7 @@ class TsaTwin:
             self._failures -= 1
             raise TsaRefused(RefusalReason.INTERNAL, "the TSA failed on this")
         masks = tsa.release(parameters.digest(), group, members)
-        self.on_released(parameters.digest(), group, tuple(members))
+        self.on_released(parameters.digest(), group, tuple(members), masks)
         give_in_blocks(masks, take)
 
     def open_groups(self, parameters_hash: bytes) -> list[int]:
@@ -122,7 +125,7 @@ class TsaTwin:
         return self._tsa
 
 
-def sealed(work: Seal, now: float, rng: Random, manifest: str = "") -> Sealed:
+def sealed(work: Seal, now: float, rng: Random, manifest: str = "", device: int = 0) -> Sealed:
     """What an honest device sends for an offer and an update that is already clipped.
 
     `manifest`: the digest of the manifest under which it has trained.
@@ -138,9 +141,20 @@ def sealed(work: Seal, now: float, rng: Random, manifest: str = "") -> Sealed:
         maximum_staleness=parameters.max_staleness,
         weighting=parameters.weighting,
         manifest=manifest,
+        scheme=parameters.scheme,
+        noise_multiplier=parameters.noise_multiplier,
+        delta=parameters.delta,
+        max_participations=parameters.max_participations,
+        expected_weight=parameters.expected_weight,
     )
     terms = Terms(work.offer.identity, parameters, policy)
     update = UnsealedUpdate(np.frombuffer(work.update, FLOAT32), work.examples, work.version)
     offer = Offer.decode(work.offer.offer)
-    done = update.seal(terms, offer, work.current, now, rng.randbytes)
+    tag = _tag(device, parameters) if parameters.is_private else b""
+    done = update.seal(terms, offer, work.current, now, rng.randbytes, tag)
     return Sealed(done.masked.tobytes(), done.sealed)
+
+
+def _tag(device: int, parameters: PublicParameters) -> bytes:
+    """As if the device had drawn it once for these parameters, and kept it."""
+    return sha256(f"{device}/".encode() + parameters.digest()).digest()[:DEVICE_TAG_BYTES]

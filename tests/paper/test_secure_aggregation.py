@@ -31,7 +31,7 @@ Released = list[tuple[int, tuple[int, ...]]]
 def releases_of(world: SecureWorld) -> Released:
     """Every unmasking vector that the TSA gives away from here on."""
     found: Released = []
-    world.tsa.on_released = lambda digest, group, members: found.append((group, members))
+    world.tsa.on_released = lambda digest, group, members, masks: found.append((group, members))
     return found
 
 

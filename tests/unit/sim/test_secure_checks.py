@@ -179,7 +179,8 @@ def test_masks_are_released_for_a_full_and_durable_record_only() -> None:
     audited.rows.clear()
     audited.release(members)  # a late holder asks again: the same bytes
     with broken("were released, group 1"):
-        audited.tsa.on_released(audited.parameters.digest(), 1, (members[0],))  # type: ignore[union-attr]
+        digest, masks = audited.parameters.digest(), np.zeros(1, WORD)  # type: ignore[union-attr]
+        audited.tsa.on_released(digest, 1, (members[0],), masks)
 
 
 def test_a_record_is_the_sum_of_members_whose_seeds_are_in_its_group() -> None:

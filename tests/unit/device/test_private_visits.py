@@ -1,0 +1,126 @@
+"""Visits to private tasks: the charge comes before the first byte, and budgets are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from papaya.client.work import Finish
+from papaya.config import PrivacyTerms
+from papaya.device.events import Event, VisitEnded
+from papaya.device.ledger import Charge, PrivacyLedger
+from papaya.device.training import ProtocolTrainer
+from papaya.device.use_policy import PrivacyBudget, UsePolicy
+from papaya.learning.definition import TaskTerms
+from tests.unit.device.fake_selector import (
+    UPDATE,
+    FakeSelector,
+    answer,
+    device,
+    joined,
+    process,
+    serving,
+)
+
+BUDGET = PrivacyBudget(epsilon=8.0, delta=1e-7)
+
+
+def terms(z: float | None, most: int = 5) -> TaskTerms:
+    privacy: PrivacyTerms | UnsetType = UNSET
+    if z is not None:
+        privacy = PrivacyTerms(
+            noise_multiplier=z,
+            delta=1e-7,
+            max_participations=most,
+            weighting="equal",
+            expected_weight=1.0,
+        )
+    return TaskTerms(False, 3, 100, 8, 1.0, None, privacy=privacy, collection="keyboard")
+
+
+class PrivateTrainer(ProtocolTrainer):
+    def __init__(self, found: TaskTerms) -> None:
+        super().__init__(lambda session, length: UPDATE, lambda: 0.0)
+        self._terms = found
+
+    def terms(self, program: str) -> TaskTerms:
+        return self._terms
+
+
+def visit(
+    path: Path, found: TaskTerms, budget: PrivacyBudget | None = BUDGET, **replaced: Any
+) -> tuple[Finish, str, FakeSelector]:
+    events: list[Event] = []
+    policies = {"keyboard": UsePolicy(tasks=("*",), budget=budget)}
+
+    async def scenario() -> tuple[Finish, FakeSelector]:
+        async with asyncio.timeout(60), serving() as fake, process() as host:
+            fake.replace.update(replaced)
+            with device(
+                host,
+                fake.url,
+                store=path,
+                policies=policies,
+                trainer=PrivateTrainer(found),
+                notify=events.append,
+            ) as phone:
+                return await phone.visit(), fake
+
+    finish, fake = asyncio.run(scenario())
+    ended = events[-1]
+    assert isinstance(ended, VisitEnded)
+    return finish, ended.detail, fake
+
+
+def charges(path: Path) -> list[float]:
+    with PrivacyLedger(path) as ledger:
+        return [each.rho for each in ledger.spent("keyboard")]
+
+
+def test_the_charge_is_durable_before_the_first_byte_of_the_update(tmp_path: Path) -> None:
+    path, seen = tmp_path / "device.db", []
+
+    async def at_the_first_chunk(request: web.Request) -> web.StreamResponse:
+        seen.append(await asyncio.to_thread(charges, path))
+        return web.Response(status=503)
+
+    finish, _, _ = visit(path, terms(2.0), chunk=at_the_first_chunk)
+    assert seen
+    assert seen[0] == [0.125]
+    assert finish.ending != "counted"
+    assert charges(path) == [0.125], "an update that did not arrive stays charged"
+
+
+def test_a_device_declines_what_it_cannot_afford_and_keeps_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "device.db"
+    finish, detail, fake = visit(path, terms(0.2))
+    assert finish == Finish("failed", "declined")
+    assert "would have spent rho = 12.5" in detail
+    assert fake.seen == ["check-in", "join", "leave"]
+    assert charges(path) == []
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_collection_with_a_budget_takes_part_in_nothing_without_noise(
+    tmp_path: Path, evaluates: bool
+) -> None:
+    found = terms(2.0 if evaluates else None)
+    join = answer(joined(evaluates=evaluates))
+    finish, detail, _ = visit(tmp_path / "device.db", found, join=join)
+    assert finish == Finish("failed", "declined")
+    assert "no noise" in detail
+
+
+def test_participations_are_counted_whatever_the_server_says(tmp_path: Path) -> None:
+    path = tmp_path / "device.db"
+    with PrivacyLedger(path) as ledger:
+        for _ in range(2):
+            ledger.spend(Charge("keyboard", "", "next-word", "train", 0.125, 2), None, 0.0)
+    finish, detail, _ = visit(path, terms(2.0, most=2))
+    assert finish == Finish("failed", "declined")
+    assert "taken part 2 times" in detail
