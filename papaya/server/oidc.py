@@ -10,7 +10,7 @@ prefixes of all values that make an owner add up.
 Keys are fetched with limits: one at a time, 5 s, 256 KiB, no redirects, JSON only. They are used
 for ten minutes, or for an hour while the issuer cannot be reached. A token with an unknown key id
 makes them be fetched again, at most every 30 s, so that a rotation is noticed and a stranger cannot
-use this server to flood the issuer.
+use this server to flood the issuer. Users whose key is known do not wait for this.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ class OidcProvider:
             return None
         if not isinstance(values, list):
             return None
-        given = [self._config.roles[v] for v in values if v in self._config.roles]
+        given = [
+            self._config.roles[v] for v in values if isinstance(v, str) and v in self._config.roles
+        ]
         roles = {role.role for role in given}
         if "operator" in roles:
             return Caller(PROVIDED + name, "operator")
@@ -104,18 +106,27 @@ class OidcProvider:
 
     async def _key(self, key_id: str) -> Any:
         """The issuer's key; None if it has no such key."""
+        known = self._keys.get(key_id)
+        if known is not None and self._age_s < (FRESH_S if self._may_ask else USABLE_S):
+            return known
         async with self._fetching:
-            age_s = self._monotonic() - self._fetched_at
-            may_ask = self._monotonic() - self._tried_at >= AGAIN_S
-            if may_ask and (age_s >= FRESH_S or key_id not in self._keys):
+            if self._may_ask and (self._age_s >= FRESH_S or key_id not in self._keys):
                 self._tried_at = self._monotonic()
                 await self._refresh()
-            if self._monotonic() - self._fetched_at >= USABLE_S:
+            if self._age_s >= USABLE_S:
                 raise IssuerUnreachable(
                     f"the keys of {self._config.issuer} cannot be fetched",
                     hint="check that this server can reach the issuer",
                 )
             return self._keys.get(key_id)
+
+    @property
+    def _age_s(self) -> float:
+        return self._monotonic() - self._fetched_at
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._monotonic() - self._tried_at >= AGAIN_S
 
     async def _refresh(self) -> None:
         try:
@@ -136,7 +147,10 @@ def _fetch_keys(config: OidcConfig) -> dict[str, Any]:
         if urlsplit(url).scheme != urlsplit(config.issuer).scheme:
             raise OperatorError("the issuer's keys have another scheme than the issuer", hint="")
     keys = {}
-    for entry in _fetch(url).get("keys", ()):
+    entries = _fetch(url).get("keys")
+    if not isinstance(entries, list):
+        raise OperatorError(f"the answer of {url} has no list of keys", hint="")
+    for entry in entries:
         # A shared secret among the keys would let everybody who can read them sign tokens.
         if isinstance(entry, dict) and entry.get("kty") != "oct" and entry.get("use") != "enc":
             try:
@@ -150,8 +164,9 @@ def _fetch(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=_FETCH_S)
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
-        connection.request("GET", parts.path or "/", headers={"Accept": "application/json"})
+        connection.request("GET", target, headers={"Accept": "application/json"})
         answer = connection.getresponse()
         if answer.status != 200:
             raise OperatorError(f"{url} answered with status {answer.status}", hint="")

@@ -8,7 +8,7 @@ import time
 from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import jwt
@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from papaya.config.oidc import OidcConfig, OidcRole
 from papaya.errors import ConfigError
+from papaya.server import oidc
 from papaya.server.admin.access import Caller
 from papaya.server.oidc import AGAIN_S, USABLE_S, IssuerUnreachable, OidcProvider
 
@@ -139,6 +140,7 @@ def test_a_token_gives_a_name_a_role_and_prefixes(issuer: Issuer) -> None:
         {"groups": ["unknown"]},
         {"groups": None},
         {"groups": {"vision": True}},
+        {"groups": [["vision"], {"vision": True}, 1]},
         {"sub": None},
         {"sub": "a name with spaces"},
         {"sub": "x" * 200},
@@ -174,6 +176,55 @@ def test_what_is_no_token_is_refused_without_asking_the_issuer(issuer: Issuer, t
     assert issuer.asked == []
 
 
+def test_the_address_of_the_keys_may_have_a_query(issuer: Issuer) -> None:
+    """Some providers name a tenant or a policy there."""
+    issuer.answers = {
+        "/.well-known/openid-configuration": {
+            "issuer": issuer.url,
+            "jwks_uri": f"{issuer.url}/keys?policy=sign-in",
+        },
+        "/keys": {"keys": []},
+        "/keys?policy=sign-in": {"keys": issuer.keys},
+    }
+    assert verify(provider(issuer), token(issuer)) is not None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"kty": "EC", "crv": "P-256", "x": "AQEB" * 10 + "AQE", "y": "AQEB" * 10 + "AQE"},
+        {"kty": []},
+        7,
+    ],
+)
+def test_a_broken_key_does_not_hide_the_others(issuer: Issuer, broken: Any) -> None:
+    issuer.keys.insert(0, broken)
+    assert verify(provider(issuer), token(issuer)) is not None
+
+
+def test_a_stranger_does_not_make_others_wait_for_the_issuer(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, go_on = Time(), Event()
+    found = provider(issuer, clock)
+
+    async def run() -> None:
+        assert await found.verify(f"Bearer {token(issuer)}") is not None
+        clock.now += AGAIN_S
+        monkeypatch.setattr(oidc, "_fetch_keys", lambda config: go_on.wait(60) and {})
+        stranger = asyncio.create_task(found.verify(f"Bearer {token(issuer, STRANGER, 'new')}"))
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(30):
+                assert await found.verify(f"Bearer {token(issuer)}") is not None
+            assert not stranger.done()
+        finally:
+            go_on.set()
+        assert await stranger is None
+
+    asyncio.run(run())
+
+
 def test_a_new_key_of_the_issuer_is_found(issuer: Issuer) -> None:
     clock = Time()
     found = provider(issuer, clock)
@@ -205,6 +256,7 @@ def test_an_issuer_that_is_away_costs_nothing_for_an_hour(issuer: Issuer) -> Non
         {"/keys": b"[" * 100_000},
         {"/keys": b" " * 300_000 + b"{}"},
         {"/keys": b"\xff"},
+        {"/keys": {"keys": None}},
         {"/.well-known/openid-configuration": {"issuer": "https://another", "jwks_uri": "x"}},
         {"/.well-known/openid-configuration": {}},
     ],
