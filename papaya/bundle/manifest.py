@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from typing import Annotated, Final, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -39,6 +40,7 @@ OwnerId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 TaskName = Annotated[str, Meta(pattern=r"\A[a-z0-9][a-z0-9_-]{0,63}\Z")]
 Size = Annotated[int, Meta(ge=1, le=2**40)]
 Number = Annotated[int, Meta(ge=0, le=2**53)]
+_RUN_ID = re.compile(r"(.+)-[0-9a-f]{12}")
 
 
 class BlobRef(Struct, frozen=True, forbid_unknown_fields=True):
@@ -260,3 +262,9 @@ def run_id(owner: str, task: str, run: int) -> str:
     """The id under which servers keep a run: nothing of one run fits another."""
     tail = hashlib.sha256(f"{owner}\n{task}\n{run}".encode()).hexdigest()[:12]
     return f"{task[:40]}-{tail}"
+
+
+def name_in(run: str) -> str:
+    """The beginning of the task's name in the id of a run; any other text as it is."""
+    found = _RUN_ID.fullmatch(run)
+    return run if found is None else found[1]

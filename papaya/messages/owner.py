@@ -70,7 +70,7 @@ _NEXT: dict[TaskState, tuple[TaskState, ...]] = {
 }
 _MAX_TASK_ID = 64
 _MAX_EARLIER = 8
-_EVALUATION_ID = re.compile(r".*-eval-[0-9]+(-[0-9]+)?")
+_EVALUATION_ID = re.compile(r"(.*)-eval-[0-9]+(-[0-9]+)?")
 
 
 def owner_prefixes(task: TaskId) -> tuple[str, ...]:
@@ -298,6 +298,12 @@ def evaluation_id(task: TaskId, version: int, earlier: int = 0) -> TaskId:
 def is_evaluation_id(task: TaskId) -> bool:
     """Is the id reserved for evaluations?"""
     return _EVALUATION_ID.fullmatch(task) is not None
+
+
+def evaluated_in(task: TaskId) -> TaskId:
+    """The task in the id of an evaluation; any other id as it is."""
+    found = _EVALUATION_ID.fullmatch(task)
+    return task if found is None else found[1]
 
 
 def evaluation_config(

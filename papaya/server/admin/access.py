@@ -19,11 +19,13 @@ from typing import Final, Protocol
 import msgspec
 from msgspec import Struct
 
+from papaya.bundle.manifest import name_in
 from papaya.errors import PapayaError
 from papaya.http.exchange import Exchange
 from papaya.http.routes import HttpRoute, Receiver, Streamed
 from papaya.messages.base import TaskId
 from papaya.messages.events import CredentialsRejected
+from papaya.messages.owner import evaluated_in
 from papaya.messages.storage import AccountRole
 from papaya.server.admin.problems import Forbidden
 from papaya.server.admin.views import ProblemBody
@@ -44,9 +46,12 @@ class Caller(Struct, frozen=True):
     prefixes: tuple[str, ...] = ()
 
     def owns(self, task: TaskId) -> bool:
-        """Whether it may change tasks with this name or id. A run's id starts with its name."""
+        """Whether it may change tasks with this name or id. The name decides: with the prefix
+        `vision-` it owns neither a run of `vision` nor its evaluations, whose ids begin like that.
+        """
+        name = name_in(evaluated_in(task))
         return self.role == "operator" or (
-            self.role == "owner" and task.startswith(self.prefixes or ("\0",))
+            self.role == "owner" and name.startswith(self.prefixes or ("\0",))
         )
 
     def require_owner(self, task: TaskId) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from papaya.bundle.manifest import run_id
 from papaya.http.routes import HttpRoute
+from papaya.messages.owner import evaluation_id
 from papaya.messages.storage import AccountRole
 from papaya.server.admin import accounts
 from papaya.server.admin.access import ACCESS, Caller, refusal
@@ -117,6 +119,18 @@ def test_an_owner_without_prefixes_owns_nothing() -> None:
     assert not Caller("x", "owner").owns("vision-1")
     assert not Caller("x", "viewer", ("vision-",)).owns("vision-1")
     assert Caller("x", "owner", ("a-", "vision-")).owns("vision-1")
+
+
+def test_the_name_of_a_task_decides_who_owns_its_runs_and_evaluations() -> None:
+    """The id of a run of `vision` begins with `vision-`."""
+    anna = Caller("anna", "owner", ("vision-",))
+    for name, is_own in (("vision-digits", True), ("vision", False)):
+        run = run_id("an owner", name, 1)
+        for task in (name, run, evaluation_id(name, 3), evaluation_id(run, 3, 1)):
+            assert anna.owns(task) is is_own, task
+    long = "vision-" + "digits-" * 8
+    assert anna.owns(run_id("an owner", long, 1))
+    assert anna.owns(evaluation_id(run_id("an owner", long, 1), 1_000_000))
 
 
 @pytest.mark.parametrize(
