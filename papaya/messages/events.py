@@ -1,4 +1,4 @@
-"""Events: what servers tell their operators. One class for each thing that an operator would ask.
+"""Events: what servers report to operators. One class for each question of an operator.
 
 A machine has no logger. It returns a `Log` effect with an event, and the driver writes it: as text
 or as JSON lines (papaya/server/logs.py), or not at all (papaya/sim, whose checkers count events).
@@ -43,7 +43,7 @@ class ServerEvent(Struct, frozen=True, gc=False):
 
     @property
     def fields(self) -> dict[str, object]:
-        """What there is to tell: empty texts and a run of 0 are left out."""
+        """The fields to write: empty texts and a run of 0 are left out."""
         found = structs.asdict(self)
         return {
             name: value
@@ -142,7 +142,7 @@ class ClockDiffers(ServerEvent, frozen=True):
 
 
 class TaskFound(ServerEvent, frozen=True):
-    """A leader reads of a task for the first time. `holder` is empty if the task is not placed."""
+    """A leader finds a task for the first time. `holder` is empty if the task is not placed."""
 
     level = "debug"
 
@@ -163,7 +163,7 @@ class TaskPlaced(ServerEvent, frozen=True):
 
 
 class TaskMoved(ServerEvent, frozen=True):
-    """A task was taken from one aggregator and given to another, or to a new start of the same."""
+    """A task was moved from one aggregator to another, or to the same one after a restart."""
 
     level = "warning"
 
@@ -207,7 +207,7 @@ class TaskLeft(ServerEvent, frozen=True):
 
 
 class TaskHalted(ServerEvent, frozen=True):
-    """A task makes no progress until somebody acts."""
+    """A task makes no progress until its owner or an operator acts."""
 
     level = "error"
 
@@ -265,7 +265,7 @@ class TsaBack(ServerEvent, frozen=True):
 
 
 class StorageFailed(ServerEvent, frozen=True):
-    """Disk, database or bucket trouble begins. `part`: the state store, or the blobs of a task."""
+    """The disk, database or bucket begins to fail. `part`: the state store, or a task's blobs."""
 
     level = "error"
     identity = ("task", "part")
@@ -276,7 +276,7 @@ class StorageFailed(ServerEvent, frozen=True):
 
 
 class StorageRecovered(ServerEvent, frozen=True):
-    """The trouble is over."""
+    """The disk, database or bucket works again."""
 
     identity = ("task", "part")
 
@@ -289,7 +289,7 @@ class StorageRecovered(ServerEvent, frozen=True):
 
 
 class ChangeMade(ServerEvent, frozen=True):
-    """Somebody changed something: a row of the audit trail with this `number`."""
+    """Someone made a change through the admin API. `number`: its row in the audit trail."""
 
     identity = ("actor", "action", "target")
 
@@ -301,7 +301,7 @@ class ChangeMade(ServerEvent, frozen=True):
 
 
 class ChangeRefused(ServerEvent, frozen=True):
-    """Somebody tried to change something: a row of the audit trail."""
+    """Someone tried to make a change and was refused. The audit trail has a row for it."""
 
     level = "warning"
     identity = ("actor", "action", "target")
@@ -313,7 +313,7 @@ class ChangeRefused(ServerEvent, frozen=True):
 
 
 class CredentialsRejected(ServerEvent, frozen=True):
-    """A request had no valid token. `peer` is not told for devices."""
+    """A request had no valid token. `peer` is left out for devices."""
 
     level = "warning"
     identity = ("listener",)

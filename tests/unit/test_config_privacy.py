@@ -129,7 +129,7 @@ def test_the_owner_is_told_epsilon_and_what_it_does_not_say() -> None:
     assert f"ε = {terms.epsilon_of_replacement:.4g} if they are replaced" in first
     assert second == NOT_ALL
     assert (
-        second == "at most ε from this task; what a device has spent in all, only the device knows"
+        second == "this ε is for this task only; only the device knows what it has spent in total"
     )
     assert privacy_in_words(a_config(privacy=None, clip=1.0)) == []
 

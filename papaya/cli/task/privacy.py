@@ -5,7 +5,7 @@ from __future__ import annotations
 from papaya.cli.output import plural
 from papaya.config import TaskConfig
 
-NOT_ALL = "at most ε from this task; what a device has spent in all, only the device knows"
+NOT_ALL = "this ε is for this task only; only the device knows what it has spent in total"
 
 
 def privacy_in_words(config: TaskConfig) -> list[str]:
