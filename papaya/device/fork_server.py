@@ -364,11 +364,12 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
 
     program = read_program(Path(path))
     header = program.header
+    terms = structs.replace(header.terms, collection=header.examples.collection)
     frozen = frozen_beside(Path(path)) if header.frozen else None
     if frozen is not None:
         _require_digest(frozen, header.frozen_sha256)
     file = TaskFile(
-        *(path, header.task, program.name, header.terms, header.examples),
+        *(path, header.task, program.name, terms, header.examples),
         frozen="" if frozen is None else str(frozen),
     )
     return ExecuTorchEngine(program, partial(_mapped, frozen)), file
