@@ -26,7 +26,7 @@ BEGINS_AT = {
     "fsync-forgotten": 2,
     "manifests-mixed-in-a-buffer": 29,
     "nan-under-the-mask": 2,
-    "noise-drawn-again": 20,
+    "noise-drawn-again": 65,
     "noise-halved": 4,
     "pinned-version-deleted": 2,
     "release-of-another-list": 2,
