@@ -5,9 +5,9 @@ as possible: each aggregator holds one task of C = 230, clients end after 80 s o
 assigned client joins after one second. So 2,875 clients end and join per second, and selectors hold
 check-ins all the time. Reports are sent at the intervals that real servers keep.
 
-Counted is the CPU of what the leader's process does for its machine: parse each report, receive it,
-encode each message that it sends, and decode the rows that it reads every heartbeat. HTTP comes on
-top: the numbers of messages are given, and `scaling.py` counts each like a rejected check-in.
+It counts the CPU that the leader's process spends on its machine: parse each report, receive it,
+encode each message that it sends, and decode the rows that it reads every heartbeat. HTTP is not
+included: the numbers of messages are given, and `scaling.py` counts each like a rejected check-in.
 Cores are CPU seconds per virtual second. It is asserted that 90 % of the slots are busy. Run as
 `python bench/coordinator.py`; takes about a minute and prints one JSON line.
 """

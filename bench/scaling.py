@@ -1,4 +1,4 @@
-"""The fleet for 10⁸ devices, from what one core of each part carries (docs/scaling.md).
+"""The servers for 10⁸ devices, from the load that one core of each handles (docs/scaling.md).
 
     python bench/scaling.py              run the benchmarks named below, then print the tables
     python bench/scaling.py FILE...      use the JSON lines that they have printed before

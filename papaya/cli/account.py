@@ -59,8 +59,8 @@ class AccountRevokeOptions(ConnectionOptions):
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "account",
-        description="Give others accounts of the admin API, with roles and quotas, and revoke "
-        "them. Only operators may do this; the token in admin.token is one.",
+        description="Create accounts of the admin API, with roles and quotas, and revoke them. "
+        "Only operators may do this; whoever has the token in admin.token is one.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_add(actions)
@@ -74,8 +74,8 @@ def add_to(commands: Commands) -> None:
     quota = actions.add_parser(
         "quota",
         help="replace the quota of an account",
-        description="Replace the quota of an account. What is not given has no limit. Tasks that "
-        "exceed the new quota go on.",
+        description="Replace the quota of an account. A limit that is not given is removed. Tasks "
+        "that exceed the new quota keep running.",
     )
     quota.add_argument("name", metavar="NAME", help="name of the account")
     _add_limits(quota)
@@ -127,19 +127,19 @@ def _add_add(actions: Commands) -> None:
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tasks", type=whole(0), metavar="N", help="limit of tasks at the same time"
+        "--tasks", type=whole(0), metavar="N", help="maximum number of tasks at the same time"
     )
     parser.add_argument(
         "--concurrency",
         type=whole(0),
         metavar="N",
-        help="limit of the sum of the concurrency of its tasks",
+        help="maximum total concurrency of its tasks",
     )
     parser.add_argument(
         "--model-length",
         type=whole(0),
         metavar="N",
-        help="limit of the number of parameters of each model",
+        help="maximum number of parameters of each model",
     )
 
 
@@ -147,7 +147,7 @@ def run_add(options: AccountAddOptions) -> int:
     for prefix in options.prefix:
         if "/" in prefix:
             raise OperatorError(
-                f"prefix {prefix!r}: names of tasks have no /",
+                f"prefix {prefix!r}: task names cannot contain /",
                 hint=f"use {prefix.rstrip('/').replace('/', '-')}-",
             )
     limits = QuotaLimits(options.tasks, options.concurrency, options.model_length)

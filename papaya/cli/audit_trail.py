@@ -5,8 +5,8 @@
     check FILE   check exported files, without a server
     prune FILE   delete rows that were exported from the server
 
-A row contains the digest of the row before it. A row that was changed, removed or inserted after
-someone has noted a later digest is therefore found, also if the state store itself was edited.
+A row contains the digest of the row before it. So whoever has noted a digest can detect every
+change, removal or insertion up to that row, even if the state store itself was edited.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def run_check(options: TrailCheckOptions) -> int:
         if last is not None and (last.number, last.digest) != (start.number, start.digest):
             raise AuditError(
                 f"{file} does not continue the file before it: it begins after row "
-                f"{start.number}, and that one ends with row {last.number}",
+                f"{start.number}, but the file before it ends with row {last.number}",
                 hint="give the files in the order of their rows",
             )
         last = trail.head

@@ -1,9 +1,9 @@
 """`papaya completion`: completion scripts for bash, zsh and fish.
 
 A script lists every command with its options and their choices; it is made from the parsers of the
-commands, so it needs no care of its own. It is static: pressing TAB does not start Python, which
-would take a third of a second. For this reason, and because one of the usual libraries has no fish
-and the other starts Python each time, the scripts are made here.
+commands, so it is always up to date. It is static: pressing TAB does not start Python, which would
+take a third of a second. We use no library: of the usual two, one does not support fish and the
+other starts Python each time.
 """
 
 from __future__ import annotations

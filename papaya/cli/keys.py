@@ -2,7 +2,7 @@
 
     tickets   all keys of tickets, at a running server; the change is in the audit trail
     admin     the operator's token, in the data folder of the servers
-    servers   the token of servers among each other, in the data folder of the servers
+    servers   the token that servers use among themselves, in the data folder of the servers
 
 Servers read their token files again within ten seconds and refuse the old token from then on. Other
 keys are replaced in other ways: docs/operations.md lists them.

@@ -1,7 +1,7 @@
-"""`papaya load`: hundreds of devices that train nothing, to see what an installation carries.
+"""`papaya load`: load-test an installation with hundreds of devices that do not train.
 
-It makes a task of its own, uploads updates of the given size to it, and cancels and deletes it at
-the end. With --task it uses tasks that exist, and leaves them as they are. The devices have no task
+It creates its own task, uploads updates of the given size to it, and cancels and deletes it at the
+end. With --task it uses tasks that exist, and leaves them as they are. The devices have no task
 file, so they are never given a task that was submitted from one.
 """
 
@@ -106,9 +106,9 @@ class LoadReport(msgspec.Struct, frozen=True):
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "load",
-        description="Put a load on running servers: devices that follow the protocol and train "
-        "nothing, all in this process. Makes a task of its own and deletes it at the end, unless "
-        "--task names existing ones.",
+        description="Load-test running servers with devices that follow the protocol but do not "
+        "train. All devices run in this process. Creates its own task and deletes it at the end, "
+        "unless --task names existing ones.",
     )
     parser.add_argument(
         "--server", metavar="URL[,URL...]", help="addresses of the selectors, separated by commas"
@@ -126,14 +126,14 @@ def add_to(commands: Commands) -> None:
         help="visits per second, of all devices together (default: as many as the servers allow)",
     )
     parser.add_argument(
-        "--training", type=positive, metavar="S", help="mean seconds of a training, exponential"
+        "--training", type=positive, metavar="S", help="mean seconds per training job, exponential"
     )
     parser.add_argument("--seconds", type=positive, metavar="S", help="end after this time")
     parser.add_argument(
-        "--updates", type=whole(1), metavar="N", help="end when N updates were counted"
+        "--updates", type=whole(1), metavar="N", help="end when N updates have been counted"
     )
     parser.add_argument(
-        "--drain", type=positive, metavar="S", help="seconds for visits that have begun to end"
+        "--drain", type=positive, metavar="S", help="seconds to wait at the end for open visits"
     )
     _add_task_options(parser.add_argument_group("task"))
     details = parser.add_argument_group("details")
@@ -166,7 +166,7 @@ def _add_task_options(group: argparse._ArgumentGroup) -> None:
         "--update",
         choices=("zeros", "digit"),
         help="what to upload: zeros, or 1 in a coordinate that no other participation uses, so "
-        "that the model tells who was counted",
+        "that the model shows which updates were counted",
     )
     group.add_argument(
         "--concurrency",
@@ -253,7 +253,7 @@ def _own(client: AdminClient, options: LoadOptions) -> Iterator[list[TaskConfig]
     place = task_path(config.task, f"parameters?model_length={config.model_length}")
     stored = client.put(place, data, Stored)
     client.post("/admin/tasks", NewTask(config, stored.parameters), TaskView)
-    note(f"made the task {config.task}")
+    note(f"created the task {config.task}")
     try:
         yield [config]
     finally:
@@ -293,7 +293,7 @@ def _outcomes(path: Path | None) -> Iterator[Callable[[LoadOutcome], None]]:
 
         def write(participation: LoadOutcome) -> None:
             file.write(encode(participation) + b"\n")
-            file.flush()  # who reads it while the load runs finds whole lines
+            file.flush()  # so that a reader finds whole lines while the load runs
 
         yield write
 

@@ -1,8 +1,8 @@
-"""`papaya maintenance`: stop all training of a cluster, and let it go on.
+"""`papaya maintenance`: stop all training of a cluster, and resume it.
 
     begin   assign no more clients; those that train may finish
     stop    stop all training now: also take every task from its aggregator
-    end     let training go on
+    end     resume training
 
 `papaya status` says that training is stopped, since when and why.
 """
@@ -35,8 +35,8 @@ class MaintenanceEndOptions(ConnectionOptions):
 def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "maintenance",
-        description="Stop all training of a running system, and let it go on. Nothing that was "
-        "acknowledged is lost.",
+        description="Stop all training of a running system, and resume it. No acknowledged update "
+        "is lost.",
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     for name, words, is_stopped in (
@@ -52,7 +52,7 @@ def add_to(commands: Commands) -> None:
         )
         _add_rest(action)
         bind(action, MaintenanceOptions, partial(run_begin, is_stopped))
-    end = _add(actions, "end", "let training go on")
+    end = _add(actions, "end", "resume training")
     _add_rest(end)
     bind(end, MaintenanceEndOptions, run_end)
 
@@ -83,5 +83,5 @@ def _tell(options: ConnectionOptions, status: SystemStatus) -> int:
     if options.is_json:
         print_json(status.maintenance)
     else:
-        print_data(about_maintenance(status) or "training goes on")
+        print_data(about_maintenance(status) or "training resumes")
     return 0

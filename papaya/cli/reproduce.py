@@ -1,7 +1,7 @@
 """`papaya reproduce`: figures and tables of the paper, its numbers beside ours.
 
-Writes JSON, plots and report.html. Exits with 1 if a check of method fails, whatever became of the
-claims. Recordings stay in the folder, so the same command continues an interrupted run.
+Writes JSON, plots and report.html. Exits with 1 if a check of method fails, whatever the verdicts
+on the claims. Recordings stay in the folder, so the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def add_to(commands: Commands) -> None:
     parser = commands.add_parser(
         "reproduce",
         description="Reproduce figures and tables of the paper in the simulator, and compare "
-        "the numbers. Exits with 1 if a check of method fails, so that a result is unreliable; "
-        "claims of the paper that differ do not change the exit code.",
+        "the numbers. Exits with 1 if a check of method fails, because results are then "
+        "unreliable; claims of the paper that differ do not change the exit code.",
     )
     parser.add_argument(
         "what",

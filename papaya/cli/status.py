@@ -107,7 +107,7 @@ def version_skew(status: SystemStatus) -> str:
 
 
 def about_maintenance(status: SystemStatus) -> str:
-    """Empty if training goes on."""
+    """Empty if training is not stopped."""
     found = status.maintenance
     if found is None:
         return ""
@@ -116,7 +116,7 @@ def about_maintenance(status: SystemStatus) -> str:
     why = f": {found.why}" if found.why else ""
     return (
         f"{what} since {_clock(found.since)}{until}, by {found.actor}{why}; "
-        "to go on: papaya maintenance end"
+        "to resume: papaya maintenance end"
     )
 
 

@@ -1,15 +1,15 @@
 """The device's account of what its participations have cost (docs/privacy.md).
 
 Charges are kept per collection, over all owners, tasks, runs and revisions, in the device's file.
-A charge is durable before the first byte of an update leaves the device, and is never taken back:
-an update that a server discards has left the device all the same. The check of the budget and the
+A charge is durable before the first byte of an update leaves the device, and is never refunded:
+an update that a server discards has left the device too. The check of the budget and the
 charge are one transaction, so that two processes cannot spend the same budget twice.
 
 The file also has the tags that the device seals with its seeds: one for each hash of public
 parameters, drawn once. The TSA takes a tag into a group once.
 
-Deleting the file forgets what was spent: the ledger is the device's own word. Time is the device's
-clock. A charge dated in the future counts, so setting the clock back frees nothing.
+If the file is deleted, the device starts with a full budget; nobody can check this. Time is the
+device's clock. A charge dated in the future counts, so setting the clock back frees nothing.
 """
 
 from __future__ import annotations

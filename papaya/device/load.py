@@ -1,4 +1,4 @@
-"""Devices that follow the protocol and train nothing, many in one event loop.
+"""Devices that follow the protocol but do not train, many in one event loop.
 
 For load tests (`papaya load`) and for tests of faults. A visit is a real one: the Client machine,
 its driver (`papaya/device/visit.py`) and real sockets. Only training is a stand-in, and nothing is
@@ -116,7 +116,7 @@ class _NoHistory:
 
 
 class LoadDevice:
-    """One device without a memory."""
+    """One device, which remembers nothing between visits."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Visitor(Protocol):
 
 
 class LoadFleet:
-    """Each device makes one visit after the other until the fleet goes home.
+    """Each device makes one visit after the other until the fleet is stopped.
 
     `rate`: visits that begin per second, at most, over all devices; None: as many as servers allow.
     """
@@ -192,7 +192,7 @@ class LoadFleet:
         return len(pending)
 
     async def vanish(self) -> None:
-        """As if all devices lost their power."""
+        """Cancel all visits at once, as if all devices lost power."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Frozen tensors in a file of their own: what a model holds and does not train.
+"""Frozen tensors, which a model holds but does not train, in a file of their own.
 
 A base model is often much larger than the parameters that are trained on top of it. Its tensors
 travel to devices in one safetensors file, apart from the program, so that a device downloads them

@@ -2,7 +2,7 @@
 
     log(event) ──▶ queue of one URL (bounded) ──▶ thread: POST, signed ──▶ 2xx, or try again later
 
-Sent are `version_published` and every event of the level warning or error. The body is the event as
+It sends `version_published` and every event of the level warning or error. The body is the event as
 in the JSON log. As there, of equal warnings and errors only the first ten within a minute are sent:
 strangers whose tokens are refused must not push alerts out of the queue.
 
@@ -123,7 +123,7 @@ class Webhook:
                     return
                 problem = f"status {status}"
                 if 300 <= status < 500 and status != _TOO_MANY:
-                    break  # it will not change its mind
+                    break  # permanent: a retry would get the same answer
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
         logger.warning("the webhook at %s did not take an event: %s", self.host, problem)

@@ -1,8 +1,8 @@
-"""Checks that servers tell their operators what happens: each thing once, and nothing else.
+"""Checks that servers log what happens: each event once, and no others.
 
 The log of a coordinator must agree with what the coordinator does: whether it leads, and who holds
-each task. Of all servers together, no fence and no dropped buffer is told twice. A server that dies
-between a commit and its log line tells nothing, so a line may be missing only then.
+each task. Of all servers together, no fence and no dropped buffer is logged twice. A line may be
+missing only if the server died between a commit and its log line.
 """
 
 from __future__ import annotations

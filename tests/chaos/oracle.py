@@ -6,7 +6,7 @@ damped by its staleness, which its device knows, so that
     coordinate * K = times counted * 1 / sqrt(1 + staleness)
 
 in the newest version, with the sums of open buffers added. Servers are not asked: the state store
-and the blobs are read. What a device was told binds the servers:
+and the blobs are read. An update must be counted as its device was told:
 
     counted      exactly once, unless its buffer is a documented loss (a TSA that died)
     discarded    never
@@ -141,7 +141,9 @@ def judge(model: Model, outcomes: Iterable[LoadOutcome]) -> Verdict:
     used = {outcome.number for outcome in known}
     foreign = [i for i in np.flatnonzero(np.abs(model.digits) > _ROUNDING) if int(i) not in used]
     if foreign:
-        verdict.problems.append(f"{len(foreign)} coordinates of nobody, the first {foreign[0]}")
+        verdict.problems.append(
+            f"{len(foreign)} coordinates that no device used, the first {foreign[0]}"
+        )
     return verdict._replace(lost=lost)
 
 

@@ -1,10 +1,10 @@
-"""`make chaos`: a whole installation under seeded faults, and what its model says in the end.
+"""`make chaos`: runs a whole installation under seeded faults, then checks its model.
 
     python -m tests.chaos.run [--minutes M] [--seed S] [--devices N]
 
 Needs root, and packages of Debian, which it installs. Prints the seed, every fault, the
 distribution of recovery times and the oracle's verdict; exits with 1 if an update was lost or
-doubled, or if nothing was acknowledged any more. If it cannot run here, it says why and exits with
+doubled, or if acknowledgements did not resume. If it cannot run here, it says why and exits with
 0.
 """
 

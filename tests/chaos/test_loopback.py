@@ -1,4 +1,4 @@
-"""Six faults on a small cluster with real engines: what devices were told is in the model.
+"""Six faults on a small cluster with real services: the model agrees with what devices were told.
 
 Then the same with bugs in the servers, which the oracle must find.
 """

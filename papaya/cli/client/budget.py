@@ -30,7 +30,7 @@ def add_to(actions: Commands) -> None:
         "budget",
         help="show what this device has spent of its privacy budgets",
         description="Show, for each collection, the privacy budget, what was spent, and on which "
-        "tasks. Only the device knows this: nothing of it is sent.",
+        "tasks. Only the device knows this; it is never sent.",
     )
     parser.add_argument(
         "--store", type=Path, metavar="FILE", help="file with the device's examples and ledger"

@@ -78,7 +78,9 @@ def run(options: TaskCompileOptions) -> int:
     else:
         print_data(f"{output}: {len(data):,} bytes, {program.name}")
         if tensors:
-            print_data(f"{frozen}: {len(tensors):,} bytes of frozen tensors; keep it beside")
+            print_data(
+                f"{frozen}: {len(tensors):,} bytes of frozen tensors; keep both files together"
+            )
         note(
             f"\non devices: papaya client --engine executorch --task {output}"
             f"\nto submit it: papaya task submit {options.file} --program {output} --unsigned"

@@ -91,7 +91,7 @@ def add_to(actions: Commands) -> None:
         "--tensorboard", type=Path, metavar="DIR", help="folder for TensorBoard event files"
     )
     where.add_argument(
-        "--mlflow", metavar="URI", help="tracking URI of MLflow: a server's URL, sqlite:///FILE"
+        "--mlflow", metavar="URI", help="tracking URI of MLflow: a server's URL or sqlite:///FILE"
     )
     where.add_argument(
         "--wandb",

@@ -186,7 +186,7 @@ def _add_change(actions: Commands, action: Change, words: str) -> None:
 
 
 def _add_share(actions: Commands) -> None:
-    share = _add(actions, "share", "set the part of a task when devices are scarce; for operators")
+    share = _add(actions, "share", "set the share of a task when devices are scarce; for operators")
     share.add_argument(
         "--weight",
         type=positive,

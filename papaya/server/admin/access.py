@@ -115,7 +115,7 @@ def refusal(method: str, path: str, caller: Caller, task: TaskId = "") -> Forbid
     """Why a caller may not use a route; None if it may. `path` is that of the route."""
     rule = ACCESS.get((method, path))
     if rule is None:
-        return Forbidden("nobody may use this path", hint="it has no entry in the table of roles")
+        return Forbidden("no role may use this path", hint="add it to the table ACCESS")
     if _RANKS[caller.role] < _RANKS[rule.role]:
         return Forbidden(
             f"{caller.name} is {_with_article(caller.role)}; this needs {_with_article(rule.role)}",
@@ -226,7 +226,7 @@ def _answer(
 
 
 class _Nothing:
-    """Reads a body into the void, until the answer ends it."""
+    """Discards a body until the answer ends the request."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(1 << 14))

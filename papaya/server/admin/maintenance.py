@@ -1,4 +1,4 @@
-"""Stops training in the whole cluster, and lets it go on.
+"""Stops training in the whole cluster, and resumes it.
 
     maintenance   no client is assigned; clients that train may finish
     stopped       also, all tasks are taken from their aggregators: from this transaction on,

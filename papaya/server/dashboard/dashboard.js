@@ -205,7 +205,7 @@ function timeLine(events) {
     h("h2", {}, "Time line"),
     events.length ? table("Placements, failovers and problems since this process started, newest first", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
       events.slice(-MOST_CHANGES).reverse().map((one) => [date(one.at), `${{ warning: "▲ ", error: "✕ " }[one.level] ?? ""}${one.event.replaceAll("_", " ")}`, details(one)]))
-      : h("p", { class: "quiet" }, "Nothing was placed or moved since this process started."),
+      : h("p", { class: "quiet" }, "Nothing has been placed or moved since this process started."),
   ];
 }
 
@@ -293,7 +293,7 @@ function sees(task, config) {
 function privacy(config) {
   if (!config.privacy) return null;
   const terms = Object.entries(config.privacy).filter(([, value]) => value !== null).map(([name, value]) => `${name} ${value}`);
-  return h("p", {}, `Differential privacy: the TSA adds noise to each sum (${terms.join(", ")}). Each device keeps its own budget, which the server cannot see.`);
+  return h("p", {}, `Differential privacy: ${config.secure_aggregation ? "the TSA" : "the aggregator"} adds noise to each sum (${terms.join(", ")}). Each device keeps its own budget, which the server cannot see.`);
 }
 
 // The steps of one participation (docs/ARCHITECTURE.md), with the numbers of this task.

@@ -1,11 +1,11 @@
-"""How the learning claims depend on inputs that nobody can take from the paper.
+"""How the learning claims depend on inputs that the paper does not give.
 
 The paper does not say how its clients' data differ, and its text is not public. So the claims of
 Table 1 at the 99th percentile and of the speedup are computed again over a grid: three dialects
 (none, weak, strong), server rates of half and twice the chosen ones, targets from early to deep,
 and other languages. The recorded run is the same for all, so only these inputs differ.
 
-There is no claim here: it shows which of the others rest on an input.
+This experiment has no claims: it shows which claims of the others depend on an input.
 """
 
 from __future__ import annotations

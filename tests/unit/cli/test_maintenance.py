@@ -41,7 +41,7 @@ def test_begin_stop_and_end(server: AdminServer, capsys: pytest.CaptureFixture[s
     assert run(server, "maintenance", "begin", "--minutes", "30", "--reason", "a new disk") == 0
     out = capsys.readouterr().out
     assert "no client is assigned since 1970-01-01 00:16:40 UTC, until about" in out
-    assert "by admin: a new disk; to go on: papaya maintenance end" in out
+    assert "by admin: a new disk; to resume: papaya maintenance end" in out
     assert server.system.store.read((key,))[key] == FenceRow(4, "aggregator", 1)
     assert run(server, "maintenance", "stop", "--reason", "a wrong model") == 0
     assert "all training is stopped since 1970-01-01 00:16:40" in capsys.readouterr().out
@@ -49,7 +49,7 @@ def test_begin_stop_and_end(server: AdminServer, capsys: pytest.CaptureFixture[s
     run(server, "status")
     assert "maintenance  all training is stopped" in capsys.readouterr().out
     assert run(server, "maintenance", "end") == 0
-    assert capsys.readouterr().out == "training goes on\n"
+    assert capsys.readouterr().out == "training resumes\n"
     with pytest.raises(OperatorError, match="there is no maintenance to end"):
         run(server, "maintenance", "end")
     run(server, "audit-trail", "show")
