@@ -61,3 +61,6 @@ def require_known_fields(written: object, read: object, place: str = "") -> None
                     hint=f"{hint}docs/configuration.md lists every field of TaskConfig",
                 )
             require_known_fields(value, read[name], f"{place}.{name}")
+    elif isinstance(written, list | tuple) and isinstance(read, list | tuple):
+        for value, found in zip(written, read, strict=False):
+            require_known_fields(value, found, place)

@@ -21,6 +21,7 @@ from papaya.config import (
     SyncFL,
     TaskConfig,
 )
+from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
@@ -376,10 +377,22 @@ KINDS = [TaskConfig, AsyncFL, SyncFL, OptimizerConfig, Requirements, SecureAggre
 
 @pytest.mark.parametrize("kind", [*KINDS, ServerConfig, DeviceConfig])
 def test_a_misspelt_field_is_not_ignored_and_a_configuration_never_changes(kind: Any) -> None:
+    """Settings of tasks are also read from rows, where fields of a later version are ignored."""
     good: Any = a_config() if kind is TaskConfig else kind()
     document = msgspec.to_builtins(good)
     assert msgspec.convert(document, kind) == good
-    with pytest.raises(msgspec.ValidationError, match="unknown field `concurency`"):
-        msgspec.convert({**document, "concurency": 5}, kind)
+    misspelt = {**document, "concurency": 5}
+    with pytest.raises((ConfigError, msgspec.ValidationError), match="unknown field `concurency`"):
+        require_known_fields(misspelt, msgspec.to_builtins(msgspec.convert(misspelt, kind)))
     with pytest.raises(AttributeError, match="immutable"):
         setattr(good, kind.__struct_fields__[0], 1)
+
+
+def test_a_misspelt_field_in_a_list_is_not_ignored() -> None:
+    written = {"metrics": [{"name": "accuracy"}, {"name": "length", "hihg": 9.0}]}
+    read = msgspec.to_builtins(
+        msgspec.convert(msgspec.to_builtins(a_config()) | written, TaskConfig)
+    )
+    with pytest.raises(ConfigError, match=r"unknown field `hihg` - at `\$.metrics`") as caught:
+        require_known_fields(written, read)
+    assert "did you mean high?" in str(caught.value.hint)
