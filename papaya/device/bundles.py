@@ -242,11 +242,12 @@ class BundleStore:
                     f"{manifest.task}: the program has {program.size} bytes, at most "
                     f"{MAX_ARCHIVE_BYTES} are allowed",
                 )
-            # The archive and its unpacked files, which are no larger.
-            await self._get(source, head.program, program, "program", 2 * program.size)
             frozen = manifest.frozen_blob
+            # The archive and its unpacked files, which are no larger.
+            await self._get(source, head.program, program, "program", 2 * program.size, frozen)
             if frozen is not None:
-                await self._get(source, head.frozen_file, frozen, "frozen tensors", frozen.size)
+                key, what = head.frozen_file, "frozen tensors"
+                await self._get(source, key, frozen, what, frozen.size, program)
             bundle = Bundle(
                 manifest,
                 Lease.verify(head.lease).expires,
@@ -271,14 +272,22 @@ class BundleStore:
         return manifest
 
     async def _get(
-        self, source: BlobSource, key: BlobKey, reference: BlobRef, what: str, needed: int
+        self,
+        source: BlobSource,
+        key: BlobKey,
+        reference: BlobRef,
+        what: str,
+        needed: int,
+        other: BlobRef | None,
     ) -> None:
-        """Download a blob unless it is stored and intact. `needed`: bytes that it takes here."""
+        """Download a blob unless it is stored and intact. `needed`: bytes that it takes here.
+        `other`: the other blob of its bundle.
+        """
         if await asyncio.to_thread(_is_intact, self._place(reference), reference):
             return
         part = self._folder / "parts" / reference.sha256
         try:
-            await asyncio.to_thread(self._make_room, needed, part)
+            await asyncio.to_thread(self._make_room, needed, part, other)
             await source.file(key, reference.size, part)
             await asyncio.to_thread(self._keep_blob, reference, part, what)
         except OSError as error:
@@ -384,8 +393,11 @@ class BundleStore:
             raise _unusable(self._folder, error) from error
         return folder
 
-    def _make_room(self, needed: int, part: Path) -> None:
-        """Delete what was used least recently, until this blob fits. `part`: what it has so far."""
+    def _make_room(self, needed: int, part: Path, other: BlobRef | None) -> None:
+        """Delete what was used least recently, until this blob fits. `part`: what it has so far.
+
+        The other blob of the bundle stays: otherwise a device might fetch both again and again.
+        """
         cached = [
             path for name in _FOLDERS for path in (self._folder / name).iterdir() if path != part
         ]
@@ -395,6 +407,8 @@ class BundleStore:
             for path in (bundle.program, bundle.frozen)
             if path is not None
         }
+        if other is not None:
+            in_use.add(other.sha256)
         used = sum(map(_size, cached))
         for path in sorted(cached, key=lambda path: path.stat().st_atime):
             if used + needed <= self._max_bytes:

@@ -460,6 +460,18 @@ def test_frozen_tensors_count_in_the_cache_and_in_the_policy(
     assert f"a download of {(1 << 26) + len(ARCHIVE)} bytes" in str(error)
 
 
+def test_frozen_tensors_do_not_displace_the_program_of_their_bundle(
+    opened: Open, server: Server
+) -> None:
+    key = offer_frozen(server, with_frozen())
+    for _ in range(2):
+        store = opened(max_bytes=len(FROZEN) + len(ARCHIVE) - 1)
+        with pytest.raises(OperatorError, match="no room for"):
+            fetch(store, server, key)
+        store.close()
+    assert sum("frozen" in asked for asked in server.asked) == 0, "it does not fit anyway"
+
+
 def offered(server: Server, number: int, size: int = 900) -> BlobKey:
     """The bundle of another task, with a program of its own."""
     data = archive.pack({"task.py": bytes([65 + number]) * size})
