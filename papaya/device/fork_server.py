@@ -390,6 +390,7 @@ def _require_digest(path: Path, digest: str) -> None:
 
 def _start_engine(engine: EngineName) -> str:
     """Import the engine once, for all later jobs. Return its version."""
+    import numpy.random  # noqa: F401 - numpy imports it at its first use, which would be in a job
 
     if engine == "torch":
         import torch
