@@ -1289,7 +1289,9 @@ class HeldTask:
         return effects
 
     def on_step_failed(self, message: StepFailed) -> Effects:
-        """Publish nothing; the record stays until the task's owner acts."""
+        """Publish nothing. A record stays until the task's owner acts; members that are in none are
+        asked for their updates again.
+        """
         self.counters["steps_failed"] += 1
         return self._halt(message.reason)
 
