@@ -33,9 +33,9 @@ class EventAuditor:
     """What the logs of all servers say, and whether it is true."""
 
     def __init__(self) -> None:
-        # By process: the epoch that it says it leads, and the fence of each task that it knows.
+        # By process: the epoch that it says it leads, and the fence and holder of each task.
         self._led: dict[_Process, int] = {}
-        self._fences: dict[_Process, dict[TaskId, int]] = {}
+        self._fences: dict[_Process, dict[TaskId, tuple[int, NodeId]]] = {}
         # Who told of a fence, and of a version or a dropped buffer.
         self._told_fences: dict[tuple[TaskId, int], _Process] = {}
         self._told_versions: dict[tuple[TaskId, int], bool] = {}
@@ -51,18 +51,20 @@ class EventAuditor:
             case LeadershipLost(epoch=epoch):
                 told = self._led.pop(process, 0)
                 demand(told == epoch, f"{host.node} ends epoch {epoch}, but said {told}")
-            case TaskFound(task=task, seq=seq):
-                self._fences.setdefault(process, {})[task] = seq
-            case TaskPlaced() | TaskMoved() | TaskReleased():
-                self._on_fence(process, event.task, event.seq)
+            case TaskFound(task=task, seq=seq, holder=holder):
+                self._fences.setdefault(process, {})[task] = (seq, holder)
+            case TaskPlaced() | TaskMoved():
+                self._on_fence(process, event.task, event.seq, event.holder)
+            case TaskReleased():
+                self._on_fence(process, event.task, event.seq, "")
             case VersionPublished() | BufferDropped():
                 self._on_version(event)
 
-    def _on_fence(self, process: _Process, task: TaskId, seq: int) -> None:
+    def _on_fence(self, process: _Process, task: TaskId, seq: int, holder: NodeId) -> None:
         twice = self._told_fences.setdefault((task, seq), process)
-        is_new = self._fences.get(process, {}).get(task) != seq
+        is_new = self._fences.get(process, {}).get(task, (0, ""))[0] != seq
         demand(twice == process and is_new, f"fence {seq} of {task} is told twice")
-        self._fences.setdefault(process, {})[task] = seq
+        self._fences.setdefault(process, {})[task] = (seq, holder)
 
     def _on_version(self, event: VersionPublished | BufferDropped) -> None:
         key = (event.task, event.version)
@@ -95,9 +97,11 @@ class EventAuditor:
             return
         known = self._fences.get(process, {})
         for task in machine.tasks:
-            seq = machine.fences[task].seq
+            seq, holder = machine.fences[task].seq, machine.fences[task].aggregator
             said = known.get(task)
-            demand(said == seq, f"{host.node} knows fence {seq} of {task}, its log says {said}")
+            # A fence that is raised while nobody holds the task changes nothing to tell.
+            is_told = said == (seq, holder) or (said is not None and said[1] == holder == "")
+            demand(is_told, f"{host.node} knows fence {seq} of {task}, its log says {said}")
 
     def _check_aggregator(self, host: SimulatedHost, machine: Aggregator) -> None:
         """A holder that knows of a version has told it."""
