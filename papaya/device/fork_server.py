@@ -368,6 +368,7 @@ def _load_program(path: str) -> tuple[TrainingEngine, TaskFile]:
     frozen = frozen_beside(Path(path)) if header.frozen else None
     if frozen is not None:
         _require_digest(frozen, header.frozen_sha256)
+    terms = structs.replace(header.terms, collection=header.examples.collection)
     file = TaskFile(
         *(path, header.task, program.name, terms, header.examples),
         frozen="" if frozen is None else str(frozen),
