@@ -292,6 +292,11 @@ class AdminService:
         found = await self.rows(task)
         if found.row.is_over:
             raise Conflict(f"task {task} is {found.row.state}", hint="papaya task list")
+        if (pinned := found.row.config.evaluates) is not None:
+            raise OperatorError(
+                f"{found.task} is an evaluation: it has the share of the task that it evaluates",
+                hint=f"change that one instead: papaya task share {pinned.task}",
+            )
         key = share_key(found.task)
         before = (await self.state.read((key,))).get(key)
         share = before if isinstance(before, ShareRow) else ShareRow()

@@ -30,7 +30,7 @@ from papaya.server.admin import submissions
 from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.live import LiveTask
 from papaya.server.admin.problems import Conflict, NotFound, Uncertain
-from papaya.server.admin.views import Evaluate, Mark, NewTask, RollBack
+from papaya.server.admin.views import Evaluate, Mark, NewTask, RollBack, SetShare
 from tests.unit.server.admin.builders import BY, MANIFEST, TASK, System, a_system, because, encoded
 
 Test = Callable[[System], Awaitable[None]]
@@ -226,6 +226,8 @@ def test_marks_and_evaluations(tmp_path: Path) -> None:
             await service.evaluate("next-word", Evaluate(), BY)
         with pytest.raises(OperatorError, match="itself an evaluation"):
             await service.evaluate(started.task, Evaluate(), BY)
+        with pytest.raises(OperatorError, match="the share of the task that it evaluates"):
+            await service.set_share(started.task, SetShare(2.0), BY)
 
     run(tmp_path, test)
 
