@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 
 from papaya.errors import OperatorError, PapayaError
@@ -36,6 +37,7 @@ from papaya.server.state_thread import AsyncState
 logger = logging.getLogger("papaya.admin")
 
 _ATTEMPTS = 20
+_MAX_MADE = 100
 
 
 class AuditTrail:
@@ -45,6 +47,8 @@ class AuditTrail:
         self._state = state
         self._now = now
         self._writing = asyncio.Lock()
+        # The last changes that were made: what fails after one does not make it a refused one.
+        self._made: deque[Attempt] = deque(maxlen=_MAX_MADE)
 
     async def transact(self, attempt: Attempt, change: Transaction, result: str = DONE) -> Outcome:
         """Commit a change with its row."""
@@ -54,16 +58,18 @@ class AuditTrail:
                 row = recorded(change, head, attempt, self._now(), result)
                 outcome = await self._state.transact(row)
                 if outcome == "committed":
+                    if result == DONE:
+                        self._made.append(attempt)
                     _tell(attempt, 1 + (0 if head is None else head.number), result)
                 if outcome != "refused" or await self._head() == head:
                     return outcome
         return "refused"
 
     async def refuse(self, attempt: Attempt, error: Exception) -> None:
-        """Record an attempt that changed nothing. If the outcome of a change is unknown, its own
-        row tells, once the store answers.
+        """Record an attempt that changed nothing. If it did change something and only its answer
+        failed, its own row tells; so it does if the outcome is unknown, once the store answers.
         """
-        if isinstance(error, Uncertain):
+        if isinstance(error, Uncertain) or any(made is attempt for made in self._made):
             return
         problem = str(error) if isinstance(error, PapayaError) else "internal server error"
         if await self.transact(attempt, Transaction(), f"refused: {problem}") != "committed":

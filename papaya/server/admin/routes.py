@@ -19,7 +19,8 @@
 Errors are {"error", "hint"} with 400, 401, 403, 404, 409, 413, 503 or 507. `Gate` checks the token
 and the role (papaya/server/admin/access.py). Bodies are bounded: JSON to 1 MiB, parameters by
 `model_length`. Every POST is a change: it is done with a row in the audit trail, or refused with
-one. A request without a valid token has none, because strangers must not fill the state store.
+one; a repeated one that has nothing left to change has none. A request without a valid token has
+none either, because strangers must not fill the state store.
 """
 
 from __future__ import annotations

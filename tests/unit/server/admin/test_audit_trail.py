@@ -25,7 +25,7 @@ from papaya.messages.audit_trail import (
     verify,
 )
 from papaya.messages.storage import Transaction, task_key
-from papaya.server.admin.problems import Conflict, Uncertain
+from papaya.server.admin.problems import Conflict, NotFound, Uncertain
 from papaya.server.admin.views import PruneTrail, RollBack
 from tests.unit.server.admin.builders import BY, System, a_system, because
 
@@ -128,6 +128,21 @@ def test_a_refused_attempt_has_a_row_of_its_own(tmp_path: Path) -> None:
         await system.service.trail.refuse(PAUSE, Uncertain("who knows"))
         results = [row.result for row in await rows(system)]
         assert results[1:] == ["refused: it is over [2J", "refused: internal server error"]
+
+    run(tmp_path, test)
+
+
+def test_a_change_whose_answer_failed_is_not_recorded_as_refused(tmp_path: Path) -> None:
+    """For example if another operator deletes the task before it is read again."""
+
+    async def test(system: System) -> None:
+        await system.submit()
+        pause = structs.replace(PAUSE)
+        await system.service.set_state("next-word", "paused", pause)
+        await system.service.trail.refuse(pause, NotFound("there is no task"))
+        assert [row.result for row in await rows(system)] == ["done", "done"]
+        await system.service.trail.refuse(structs.replace(PAUSE), Conflict("already paused"))
+        assert [row.result for row in await rows(system)][2:] == ["refused: already paused"]
 
     run(tmp_path, test)
 
