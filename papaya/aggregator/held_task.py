@@ -237,7 +237,7 @@ class HeldTask:
         tokens: Iterator[int],
         events: list[ServerEvent],
     ) -> None:
-        """`events`: where to tell the operator something; the aggregator empties it."""
+        """`events`: where to add events for the log; the aggregator empties it."""
         self.task = task
         # The row that makes this aggregator the holder. Every write requires it.
         self.fence = fence

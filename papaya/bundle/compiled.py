@@ -24,7 +24,7 @@ def signed_program(program: ProgramFile, manifest: TaskManifest) -> ProgramFile:
     signed = manifest.frozen_blob
     if header.frozen_sha256 != (signed.sha256 if signed else ""):
         raise OperatorError(
-            "the program needs other frozen tensors than the manifest names", hint=""
+            "the frozen tensors of the program are not those in the manifest", hint=""
         )
     if header.client.batch_size != client.batch_size:
         raise OperatorError(

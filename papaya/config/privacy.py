@@ -96,7 +96,7 @@ class Privacy(Struct, frozen=True, kw_only=True):
             (self.noise_multiplier is None) != (self.epsilon is None),
             "privacy.noise_multiplier and privacy.epsilon",
             (self.noise_multiplier, self.epsilon),
-            "are two ways to say the same: exactly one must be given",
+            "determine each other: exactly one must be given",
             "give epsilon, for example 8.0",
         )
         require(
@@ -111,7 +111,7 @@ class Privacy(Struct, frozen=True, kw_only=True):
             "privacy.clip",
             self.clip,
             "must be finite and above zero",
-            "take about the median of the update norms",
+            "use about the median of the norms of updates",
         )
         _check_delta(self.delta)
         require_count("privacy.max_participations", self.max_participations)
@@ -138,5 +138,5 @@ def _check_delta(delta: float) -> None:
         "privacy.delta",
         delta,
         f"must be from {MIN_DELTA:g} to {MAX_DELTA:g}",
-        "take less than one divided by the number of devices, for example 1e-7",
+        "use less than one divided by the number of devices, for example 1e-7",
     )

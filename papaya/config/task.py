@@ -387,15 +387,15 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         ratio = noise / (goal * terms.expected_weight)
         if ratio > 1:
             found.append(
-                f"the noise of a step is about {ratio:.3g} times as long as its longest signal: "
+                f"the noise of a step is about {ratio:.3g} times as large as its largest signal: "
                 f"noise_multiplier = {terms.noise_multiplier:g}, {self.model_length} parameters, "
                 f"aggregation_goal = {goal}, expected_weight = {terms.expected_weight:g}; a larger "
-                "goal, fewer participations or a larger epsilon lower it"
+                "goal, fewer participations or a larger epsilon reduce it"
             )
         if terms.delta * 10 * self.concurrency > 1:
             found.append(
                 f"privacy.delta = {terms.delta:g} is large for a fleet with {self.concurrency} "
-                "clients at a time: with this probability nothing is promised; take less than one "
+                "clients at a time: with this probability there is no guarantee; use less than one "
                 "divided by the number of devices"
             )
         if self.secure_aggregation is None:
@@ -405,7 +405,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             )
         elif (chance := chance_of_random_words(goal, self._parameters())) > _RARE:
             found.append(
-                f"a model of {self.model_length} parameters is too small to notice an update of "
+                f"a model of {self.model_length} parameters is too small to detect an update of "
                 f"random words: such a sum passes with a probability of up to {chance:.2g}"
             )
         return found
@@ -546,7 +546,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             "aggregation_goal",
             self.aggregation_goal,
             f"must be at least {MIN_PRIVATE_GOAL} with privacy",
-            "noise is shared by the members of a sum: take a hundred or more",
+            "the members of a sum share the noise: use a hundred or more",
         )
         require(
             self.evaluation is None,

@@ -2,8 +2,8 @@
 
 Charges are kept per collection, over all owners, tasks, runs and revisions, in the device's file.
 A charge is durable before the first byte of an update leaves the device, and is never refunded:
-an update that a server discards has left the device too. The check of the budget and the
-charge are one transaction, so that two processes cannot spend the same budget twice.
+an update that a server discards has left the device too. The check of the budget and the charge
+are one transaction, so that two processes cannot spend the same budget twice.
 
 The file also has the tags that the device seals with its seeds: one for each hash of public
 parameters, drawn once. The TSA takes a tag into a group once.

@@ -57,7 +57,7 @@ class PrivacyBudget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "budget.delta",
             self.delta,
             f"must be from {MIN_DELTA:g} to {MAX_DELTA:g}",
-            "take less than one divided by the number of devices, for example 1e-7",
+            "use less than one divided by the number of devices, for example 1e-7",
         )
         if self.window_s is not None:
             require_positive_s("budget.window_s", self.window_s)

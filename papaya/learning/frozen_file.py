@@ -61,7 +61,7 @@ def encode_frozen(tensors: Mapping[str, FrozenTensor]) -> bytes:
     for name, tensor in tensors.items():
         if tensor.dtype not in ITEM_BYTES:
             raise OperatorError(
-                f"the frozen tensor {name!r} is {tensor.dtype}, which devices do not have",
+                f"the frozen tensor {name!r} is {tensor.dtype}, which devices do not support",
                 hint=f"convert it to one of {', '.join(ITEM_BYTES)}",
             )
     shapes = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -69,7 +69,7 @@ def encode_frozen(tensors: Mapping[str, FrozenTensor]) -> bytes:
     encoded = b"".join((_header(shapes), *data))
     if len(encoded) > MAX_FROZEN_BYTES:
         raise OperatorError(
-            f"the frozen tensors have {len(encoded)} bytes, at most {MAX_FROZEN_BYTES} can travel",
+            f"the frozen tensors have {len(encoded)} bytes, the limit is {MAX_FROZEN_BYTES}",
             hint="use a smaller base model, or a smaller type such as float16",
         )
     return encoded

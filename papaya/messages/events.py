@@ -88,7 +88,7 @@ class CertificatesRefused(ServerEvent, frozen=True):
 
 
 class TokenReplaced(ServerEvent, frozen=True):
-    """A token file has changed: the old token is refused from now on."""
+    """A token file has changed. The old token is refused."""
 
     level = "warning"
     identity = ("file",)

@@ -8,9 +8,9 @@ not publish, a role claim without a known value. Of several values the strongest
 prefixes of all values that make an owner add up.
 
 Keys are fetched with limits: one at a time, 5 s, 256 KiB, no redirects, JSON only. They are used
-for ten minutes, or for an hour while the issuer cannot be reached. If a token has an
-unknown key id, they are fetched again, at most every 30 s, so that a rotation is noticed and a
-stranger cannot use this server to flood the issuer. Users whose key is known do not wait for this.
+for ten minutes, or for an hour while the issuer cannot be reached. If a token has an unknown key
+id, they are fetched again, at most every 30 s, so that a rotation is noticed and a stranger cannot
+use this server to flood the issuer. Users whose key is known do not wait for this.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Observer:
         """A blob was deleted, or damaged by a power loss."""
 
     def on_logged(self, host: SimulatedHost, event: ServerEvent) -> None:
-        """A server tells its operator something."""
+        """A server logs an event."""
 
     def after_event(self, host: SimulatedHost) -> None:
         """A server has handled a message or a timer, effects included."""

@@ -119,7 +119,7 @@ def test_other_warnings() -> None:
     clear = a_config(secure_aggregation=None).warnings()
     assert any("operator of the servers sees every update" in warning for warning in clear)
     small = a_config(model_length=6, regime=AsyncFL(aggregation_goal=10)).warnings()
-    assert any("too small to notice" in warning for warning in small)
+    assert any("too small to detect" in warning for warning in small)
 
 
 def test_the_owner_is_told_epsilon_and_what_it_does_not_say() -> None:
