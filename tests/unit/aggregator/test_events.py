@@ -33,7 +33,7 @@ def test_a_version_is_told_once_whatever_its_outcome_was_called(fate: str) -> No
     node.settle(fate)  # type: ignore[arg-type]
     node.release()
     assert world.version == 1
-    assert node.events[1:] == [VersionPublished(TASK, 0, 1, 1)]
+    assert node.events[1:] == [VersionPublished(TASK, 0, 1, 2)]
 
 
 def test_a_dropped_buffer_is_told_instead_of_a_version() -> None:
