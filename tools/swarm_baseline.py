@@ -10,6 +10,7 @@ them. A change that means to change behaviour writes the baseline again and says
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -27,9 +28,15 @@ def trace_hash(seed: int) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m tools.swarm_baseline",
+        description="Compare the traces of 200 swarm seeds with the baseline.",
+    )
+    parser.add_argument("--write", action="store_true", help="record the hashes of this tree")
+    options = parser.parse_args(arguments)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         found = dict(zip(map(str, SEEDS), pool.map(trace_hash, SEEDS), strict=True))
-    if "--write" in arguments:
+    if options.write:
         BASELINE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return 0
     expected = json.loads(BASELINE.read_text(encoding="utf-8"))
