@@ -31,6 +31,7 @@ from papaya.learning.executorch.program_file import (
     ProgramHeader,
     encode_program,
 )
+from papaya.learning.frozen_file import FrozenTensor, decode_frozen, encode_frozen
 from papaya.learning.parameters import FLOAT32, encode
 from papaya.messages.base import BlobKey
 from tests.unit.bundle.builders import KEY, NOW, a_lease, a_manifest, public
@@ -68,15 +69,20 @@ class HostileServer:
         self.run = Bundle(manifest, 0.0, Path()).run
         self.program_key = f"{self.run}/0/program-0-{'a' * 32}"
         self.head_key = f"{self.run}/0/bundle-1-{'b' * 32}"
-        self.head = BundleHead(manifest.sign(KEY), a_lease(manifest), self.program_key).encode()
+        self.frozen_key = (
+            "" if manifest.frozen_blob is None else f"{self.run}/0/frozen-0-{'c' * 32}"
+        )
+        signed_head = (manifest.sign(KEY), a_lease(manifest), self.program_key, (), self.frozen_key)
+        self.head = BundleHead(*signed_head).encode()
         self.program = packed
+        self.frozen = b""
 
     async def blob(self, key: BlobKey, limit: int) -> bytes:
         assert key == self.head_key
         return self.head
 
     async def file(self, key: BlobKey, limit: int, path: Path) -> None:
-        path.write_bytes(self.program)
+        path.write_bytes(self.frozen if key == self.frozen_key else self.program)
 
 
 def mutated(data: bytes, rng: Random) -> bytes:
@@ -133,6 +139,60 @@ def test_thousands_of_mutated_bundles_are_refused_before_anything_runs_them(tmp_
     assert sorted(p.name for p in (tmp_path / "full" / "blobs").iterdir()) == [
         manifest.program.sha256
     ]
+
+
+FROZEN = encode_frozen(
+    {
+        "base.weight": FrozenTensor("F32", (4, 8), np.arange(128, dtype=np.uint8)),
+        "base.ids": FrozenTensor("I64", (3,), np.arange(24, dtype=np.uint8)),
+        "base.mask": FrozenTensor("BOOL", (), np.ones(1, np.uint8)),
+    }
+)
+
+
+def test_hundreds_of_mutated_frozen_tensors_are_refused_before_anything_parses_them(
+    tmp_path: Path,
+) -> None:
+    packed, rng = the_archive(), Random(11)
+    manifest = signed(packed, frozen_file=BlobRef(archive.digest(FROZEN), len(FROZEN)))
+    server = HostileServer(manifest, packed)
+    store = BundleStore(tmp_path / "bundles", {POLICY.pin.owner: POLICY})
+
+    async def accept(bundle: Bundle) -> None:
+        assert bundle.frozen is not None
+        assert bundle.frozen.read_bytes() == FROZEN
+
+    async def scenario() -> None:
+        for _ in range(400):
+            server.frozen = mutated(FROZEN, rng)
+            if server.frozen == FROZEN:
+                continue
+            with pytest.raises(BundleError, match="frozen tensors: not the bytes") as refused:
+                await store.fetch(server.head_key, server, accept, NOW)
+            assert refused.value.reason == "wrong_bytes"
+            assert store.of_run(server.run) is None
+        assert not any((tmp_path / "bundles" / "parts").iterdir())
+        server.frozen = FROZEN
+        assert (await store.fetch(server.head_key, server, accept, NOW)).frozen is not None
+
+    asyncio.run(scenario())
+    store.close()
+
+
+def test_frozen_tensors_that_their_owner_has_damaged_are_refused_or_whole() -> None:
+    """The digest is right. What is read has exactly the bytes of the file, so no view goes beyond
+    it.
+    """
+    rng, read = Random(12), 0
+    for _ in range(2000):
+        data = mutated(FROZEN, rng)
+        try:
+            found = decode_frozen(np.frombuffer(data, np.uint8))
+        except OperatorError:
+            continue
+        read += 1
+        assert encode_frozen(found) == data
+    assert 0 < read < 2000, "other values are valid, other headers are not"
 
 
 def _all_of(server: HostileServer) -> tuple[BlobKey, Any]:

@@ -9,20 +9,27 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from msgspec import structs
 
+from papaya.bundle import archive
+from papaya.bundle.errors import BundleError
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import BlobRef
 from papaya.device import confinement
-from papaya.device.bundles import Bundle
+from papaya.device.bundles import Bundle, BundleStore
 from papaya.device.executor import Job, JobFailed, JobResult, TaskFile
+from papaya.device.owners import OwnerPolicy
 from papaya.device.sandbox import Sandbox
+from papaya.device.training import ExecutorTrainer
 from papaya.errors import OperatorError
 from papaya.learning.client_training import StepDone, unwatched
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import encode
-from tests.unit.bundle.builders import a_manifest
+from tests.unit.bundle.builders import KEY, NOW, a_lease, a_manifest, public
 
 pytestmark = pytest.mark.skipif(
     confinement.missing() is not None, reason=f"cannot confine: {confinement.missing()}"
@@ -312,6 +319,51 @@ def test_a_long_job_of_a_bundle_reports_its_progress(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     trained(sandbox, run, b"train", b"train", step_done=lambda *step: steps.append(step))
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_the_policy_for_an_owner_limits_the_memory_of_its_jobs(tmp_path: Path) -> None:
+    """The code takes 300 MB when it is loaded; the device's own limit is 1024."""
+    packed = archive.pack({"task.py": f"{SOURCE}\nbytearray(300 << 20)\n".encode()})
+    program = BlobRef(archive.digest(packed), len(packed))
+    manifest = a_manifest(layout=(("value", (2,)),), clip=None, program=program)
+    head = BundleHead(manifest.sign(KEY), a_lease(manifest), "program").encode()
+
+    class Source:
+        async def blob(self, key: str, limit: int) -> bytes:
+            return head
+
+        async def file(self, key: str, limit: int, path: Path) -> None:
+            path.write_bytes(packed)
+
+    async def accept(limit_mb: int | None) -> None:
+        policy = OwnerPolicy(
+            key=public(KEY).hex(),
+            collections=("*",),
+            engines=("torch",),
+            max_memory_mb=limit_mb,
+        )
+        store = BundleStore(tmp_path / str(limit_mb), {policy.pin.owner: policy})
+        trainer = ExecutorTrainer(
+            *(sandbox, lambda: NOW, Random(1), None, "torch"), sandbox.engine_version
+        )
+        key = f"{Bundle(manifest, 0.0, Path()).run}/0/bundle-3-{'0' * 32}"
+        try:
+            await store.fetch(key, Source(), trainer.add_bundle, NOW)
+        finally:
+            store.close()
+
+    async def scenario() -> None:
+        await sandbox.start()
+        try:
+            await accept(None)
+            await accept(700)
+            with pytest.raises(BundleError, match="MemoryError"):
+                await accept(150)
+        finally:
+            await sandbox.close()
+
+    sandbox = Sandbox([])
+    asyncio.run(scenario())
 
 
 def trained(

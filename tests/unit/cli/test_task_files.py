@@ -16,6 +16,8 @@ from msgspec import structs
 from safetensors.numpy import load_file
 from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-untyped]
 
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import TaskManifest
 from papaya.cli.admin_client import TOKEN_VARIABLE
 from papaya.cli.owner import create_key
 from papaya.cli.task.settings import changed
@@ -30,9 +32,11 @@ from papaya.config import (
     TaskConfig,
 )
 from papaya.errors import OperatorError
+from papaya.learning.definition import ClientSGD
 from papaya.learning.evaluation import EvaluationResult, Share
 from papaya.learning.executorch.program_file import EXECUTORCH_VERSION, read_program
-from papaya.messages.storage import PointRow, Transaction, point_key
+from papaya.messages.storage import PointRow, Transaction, VersionRow, point_key, version_key
+from papaya.server.admin import bundles
 from tests.unit.cli.admin_server import TOKEN, AdminServer, admin_server, papaya
 from tests.unit.learning.executorch.small_program import SOURCE as SUMS
 from tests.unit.server.admin.builders import TASK
@@ -62,6 +66,15 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AdminSer
         yield found
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where programs are cached, so that the tests of this file compile once."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "papaya" / "programs"
+
+
 @pytest.fixture
 def task_file(tmp_path: Path) -> Path:
     file = tmp_path / "tiny.py"
@@ -71,6 +84,14 @@ def task_file(tmp_path: Path) -> Path:
 
 def run(server: AdminServer, *arguments: str | Path) -> int:
     return papaya(*map(str, arguments), "--admin", server.url)
+
+
+def as_owner(server: AdminServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The key of an owner whose clock is that of the server."""
+    clock = SimpleNamespace(time=server.system.service.now)
+    monkeypatch.setattr("papaya.cli.task.signing.time", clock)
+    create_key(folder / "owner.key")
+    return folder / "owner.key"
 
 
 def test_a_file_becomes_a_task_and_its_model_comes_back_by_name(
@@ -113,11 +134,11 @@ def test_a_file_becomes_a_task_and_its_model_comes_back_by_name(
 
 def test_a_task_is_submitted_for_devices_with_its_program(
     server: AdminServer,
+    compiled: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file, program = tmp_path / "sums.py", tmp_path / "sums.program"
     file.write_text(SUMS)
     assert papaya("task", "compile", str(file)) == 0
@@ -127,22 +148,74 @@ def test_a_task_is_submitted_for_devices_with_its_program(
     needs = server.call(server.system.service.task("sums")).config.requirements
     assert (needs.engine, needs.module) == ("executorch", name)
 
-    clock = SimpleNamespace(time=server.system.service.now)
-    monkeypatch.setattr("papaya.cli.task.signing.time", clock)
-    signed = ("--engine", "executorch", "--owner", tmp_path / "owner.key", "--name", "signed")
-    create_key(tmp_path / "owner.key")
+    key = as_owner(server, tmp_path, monkeypatch)
+    signed = ("--engine", "executorch", "--owner", key, "--name", "signed")
     assert run(server, "task", "submit", file, *signed) == 0
     assert "collection numbers and engine executorch" in capsys.readouterr().err
     needs = server.call(server.system.service.task("signed")).config.requirements
     assert (needs.engine, needs.engine_version) == ("executorch", EXECUTORCH_VERSION)
     assert needs.module is None
-    assert len(list((tmp_path / "cache/papaya/programs").iterdir())) == 1, "compiled once"
+    assert len(list(compiled.iterdir())) == 1, "compiled once"
     with pytest.raises(OperatorError, match="reaches only devices that have its program"):
         run(server, "task", "submit", file, "--engine", "executorch", "--unsigned")
 
     file.write_text(SUMS + "\n# changed\n")
     with pytest.raises(OperatorError, match="the program was compiled from sha256:"):
         run(server, "task", "submit", file, "--program", program)
+
+
+def test_settings_of_the_client_are_signed_and_shown(
+    server: AdminServer,
+    task_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = as_owner(server, tmp_path, monkeypatch)
+    settings = ("--set", "client.rate=0.05", "--set", "client.epochs=2", "--set", "concurrency=9")
+    submit = ("--engine", "torch", "--owner", key, *settings)
+    assert run(server, "task", "submit", task_file, *submit) == 0
+    head = server.call(bundles.newest(server.system.service, "tiny")).bundle
+    manifest = TaskManifest.verify(BundleHead.decode(head).manifest)
+    assert manifest.client == ClientSGD(rate=0.05, epochs=2)
+    config = server.call(server.system.service.task("tiny")).config
+    assert (config.concurrency, config.max_examples) == (9, manifest.client.max_examples)
+
+    capsys.readouterr()
+    assert run(server, "task", "show", "tiny") == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("client"))
+    assert "SGD, rate 0.05, 2 epochs, batches of" in line
+
+    assert run(server, "task", "diff", task_file, *settings) == 0
+    out, err = capsys.readouterr()
+    assert (out, "no changes" in err) == ("", True)
+    assert run(server, "task", "diff", task_file, *settings[2:]) == 0
+    assert capsys.readouterr().out == "client.rate: 0.05 → 0.1\n"
+
+
+@pytest.mark.usefixtures("compiled")
+def test_diff_compares_with_the_engine_that_was_asked_for(
+    server: AdminServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, key = tmp_path / "sums.py", as_owner(server, tmp_path, monkeypatch)
+    file.write_text(SUMS)
+    assert run(server, "task", "submit", file, "--engine", "torch", "--owner", key) == 0
+    capsys.readouterr()
+
+    def changes(*arguments: str) -> dict[str, tuple[object, object]]:
+        assert run(server, "task", "diff", file, "--format", "json", *arguments) == 0
+        found = msgspec.json.decode(capsys.readouterr().out)
+        return {each["field"]: (each["before"], each["after"]) for each in found}
+
+    assert changes() == changes("--engine", "torch") == {}
+    other = changes("--engine", "executorch")
+    assert other["engine"] == ("torch", "executorch")
+    assert other["engine_version"][1] == EXECUTORCH_VERSION
+    assert "program.sha256" in other
+    assert not any(field.startswith("client") for field in other)
 
 
 def test_a_name_that_is_taken_is_told(server: AdminServer, task_file: Path) -> None:
@@ -313,6 +386,21 @@ def test_show_has_the_metrics_of_each_version_and_by_data_volume(
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "version created updates staleness loss perplexity accuracy note" in lines
     assert "99th percentile and above 1 70 2 7.389 1" in lines
+
+
+def test_show_has_the_numbers_of_versions_that_are_older_than_the_newest_points(
+    history: AdminServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = VersionRow(2, "next-word/1/parameters-2", 1, 1020.0, marked=True)
+    later = [PointRow(version, 1020.0 + version, 3, 30, 0.5) for version in range(3, 300)]
+    put = tuple((point_key("next-word", point.version), point) for point in later)
+    history.system.change(Transaction(put=((version_key("next-word", 2), kept), *put)))
+    detail = history.call(history.system.service.task("next-word"))
+    assert min(point.version for point in detail.points) > 2
+    assert run(history, "task", "show", "next-word") == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    [line] = [line for line in lines if line.startswith("2 ") and line.endswith("marked")]
+    assert line.endswith(" 4 1.5 2.5 12 0.5 marked")
 
 
 def test_show_names_the_target_of_a_metric(

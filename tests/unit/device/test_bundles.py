@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import structs
 
@@ -32,7 +33,9 @@ from papaya.client.history import History
 from papaya.client.work import Answered, Download, Downloaded, Remember, Trained
 from papaya.config import DeviceConfig
 from papaya.device.bundles import Bundle, BundleStore, VisitBundles
+from papaya.device.download import Downloads, DownloadsFrom
 from papaya.device.owners import OwnerPolicy, parse_owners
+from papaya.device.selectors import open_session
 from papaya.errors import ConfigError, OperatorError, ProtocolError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.frozen_file import FrozenTensor, encode_frozen, map_frozen
@@ -52,6 +55,8 @@ from tests.unit.bundle.builders import (
     a_manifest,
     public,
 )
+from tests.unit.device.fake_selector import raw, serving
+from tests.unit.device.test_download import breaking
 
 POLICY = OwnerPolicy(
     key=public(KEY).hex(),
@@ -444,6 +449,42 @@ def test_frozen_tensors_that_were_damaged_on_disk_are_fetched_again(
         assert path.read_bytes() == FROZEN
 
 
+def test_a_device_that_was_restarted_goes_on_with_a_download(
+    opened: Open, server: Server, tmp_path: Path
+) -> None:
+    key, begun, is_cut = offer_frozen(server, with_frozen()), 1000, True
+    asked: list[tuple[str, str | None]] = []
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        data = server.blobs[request.path.removeprefix("/v1/parameters/")]
+        part = request.headers.get("Range")
+        asked.append((request.path.split("/")[-1].split("-")[0], part))
+        if not (is_cut and data == FROZEN):
+            return await breaking(data, after=len(data))(request)
+        return await (breaking(data, after=begun) if part is None else raw(b"", 503))(request)
+
+    async def fetched() -> Bundle:
+        async with serving() as selector, open_session() as session:
+            selector.replace["parameters"] = reply
+            source = DownloadsFrom(Downloads(session, 10.0), [selector.url])
+            store = opened()
+            try:
+                return await store.fetch(key, source, anything, NOW)
+            finally:
+                store.close()
+
+    with pytest.raises(ProtocolError, match="cannot download the frozen"):
+        asyncio.run(fetched())
+    [part] = (tmp_path / "bundles" / "parts").iterdir()
+    assert part.read_bytes() == FROZEN[:begun]
+    asked.clear()
+    is_cut = False
+    bundle = asyncio.run(fetched())
+    assert bundle.frozen is not None
+    assert bundle.frozen.read_bytes() == FROZEN
+    assert asked == [("bundle", None), ("frozen", f"bytes={begun}-")]
+
+
 def test_frozen_tensors_count_in_the_cache_and_in_the_policy(
     opened: Open, server: Server, tmp_path: Path
 ) -> None:
@@ -595,6 +636,14 @@ def test_the_signed_limits_count_whatever_a_server_says(opened: Open, server: Se
     assert found == ((f"{PIN.owner}/digits", 60.0, 5),)
 
 
+def test_the_memory_that_a_policy_allows_comes_with_the_bundle(
+    opened: Open, server: Server
+) -> None:
+    key = server.offer(a_manifest())
+    assert fetch(opened(), server, key).memory_mb is None
+    assert fetch(opened(structs.replace(POLICY, max_memory_mb=64)), server, key).memory_mb == 64
+
+
 def test_the_device_may_be_stricter_than_the_owner(opened: Open, server: Server) -> None:
     manifest = a_manifest(participation=Participation(60.0, None, "run"))
     policy = structs.replace(POLICY, max_participations=2, min_gap_s=3600.0)
@@ -671,6 +720,7 @@ def test_owners_are_read_from_a_file() -> None:
         ("[owners.a]\n", "key"),
         ('[owners.a]\nkey = "zz"\n', "key"),
         (f'[owners.a]\nkey = "{"0" * 64}"\nmax_examples = 0\n', "max_examples"),
+        (f'[owners.a]\nkey = "{"0" * 64}"\nmax_memory_mb = 0\n', "max_memory_mb"),
         (f'[owners.a]\nkey = "{"0" * 64}"\nengine = "torch"\n', "engine"),
         (f'[owners.a]\nkey = "{"0" * 64}"\n[owners.b]\nkey = "{"0" * 64}"\n', "a key twice"),
         ("".join(f'[owners.o{n}]\nkey = "{n:064x}"\n' for n in range(33)), "more than 32"),
