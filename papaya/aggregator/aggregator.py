@@ -365,19 +365,21 @@ class Aggregator:
         return self._memory.used(now) + turned_away / self._memory.total_bytes
 
     def _finish(self, now: float, effects: Effects) -> Effects:
-        """After every event: drop what lost its memory, and report a rise in demand, limited to the
-        minimum report interval.
+        """After every event: drop what lost its memory, and report a rise in demand and its end,
+        limited to the minimum report interval.
         """
         if self._memory.taken_back:
             effects += self._drop_taken_back()
         if self._is_draining:
             effects += self._go_on_draining(now)
         for held in self.tasks.values():
+            is_news = held.reported_demand > 0 and held.has_all_updates
             if held.may_want_more:
                 held.may_want_more = now < held.adopts_until
-                if held.demand(now) > held.promises.count:
-                    due = max(now, self._reported_at + self._config.min_report_interval_s)
-                    self._report_due = min(self._report_due, due)
+                is_news |= held.demand(now) > held.promises.count
+            if is_news:
+                due = max(now, self._reported_at + self._config.min_report_interval_s)
+                self._report_due = min(self._report_due, due)
         if now >= self._report_due:
             effects += self._report(now, heartbeat=False)
         if self._events:

@@ -266,6 +266,8 @@ class HeldTask:
 
         # Demand may have risen since the last report: the aggregator checks after each event.
         self.may_want_more = False
+        # The demand in the last report.
+        self.reported_demand = 0
         # Until then room is kept for the clients of earlier holders that are still expected.
         # Infinite until the task is served for the first time.
         self.adopts_until = _NEVER
@@ -500,7 +502,7 @@ class HeldTask:
     @property
     def config_demand(self) -> int:
         """Client demand by the rule of the regime, whether or not it is reported yet."""
-        if self.is_over:
+        if self.has_all_updates:
             return 0
         pipeline, active = self.pipeline, len(self.sessions.active)
         return regime.client_demand(
@@ -517,6 +519,15 @@ class HeldTask:
     def is_over(self) -> bool:
         """The last version that the owner asked for exists."""
         return self.ledger.version >= (self.config.stop.versions or _NEVER)
+
+    @property
+    def has_all_updates(self) -> bool:
+        """The last version that the owner asked for exists, or needs no further client."""
+        left = (self.config.stop.versions or _NEVER) - self.ledger.version
+        if left != 1:
+            return left < 1
+        last = self.pipeline.current
+        return last.is_full and not last.is_lost
 
     @property
     def room(self) -> int:
@@ -563,6 +574,7 @@ class HeldTask:
             self.promises.forget_inherited()
         demand = self.demand(now)
         self.promises.offer(demand)
+        self.reported_demand = demand
         return TaskReport(
             task=self.task,
             seq=self.fence.seq,

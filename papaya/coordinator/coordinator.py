@@ -837,8 +837,12 @@ class Coordinator:
         )
 
     def _ended_per_s(self, task: TaskId) -> float:
+        """Clients that end per second, whose slots become free."""
         view = self.fleet.aggregators.get(self.fences[task].aggregator)
-        return 0.0 if view is None else view.ended_per_s.get(task, 0.0)
+        report, last = self._report_of(task), self.tasks[task].config.stop.versions
+        if view is None or (report is not None and report.version >= (last or _NEVER)):
+            return 0.0  # the last version exists, so no slot is filled again
+        return view.ended_per_s.get(task, 0.0)
 
     def _pace(self) -> float:
         """Check-ins per second that would meet the demand, with a margin. In maintenance the last

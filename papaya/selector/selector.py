@@ -600,7 +600,7 @@ class Selector:
         manifest = bytes.fromhex(needs.manifest or "")
         for session in assignment.sessions:
             queue = self._held.get(assignment.device_class)
-            if not queue:
+            if not queue or self._map.is_over(assignment.task):
                 self._unfilled[session] = (self._number + 1, assignment.confirm_by)
                 self._report_within(now, self._config.min_report_interval_s)
                 continue

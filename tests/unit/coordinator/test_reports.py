@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from papaya.config import Requirements
+from papaya.config import Requirements, StopRule
 from papaya.errors import ProtocolError
 from papaya.machine import Read
 from papaya.messages.control import Advertised, AggregatorOrders, Route, SelectorOrders
@@ -183,6 +183,16 @@ def test_a_task_whose_clients_come_and_go_is_wanting_before_it_has_demand() -> N
     office.aggregator("agg-1", on("words", 1, demand=0, ended=10))
     [orders] = orders_in(office.selector("sel-1"), SelectorOrders)
     assert orders.wanting == ("words",)
+
+
+def test_a_task_with_its_last_version_wants_nobody_although_its_clients_have_just_ended() -> None:
+    office = a_served_office(a_task(stop=StopRule(versions=1)), demand=0)
+    office.aggregator("agg-1", on("words", 1, demand=0, ended=0))
+    office.now += H
+    office.aggregator("agg-1", on("words", 1, demand=0, ended=10, version=1))
+    [orders] = orders_in(office.selector("sel-1"), SelectorOrders)
+    assert orders.wanting == ()
+    assert orders.check_ins_per_s == 0.0
 
 
 def test_a_coordinator_never_speaks_to_a_device() -> None:

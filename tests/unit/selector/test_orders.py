@@ -54,6 +54,14 @@ GHOST = (assign("ghost"),)
 # --- Accepting
 
 
+def test_no_device_is_sent_to_a_task_that_has_ended() -> None:
+    selector = holding("a")
+    selector.receive(BOOT + 1, orders(2, advertised=(), wanting=(), routes=(), over=(TASK,)))
+    late = selector.receive(BOOT + 1, orders(1, assignments=(assign("s1"),)))
+    assert accepted(late) == {}
+    assert next_report(selector, late).unfilled == ("s1",)
+
+
 def test_the_oldest_held_device_goes_first() -> None:
     selector = holding("a", "b", "c", "d")
     effects = selector.receive(BOOT + 1, orders(1, assignments=(assign("s1", "s2"),)))
