@@ -343,9 +343,8 @@ def test_the_policy_for_an_owner_limits_the_memory_of_its_jobs(tmp_path: Path) -
             max_memory_mb=limit_mb,
         )
         store = BundleStore(tmp_path / str(limit_mb), {policy.pin.owner: policy})
-        trainer = ExecutorTrainer(
-            *(sandbox, lambda: NOW, Random(1), None, "torch"), sandbox.engine_version
-        )
+        version = sandbox.engine_version
+        trainer = ExecutorTrainer(sandbox, lambda: NOW, Random(1), None, "torch", version)
         key = f"{Bundle(manifest, 0.0, Path()).run}/0/bundle-3-{'0' * 32}"
         try:
             await store.fetch(key, Source(), trainer.add_bundle, NOW)
