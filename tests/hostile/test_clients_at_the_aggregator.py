@@ -116,7 +116,6 @@ def test_no_flipped_bit_of_a_ticket_passes(name: str) -> None:
         ("report", ["assignment"]),
         ("chunk", ["assignment", "session"]),
         ("complete", ["assignment", "session"]),
-        ("leave", ["assignment"]),
     ],
 )
 def test_a_ticket_opens_only_the_stage_it_was_made_for(name: str, kinds: list[str]) -> None:
