@@ -203,10 +203,11 @@ class AdminService:
             leader_admin=address.url if isinstance(address, AdminAddressRow) else "",
             identifies_devices=self._identifies_devices,
             maintenance=under if isinstance(under, MaintenanceRow) else None,
-            versions=await self._versions(known.holder),
+            versions=await self.versions_of_servers(known.holder),
         )
 
-    async def _versions(self, leader: NodeId) -> dict[NodeId, str]:
+    async def versions_of_servers(self, leader: NodeId = "") -> dict[NodeId, str]:
+        """The version of Papaya that each live server runs; empty for 0.4.0."""
         nodes = [leader] if leader else []
         nodes += [server.node for server in self.live.aggregators()]
         nodes += [server.node for server in self.live.selectors()]

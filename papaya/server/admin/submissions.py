@@ -15,6 +15,7 @@ from secrets import token_bytes
 
 from msgspec import structs
 
+import papaya
 from papaya.aggregator.shards import blob_key
 from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError, ProtocolError
@@ -71,6 +72,8 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
         )
     evaluations.check_plan(config)
     _check_manifest(new)
+    if config.privacy is not None:
+        await _require_one_version(service)
     await _require_new(service, config.task)
     await _require_parameters(service, new)
     kept = None
@@ -136,6 +139,18 @@ def _check_manifest(new: NewTask) -> None:
         raise OperatorError(
             f"the manifest has {length} parameters, the task {new.config.model_length}",
             hint="submit the task again from its file",
+        )
+
+
+async def _require_one_version(service: AdminService) -> None:
+    """An aggregator of an earlier version does not know `privacy`: it would add no noise."""
+    versions = await service.versions_of_servers()
+    others = [node for node, version in versions.items() if version != papaya.__version__]
+    if others:
+        raise Conflict(
+            f"{others[0]} runs {versions[others[0]] or '0.4.0'}, this server {papaya.__version__}: "
+            "a private task needs servers of one version, because an earlier one may add no noise",
+            hint="finish the upgrade, then submit again: papaya status",
         )
 
 

@@ -9,18 +9,21 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from papaya.config import EvaluationPlan, StopRule, TaskConfig
+import papaya
+from papaya.config import EvaluationPlan, Privacy, StopRule, TaskConfig
 from papaya.config.checks import MAX_COUNT
 from papaya.errors import OperatorError
 from papaya.learning import parameters
 from papaya.messages.storage import (
     TASKS,
+    BootRow,
     ConsumedRow,
     Member,
     OptimizerRow,
     TaskRow,
     Transaction,
     VersionRow,
+    boot_key,
     consumed_key,
     optimizer_key,
     version_key,
@@ -307,5 +310,25 @@ def test_the_supervisor_completes_a_task_and_says_why(tmp_path: Path) -> None:
         view = (await system.service.task("next-word")).task
         assert (view.state, view.why) == ("completed", "reached the limit of 1 hours")
         assert system.changes == 2
+
+    run(tmp_path, test)
+
+
+def test_a_private_task_waits_until_all_servers_run_one_version(tmp_path: Path) -> None:
+    """An aggregator of 0.4.0 would publish the sums without noise."""
+    private = structs.replace(
+        TASK, privacy=Privacy(clip=1.0, max_participations=10, delta=1e-7, epsilon=8.0)
+    )
+
+    def server(version: str) -> Transaction:
+        return Transaction(put=((boot_key("aggregator"), BootRow(1, 1, version)),))
+
+    async def test(system: System) -> None:
+        system.change(server(""))
+        await system.submit(structs.replace(TASK, task="without"))
+        with pytest.raises(Conflict, match=r"aggregator runs 0\.4\.0"):
+            await system.submit(private)
+        system.change(server(papaya.__version__))
+        await system.submit(private)
 
     run(tmp_path, test)
