@@ -104,7 +104,7 @@ def _check_that_it_notices(model: Model, outcomes: list[LoadOutcome]) -> None:
     [problem] = judge(with_digit(one.number, 0.3 * weight), outcomes).problems
     assert "its coordinate is" in problem
     [problem] = judge(with_digit(399, 1.0), outcomes).problems
-    assert "of nobody" in problem
+    assert "that no device used" in problem
     for told in ("aborted", "discarded"):
         changed = [structs.replace(o, ending=told) if o is one else o for o in outcomes]
         [problem] = judge(model, changed).problems
