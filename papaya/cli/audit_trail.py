@@ -124,17 +124,25 @@ def run_show(options: TrailShowOptions) -> int:
     if options.is_json:
         print_json(AuditPage(trail.start, trail.head, rows))
         return 0
-    lines = [(str(row.number), _date(row.at), *_words(row)) for row in rows]
-    print_data(table(("number", "when (UTC)", "who", "what", "result", "why"), lines))
+    # What was changed can be long: it is the last column, and aligned to the left.
+    width = max((len(_what(row)) for row in rows), default=0)
+    lines = [
+        (str(row.number), _date(row.at), *_words(row), _what(row).ljust(width)) for row in rows
+    ]
+    header = ("number", "when (UTC)", "who", "result", "why", "what".ljust(width))
+    print_data(table(header, lines))
     note(f"the trail is in order; its head is {_named(trail.head.number, trail.head.digest)}")
     return 0
 
 
 def _words(row: AuditRow) -> tuple[str, ...]:
+    return row.attempt.actor, row.result, row.attempt.why or "-"
+
+
+def _what(row: AuditRow) -> str:
     by = row.attempt
     details = "" if by.details == "{}" else by.details
-    what = " ".join(filter(None, (by.action, by.target, details)))
-    return by.actor, what, row.result, by.why or "-"
+    return " ".join(filter(None, (by.action, by.target, details)))
 
 
 def run_export(options: TrailExportOptions) -> int:
