@@ -406,5 +406,5 @@ def _parsed(body: bytes, kind: type[T]) -> T:
         raise
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise OperatorError(
-            f"invalid {kind.__name__}: {str(error)[:200]}", hint="papaya task --help"
+            f"invalid {kind.__name__}: {str(error)[:200]}", hint="use --help with the command"
         ) from error
