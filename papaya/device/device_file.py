@@ -29,7 +29,9 @@ from papaya.messages.base import TaskId
 StrPath: TypeAlias = str | os.PathLike[str]
 
 _BUSY_TIMEOUT_S = 10.0
-_PRAGMAS = ("secure_delete=ON", "journal_mode=DELETE", "synchronous=FULL")
+# EXTRA syncs the folder after a commit too: otherwise a power failure can bring the journal back,
+# which rolls back a charge although its update was sent.
+_PRAGMAS = ("secure_delete=ON", "journal_mode=DELETE", "synchronous=EXTRA")
 _CLEAN, _DELETED = 0, 1  # the file's user_version: has anything been deleted since the last scrub?
 _IN_MEMORY = ":memory:"
 _SCHEMA = """

@@ -107,6 +107,7 @@ class DeviceVisit:
         self._parameters = b""
         # Was the cost of this participation written to the ledger?
         self._is_charged = False
+        self._planned: PlannedUse | None = None  # what it trained or sealed under
         self._finish: Finish | None = None
 
     async def run(self) -> Finish:
@@ -316,6 +317,7 @@ class DeviceVisit:
         try:
             async with self._process.training_slot():
                 self._check_manifest(assignment.program)
+                self._planned = self._use()
                 trained = await self._equipment.trainer.train(assignment, self._equipment.store)
             _check_update(trained, joined.update_length)
         except Exception as error:  # `knows` and `terms` are the app's code
@@ -335,6 +337,7 @@ class DeviceVisit:
         terms = self._equipment.trainer.terms(program)
         try:
             self._check_manifest(program)
+            self._planned = self._use()
             if trust is None or terms is None:
                 raise GivenUp("declined", _NO_TRUST, hint=_TRUST_HINT)
             bundle = self._bundle(program)
@@ -363,7 +366,8 @@ class DeviceVisit:
     async def _spend(self) -> None:
         account = self._equipment.account
         if account is not None and not self._is_charged:
-            await asyncio.to_thread(account.spend, self._use(), self._process.now())
+            planned = self._planned or self._use()
+            await asyncio.to_thread(account.spend, planned, self._process.now())
             self._is_charged = True
 
 

@@ -39,6 +39,7 @@ from papaya.messages.storage import (
 )
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import write_within_quota
+from papaya.server.admin.private_tasks import require_privacy
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import (
@@ -214,6 +215,7 @@ async def revise(
     if not is_renewal:
         put = (*change.put, kept.revision_row(service.now()))
         change = structs.replace(change, put=put)
+    await require_privacy(service, kept.config)
     await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))
     return (await service.task(found.task)).task
 

@@ -122,7 +122,7 @@ class AdminService:
         self._changed = changed
         self._server = server
         self._started = now()
-        self._identifies_devices = identifies_devices
+        self.identifies_devices = identifies_devices
         self._has_seen = has_seen
 
     # -- look -------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class AdminService:
             tasks=await self.tasks(),
             clocks=self.live.clocks(),
             leader_admin=address.url if isinstance(address, AdminAddressRow) else "",
-            identifies_devices=self._identifies_devices,
+            identifies_devices=self.identifies_devices,
             maintenance=under if isinstance(under, MaintenanceRow) else None,
             versions=await self.versions_of_servers(known.holder),
         )

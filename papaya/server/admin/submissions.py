@@ -15,7 +15,6 @@ from secrets import token_bytes
 
 from msgspec import structs
 
-import papaya
 from papaya.aggregator.shards import blob_key
 from papaya.config import TaskConfig
 from papaya.errors import MissingBlob, OperatorError, ProtocolError
@@ -40,6 +39,7 @@ from papaya.server.admin import bundles, evaluations
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import write_within_quota
 from papaya.server.admin.bundles import KeptBundle
+from papaya.server.admin.private_tasks import require_privacy
 from papaya.server.admin.problems import Conflict, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import NewTask, Stored, TaskView
@@ -72,8 +72,7 @@ async def submit(service: AdminService, caller: Caller, new: NewTask, attempt: A
         )
     evaluations.check_plan(config)
     _check_manifest(new)
-    if config.privacy is not None:
-        await _require_one_version(service)
+    await require_privacy(service, config)
     await _require_new(service, config.task)
     await _require_parameters(service, new)
     kept = None
@@ -139,18 +138,6 @@ def _check_manifest(new: NewTask) -> None:
         raise OperatorError(
             f"the manifest has {length} parameters, the task {new.config.model_length}",
             hint="submit the task again from its file",
-        )
-
-
-async def _require_one_version(service: AdminService) -> None:
-    """An aggregator of an earlier version does not know `privacy`: it would add no noise."""
-    versions = await service.versions_of_servers()
-    others = [node for node, version in versions.items() if version != papaya.__version__]
-    if others:
-        raise Conflict(
-            f"{others[0]} runs {versions[others[0]] or '0.4.0'}, this server {papaya.__version__}: "
-            "a private task needs servers of one version, because an earlier one may add no noise",
-            hint="finish the upgrade, then submit again: papaya status",
         )
 
 

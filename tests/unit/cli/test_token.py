@@ -110,7 +110,7 @@ def test_a_device_is_revoked_listed_and_forgiven(
         for device, is_warned in (("known", False), ("unknown", True)):
             assert papaya("token", "revoke", device, *connection) == 0
             assert ("no device 'unknown' has checked in" in capsys.readouterr().err) is is_warned
-        server.system.service._identifies_devices = False
+        server.system.service.identifies_devices = False
         assert papaya("token", "revoke", "known", *connection) == 0
         assert "this has no effect" in capsys.readouterr().err
         with pytest.raises(OperatorError, match="invalid Revoke"):

@@ -40,7 +40,7 @@ def test_what_is_remembered_survives_a_restart(tmp_path: Path) -> None:
 def test_it_is_written_with_the_greatest_care(tmp_path: Path) -> None:
     with DeviceHistory(tmp_path / "device.db") as history:
         [[level]] = history._file.rows("PRAGMA synchronous")
-    assert level == 2  # FULL
+    assert level == 3  # EXTRA
 
 
 def test_nobody_else_may_read_it(tmp_path: Path) -> None:

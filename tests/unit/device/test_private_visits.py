@@ -10,11 +10,12 @@ import pytest
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from papaya.client.work import Finish
+from papaya.client.work import Finish, Trained
 from papaya.config import PrivacyTerms
 from papaya.device.events import Event, VisitEnded
+from papaya.device.example_store import ExampleStore
 from papaya.device.ledger import Charge, PrivacyLedger
-from papaya.device.training import ProtocolTrainer
+from papaya.device.training import ProtocolTrainer, TrainingRequest
 from papaya.device.use_policy import PrivacyBudget, UsePolicy
 from papaya.learning.definition import TaskTerms
 from tests.unit.device.fake_selector import (
@@ -52,8 +53,21 @@ class PrivateTrainer(ProtocolTrainer):
         return self._terms
 
 
+class RevisedTrainer(PrivateTrainer):
+    """Another visit of the process accepts a revision with more noise while this one trains."""
+
+    async def train(self, assignment: TrainingRequest, store: ExampleStore) -> Trained:
+        trained = await super().train(assignment, store)
+        self._terms = terms(20.0)
+        return trained
+
+
 def visit(
-    path: Path, found: TaskTerms, budget: PrivacyBudget | None = BUDGET, **replaced: Any
+    path: Path,
+    found: TaskTerms,
+    budget: PrivacyBudget | None = BUDGET,
+    trainer: type[PrivateTrainer] = PrivateTrainer,
+    **replaced: Any,
 ) -> tuple[Finish, str, FakeSelector]:
     events: list[Event] = []
     policies = {"keyboard": UsePolicy(tasks=("*",), budget=budget)}
@@ -66,7 +80,7 @@ def visit(
                 fake.url,
                 store=path,
                 policies=policies,
-                trainer=PrivateTrainer(found),
+                trainer=trainer(found),
                 notify=events.append,
             ) as phone:
                 return await phone.visit(), fake
@@ -94,6 +108,12 @@ def test_the_charge_is_durable_before_the_first_byte_of_the_update(tmp_path: Pat
     assert seen[0] == [0.125]
     assert finish.ending != "counted"
     assert charges(path) == [0.125], "an update that did not arrive stays charged"
+
+
+def test_a_revision_during_training_does_not_change_the_charge(tmp_path: Path) -> None:
+    path = tmp_path / "device.db"
+    visit(path, terms(2.0), trainer=RevisedTrainer)
+    assert charges(path) == [0.125], "the update was made under the earlier noise multiplier"
 
 
 def test_a_device_declines_what_it_cannot_afford_and_keeps_the_reason(tmp_path: Path) -> None:

@@ -332,3 +332,19 @@ def test_a_private_task_waits_until_all_servers_run_one_version(tmp_path: Path) 
         await system.submit(private)
 
     run(tmp_path, test)
+
+
+def test_a_private_task_in_the_clear_needs_identities_of_devices(tmp_path: Path) -> None:
+    """Otherwise a device could be in one sum several times, and pay for each once."""
+    private = structs.replace(
+        TASK, privacy=Privacy(clip=1.0, max_participations=10, delta=1e-7, epsilon=8.0)
+    )
+
+    async def test(system: System) -> None:
+        system.service.identifies_devices = False
+        with pytest.raises(Conflict, match="identify devices"):
+            await system.submit(private)
+        system.service.identifies_devices = True
+        await system.submit(private)
+
+    run(tmp_path, test)

@@ -1,0 +1,34 @@
+"""What a private task needs from the servers; otherwise its guarantee would not hold.
+
+Refused: a private task in the clear if tokens do not identify devices, and any private task while
+servers of two versions run.
+"""
+
+from __future__ import annotations
+
+import papaya
+from papaya.config import TaskConfig
+from papaya.server.admin.problems import Conflict
+from papaya.server.admin.service import AdminService
+
+
+async def require_privacy(service: AdminService, config: TaskConfig) -> None:
+    """Raises Conflict if the servers cannot keep the promise of this task."""
+    if config.privacy is None:
+        return
+    # Without identities a device can be in one sum several times, which costs more than its ledger
+    # charges. Under secure aggregation the TSA refuses it.
+    if config.secure_aggregation is None and not service.identifies_devices:
+        raise Conflict(
+            "a private task without secure aggregation needs tokens that identify devices",
+            hint='set device_tokens = "signed" in the server\'s file, or use secure_aggregation',
+        )
+    # An aggregator of an earlier version does not know `privacy`: it would add no noise.
+    versions = await service.versions_of_servers()
+    others = [node for node, version in versions.items() if version != papaya.__version__]
+    if others:
+        raise Conflict(
+            f"{others[0]} runs {versions[others[0]] or '0.4.0'}, this server {papaya.__version__}: "
+            "a private task needs servers of one version, because an earlier one may add no noise",
+            hint="finish the upgrade, then submit again: papaya status",
+        )
