@@ -1,6 +1,6 @@
 """The device's one SQLite file, which holds its examples and its history.
 
-The file is private (mode 0600) and durable (synchronous=FULL). `scrub` removes deleted data by
+The file is private (mode 0600) and durable (synchronous=EXTRA). `scrub` removes deleted data by
 rewriting the file. `secure_delete` alone is not enough: it overwrites a deleted row, but not the
 copies that remain when rows move between pages. There is no write-ahead log, because it would keep
 old pages for as long as another process reads.
