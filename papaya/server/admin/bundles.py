@@ -213,9 +213,9 @@ async def revise(
     except OperatorError as error:
         raise Conflict(str(error), hint=error.hint) from error
     if not is_renewal:
+        await require_privacy(service, kept.config)
         put = (*change.put, kept.revision_row(service.now()))
         change = structs.replace(change, put=put)
-    await require_privacy(service, kept.config)
     await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))
     return (await service.task(found.task)).task
 
