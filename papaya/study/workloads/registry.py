@@ -4,8 +4,8 @@ A `WorkloadSpec` is a few words, so that another process can make the same workl
 stands for is opened by `prepare`:
 
     embedding | bigram                       the synthetic language (language.py)
-    my_task.py with data leaf:FOLDER         LEAF's JSON (source.py)
-                    text:FOLDER, stdlib      texts, a file for each client (source.py)
+    my_task.py with data leaf:FOLDER         LEAF's JSON (papaya/study/data/leaf.py)
+                    text:FOLDER, stdlib      texts, a file for each client (data/texts.py)
 """
 
 from __future__ import annotations
@@ -27,20 +27,15 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.task import LoadedTask, load_task
 from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
+from papaya.study.data.leaf import leaf_source
+from papaya.study.data.source import Source, described, population_of
+from papaya.study.data.texts import folder_source, library_source, loader_of
 from papaya.study.replay import Rates
 from papaya.study.workloads.base import Clients, Workload
 from papaya.study.workloads.language import (
     BigramWorkload,
     EmbeddingWorkload,
     LanguageWorkload,
-)
-from papaya.study.workloads.source import (
-    Source,
-    folder_source,
-    leaf_source,
-    library_source,
-    loader_of,
-    population_of,
 )
 
 BUILT_IN: Final[dict[str, type[LanguageWorkload]]] = {
@@ -68,7 +63,7 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """`name` of a built-in workload or path of a task file, with its `data`.
 
     How long an example takes on a phone is of the population, not of the data: see
-    `population_of` in source.py.
+    `population_of` in papaya/study/data/source.py.
     """
 
     name: str
@@ -180,7 +175,6 @@ def with_source(
     # Before anything is recorded: what fails on an example fails at once.
     loaded.try_on(source.training(0)[:1], f"the first example of client 0 of {source.name}")
     task = loaded.config()
-    clients, volumes = len(source.volumes), source.volumes
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(
         spec=spec,
@@ -189,8 +183,7 @@ def with_source(
         rates=Rates(client=loaded.task.client, optimizer=task.optimizer, clip=task.clip),
         population=population_of(source, most, population, spec.seconds_per_example),
         make=partial(_torch, loaded, source),
-        about=f"{task.task}: {task.model_length:,} parameters; {source.name}: {clients:,} clients, "
-        f"{int(volumes.sum()):,} examples, median {int(np.median(volumes)):,}",
+        about=f"{task.task}: {task.model_length:,} parameters; {described(source)}",
     )
 
 

@@ -11,9 +11,9 @@ import pytest
 from papaya.errors import OperatorError
 from papaya.learning.task import load_task
 from papaya.sim.population import PopulationConfig
+from papaya.study.data.source import Memory
 from papaya.study.workloads.base import Clients
 from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, judges, open_source, prepare
-from papaya.study.workloads.source import Memory
 
 POPULATION = PopulationConfig(size=1000)
 TASK = """

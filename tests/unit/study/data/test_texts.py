@@ -8,7 +8,7 @@ import pytest
 
 from papaya.device.texts import lines
 from papaya.errors import OperatorError
-from papaya.study.workloads.source import folder_source, library_source
+from papaya.study.data.texts import folder_source, library_source
 
 
 def texts_in(folder: Path) -> Path:

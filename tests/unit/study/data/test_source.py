@@ -9,7 +9,7 @@ from papaya.device.example_store import MAX_EXAMPLE_BYTES, split_of
 from papaya.device.use_policy import UsePolicy
 from papaya.errors import ConfigError, OperatorError
 from papaya.sim.population import DEFAULT, Population, client_of
-from papaya.study.workloads.source import Memory, population_of
+from papaya.study.data.source import Memory, described, population_of
 
 CLIENTS = [[b"%d/%d" % (client, i) for i in range(10 + 40 * client)] for client in range(5)]
 
@@ -37,7 +37,12 @@ SIDES = ("train", "validation", "test")
 def test_clients_with_nothing_to_train_on_are_left_out_and_counted() -> None:
     held_out = next(b"%d" % i for i in range(100) if split_of(b"%d" % i, UsePolicy()) != "train")
     source = Memory("gaps", [[], CLIENTS[0], [held_out], CLIENTS[1]])
-    assert (len(source.volumes), source.left_out) == (2, 2)
+    assert source.left_out == {"no_examples": 1, "no_training_examples": 1}
+    assert (len(source.volumes), source.names) == (2, ["1", "3"])
+    told = described(source)
+    assert "gaps: 2 clients" in told
+    assert "left out of 4 clients: 1 without examples, 1 without training examples" in told
+    assert "left out" not in described(a_source())
     assert source.training(1) == a_source().training(1)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from papaya.errors import OperatorError
-from papaya.study.workloads.source import leaf_source
+from papaya.study.data.leaf import leaf_source
 
 
 def a_file(path: Path, users: dict[str, list[tuple[Any, Any]]], /, **changes: Any) -> Path:
@@ -38,7 +38,8 @@ def test_a_file_gives_its_users_and_their_pairs(tmp_path: Path) -> None:
     users = {"anna": some(30), "börk": some(20, first=100), "nobody": []}
     source = leaf_source(a_file(tmp_path / "data.json", users))
     assert len(source.volumes) == 2
-    assert source.left_out == 1
+    assert source.left_out == {"no_examples": 1}
+    assert source.names == ["anna", "börk"]
     for client, user in enumerate(("anna", "börk")):
         held = [(json.loads(e)["x"], json.loads(e)["y"]) for e in source.held_out(client)]
         trained = pairs_of(source, client)

@@ -1,0 +1,1 @@
+"""Data of researchers: readers, partitions into clients, and the devices that hold them."""
