@@ -12,9 +12,11 @@ run that diverges ends here with what it learnt until then.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
@@ -22,7 +24,7 @@ from papaya.config import OptimizerConfig
 from papaya.errors import Diverged, UpdateRefused
 from papaya.learning.definition import ClientSGD
 from papaya.learning.kernels import fastest
-from papaya.learning.parameters import Vector
+from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.learning.weighting import (
     Admitted,
@@ -33,6 +35,7 @@ from papaya.learning.weighting import (
     clipped,
     norm,
 )
+from papaya.study.checkpoint import Checkpoints, LearningState
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import Matrix, Quality, Workload
 
@@ -126,6 +129,15 @@ class Judging:
         except (Diverged, UpdateRefused) as error:
             self.diverged = str(error)
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"points": msgspec.to_builtins(self.points), "streak": self._streak}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.points = msgspec.convert(state["points"], list[Point])
+        self._streak = state["streak"]
+
     def curve(self, rates: Rates, norms: list[float]) -> Curve:
         points = tuple(self.points)
         return Curve(self._workload.name, rates, points, tuple(norms[:NORMS_KEPT]), self.diverged)
@@ -139,17 +151,23 @@ def learn(
     target: float | None = None,
     evaluations: int = EVALUATIONS,
     until: int | None = None,
+    judged: Callable[[int, Vector], None] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Curve:
     """Replay the trace, or until version `until`, or until `target` is reached and kept.
 
-    Judged are version 0, the last, and `evaluations` versions in between.
+    Judged are version 0, the last, and `evaluations` versions in between; `judged` is called with
+    each of them. With `checkpoints`, learning continues after the version that was kept last.
     """
     last = trace.versions if until is None else min(until, trace.versions)
     judging = Judging(workload, last, evaluations, target)
     due = frozenset(judging.due)
-    norms: list[float] = []
+    learner = _Learner(trace, workload, rates, last)
+    if checkpoints is not None and (found := checkpoints.load()) is not None:
+        learner.restore(found)
+        judging.restore(found.judging)
     with judging.until_diverged():
-        for version, parameters in _versions(trace, workload, rates, last, norms):
+        for version, parameters in learner.versions():
             if version in due:
                 judging.judge(
                     parameters,
@@ -158,29 +176,62 @@ def learn(
                     updates=int(trace.first[version + 1]),
                     trips=int(trace.trips[version]),
                 )
+                if judged is not None and judging.diverged is None:
+                    judged(version, parameters)
             if judging.is_over:
                 break
-    return judging.curve(rates, norms)
+            if checkpoints is not None and version < last:
+                checkpoints.save_if_due(lambda: learner.state(judging))
+    return judging.curve(rates, learner.norms)
 
 
-def _versions(
-    trace: Trace, workload: Workload, rates: Rates, last: int, norms: list[float]
-) -> Iterator[tuple[int, Vector]]:
-    """Every version in turn, from version 0 on."""
-    optimizer = server_optimizer(rates.optimizer)
-    parameters = workload.initial(trace.seed)
-    state = optimizer.initial_state(workload.length)
-    models = {0: parameters}
-    last_use = _last_use(trace, last)
-    yield 0, parameters
-    for version in range(1, last + 1):
-        updates = _train(trace, workload, rates, models, version)
-        total = _sum(trace, rates, version, updates, norms)
-        parameters, state = optimizer.step(parameters, total.mean(), state)
-        models[version] = parameters
-        for old in last_use.get(version, ()):
-            del models[old]
-        yield version, parameters
+class _Learner:
+    """The server's side of learning: every version in turn, from version 0 on."""
+
+    def __init__(self, trace: Trace, workload: Workload, rates: Rates, last: int) -> None:
+        self.norms: list[float] = []
+        self._trace = trace
+        self._workload = workload
+        self._rates = rates
+        self._last = last
+        self._optimizer = server_optimizer(rates.optimizer)
+        self._state = self._optimizer.initial_state(workload.length)
+        # Versions from which clients still train, and the newest one.
+        self._models: dict[int, Vector] = {}
+        self._version = -1
+
+    def versions(self) -> Iterator[tuple[int, Vector]]:
+        """Those that were not yet made."""
+        if self._version < 0:
+            self._version, self._models = 0, {0: self._workload.initial(self._trace.seed)}
+            yield 0, self._models[0]
+        last_use = _last_use(self._trace, self._last)
+        for version in range(self._version + 1, self._last + 1):
+            updates = _train(self._trace, self._workload, self._rates, self._models, version)
+            total = _sum(self._trace, self._rates, version, updates, self.norms)
+            parameters, self._state = self._optimizer.step(
+                self._models[version - 1], total.mean(), self._state
+            )
+            self._version, self._models[version] = version, parameters
+            for old in last_use.get(version, ()):
+                del self._models[old]
+            yield version, parameters
+
+    def state(self, judging: Judging) -> LearningState:
+        return LearningState(
+            version=self._version,
+            models={version: model.tobytes() for version, model in self._models.items()},
+            optimizer=self._optimizer.encode_state(self._state),
+            norms=self.norms,
+            judging=judging.state,
+        )
+
+    def restore(self, found: LearningState) -> None:
+        self._version, self.norms = found.version, list(found.norms)
+        self._models = {
+            version: np.frombuffer(model, FLOAT32).copy() for version, model in found.models.items()
+        }
+        self._state = self._optimizer.decode_state(found.optimizer, self._workload.length)
 
 
 def _train(

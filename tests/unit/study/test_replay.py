@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.learning.weighting import clipped
 from papaya.sim.draws import Ints
+from papaya.study.checkpoint import Checkpoints
 from papaya.study.replay import NORMS_KEPT, Curve, Point, Rates, learn
 from papaya.study.trace import Trace
 from papaya.study.workloads.base import Clients, Matrix, Quality, Workload
@@ -248,3 +250,47 @@ def test_a_replay_stops_when_its_target_is_kept() -> None:
     assert reached.version == 4
     assert curve.points[-1].version == 7
     assert len(learn(a_trace(9, 4), Falling(), RATES).points) == 10
+
+
+class Interrupted(Drift):
+    """Stops once, when it has trained the members of so many versions."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def train(
+        self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
+    ) -> Matrix:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().train(models, start, clients, sgd)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 11])
+def test_an_interrupted_run_resumes_with_the_same_bits(after: int, tmp_path: Path) -> None:
+    trace = a_trace(12, 5, stale=3)
+    whole: list[bytes] = []
+    expected = learn(trace, Drift(), RATES, judged=lambda v, model: whole.append(model.tobytes()))
+    path = tmp_path / "checkpoint"
+    with pytest.raises(KeyboardInterrupt):
+        learn(trace, Interrupted(after), RATES, checkpoints=Checkpoints(path, every_s=0))
+    resumed = Interrupted(12 - after)  # what was trained before is not trained again
+    found: list[bytes] = []
+    curve = learn(
+        trace,
+        resumed,
+        RATES,
+        judged=lambda v, model: found.append(model.tobytes()),
+        checkpoints=Checkpoints(path, every_s=0),
+    )
+    assert curve == expected
+    assert found == whole[after + 1 :]
+    assert resumed.left == 0
+
+
+def test_a_damaged_checkpoint_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_bytes(b"damaged")
+    trace, checkpoints = a_trace(3, 4), Checkpoints(tmp_path / "checkpoint", every_s=0)
+    assert learn(trace, Drift(), RATES, checkpoints=checkpoints) == learn(trace, Drift(), RATES)
