@@ -37,7 +37,7 @@ def training_batches(
     """The batches of all epochs, in an order drawn from the seed."""
     rng = np.random.default_rng(seed)
     orders = (rng.permutation(len(examples)) for _ in range(client.epochs))
-    return _batches(examples, orders, client.epochs, client.batch_size, step_done)
+    return _batches(examples, orders, client.steps(len(examples)), client.batch_size, step_done)
 
 
 def evaluation_batches(
@@ -45,18 +45,19 @@ def evaluation_batches(
 ) -> Iterator[list[bytes]]:
     """The examples once, as they come."""
     order = iter([np.arange(len(examples))])
-    return _batches(examples, order, 1, client.batch_size, step_done)
+    steps = math.ceil(len(examples) / client.batch_size)
+    return _batches(examples, order, steps, client.batch_size, step_done)
 
 
 def _batches(
     examples: Sequence[bytes],
     orders: Iterator[npt.NDArray[np.int64]],
-    epochs: int,
+    steps: int,
     size: int,
     step_done: StepDone,
 ) -> Iterator[list[bytes]]:
     """The examples in each order, `size` at a time; the last batch of each may be smaller."""
-    done, steps = 0, epochs * math.ceil(len(examples) / size)
+    done = 0
     for order in orders:
         for start in range(0, len(order), size):
             yield [examples[i] for i in order[start : start + size].tolist()]

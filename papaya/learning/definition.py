@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType, structs
@@ -30,9 +31,15 @@ from papaya.config import (
     SyncFL,
     TaskConfig,
 )
-from papaya.config.checks import require, require_count
-from papaya.errors import ConfigError
+from papaya.config.checks import require, require_choice, require_count
+from papaya.errors import ConfigError, InvariantError
 from papaya.learning.example_fields import ExampleField
+from papaya.learning.schedules import ConstantRate, Schedule
+
+ClientOptimizerName = Literal["sgd", "adam", "adamw"]
+
+ADAM_DEFAULTS = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+"""Those of torch.optim.Adam."""
 
 _MAX_RATE = 3.4e38  # the largest float32, nearly
 
@@ -68,7 +75,16 @@ class Examples(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How a client trains. It trains on at most `max_examples`, which also caps its weight."""
+    """How a client trains. It trains on at most `max_examples`, which also caps its weight.
+
+    The steps are those of `torch.optim`: SGD, with `momentum` and `nesterov`; Adam and AdamW, with
+    `beta1`, `beta2` and `epsilon`. `proximal` is the μ of FedProx: the loss that is minimised has a
+    term μ/2 · ‖w − w₀‖², where w₀ is the downloaded model. `max_gradient_norm` bounds the L2 norm
+    of the gradient of each step, before the optimizer uses it.
+
+    Fields from `optimizer` on are unset if they have no effect: a manifest has one encoding, and
+    those that were signed before there were such fields keep theirs.
+    """
 
     rate: float
     momentum: float = 0.0
@@ -76,6 +92,14 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     epochs: int = 1
     batch_size: int = 32
     max_examples: int = 1500
+    optimizer: ClientOptimizerName | UnsetType = UNSET
+    beta1: float | UnsetType = UNSET
+    beta2: float | UnsetType = UNSET
+    epsilon: float | UnsetType = UNSET
+    nesterov: bool | UnsetType = UNSET
+    proximal: float | UnsetType = UNSET
+    max_gradient_norm: float | UnsetType = UNSET
+    schedule: Schedule | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         require(
@@ -101,6 +125,79 @@ class ClientSGD(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         )
         for field in ("epochs", "batch_size", "max_examples"):
             require_count(f"client.{field}", getattr(self, field))
+        self._check_optimizer()
+        for field, remedy in (
+            ("proximal", "leave it out, or try 0.01"),
+            ("max_gradient_norm", "leave it out, or try 1.0"),
+        ):
+            value = getattr(self, field) or 0.0
+            require(
+                0 <= value <= _MAX_RATE,
+                f"client.{field}",
+                value,
+                f"must be at least 0 and at most {_MAX_RATE:g}",
+                remedy,
+            )
+        for field in ("nesterov", "proximal", "max_gradient_norm"):
+            if not getattr(self, field):
+                structs.force_setattr(self, field, UNSET)
+        if self.schedule == ConstantRate():
+            structs.force_setattr(self, "schedule", UNSET)
+
+    def _check_optimizer(self) -> None:
+        """Makes the settings of Adam explicit, and refuses those of another optimizer."""
+        name = self.optimizer or "sgd"
+        require_choice("client.optimizer", name, get_args(ClientOptimizerName))
+        if name == "sgd":
+            structs.force_setattr(self, "optimizer", UNSET)
+        for field, default in ADAM_DEFAULTS.items():
+            if name == "sgd":
+                value = getattr(self, field)
+                remedy = 'leave it out, or set optimizer="adam"'
+                require(value is UNSET, f"client.{field}", value, "is for Adam and AdamW", remedy)
+                continue
+            if getattr(self, field) is UNSET:
+                structs.force_setattr(self, field, default)
+            value, is_beta = getattr(self, field), field != "epsilon"
+            require(
+                0 <= value < 1 if is_beta else 0 < value <= _MAX_RATE,
+                f"client.{field}",
+                value,
+                "must be at least 0 and below 1" if is_beta else "must be above zero",
+                f"leave it out for {default:g}",
+            )
+        sgd_only = name == "sgd" or (not self.momentum and not self.nesterov)
+        remedy = 'leave momentum and nesterov out, or set optimizer="sgd"'
+        require(sgd_only, "client.optimizer", name, "has no momentum of SGD", remedy)
+        has_momentum = bool(self.momentum) or not self.nesterov
+        require(has_momentum, "client.nesterov", True, "needs momentum", "set momentum, e.g. 0.9")
+
+    def steps(self, examples: int) -> int:
+        """How many steps a client with so many examples makes."""
+        return self.epochs * math.ceil(min(examples, self.max_examples) / self.batch_size)
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of one of `steps` steps; the first step is 0."""
+        return self.rate * self.schedule.factor(step, steps) if self.schedule else self.rate
+
+    @property
+    def adam(self) -> tuple[float, float, float]:
+        """`beta1`, `beta2` and `epsilon`, of Adam and AdamW."""
+        if self.beta1 is UNSET or self.beta2 is UNSET or self.epsilon is UNSET:
+            raise InvariantError(f"{self} is not Adam")
+        return self.beta1, self.beta2, self.epsilon
+
+    @property
+    def beyond_plain(self) -> dict[str, object]:
+        """What plain SGD with a constant rate does not have: the fields and their values."""
+        plain = ClientSGD(
+            rate=self.rate,
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            max_examples=self.max_examples,
+        )
+        both = ((field, getattr(self, field)) for field in self.__struct_fields__)
+        return {field: value for field, value in both if value != getattr(plain, field)}
 
 
 class Metric(Struct, frozen=True, eq=False):

@@ -52,12 +52,16 @@ from papaya.learning.checkpoint_files import read_checkpoint, read_frozen
 from papaya.learning.definition import ClientSGD, Examples, Metric, Task, module_hash
 from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.parameters import Manifest, Vector
+from papaya.learning.schedules import ConstantRate, CosineDecay, LinearDecay, StepDecay
 
 __all__ = [
     "AsyncFL",
     "ClientSGD",
+    "ConstantRate",
+    "CosineDecay",
     "EvaluationPlan",
     "Examples",
+    "LinearDecay",
     "LoadedTask",
     "Metric",
     "MetricTarget",
@@ -65,6 +69,7 @@ __all__ = [
     "Privacy",
     "Requirements",
     "SecureAggregation",
+    "StepDecay",
     "StopRule",
     "SyncFL",
     "Task",

@@ -18,7 +18,7 @@ from msgspec import Struct
 from papaya.config import TaskConfig
 from papaya.config.checks import require_known_fields
 from papaya.errors import ConfigError, OperatorError
-from papaya.learning.definition import ClientSGD
+from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 
 _CLIENT = "client."
 _NOT_TO_SET = {
@@ -29,6 +29,8 @@ _NOT_TO_SET = {
     "requirements.engine": "use --engine",
     "requirements.engine_version": "the engine determines it: use --engine",
 }
+
+_TAGGED = ("regime", "schedule")  # their kind is enough: regime=sync
 
 
 class GivenSettings(NamedTuple):
@@ -45,21 +47,25 @@ class GivenSettings(NamedTuple):
 
 def changed_client(client: ClientSGD, settings: Sequence[str]) -> ClientSGD:
     """The client's training with these fields changed; they come without `client.`."""
-    document = msgspec.to_builtins(client)
-    hint = f"its fields are {', '.join(document)}"
+    document: dict[str, Any] = msgspec.to_builtins(client)
+    if any(setting.partition("=")[0] == "optimizer" for setting in settings):
+        for field in ADAM_DEFAULTS:
+            document.pop(field, None)  # of the previous optimizer
+    known = _known(ClientSGD)
+    hint = f"its fields are {', '.join(known)}"
     for setting in settings:
         field, equals, text = setting.partition("=")
         if not equals:
             raise OperatorError(
                 f"--set client.{setting} has no value", hint="--set client.rate=0.05"
             )
-        if field not in document:
-            close = get_close_matches(field, document, n=1)
+        if field not in known:
+            close = get_close_matches(field, known, n=1)
             raise ConfigError(
                 f"--set client.{setting}: there is no setting client.{field}",
                 hint=f"did you mean client.{close[0]}? {hint}" if close else hint,
             )
-        document[field] = _value(text)
+        _put(document, field, text)
     try:
         return msgspec.convert(document, ClientSGD)
     except msgspec.ValidationError as error:
@@ -110,21 +116,30 @@ def _explained(problem: str, settings: Sequence[str]) -> ConfigError:
 
 def _fields(kind: Any) -> dict[str, Any]:
     """The fields of a struct, or of all structs in a union, by name."""
+    return {name: found for each in _structs(kind) for name, found in get_type_hints(each).items()}
+
+
+def _structs(kind: Any) -> list[type[Struct]]:
     kinds = [kind, *get_args(kind)]
-    structs = [each for each in kinds if isinstance(each, type) and issubclass(each, Struct)]
-    return {name: found for each in structs for name, found in get_type_hints(each).items()}
+    return [each for each in kinds if isinstance(each, type) and issubclass(each, Struct)]
 
 
-def _known() -> list[str]:
+def _known(kind: type[Struct]) -> list[str]:
     """Every name that --set takes: concurrency, regime, regime.over_selection, ..."""
     found = []
-    for name, kind in _fields(TaskConfig).items():
-        found += [name, *(f"{name}.{inner}" for inner in _fields(kind))]
-    return [name for name in found if name not in _NOT_TO_SET and not name.startswith("evaluates.")]
+    for name, inner in _fields(kind).items():
+        found += [name, *(f"{name}.{each}" for each in (*_tags(inner), *_fields(inner)))]
+    return found
+
+
+def _tags(kind: Any) -> list[str]:
+    """The field that selects one struct of a union, if there are several."""
+    tags = (each.__struct_config__.tag_field for each in _structs(kind))
+    return list(dict.fromkeys(tag for tag in tags if tag is not None))
 
 
 def _check_known(field: str, setting: str) -> None:
-    known = _known()
+    known = [n for n in _known(TaskConfig) if n not in _NOT_TO_SET and n[:10] != "evaluates."]
     if field in known:
         return
     # People leave the group out: versions is stop.versions.
@@ -141,8 +156,12 @@ def _set(document: dict[str, Any], setting: str) -> None:
     if field in _NOT_TO_SET:
         raise OperatorError(f"--set cannot change {field}", hint=_NOT_TO_SET[field])
     _check_known(field, setting)
+    _put(document, field, text)
+
+
+def _put(document: dict[str, Any], field: str, text: str) -> None:
     value = _value(text)
-    if field == "regime" and isinstance(value, str):
+    if field in _TAGGED and isinstance(value, str):
         value = {"type": value}
     *path, last = field.split(".")
     for name in path:

@@ -50,7 +50,7 @@ from papaya.cli.task import diff, export, submit, update, watch
 from papaya.cli.task.export import metric_names, result_of
 from papaya.config import StopRule, TaskConfig
 from papaya.errors import OperatorError, ProtocolError
-from papaya.learning.definition import ClientSGD
+from papaya.learning.definition import ADAM_DEFAULTS, ClientSGD
 from papaya.messages.reasons import in_words, without_update
 from papaya.messages.storage import PointRow
 from papaya.server.admin.views import (
@@ -332,9 +332,20 @@ def _points_of(
 
 
 def _in_words(training: ClientSGD) -> str:
-    words = [f"SGD, rate {training.rate:g}"]
-    words += [f"momentum {training.momentum:g}"] if training.momentum else []
-    words += [f"weight decay {training.weight_decay:g}"] if training.weight_decay else []
+    names = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
+    words = [f"{names[training.optimizer or 'sgd']}, rate {training.rate:g}"]
+    for field, name in (
+        ("momentum", "Nesterov momentum" if training.nesterov else "momentum"),
+        *((field, field) for field in ADAM_DEFAULTS),
+        ("weight_decay", "weight decay"),
+        ("proximal", "proximal term"),
+        ("max_gradient_norm", "gradient norm at most"),
+    ):
+        words += [f"{name} {value:g}"] if (value := getattr(training, field)) else []
+    if training.schedule:
+        kind, *settings = msgspec.to_builtins(training.schedule).items()
+        inside = ", ".join(f"{name} {value:g}" for name, value in settings)
+        words.append(f"{kind[1]} schedule ({inside})")
     words += [plural(training.epochs, "epoch"), f"batches of {training.batch_size}"]
     return ", ".join([*words, f"at most {plural(training.max_examples, 'example')}"])
 

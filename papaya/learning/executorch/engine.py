@@ -1,9 +1,9 @@
 """Training and evaluation of one task on one device, with ExecuTorch instead of torch.
 
-The program computes the loss, its gradients and the metrics for a batch of fixed size; the steps of
-SGD are here, in numpy, the same as those of `papaya/learning/torch/engine.py`. Both engines train
-the same update from the same seed, up to rounding. A batch with fewer examples is filled with
-copies of its first example that have the weight 0.
+The program computes the loss, its gradients and the metrics for a batch of fixed size; the
+optimizer's steps are ours, in numpy. Both engines train the same update from the same seed, up to
+rounding. A batch with fewer examples is filled with copies of its first example that have the
+weight 0.
 
 Refused (OperatorError): no examples, examples that do not fit the task's fields, parameters of
 another model, a loss or a model that is not finite, and what the runtime refuses.
@@ -28,6 +28,7 @@ from papaya.learning.client_training import (
 )
 from papaya.learning.evaluation import EvaluationSums
 from papaya.learning.example_fields import Array, read_fields
+from papaya.learning.executorch.client_optimizer import NumpyClientOptimizer
 from papaya.learning.executorch.program_file import ProgramFile
 from papaya.learning.executorch.runtime import LoadedProgram, require_operators
 from papaya.learning.frozen_file import FrozenTensor
@@ -62,13 +63,14 @@ class ExecuTorchEngine:
     ) -> tuple[bytes, int]:
         """The update, little-endian float32 in manifest order, and the number of examples."""
         used = used_examples(examples, self._client)
-        velocities: dict[str, Vector] = {}
+        steps = self._client.steps(len(used))
         with self._loaded(parameters) as program:
+            optimizer = NumpyClientOptimizer(self._client, program.parameters, steps)
             for batch in training_batches(used, self._client, seed, step_done):
                 loss, _, gradients = self._run(program, batch)
                 if not math.isfinite(loss):
                     raise diverged("loss")
-                self._descend(program.parameters, gradients, velocities)
+                optimizer.step(gradients)
             trained = np.concatenate(
                 [program.parameters[name].reshape(-1) for name, _ in self.manifest.tensors]
             )
@@ -107,28 +109,6 @@ class ExecuTorchEngine:
         weights[: len(batch)] = 1 / len(batch)
         arrays = read_fields(self._file.header.fields, batch)
         return program.run([weights, *(_filled(array, size) for array in arrays)])
-
-    def _descend(
-        self,
-        parameters: dict[str, Vector],
-        gradients: dict[str, Vector],
-        velocities: dict[str, Vector],
-    ) -> None:
-        """One step of torch.optim.SGD."""
-        client = self._client
-        rate, momentum, decay = map(np.float32, (client.rate, client.momentum, client.weight_decay))
-        for name, gradient in gradients.items():
-            value = parameters[name]
-            if client.weight_decay:
-                gradient = gradient + decay * value
-            if client.momentum:
-                if name in velocities:
-                    velocities[name] *= momentum
-                    velocities[name] += gradient
-                else:
-                    velocities[name] = gradient.copy()
-                gradient = velocities[name]
-            value -= rate * gradient
 
 
 def _filled(array: Array, size: int) -> Array:

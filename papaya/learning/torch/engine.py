@@ -1,8 +1,7 @@
 """Training and evaluation of one task on one device, with torch.
 
 Paper, "Client Runtime" and appendix "Implementation": a client runs SGD from the model that it was
-given and uploads the difference. The steps are those of `torch.optim.SGD`, written out: that class
-imports torch's compiler at its first use, seconds in each child process.
+given and uploads the difference.
 
 Deterministic: the same parameters, examples and seed give the same bytes on the same machine, on
 one thread. At most `max_examples` are used, the first ones: which those are is the example
@@ -34,6 +33,7 @@ from papaya.learning.client_training import (
 from papaya.learning.evaluation import EvaluationSums
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.learning.task import LoadedTask
+from papaya.learning.torch.client_optimizer import TorchClientOptimizer
 from papaya.learning.torch.frozen import frozen_digest
 from papaya.learning.torch.module import (
     checked_loss,
@@ -74,11 +74,13 @@ class TorchEngine:
         used = used_examples(examples, self.task.client)
         self._set(parameters)
         self._module.train()
-        velocities: list[torch.Tensor | None] = [None] * len(self._parameters)
+        client = self.task.client
+        values = list(self._parameters.values())
+        optimizer = TorchClientOptimizer(client, values, client.steps(len(used)))
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(seed)
-            for batch in training_batches(used, self.task.client, seed, step_done):
-                self._descend(checked_loss(self.task, self._module, batch), velocities)
+            for batch in training_batches(used, client, seed, step_done):
+                optimizer.step(self._gradients(checked_loss(self.task, self._module, batch)))
         return self._update(parameters), len(used)
 
     def evaluate(
@@ -108,27 +110,11 @@ class TorchEngine:
             for name, value in self._parameters.items():
                 value.copy_(torch.from_numpy(tensors[name].copy()))
 
-    def _descend(self, loss: torch.Tensor, velocities: list[torch.Tensor | None]) -> None:
-        """One step of torch.optim.SGD."""
-        client = self.task.client
+    def _gradients(self, loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if not math.isfinite(loss.item()):
             raise diverged("loss")
         values = list(self._parameters.values())
-        gradients = torch.autograd.grad(loss, values, allow_unused=True)
-        with torch.no_grad():
-            for i, (value, gradient) in enumerate(zip(values, gradients, strict=True)):
-                if gradient is None:
-                    continue
-                if client.weight_decay:
-                    gradient = gradient.add(value, alpha=client.weight_decay)
-                if client.momentum:
-                    velocity = velocities[i]
-                    if velocity is None:
-                        velocity = gradient.clone()
-                    else:
-                        velocity.mul_(client.momentum).add_(gradient)
-                    velocities[i] = gradient = velocity
-                value.add_(gradient, alpha=-client.rate)
+        return torch.autograd.grad(loss, values, allow_unused=True)
 
     def _update(self, initial: Vector) -> bytes:
         parts = [value.detach().numpy().ravel() for value in self._parameters.values()]

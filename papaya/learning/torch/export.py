@@ -35,7 +35,7 @@ from torch.fx import Graph, Node
 
 from papaya import __version__
 from papaya.errors import OperatorError
-from papaya.learning.definition import TaskTerms
+from papaya.learning.definition import ClientSGD, TaskTerms
 from papaya.learning.evaluation import summarize
 from papaya.learning.executorch.engine import ExecuTorchEngine
 from papaya.learning.executorch.program_file import (
@@ -336,11 +336,12 @@ def _require_agreement(loaded: LoadedTask, data: bytes, tensors: bytes) -> None:
     # A full batch and a smaller one, five times.
     examples = list(islice(cycle(loaded.task.sample), size + (size + 1) // 2))
     initial = loaded.initial_parameters()
-    client = structs.replace(
-        loaded.task.client,
+    # The optimizer's steps are not part of the program: plain ones show its gradients best.
+    client = ClientSGD(
         rate=_visible_rate(loaded, initial, examples[:size]),
-        weight_decay=0.0,
+        momentum=loaded.task.client.momentum,
         epochs=STEPS // 2,
+        batch_size=size,
         max_examples=len(examples),
     )
     task = structs.replace(

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from papaya.errors import InvariantError
+from papaya.errors import ConfigError, InvariantError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import Vector
 from papaya.sim.draws import Floats, Ints
@@ -87,6 +87,13 @@ class Workload(Protocol):
 
     def evaluate(self, parameters: Vector) -> Quality:
         """How good a model is for the whole population."""
+
+
+def require_plain_sgd(sgd: ClientSGD) -> None:
+    """Refuse what the loops of the built-in models do not have."""
+    for field, value in sgd.beyond_plain.items():
+        remedy = f"leave it out, or simulate a task file, whose engine has {field}"
+        raise ConfigError.of(f"client.{field}", value, "is not for built-in models", remedy)
 
 
 def quality(losses: Floats, volumes: Ints) -> Quality:

@@ -30,12 +30,11 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from papaya.config.checks import require
-from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Vector
 from papaya.sim.draws import Floats, HashWords, Ints, splitmix64, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, volume_quantiles
-from papaya.study.workloads.base import Clients, Matrix, Quality
+from papaya.study.workloads.base import Clients, Matrix, Quality, require_plain_sgd
 
 WordIds = npt.NDArray[np.uint8]
 KernelName: TypeAlias = Literal["fastest", "numpy"]
@@ -222,9 +221,7 @@ class LanguageWorkload(ABC):
         self, models: Sequence[Vector], start: Ints, clients: Clients, sgd: ClientSGD
     ) -> Matrix:
         """Client i trains from models[start[i]] on its own data: row i is its update."""
-        for field in ("momentum", "weight_decay"):
-            if value := getattr(sgd, field):
-                raise ConfigError.of(f"client.{field}", value, "is not trained here", "use 0")
+        require_plain_sgd(sgd)
         updates = np.empty((len(start), self.length), FLOAT32)
         if not len(start):
             return updates

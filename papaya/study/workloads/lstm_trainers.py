@@ -27,11 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from papaya.config.checks import require
-from papaya.errors import ConfigError, InvariantError, OperatorError
+from papaya.errors import InvariantError, OperatorError
 from papaya.learning.definition import ClientSGD
 from papaya.learning.parameters import FLOAT32, Manifest, Vector
 from papaya.sim.draws import Floats, Ints
-from papaya.study.workloads.base import Matrix
+from papaya.study.workloads.base import Matrix, require_plain_sgd
 
 Tokens = npt.NDArray[np.int32]
 
@@ -102,13 +102,6 @@ def fastest(sizes: LstmSizes, threads: int = 1) -> LstmTrainer:
         raise OperatorError("the LSTM needs numba, or torch", hint=hint) from error
 
 
-def _require_plain_sgd(sgd: ClientSGD) -> None:
-    for field in ("momentum", "weight_decay"):
-        if value := getattr(sgd, field):
-            remedy = f"leave it out, or simulate a task file, whose engine has {field}"
-            raise ConfigError.of(f"client.{field}", value, "is not for built-in models", remedy)
-
-
 def _check(sizes: LstmSizes, tokens: Tokens) -> None:
     if tokens.ndim != 2 or tokens.shape[1] != sizes.steps + 1 or tokens.dtype != np.int32:
         raise InvariantError(f"sequences of {tokens.shape} {tokens.dtype}, not of {sizes}")
@@ -138,7 +131,7 @@ class CompiledLstm:
         offsets: Ints,
         sgd: ClientSGD,
     ) -> Matrix:
-        _require_plain_sgd(sgd)
+        require_plain_sgd(sgd)
         _check(self._sizes, tokens)
         updates = np.empty((len(start), self._length), FLOAT32)
         stacked = self._stacked(models)
@@ -209,7 +202,7 @@ class TorchLstm:
         offsets: Ints,
         sgd: ClientSGD,
     ) -> Matrix:
-        _require_plain_sgd(sgd)
+        require_plain_sgd(sgd)
         _check(self._sizes, tokens)
         updates = np.empty((len(start), sum(self._lengths)), FLOAT32)
         words = self._torch.from_numpy(tokens.astype(np.int64))

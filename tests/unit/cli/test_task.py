@@ -25,6 +25,7 @@ from papaya.cli.task.settings import GivenSettings, changed, changed_client
 from papaya.config import AsyncFL, EvaluationPlan, StopRule, SyncFL, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
+from papaya.learning.schedules import CosineDecay
 from papaya.messages.storage import (
     LEADER_KEY,
     AdminAddressRow,
@@ -518,6 +519,9 @@ def test_a_misspelt_task_gets_a_similar_name(server: AdminServer) -> None:
         (["rate"], "has no value", "--set client.rate=0.05"),
         (["rate=fast"], "--set client: Expected `float`", "its fields are rate"),
         (["rate=-1"], "client.rate", "must be above zero"),
+        (["schedule.ende=0.1"], "there is no setting client.schedule.ende", "schedule.end"),
+        (["schedule=sawtooth"], "Invalid value 'sawtooth'", "schedule.type"),
+        (["nesterov=true"], "client.nesterov", "set momentum"),
     ],
 )
 def test_wrong_settings_of_the_client_are_named(
@@ -534,6 +538,18 @@ def test_settings_of_the_client_are_separate_from_those_of_the_task() -> None:
     assert given.task == ("concurrency=3",)
     assert given.client == ("rate=0.5", "epochs=2")
     assert changed_client(ClientSGD(rate=0.1), given.client) == ClientSGD(rate=0.5, epochs=2)
+
+
+def test_the_optimizer_and_the_schedule_of_the_client_can_be_set() -> None:
+    adam = changed_client(
+        ClientSGD(rate=0.1),
+        ["optimizer=adam", "beta2=0.99", "proximal=0.1", "schedule=cosine", "schedule.end=0.2"],
+    )
+    assert adam == ClientSGD(
+        rate=0.1, optimizer="adam", beta2=0.99, proximal=0.1, schedule=CosineDecay(end=0.2)
+    )
+    back = ["optimizer=sgd", "proximal=0", "schedule=constant"]
+    assert changed_client(adam, back) == ClientSGD(rate=0.1)
 
 
 def test_a_run_that_is_over_is_deleted(

@@ -192,6 +192,19 @@ def test_settings_of_the_client_are_signed_and_shown(
     assert run(server, "task", "diff", task_file, *settings[2:]) == 0
     assert capsys.readouterr().out == "client.rate: 0.05 → 0.1\n"
 
+    adam = ("--set", "client.optimizer=adam", "--set", "client.schedule=cosine")
+    assert run(server, "task", "diff", task_file, *settings, *adam) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert 'client.optimizer: nothing → "adam"' in shown
+    assert 'client.schedule.type: nothing → "cosine"' in shown
+    update = ("--owner", key, *adam, "--set", "client.proximal=0.1")
+    assert run(server, "task", "update", "tiny", *update) == 0
+    assert run(server, "task", "show", "tiny") == 0
+    shown = capsys.readouterr().out.splitlines()
+    line = next(each for each in shown if each.startswith("client"))
+    assert "Adam, rate 0.05, beta1 0.9, beta2 0.999, epsilon 1e-08, proximal term 0.1" in line
+    assert "cosine schedule (warmup_steps 0, end 0), 2 epochs" in line
+
 
 @pytest.mark.usefixtures("compiled")
 def test_diff_compares_with_the_engine_that_was_asked_for(

@@ -1,14 +1,18 @@
-"""The torch engine against torch.optim.SGD in a plain loop, its limits, and its refusals."""
+"""The torch engine against torch.optim in a plain loop, its limits, and its refusals."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import UNSET, UnsetType
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -16,6 +20,7 @@ from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD, Examples, Metric, Task
 from papaya.learning.evaluation import EVALUATION_LENGTH, summarize
 from papaya.learning.parameters import Vector
+from papaya.learning.schedules import ConstantRate, CosineDecay, LinearDecay, StepDecay
 from papaya.learning.task import LoadedTask
 from papaya.learning.torch.engine import TorchEngine
 from papaya.learning.torch.module import checked_module, make_module, state_dict
@@ -72,23 +77,46 @@ def a_model(seed: int = 3) -> Vector:
     return MANIFEST.flatten({name: tensor.detach().numpy() for name, tensor in tensors.items()})
 
 
+def torchs_own(client: ClientSGD, module: nn.Module) -> torch.optim.Optimizer:
+    decay = client.weight_decay
+    if client.optimizer:
+        kind = torch.optim.AdamW if client.optimizer == "adamw" else torch.optim.Adam
+        beta1, beta2, epsilon = client.adam
+        values = module.parameters()
+        return kind(values, client.rate, (beta1, beta2), eps=epsilon, weight_decay=decay)
+    nesterov = bool(client.nesterov)
+    return torch.optim.SGD(
+        module.parameters(), client.rate, client.momentum, weight_decay=decay, nesterov=nesterov
+    )
+
+
 def trained_by_torch(initial: Vector, client: ClientSGD, seed: int) -> Vector:
     """The slow reference: torch's own optimizer in the loop that everyone writes."""
     module = make_module(TASK)
     module.load_state_dict(state_dict(MANIFEST, initial), strict=False)
     module.train()
-    optimizer = torch.optim.SGD(
-        module.parameters(), client.rate, client.momentum, weight_decay=client.weight_decay
-    )
+    start_values = [value.detach().clone() for value in module.parameters()]
+    optimizer = torchs_own(client, module)
     shuffle = np.random.default_rng(seed)
     torch.manual_seed(seed)
+    step, steps = 0, client.epochs * math.ceil(len(EXAMPLES) / client.batch_size)
     for _ in range(client.epochs):
         order = shuffle.permutation(len(EXAMPLES))
         for start in range(0, len(order), client.batch_size):
             chosen = [EXAMPLES[i] for i in order[start : start + client.batch_size]]
             optimizer.zero_grad()
-            loss(module, *to_tensors(chosen)).backward()  # type: ignore[no-untyped-call]
+            value = loss(module, *to_tensors(chosen))
+            if client.proximal:
+                pairs = zip(module.parameters(), start_values, strict=True)
+                distance = torch.stack([(now - before).square().sum() for now, before in pairs])
+                value = value + client.proximal / 2 * distance.sum()
+            value.backward()  # type: ignore[no-untyped-call]
+            if client.max_gradient_norm:
+                nn.utils.clip_grad_norm_(module.parameters(), client.max_gradient_norm)
+            for group in optimizer.param_groups:
+                group["lr"] = client.rate_at(step, steps)
             optimizer.step()
+            step += 1
     tensors = {name: value.detach().numpy() for name, value in module.named_parameters()}
     return MANIFEST.flatten(tensors)
 
@@ -97,15 +125,63 @@ def as_vector(update: bytes) -> Vector:
     return np.frombuffer(update, np.dtype("<f4"))
 
 
-@pytest.mark.parametrize(("momentum", "decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.1), (0.9, 0.1)])
-def test_it_trains_bit_by_bit_as_torch_optim_does(momentum: float, decay: float) -> None:
-    client = ClientSGD(rate=0.05, momentum=momentum, weight_decay=decay, epochs=3, batch_size=4)
+SCHEDULES = st.one_of(
+    st.builds(ConstantRate, warmup_steps=st.integers(0, 12)),
+    st.builds(LinearDecay, warmup_steps=st.integers(0, 5), end=st.floats(0, 1)),
+    st.builds(CosineDecay, warmup_steps=st.integers(0, 5), end=st.floats(0, 1)),
+    st.builds(StepDecay, every_steps=st.integers(1, 5), decay=st.floats(0.1, 1)),
+)
+
+
+@st.composite
+def ways_to_train(draw: st.DrawFn) -> ClientSGD:
+    settings: dict[str, Any] = {
+        "rate": draw(st.floats(1e-4, 0.1)),
+        "weight_decay": draw(st.sampled_from((0.0, 0.01, 0.3))),
+        "epochs": draw(st.integers(1, 3)),
+        "batch_size": draw(st.integers(1, 12)),
+        "max_gradient_norm": draw(st.sampled_from((UNSET, 0.05, 100.0))),
+        "schedule": draw(SCHEDULES),
+        "optimizer": draw(st.sampled_from(("sgd", "adam", "adamw"))),
+    }
+    if settings["optimizer"] == "sgd":
+        settings["momentum"] = draw(st.sampled_from((0.0, 0.5, 0.9)))
+        settings["nesterov"] = draw(st.booleans()) and settings["momentum"] > 0
+    else:
+        settings["beta1"] = draw(st.sampled_from((0.0, 0.4, 0.9)))
+        settings["beta2"] = draw(st.sampled_from((0.0, 0.9, 0.999)))
+        settings["epsilon"] = draw(st.sampled_from((1e-8, 1e-3)))
+    return ClientSGD(**settings)
+
+
+@settings(max_examples=30, deadline=None)
+@given(client=ways_to_train(), seed=st.integers(0, 2**32))
+def test_it_trains_bit_by_bit_as_torch_optim_does(client: ClientSGD, seed: int) -> None:
     initial = a_model()
-    update, examples = an_engine(client=client).train(initial, EXAMPLES, seed=11)
-    expected = trained_by_torch(initial, client, seed=11) - initial
+    update, examples = an_engine(client=client).train(initial, EXAMPLES, seed=seed)
+    expected = trained_by_torch(initial, client, seed=seed) - initial
     assert update == expected.tobytes()
     assert examples == len(EXAMPLES)
     assert np.count_nonzero(as_vector(update)) > 10
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("most", [UNSET, 0.1])
+def test_fedprox_adds_the_distance_to_the_downloaded_model_to_the_loss(
+    optimizer: str, most: float | UnsetType
+) -> None:
+    client = msgspec.convert(
+        {"rate": 0.02, "epochs": 4, "batch_size": 3, "proximal": 0.7, "optimizer": optimizer},
+        ClientSGD,
+    )
+    client = msgspec.structs.replace(client, max_gradient_norm=most)
+    initial = a_model()
+    update = as_vector(an_engine(client=client).train(initial, EXAMPLES, seed=2)[0])
+    expected = trained_by_torch(initial, client, seed=2) - initial
+    np.testing.assert_allclose(update, expected, rtol=1e-4, atol=1e-6)
+    without = msgspec.structs.replace(client, proximal=UNSET)
+    free = as_vector(an_engine(client=without).train(initial, EXAMPLES, seed=2)[0])
+    assert norm(update) < norm(free)
 
 
 def test_the_same_seed_gives_the_same_bytes_whatever_was_trained_before() -> None:
