@@ -16,7 +16,6 @@ from msgspec import structs, to_builtins
 
 from papaya.cli.output import (
     Commands,
-    FormatOptions,
     Progress,
     add_format,
     bind,
@@ -31,15 +30,14 @@ from papaya.cli.output import (
     whole,
     writing,
 )
-from papaya.cli.simulate.simulate import add_data
+from papaya.cli.simulate.options import DataOptions, add_data, add_population
 from papaya.cli.simulate.task import lines, scale_rows
 from papaya.errors import OperatorError
-from papaya.sim.population import DEFAULT
 from papaya.sim.report import percent
 from papaya.study.lab import LabStep
 from papaya.study.sweep import VARIABLES, Plan, Regime, ResultRow, edges, rows_of, sweep, varied_in
 from papaya.study.trace import MOST_HOURS
-from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, prepare
+from papaya.study.workloads.registry import BUILT_IN, prepare
 
 _REGIMES: dict[str, Regime] = {"async": "async", "sync": "sync"}
 _MEANINGLESS = {"async": "over_selection", "sync": "max_staleness"}
@@ -49,10 +47,8 @@ _EPILOG = """examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions(FormatOptions):
+class SweepOptions(DataOptions):
     workload: str
-    data: str | None = None
-    seconds_per_example: float | None = None
     vary: Sequence[tuple[str, tuple[float, ...]]] = ()
     regime: tuple[Regime, ...] = ()
     seeds: int = 1
@@ -60,7 +56,6 @@ class SweepOptions(FormatOptions):
     hours: float = MOST_HOURS
     target: float | None = None
     evaluations: int = 50
-    population: int = DEFAULT.size
     jobs: int = 2
     output: Path = Path("runs/sweep")
 
@@ -137,9 +132,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="number of evaluations, besides that of version 0",
     )
-    group.add_argument(
-        "--population", type=whole(1), metavar="N", help="number of devices in the fleet"
-    )
+    add_population(group)
 
 
 def run(options: SweepOptions) -> int:
@@ -180,7 +173,7 @@ def _plan(options: SweepOptions) -> Plan:
             raise OperatorError(f"--vary {name} is given twice", hint=f"--vary {name}=A,B,C")
         vary[name] = values
     return Plan(
-        workload=WorkloadSpec(options.workload, options.data, options.seconds_per_example),
+        workload=options.workload_spec(options.workload),
         vary=vary,
         regimes=options.regime,
         seeds=tuple(range(1, options.seeds + 1)),
@@ -188,7 +181,7 @@ def _plan(options: SweepOptions) -> Plan:
         hours=options.hours,
         target=options.target,
         evaluations=options.evaluations,
-        population=structs.replace(DEFAULT, size=options.population),
+        population=options.population_config(),
     )
 
 

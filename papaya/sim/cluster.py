@@ -231,19 +231,23 @@ class Cluster:
 
     def _schedule_arrival(self) -> None:
         population = self.config.population
-        rate = population.size * population.availability / self._mean_return_s
+        # A trace says when there are few: then whoever comes by and is not available is no arrival.
+        share = 1.0 if population.availability_trace is not None else population.availability
+        rate = population.size * share / self._mean_return_s
         self.engine.after(-log(1.0 - self._fleet_rng.random()) / rate, self._arrive)
 
     def _arrive(self) -> None:
         """One eligible device, uniformly among those that are not here."""
         self._schedule_arrival()
-        for visit in islice(self._arrivals, _MAX_DRAWS):
+        draws = 1 if self.config.population.availability_trace is not None else _MAX_DRAWS
+        for visit in islice(self._arrivals, draws):
             if visit.device not in self.devices and self._is_eligible(visit.device):
                 self.admit(visit)
                 return
 
     def _is_eligible(self, device: int) -> bool:
-        always = self.config.population.availability >= 1
+        population = self.config.population
+        always = population.availability >= 1 and population.availability_trace is None
         return always or self.population.is_available(device, self.engine.now)
 
     def admit(self, visit: Visit) -> None:

@@ -178,8 +178,11 @@ class SimulatedDevice:
             self._schedule_dropout()
 
     def _schedule_dropout(self) -> None:
+        needed_s = self.visit.latency_s + self.visit.execution_s
+        stays_s = self.cluster.population.remaining_s(self.visit.device, self._engine.now)
         if self.visit.drops_at is not None:
-            stays_s = self.visit.drops_at * (self.visit.latency_s + self.visit.execution_s)
+            stays_s = min(stays_s, self.visit.drops_at * needed_s)
+        if stays_s < needed_s:
             self._engine.after(stays_s, self.vanish)
 
     def _download(self, effect: Download) -> None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from msgspec import Struct, structs
 
 from papaya.errors import ConfigError
+from papaya.sim.device_traces import TraceFile, availabilities, capacities, entry_of
 from papaya.sim.draws import (
     Floats,
     HashWords,
@@ -46,7 +47,9 @@ SLOTS_PER_DAY: Final = 24
 BLOCK: Final = 4096  # 32 KiB per column: the working set of a draw stays in the L2 cache
 
 # One generator per quantity. The numbers are part of every seed's meaning: never reuse one.
-_VOLUME, _SLOWNESS, _LATENCY, _DROPS, _DROP_POINT, _SLOT_PHASE, _SLOT, _ARRIVAL = range(1, 9)
+_VOLUME, _SLOWNESS, _LATENCY, _DROPS, _DROP_POINT, _SLOT_PHASE, _SLOT, _ARRIVAL, _TRACED = range(
+    1, 10
+)
 
 
 class _Limit(NamedTuple):
@@ -84,7 +87,9 @@ _LIMITS: Final = {
     "dropout": _Limit(0, 1, excluded=1),
     "availability": _Limit(0, 1, excluded=0),
     "availability_swing": _Limit(0, 1, excluded=1),
+    "transfer_kbit": _Limit(0, 10**9),
 }
+_NOT_NUMBERS: Final = ("volumes", "capacity_trace", "availability_trace")
 
 
 class PopulationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,6 +106,12 @@ class PopulationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     `volumes`, if given, are the examples of the clients of a data source. Device i has those of
     client i modulo their number, z is its client's place among them, and nothing is drawn for it.
+
+    Traces, if given, are measured devices (device_traces.py); each device has a random entry.
+    With `capacity_trace`, `execution_per_example_s` is the time of the median entry, the entry
+    replaces exp(execution_sigma * z'), and downloading and uploading `transfer_kbit`, unless that
+    is 0, takes the place of latency_s. With `availability_trace`, a device comes only while its
+    entry is available, and is gone when that ends; `availability` is its mean.
     """
 
     size: int = 100_000_000
@@ -116,10 +127,13 @@ class PopulationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     availability: float = 0.5
     availability_swing: float = 0.0
     volumes: tuple[int, ...] = ()
+    transfer_kbit: float = 0.0
+    capacity_trace: TraceFile | None = None
+    availability_trace: TraceFile | None = None
 
     def __post_init__(self) -> None:
         for field in structs.fields(self):
-            if field.name == "volumes":
+            if field.name in _NOT_NUMBERS:
                 continue
             value, limit = getattr(self, field.name), _LIMITS[field.name]
             if not limit.admits(value):
@@ -142,6 +156,23 @@ class PopulationConfig(Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 DEFAULT: Final = PopulationConfig()
 STRESS: Final = PopulationConfig(examples_sigma=1.1, execution_per_example_s=0.26, latency_mean_s=0)
+
+
+def with_traces(
+    config: PopulationConfig,
+    capacity: TraceFile | None = None,
+    availability: TraceFile | None = None,
+) -> PopulationConfig:
+    """The population with measured devices, as fast and as available as these are."""
+    if capacity is not None:
+        median_s = float(f"{np.median(capacities(capacity).example_s):.6g}")
+        config = structs.replace(config, capacity_trace=capacity, execution_per_example_s=median_s)
+    if availability is not None:
+        mean = float(f"{availabilities(availability).mean:.6g}")
+        config = structs.replace(
+            config, availability_trace=availability, availability=mean, availability_swing=0.0
+        )
+    return config
 
 
 class Visit(NamedTuple):
@@ -186,8 +217,12 @@ class Population:
         self.config = config
         self.seed = seed
         self._given = _Given(config.volumes) if config.volumes else None
+        file = config.capacity_trace
+        self._capacities = None if file is None else capacities(file)
+        file = config.availability_trace
+        self._availabilities = None if file is None else availabilities(file)
         root = splitmix64(seed, 0)
-        self._state = [splitmix64(root, quantity) for quantity in range(_ARRIVAL + 1)]
+        self._state = [splitmix64(root, quantity) for quantity in range(_TRACED + 1)]
         # Of 2^32 coins, how many find a device eligible in each slot of the day. Whole numbers:
         # the last bit of a cosine depends on the machine.
         day = [math.cos(2 * math.pi * slot / SLOTS_PER_DAY) for slot in range(SLOTS_PER_DAY)]
@@ -202,6 +237,8 @@ class Population:
         return self._device(indices)[1]
 
     def latency_s(self, indices: Indices, participations: Indices) -> Floats:
+        if self._capacities is not None and self.config.transfer_kbit:
+            return self.config.transfer_kbit / self._traced(indices, self._capacities.kbit_s)
         # exp(sigma z) has the mean exp(sigma^2 / 2); what is configured is the mean.
         sigma = self.config.latency_sigma
         z = normals(self._words(_LATENCY, indices, participations))
@@ -225,6 +262,10 @@ class Population:
         """
         if isinstance(indices, int):
             return self._is_available(indices, float(now))
+        if self._availabilities is not None:
+            times = np.broadcast_to(now, indices.shape).tolist()
+            pairs = zip(indices.tolist(), times, strict=True)
+            return np.array([self._is_available(*pair) for pair in pairs], np.bool_)
         phase = (self._words(_SLOT_PHASE, indices) >> np.uint64(40)) * 2.0**-24
         slots = np.floor(now / SLOT_S + phase).astype(np.int64)
         coins = splitmix64_words(self._words(_SLOT, indices), slots.view(np.uint64)) >> np.uint64(
@@ -234,10 +275,19 @@ class Population:
 
     def _is_available(self, device: int, now: float) -> bool:
         self._refuse_stranger(device)
+        if self._availabilities is not None:
+            return self.remaining_s(device, now) > 0
         phase = (splitmix64(self._state[_SLOT_PHASE], device) >> 40) * 2.0**-24
         slot = math.floor(now / SLOT_S + phase)
         coin = splitmix64(splitmix64(self._state[_SLOT], device), slot) >> 32
         return coin < self._eligible_below[slot % SLOTS_PER_DAY]
+
+    def remaining_s(self, device: int, now: float) -> float:
+        """For how long an available device stays so, if a trace says it; otherwise for ever."""
+        if self._availabilities is None:
+            return math.inf
+        entry = splitmix64(self._state[_TRACED], device) % len(self._availabilities)
+        return self._availabilities.remaining_s(entry, now)
 
     def visit(self, device: int, participation: int) -> Visit:
         """One participation of one device: 0.4 ms, in which `Arrivals` draws two thousand."""
@@ -265,10 +315,18 @@ class Population:
         """(examples, execution_s)"""
         config, rho = self.config, self.config.correlation
         volume, examples = self._volume(indices)
+        if self._capacities is not None:
+            example_s = self._traced(indices, self._capacities.example_s)
+            relative = example_s / np.median(self._capacities.example_s)
+            return examples.astype(np.int64), config.execution_per_example_s * examples * relative
         own = normals(self._words(_SLOWNESS, indices))
         slowness = rho * volume + math.sqrt(1 - rho * rho) * own
         noise = exp(config.execution_sigma * slowness)
         return examples.astype(np.int64), config.execution_per_example_s * examples * noise
+
+    def _traced(self, indices: Indices, values: Floats) -> Floats:
+        """The values of the devices' entries in a trace."""
+        return values[entry_of(self._words(_TRACED, indices), len(values))]
 
     def _volume(self, indices: Indices) -> tuple[Floats, Floats]:
         """(z, examples)"""

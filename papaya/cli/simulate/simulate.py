@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec import structs
 
 from papaya.cli.output import (
     Commands,
-    FormatOptions,
     Progress,
     add_format,
     bind,
@@ -31,10 +29,10 @@ from papaya.cli.output import (
     whole,
     writing,
 )
+from papaya.cli.simulate.options import DataOptions, add_data, add_population
 from papaya.config import AsyncFL, SyncFL
 from papaya.errors import OperatorError
 from papaya.sim.cluster import ClusterConfig
-from papaya.sim.population import DEFAULT
 from papaya.sim.report import regime_name
 from papaya.sim.simulate import Moment, protocol_tasks, simulate
 
@@ -42,7 +40,7 @@ _CONCURRENCY, _GAP_S, _HOURS, _TASKS = 1300, 3600.0, 0.5, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions(FormatOptions):
+class SimulateOptions(DataOptions):
     """None means that an option was not given: its default depends on whether there is a task file.
 
     `data` to `processes` need a task file; `tasks` and `gap` are for runs without one.
@@ -50,8 +48,6 @@ class SimulateOptions(FormatOptions):
 
     task_file: Path | None = None
     # Training
-    data: str | None = None
-    seconds_per_example: float | None = None
     updates: int | None = None
     evaluations: int | None = None
     client_rate: float | None = None
@@ -65,7 +61,6 @@ class SimulateOptions(FormatOptions):
     tasks: int | None = None
     gap: float | None = None
     # The fleet and the servers
-    population: int = DEFAULT.size
     supply: float = 1.5
     coordinators: int = 1
     selectors: int = 1
@@ -137,24 +132,6 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_data(group: argparse._ArgumentGroup) -> None:
-    """Describe the data of a task file; `papaya sweep` has these options too."""
-    group.add_argument(
-        "--data",
-        metavar="DATA",
-        help="examples of the clients: leaf:FOLDER (JSON files of LEAF), text:FOLDER "
-        "(one file per client), or stdlib (the source code of Python's standard "
-        "library)",
-    )
-    group.add_argument(
-        "--seconds-per-example",
-        type=positive,
-        metavar="S",
-        help="seconds per example on a median device (default: chosen so that training "
-        "takes as long as in the built-in population)",
-    )
-
-
 def _add_task(group: argparse._ArgumentGroup) -> None:
     own = "from the task file"
     group.add_argument(
@@ -199,9 +176,7 @@ def _add_task(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_fleet(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--population", type=whole(1), metavar="N", help="number of devices in the fleet"
-    )
+    add_population(group)
     group.add_argument(
         "--supply",
         type=positive,
@@ -220,6 +195,8 @@ def run(options: SimulateOptions) -> int:
         return run_task(options)
     training = {
         "--data": options.data,
+        "--partition": options.partition,
+        "--judges": options.judges,
         "--seconds-per-example": options.seconds_per_example,
         "--updates": options.updates,
         "--evaluations": options.evaluations,
@@ -283,7 +260,7 @@ def _configuration(options: SimulateOptions) -> ClusterConfig:
     )
     return ClusterConfig(
         tasks=tasks,
-        population=structs.replace(DEFAULT, size=options.population),
+        population=options.population_config(),
         supply=options.supply,
         coordinators=options.coordinators,
         selectors=options.selectors,

@@ -27,7 +27,6 @@ from papaya.cli.output import (
 )
 from papaya.cli.simulate.simulate import SimulateOptions, check_goal
 from papaya.errors import Diverged
-from papaya.sim.population import DEFAULT
 from papaya.sim.report import RunReport, percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
@@ -44,7 +43,7 @@ from papaya.study.run import (
 )
 from papaya.study.sweep import regime_of, setting_of, with_rates, with_setting
 from papaya.study.trace import MOST_HOURS, Recorder
-from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
+from papaya.study.workloads.registry import Prepared, prepare
 
 _UPDATES, _EVALUATIONS = 5000, 20
 _MANY = 100.0  # perplexities from here on have one decimal
@@ -58,12 +57,7 @@ def run_task(options: SimulateOptions) -> int:
     )
 
     folder = make_folder(options.output)
-    spec = WorkloadSpec(
-        str(options.task_file),
-        options.data,
-        options.seconds_per_example,
-    )
-    prepared = prepare(spec, structs.replace(DEFAULT, size=options.population))
+    prepared = prepare(options.workload_spec(str(options.task_file)), options.population_config())
     run = _run(options, prepared)
     note(prepared.about)
     seconds = prepared.population.execution_per_example_s

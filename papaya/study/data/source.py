@@ -90,6 +90,7 @@ class Memory:
         self.name = name
         self.names: list[str] = []
         self.left_out: dict[LeftOut, int] = {}
+        self._examples: list[Sequence[bytes]] = []
         self._training: list[list[bytes]] = []
         self._held_out: list[list[bytes]] = []
         hasher, size = hashlib.sha256(), 0
@@ -104,6 +105,7 @@ class Memory:
                 self.left_out[why] = self.left_out.get(why, 0) + 1
                 continue
             self.names.append(client)
+            self._examples.append(examples)
             self._training.append(sides["train"])
             self._held_out.append(sides["validation"])
             hasher.update(_fingerprint(examples))
@@ -111,6 +113,10 @@ class Memory:
             raise OperatorError(f"{name} contains no examples", hint="use data that is not empty")
         self.digest = hasher.hexdigest()[:32]
         self.volumes: Ints = np.array([len(examples) for examples in self._training], np.int64)
+
+    def clients(self) -> list[tuple[str, Sequence[bytes]]]:
+        """Names and all examples, the test side included, in the order in which they came."""
+        return list(zip(self.names, self._examples, strict=True))
 
     def training(self, client: int) -> list[bytes]:
         return self._training[client]
@@ -140,10 +146,12 @@ def population_of(
     """A population whose devices have as many examples as the source's clients, as far as a task
     trains on them.
 
-    How long an example takes on a phone, no data says: unless given, execution takes as long in
-    the mean as in `config`.
+    How long an example takes on a phone, no data says: unless given or measured (a trace),
+    execution takes as long in the mean as in `config`.
     """
     volumes = np.minimum(source.volumes, max_examples)
+    if seconds_per_example is None and config.capacity_trace is not None:
+        seconds_per_example = config.execution_per_example_s
     if seconds_per_example is None:
         own = structs.replace(config, volumes=tuple(volumes.tolist()))
         ratio = _mean_execution_s(config) / _mean_execution_s(own)

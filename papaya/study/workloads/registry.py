@@ -4,8 +4,7 @@ A `WorkloadSpec` is a few words, so that another process can make the same workl
 stands for is opened by `prepare`:
 
     embedding | bigram                       the synthetic language (language.py)
-    my_task.py with data leaf:FOLDER         LEAF's JSON (papaya/study/data/leaf.py)
-                    text:FOLDER, stdlib      texts, a file for each client (data/texts.py)
+    my_task.py with data leaf:FOLDER, …      a task file (papaya/study/data/opening.py)
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from papaya.config import OptimizerConfig, TaskConfig
 from papaya.errors import OperatorError
@@ -27,9 +26,9 @@ from papaya.learning.definition import ClientSGD
 from papaya.learning.task import LoadedTask, load_task
 from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
-from papaya.study.data.leaf import leaf_source
+from papaya.study.data.opening import open_source
+from papaya.study.data.partition import Partition
 from papaya.study.data.source import Source, described, population_of
-from papaya.study.data.texts import folder_source, library_source, loader_of
 from papaya.study.replay import Rates
 from papaya.study.workloads.base import Clients, Workload
 from papaya.study.workloads.language import (
@@ -47,7 +46,7 @@ _RATES: Final = Rates(
     optimizer=OptimizerConfig(kind="fedadam", rate=0.01, beta1=0.0, epsilon=1e-5),
 )
 _CONCURRENCY: Final = 130
-_JUDGES: Final = 400
+MOST_JUDGES: Final = 400
 _JUDGED_ON: Final = 32  # examples of a client: its loss weighs by its volume all the same
 _JUDGE: Final = 131  # apart from the quantities of `Population` and of other workloads
 
@@ -69,6 +68,8 @@ class WorkloadSpec(Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     data: str | None = None
     seconds_per_example: float | None = None
+    partition: Partition | None = None
+    judges: int = MOST_JUDGES
 
     @property
     def is_built_in(self) -> bool:
@@ -113,21 +114,6 @@ def prepare(spec: WorkloadSpec, population: PopulationConfig = DEFAULT) -> Prepa
     return _built_in(spec, population) if spec.is_built_in else _own(spec, population)
 
 
-def open_source(data: str, loaded: LoadedTask) -> Source:
-    """`leaf:PATH`, `text:FOLDER` or `stdlib`."""
-    kind, _, path = data.partition(":")
-    if data == "stdlib":
-        return library_source(loader_of(loaded))
-    if kind == "leaf" and path:
-        return leaf_source(Path(path))
-    if kind == "text" and path:
-        return folder_source(Path(path), loader_of(loaded))
-    hint = "use leaf:FOLDER, text:FOLDER or stdlib (the source code of Python's standard library)"
-    if Path(data).exists():
-        hint = f"did you mean leaf:{data} (LEAF's JSON) or text:{data} (a file for each client)?"
-    raise OperatorError(f"unknown data source: {data!r}", hint=hint)
-
-
 def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
     if spec.data is not None:
         raise OperatorError(
@@ -161,11 +147,11 @@ def _own(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         names = ", ".join(BUILT_IN)
         raise OperatorError(
             f"{spec.name} needs data to learn from",
-            hint="add --data leaf:FOLDER, text:FOLDER or stdlib; built-in workloads need "
-            f"no data: {names}",
+            hint="add --data leaf:FOLDER, text:FOLDER, csv:FILE or stdlib; built-in workloads "
+            f"need no data: {names}",
         )
     loaded = load_task(Path(spec.name))
-    return with_source(spec, loaded, open_source(spec.data, loaded), population)
+    return with_source(spec, loaded, open_source(spec.data, loaded, spec.partition), population)
 
 
 def with_source(
@@ -178,16 +164,25 @@ def with_source(
     most = min(task.max_examples, loaded.task.examples.limit or task.max_examples)
     return Prepared(
         spec=spec,
-        digest=f"{loaded.module_hash}/{source.digest}",
+        digest=f"{loaded.module_hash}/{source.digest}/{spec.judges}",
         task=task,
         rates=Rates(client=loaded.task.client, optimizer=task.optimizer, clip=task.clip),
-        population=population_of(source, most, population, spec.seconds_per_example),
-        make=partial(_torch, loaded, source),
+        population=_transferring(
+            population_of(source, most, population, spec.seconds_per_example), task
+        ),
+        make=partial(_torch, loaded, source, spec.judges),
         about=f"{task.task}: {task.model_length:,} parameters; {described(source)}",
     )
 
 
-def _torch(loaded: LoadedTask, source: Source, seed: int, processes: int) -> Workload:
+def _transferring(population: PopulationConfig, task: TaskConfig) -> PopulationConfig:
+    """Measured connections download and upload this model."""
+    if population.capacity_trace is None or population.transfer_kbit:
+        return population
+    return structs.replace(population, transfer_kbit=2 * 32 * task.model_length / 1000)
+
+
+def _torch(loaded: LoadedTask, source: Source, most: int, seed: int, processes: int) -> Workload:
     from papaya.study.workloads.torch_task import TorchWorkload  # imports torch
 
     clients = len(source.volumes)
@@ -201,14 +196,14 @@ def _torch(loaded: LoadedTask, source: Source, seed: int, processes: int) -> Wor
     return TorchWorkload(
         loaded,
         examples_of,
-        judges(source, seed),
+        judges(source, seed, most),
         judged_on=judged_on,
         seed=seed,
         processes=processes,
     )
 
 
-def judges(source: Source, seed: int, most: int = _JUDGES) -> Clients:
+def judges(source: Source, seed: int, most: int = MOST_JUDGES) -> Clients:
     """A sample of the clients that have held-out examples, drawn by the seed."""
     able = np.array([c for c in range(len(source.volumes)) if source.held_out(c)], np.int64)
     if not len(able):

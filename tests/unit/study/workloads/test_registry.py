@@ -11,9 +11,10 @@ import pytest
 from papaya.errors import OperatorError
 from papaya.learning.task import load_task
 from papaya.sim.population import PopulationConfig
+from papaya.study.data.opening import open_source
 from papaya.study.data.source import Memory
 from papaya.study.workloads.base import Clients
-from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, judges, open_source, prepare
+from papaya.study.workloads.registry import BUILT_IN, WorkloadSpec, judges, prepare
 
 POPULATION = PopulationConfig(size=1000)
 TASK = """
@@ -129,7 +130,7 @@ def test_texts_become_examples_by_the_task_files_own_loader(tmp_path: Path) -> N
     assert set(json.loads(source.training(0)[0])) == {"x", "y"}
 
 
-@pytest.mark.parametrize("data", ["leaf:", "text", "leaf", "csv:x", "stdlib:x", ""])
+@pytest.mark.parametrize("data", ["leaf:", "text", "leaf", "sql:x", "csv:", "stdlib:x", ""])
 def test_data_of_another_kind_is_refused(tmp_path: Path, data: str) -> None:
     with pytest.raises(OperatorError, match=f"unknown data source: '{data}'"):
         open_source(data, load_task(a_task_file(tmp_path)))
