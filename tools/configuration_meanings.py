@@ -17,9 +17,11 @@ from papaya.config import (
     Requirements,
     SecureAggregation,
     ServerConfig,
+    Staleness,
     StopRule,
     SyncFL,
     TaskConfig,
+    Weighting,
 )
 from papaya.config.oidc import OidcConfig, OidcRole
 
@@ -52,6 +54,10 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "metrics": "What evaluations measure besides the loss, at most 16.",
         "perplexity": "Show exp(loss) of evaluations: for language models.",
         "privacy": "Differential privacy: noise and its limits; see docs/privacy.md.",
+        "staleness": "How stale updates are damped, see below. Signed; under secure aggregation "
+        "devices apply it.",
+        "weighting": "What an update counts, see below. Signed; under secure aggregation devices "
+        "apply it.",
     },
     Privacy: {
         "clip": "The largest norm of an update; also the `clip` of the task.",
@@ -190,6 +196,20 @@ MEANINGS: dict[type[Struct], dict[str, str]] = {
         "beta1": "Decay of the first moment.",
         "beta2": "Decay of the second moment of `fedadam` and `fedyogi`.",
         "epsilon": "Added to the divisor. None: 1e-8 for `fedadam`, 0.001 for the others.",
+    },
+    Staleness: {
+        "kind": "`polynomial`: (1 + s) to the power of −`exponent`, the paper's 1/√(1 + s) by "
+        "default. `hinge`: 1 up to `grace`, then 1 ÷ (1 + `slope` × (s − `grace`)). `constant`: 1. "
+        "Any other name is that of an [extension](train-your-own-model.md#extensions-of-servers).",
+        "exponent": "Of `polynomial`.",
+        "slope": "Of `hinge`.",
+        "grace": "Of `hinge`: the staleness up to which an update is not damped.",
+        "parameters": "Pairs of a name and a number that an extension gets.",
+    },
+    Weighting: {
+        "kind": "`examples`: the examples of an update, at most `max_examples`. `equal`: 1. "
+        "`capped`: its examples, at most `cap`; the client may train on more.",
+        "cap": "Of `capped`.",
     },
     Requirements: {
         "engine": "Training engine that the device must have. None: any.",

@@ -115,6 +115,14 @@ bytes (`_bytes`).
 ### `optimizer`: `OptimizerConfig`
 
 {OptimizerConfig}
+### `staleness`: `Staleness`
+
+{Staleness}
+The step is the sum of factor × weight × update, divided by the sum of the weights.
+
+### `weighting`: `Weighting`
+
+{Weighting}
 ### `requirements`: `Requirements`
 
 {Requirements}
@@ -207,11 +215,21 @@ def type_text(annotation: Any) -> str:
         return "None"
     if get_origin(annotation) is Literal:
         return " or ".join(f'"{choice}"' for choice in get_args(annotation))
+    if get_origin(annotation) is tuple and get_args(annotation)[-1] is not Ellipsis:
+        return f"pair of {' and '.join(map(type_text, get_args(annotation)))}"
     if get_origin(annotation) is tuple:
         return f"list of {type_text(get_args(annotation)[0])}"
+    if get_origin(annotation) is dict:
+        key, value = map(type_text, get_args(annotation))
+        return f"table of {value} by {key}"
     if options := get_args(annotation):
         return " or ".join(type_text(option) for option in options)
     return str(annotation.__name__)
+
+
+def default_of(field: structs.FieldInfo) -> Any:
+    """NODEFAULT if the field is required."""
+    return field.default if field.default_factory is NODEFAULT else field.default_factory()
 
 
 def default_text(default: Any) -> str:
@@ -233,7 +251,7 @@ def fields_table(config: type[Struct]) -> Iterator[str]:
     hints = get_type_hints(config)
     yield "| field | type | default | meaning |\n|---|---|---|---|\n"
     for field in fields:
-        kind, default = type_text(hints[field.name]), default_text(field.default)
+        kind, default = type_text(hints[field.name]), default_text(default_of(field))
         yield f"| `{field.name}` | {kind} | {default} | {meanings[field.name]} |\n"
 
 

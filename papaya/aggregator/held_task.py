@@ -33,7 +33,6 @@ from papaya.aggregator import regime
 from papaya.aggregator.ledger import Ledger
 from papaya.aggregator.offers import Offers
 from papaya.aggregator.pipeline import Pipeline
-from papaya.aggregator.private_sum import counted_examples
 from papaya.aggregator.sessions import (
     Session,
     Sessions,
@@ -65,7 +64,7 @@ from papaya.aggregator.work import (
 )
 from papaya.config import ServerConfig, TaskConfig
 from papaya.errors import InvariantError, TicketError
-from papaya.learning.weighting import capped
+from papaya.learning.weighting import counted_examples
 from papaya.machine import Effects, Handle, Read, Reply
 from papaya.messages.base import Message, SessionId, TaskId
 from papaya.messages.control import TaskReport
@@ -838,7 +837,7 @@ class HeldTask:
         ticket = UploadTicket(
             *_session_fields(session),
             staleness=staleness,
-            examples=counted_examples(config, capped(examples, config.max_examples)),
+            examples=counted_examples(config, examples),
             upload_by=now + config.upload_timeout_s,
             offer=index,
             pseudonym=session.pseudonym,

@@ -21,12 +21,6 @@ from papaya.secagg.words import SIGNED, WORD, blocks
 _SIGMA: Final = 2**24  # steps of the grid on which the noise is drawn
 
 
-def counted_examples(config: TaskConfig, examples: int) -> int:
-    """The weight of an update in the sum. With equal weights its examples do not count."""
-    privacy = config.privacy
-    return 1 if privacy is not None and privacy.weighting == "equal" else examples
-
-
 def noised_mean(config: TaskConfig, total: WeightedSum, members: int, key: bytes) -> Vector:
     """The sum of the updates plus noise, divided by the public divisor."""
     privacy = config.privacy

@@ -328,7 +328,7 @@ class Shards:
             if config.evaluates is not None:
                 pinned = config.evaluates
                 admit_evaluation(update.pieces, pinned.max_examples, len(pinned.metrics))
-            return Contribution(update, work.examples, work.staleness)
+            return Contribution(update, work.examples, work.staleness, config.staleness)
         update_pieces = masked_update(config, pieces)
         agreed = config.public_parameters
         assert agreed is not None

@@ -23,7 +23,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from papaya.bundle.errors import BundleError
 from papaya.bundle.owner import OwnerKeys, SignedStatement, Statement
-from papaya.config import PrivacyTerms
+from papaya.config import PrivacyTerms, Staleness, Weighting
 from papaya.config.checks import require
 from papaya.config.metrics import MetricBounds, check_metrics
 from papaya.config.versions import EngineVersion
@@ -111,6 +111,10 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
     # What an evaluation uploads beside the loss. Unset if it is nothing, so that manifests that
     # were signed before there were metrics keep their encoding.
     metrics: tuple[MetricBounds, ...] | UnsetType = UNSET
+    # The limit of capped weights, and how stale updates are damped. Unset without one, and for the
+    # paper's function, as `metrics` is.
+    weight_cap: Size | UnsetType = UNSET
+    staleness: Staleness | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         self._check_privacy()
@@ -150,9 +154,30 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
         return self.metrics or ()
 
     def _check_privacy(self) -> None:
-        privacy, weighting = self.privacy, "examples"
+        privacy = self.privacy
+        is_capped = self.weighting == "capped" and privacy is None
+        require(
+            is_capped == bool(self.weight_cap),
+            "weight_cap",
+            self.weight_cap,
+            "must be set with capped weights and without privacy only",
+            "",
+        )
+        require(
+            self.staleness != Staleness(),
+            "staleness",
+            self.staleness,
+            "must be unset if it is the paper's",
+            "",
+        )
         if privacy is not None:
-            weighting = privacy.weighting
+            require(
+                self.weighting == privacy.weighting,
+                "weighting",
+                self.weighting,
+                f"must be {privacy.weighting}",
+                "",
+            )
             limits = Participation(self.participation.gap_s, privacy.max_participations, "task")
             require(
                 self.participation == limits and self.clip is not None,
@@ -161,9 +186,13 @@ class TaskManifest(Statement, frozen=True, kw_only=True):
                 "needs a clip, and its number of participations over all runs of the task",
                 "",
             )
-        require(
-            self.weighting == weighting, "weighting", self.weighting, f"must be {weighting}", ""
-        )
+
+    @property
+    def weights(self) -> Weighting | UnsetType:
+        """Unset if they are by examples, or a setting of the privacy."""
+        if self.privacy is not None or self.weighting == "examples":
+            return UNSET
+        return Weighting(self.weighting, self.weight_cap or None)
 
     @property
     def model_length(self) -> int:

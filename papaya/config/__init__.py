@@ -1,5 +1,6 @@
 """Configuration of tasks, servers and devices."""
 
+from papaya.config.combining import Staleness, Weighting
 from papaya.config.deployment import Deployment
 from papaya.config.metrics import MetricBounds, MetricTarget
 from papaya.config.privacy import Privacy, PrivacyTerms
@@ -32,7 +33,9 @@ __all__ = [
     "Requirements",
     "SecureAggregation",
     "ServerConfig",
+    "Staleness",
     "StopRule",
     "SyncFL",
     "TaskConfig",
+    "Weighting",
 ]

@@ -23,6 +23,7 @@ from papaya.config.checks import (
     require_count,
     require_positive_s,
 )
+from papaya.config.combining import Staleness, Weighting
 from papaya.config.metrics import PERPLEXITY, MetricBounds, MetricTarget, check_metrics
 from papaya.config.privacy import Privacy
 from papaya.config.versions import EngineVersion
@@ -233,6 +234,8 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
     metrics: tuple[MetricBounds, ...] = ()
     perplexity: bool = False
     privacy: Privacy | None = None
+    staleness: Staleness = Staleness()
+    weighting: Weighting = Weighting()
 
     def __post_init__(self) -> None:
         if self.privacy is not None:
@@ -242,6 +245,7 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         self._check_times()
         self._check_participation()
         self._check_lifecycle()
+        self._check_weighting()
         if self.privacy is not None:
             self._check_privacy()
         if self.secure_aggregation is not None:
@@ -302,15 +306,19 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         kind: Literal["train", "evaluate"] = "train" if pinned is None else "evaluate"
         terms = None if self.privacy is None else self.privacy.terms
         private = {} if terms is None else structs.asdict(terms) | {"scheme": PRIVATE_SCHEME}
-        weighting = {"weighting": "examples" if pinned is None else "none"}
+        by = "equal" if self.weighting.kind == "equal" else "examples"
+        weighting = {"weighting": by if pinned is None else "none"}
+        damping = self.staleness.damping
+        assert damping is not None
         return PublicParameters(
             task=self.task,
             length=self.model_length,
             aggregation_goal=self.aggregation_goal,
             threshold=self.secure_aggregation.threshold or self.aggregation_goal,
             clip=float(self.clip),
-            max_examples=self.max_examples,
+            max_examples=self.weighting.cap or self.max_examples,
             max_staleness=self.max_staleness,
+            damping=damping,
             manifest=manifest,
             kind=kind if manifest else "",
             number=pinned.version if pinned is not None and manifest else 0,
@@ -524,6 +532,31 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
             "leave evaluation out",
         )
 
+    def _check_weighting(self) -> None:
+        cap = self.weighting.cap
+        require(
+            cap is None or cap <= self.max_examples,
+            "weighting.cap",
+            cap,
+            f"is above max_examples = {self.max_examples}, which no weight exceeds",
+            "choose a smaller cap, or leave weighting out",
+        )
+        require(
+            self.privacy is None or self.weighting == Weighting(),
+            "weighting",
+            self.weighting,
+            "the weights of a private task are a setting of its privacy",
+            "set privacy.weighting to equal or capped instead",
+        )
+        require(
+            not self.is_bound or self.staleness.is_built_in,
+            "staleness.kind",
+            self.staleness.kind,
+            "devices and the noise of a private task rely on the function, so it cannot be an "
+            "extension of the servers",
+            "use polynomial, hinge or constant",
+        )
+
     def _take_from(self, privacy: Privacy) -> None:
         """Clip and participations are settings of the privacy; a second value must be the same."""
         for field, wanted in (
@@ -587,7 +620,8 @@ class TaskConfig(Struct, frozen=True, kw_only=True):
         if self.privacy is not None:
             self._check_private_parameters()
             return
-        needed = fixed_point.needed_levels(self.model_length, self.max_examples)
+        heaviest = self.weighting.cap or self.max_examples
+        needed = fixed_point.needed_levels(self.model_length, heaviest)
         largest = min(fixed_point.largest_goal(needed), MAX_GOAL)
         remedy = f"lower aggregation_goal (or concurrency) below {largest + 1}"
         require(

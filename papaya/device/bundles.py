@@ -97,6 +97,8 @@ class Bundle(Struct, frozen=True):
             metrics=manifest.metrics,
             privacy=manifest.privacy or UNSET,
             collection=manifest.examples.collection,
+            weighting=manifest.weights,
+            staleness=manifest.staleness,
         )
 
     def check_evaluation(self, clients: int | None = None) -> None:

@@ -30,6 +30,7 @@ from msgspec import structs
 from papaya.attestation.policy import DevicePolicy
 from papaya.attestation.verify import Evidence, Verified, verify_evidence
 from papaya.client.work import Seal, Sealed
+from papaya.config import Staleness, Weighting
 from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.credentials.tls import client_context
 from papaya.errors import ConfigError, OperatorError, ProtocolError
@@ -89,19 +90,25 @@ def agreed_policy(
     if terms.clip is None:
         raise ProtocolError(f"task {task} has no clip, which secure aggregation requires")
     private = structs.asdict(terms.privacy) if terms.privacy else {}
+    weighting, function = terms.weighting or Weighting(), terms.staleness or Staleness()
+    damping = function.damping
+    if damping is None:
+        raise ProtocolError(f"task {task}: {function.kind} is not a function that a device knows")
+    by = {"weighting": "equal"} if weighting.kind == "equal" else {}
     return ParticipantPolicy(
         task=task,
         length=terms.model_length,
         clip=terms.clip,
-        max_examples=terms.max_examples,
+        max_examples=weighting.cap or terms.max_examples,
         max_staleness=terms.max_staleness,
+        damping=damping,
         minimum_threshold=minimum_threshold,
         maximum_staleness=owner.maximum_staleness,
         manifest=terms.manifest,
         aggregation_goal=terms.aggregation_goal,
         threshold=terms.threshold if terms.manifest else None,
         scheme=PRIVATE_SCHEME if terms.privacy else SCHEME,
-        **private,
+        **(by | private),
     )
 
 

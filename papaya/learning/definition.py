@@ -27,9 +27,11 @@ from papaya.config import (
     PrivacyTerms,
     Requirements,
     SecureAggregation,
+    Staleness,
     StopRule,
     SyncFL,
     TaskConfig,
+    Weighting,
 )
 from papaya.config.checks import require, require_choice, require_count
 from papaya.errors import ConfigError, InvariantError
@@ -229,6 +231,9 @@ class TaskTerms(Struct, frozen=True):
     privacy: PrivacyTerms | UnsetType = UNSET
     collection: str | UnsetType = UNSET
     """The examples that the task uses. Unset in a program file, which names them elsewhere."""
+    weighting: Weighting | UnsetType = UNSET
+    staleness: Staleness | UnsetType = UNSET
+    """Both unset if they are the defaults, as `metrics` is."""
 
     @classmethod
     def of(cls, config: TaskConfig) -> TaskTerms:
@@ -241,6 +246,8 @@ class TaskTerms(Struct, frozen=True):
             threshold=config.threshold,
             metrics=config.metrics or UNSET,
             privacy=UNSET if config.privacy is None else config.privacy.terms,
+            weighting=UNSET if config.weighting == Weighting() else config.weighting,
+            staleness=UNSET if config.staleness == Staleness() else config.staleness,
         )
 
     @property
@@ -293,6 +300,8 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
     perplexity: bool = False
     frozen: str | None = None
     privacy: Privacy | None = None
+    staleness: Staleness = Staleness()
+    weighting: Weighting = Weighting()
     sample: Sequence[bytes] = ()
 
     def __post_init__(self) -> None:
@@ -379,4 +388,6 @@ class Task(Struct, frozen=True, kw_only=True, eq=False):
             metrics=self.metric_bounds,
             perplexity=self.perplexity,
             privacy=self.privacy,
+            staleness=self.staleness,
+            weighting=self.weighting,
         )

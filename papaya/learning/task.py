@@ -43,9 +43,11 @@ from papaya.config import (
     Privacy,
     Requirements,
     SecureAggregation,
+    Staleness,
     StopRule,
     SyncFL,
     TaskConfig,
+    Weighting,
 )
 from papaya.errors import ConfigError, OperatorError, PapayaError
 from papaya.learning.checkpoint_files import read_checkpoint, read_frozen
@@ -69,10 +71,12 @@ __all__ = [
     "Privacy",
     "Requirements",
     "SecureAggregation",
+    "Staleness",
     "StepDecay",
     "StopRule",
     "SyncFL",
     "Task",
+    "Weighting",
     "load_task",
     "module_hash",
 ]

@@ -2,7 +2,7 @@
 
 Paper, "AsyncFL Algorithm": "Each client update is weighted by the number of examples the client
 trained on and a factor depending on the staleness of the update"; appendix "Handling Staleness":
-w = 1 / sqrt(1 + s).
+w = 1 / sqrt(1 + s). A task may choose another w (`Staleness`) and another n (`Weighting`).
 
     step = sum of n * w(s) * delta / sum of n
 
@@ -24,7 +24,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from papaya.config import Staleness, TaskConfig
 from papaya.errors import InvariantError, ProtocolError, UpdateRefused
+from papaya.learning import extensions
 from papaya.learning.kernels import NUMPY, Kernel
 from papaya.learning.parameters import (
     FLOAT32,
@@ -37,6 +39,8 @@ from papaya.learning.parameters import (
 )
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
+
+PAPERS: Final = Staleness()
 
 # Norm x examples x members stays below 2**124, and the largest float32 is just below 2**128.
 # Without these bounds one finite but absurd update could turn a task without a clip to infinity.
@@ -56,18 +60,27 @@ def model_update(trained: Vector, initial: Vector) -> Vector:
     return np.subtract(trained, initial, dtype=FLOAT32)
 
 
-def staleness_weight(staleness: int) -> float:
-    """The paper's w = 1 / sqrt(1 + s)."""
+def staleness_weight(staleness: int, function: Staleness = PAPERS) -> float:
+    """The factor by which an update is damped; by default the paper's w = 1 / sqrt(1 + s)."""
     if staleness < 0:
         raise InvariantError(f"staleness = {staleness}: must be at least 0")
-    return 1.0 / math.sqrt(1.0 + staleness)
+    return _factor(staleness, function)
 
 
-def capped(examples: int, max_examples: int) -> int:
-    """The examples that count: no client outweighs the task's `max_examples`."""
+@lru_cache(maxsize=4096)
+def _factor(staleness: int, function: Staleness) -> float:
+    damping = function.damping
+    return extensions.damping(function, staleness) if damping is None else damping.factor(staleness)
+
+
+def counted_examples(config: TaskConfig, examples: int) -> int:
+    """The weight of an update before it is damped: no client outweighs `max_examples`."""
     if not examples >= 1:
         raise ProtocolError(f"examples = {examples}: must be at least 1")
-    return min(examples, max_examples)
+    privacy, weighting = config.privacy, config.weighting
+    if weighting.kind == "equal" or (privacy is not None and privacy.weighting == "equal"):
+        return 1
+    return min(examples, weighting.cap or config.max_examples)
 
 
 def norm(vector: Vector) -> float:
@@ -166,24 +179,24 @@ def _is_clearly_within(pieces: Sequence[Vector], limit: float) -> bool:
     return squares <= limit * limit * (1 - 2.0**-8)
 
 
-@lru_cache(maxsize=4096)
-def _factor(staleness: int) -> float:
-    # Rounded to float32 once, so that a float64 sum of integer updates is exact, damped or not.
-    return float(np.float32(staleness_weight(staleness)))
-
-
 class Contribution(NamedTuple):
-    """One admitted update and its weight."""
+    """One admitted update, its weight, and its staleness with the function that damps it."""
 
     update: Admitted
     examples: int
     staleness: int
+    function: Staleness = PAPERS
 
     @property
     def factor(self) -> float:
         if not 0 <= self.examples <= MAX_EXAMPLES:
             raise InvariantError(f"examples = {self.examples}, at most {MAX_EXAMPLES} are allowed")
-        return self.examples * _factor(self.staleness) * self.update.scale
+        return self.examples * self.damping * self.update.scale
+
+    @property
+    def damping(self) -> float:
+        # Rounded to float32 once, so that a float64 sum of integer updates is exact, damped or not.
+        return float(np.float32(staleness_weight(self.staleness, self.function)))
 
 
 class WeightedSum:

@@ -28,6 +28,7 @@ from fractions import Fraction
 from typing import Any, Final, Literal, TypeAlias
 
 from papaya.secagg import fixed_point
+from papaya.secagg.damping import PAPERS, Damping
 from papaya.secagg.errors import ParametersError
 
 SCHEME: Final = "papaya-secagg-1"
@@ -47,22 +48,24 @@ _TASK: Final = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _MANIFEST: Final = re.compile(r"[0-9a-f]{64}")
 _SIGNED: Final = ("manifest", "kind", "number")
 _PRIVATE: Final = ("noise_multiplier", "delta", "max_participations", "expected_weight")
-_WEIGHTINGS: Final = {SCHEME: ("examples", "none"), PRIVATE_SCHEME: ("equal", "capped")}
+_WEIGHTINGS: Final = {SCHEME: ("examples", "none", "equal"), PRIVATE_SCHEME: ("equal", "capped")}
 _FLOAT32_TINY: Final = 2.0**-126
 _FLOAT32_MAX: Final = 2.0**128 * (1 - 2.0**-24)
 
 
-Weighting: TypeAlias = Literal["examples", "none", "equal", "capped"]
+SumWeighting: TypeAlias = Literal["examples", "none", "equal", "capped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublicParameters:
     """Checked when made: whoever holds one holds sensible values.
 
-    `weighting`: "examples" multiplies an update by min(n, max_examples)/max_examples and by
-    1/sqrt(1 + staleness); "none" sums whole numbers of at most `clip` as they are, as an evaluation
-    does: nothing is rounded or clamped. With noise: "equal" gives every update the same weight,
-    "capped" multiplies it as "examples" does; both damp it by its staleness.
+    `weighting`: "examples" multiplies an update by min(n, max_examples)/max_examples, "equal" gives
+    every update the same weight; "none" sums whole numbers of at most `clip` as they are, as an
+    evaluation does: nothing is rounded, clamped or damped. With noise: "equal", or "capped", which
+    multiplies as "examples" does.
+
+    `damping`: the factor by staleness. The paper's is left out of the encoding.
 
     `noise_multiplier`, `delta`, `max_participations`, `expected_weight`: of the private scheme
     only. The noise has a standard deviation of `noise_multiplier` x clip. A step is the sum divided
@@ -82,7 +85,7 @@ class PublicParameters:
     clip: float
     max_examples: int
     max_staleness: int
-    weighting: Weighting = "examples"
+    weighting: SumWeighting = "examples"
     scheme: str = SCHEME
     manifest: str = ""
     kind: Literal["", "train", "evaluate"] = ""
@@ -91,6 +94,7 @@ class PublicParameters:
     delta: float = 0.0
     max_participations: int = 0
     expected_weight: float = 0.0
+    damping: Damping = PAPERS
 
     def __post_init__(self) -> None:
         known = self.scheme in (SCHEME, PRIVATE_SCHEME)
@@ -196,8 +200,12 @@ class PublicParameters:
 
     def encode(self) -> bytes:
         """The one encoding."""
-        fields = dataclasses.asdict(self)
-        for name in _left_out(is_signed=bool(self.manifest), is_private=self.is_private):
+        fields = dataclasses.asdict(self) | {"damping": self.damping.encoded()}
+        for name in _left_out(
+            is_signed=bool(self.manifest),
+            is_private=self.is_private,
+            is_damped_otherwise=self.damping != PAPERS,
+        ):
             del fields[name]
         return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -218,19 +226,29 @@ class PublicParameters:
         names = sorted(field.name for field in dataclasses.fields(cls))
         found = fields if isinstance(fields, dict) else {}
         is_private = found.get("scheme") == PRIVATE_SCHEME
-        left_out = _left_out(is_signed="manifest" in found, is_private=is_private)
+        left_out = _left_out(
+            is_signed="manifest" in found,
+            is_private=is_private,
+            is_damped_otherwise="damping" in found,
+        )
         expected = [name for name in names if name not in left_out]
         if sorted(found) != expected:
             raise ParametersError("encoding", f"not an object of {', '.join(expected)}")
-        parameters = cls(**fields)
+        if "damping" in found:
+            found["damping"] = Damping.decoded(found["damping"])
+        parameters = cls(**found)
         if parameters.encode() != data:
             raise ParametersError("encoding", "not the canonical encoding of these values")
         return parameters
 
 
-def _left_out(*, is_signed: bool, is_private: bool) -> tuple[str, ...]:
+def _left_out(*, is_signed: bool, is_private: bool, is_damped_otherwise: bool) -> tuple[str, ...]:
     """Fields that are not encoded."""
-    return (*(() if is_signed else _SIGNED), *(() if is_private else _PRIVATE))
+    return (
+        *(() if is_signed else _SIGNED),
+        *(() if is_private else _PRIVATE),
+        *(() if is_damped_otherwise else ("damping",)),
+    )
 
 
 def _is_task(value: object) -> bool:

@@ -11,7 +11,8 @@ Paper, "Protocol Detail", steps 3 and 4: "client i validates the signature and a
   reports, within limits that are public parameters.
 - *The device has its own policy*, because attested parameters may still be too weak. For example, a
   server that lies about versions can damp updates by up to sqrt(1 + max_staleness), so that the one
-  it wants to learn about dominates the sum.
+  it wants to learn about dominates the sum. The limit on the staleness limits this factor for every
+  damping function.
 
 - *A device is in a private sum once.* It seals a tag with each seed, the same one for all its
   updates under the same public parameters, and the TSA takes a tag into a group once. And its words
@@ -32,6 +33,7 @@ from typing import Final, NoReturn
 import numpy as np
 
 from papaya.secagg import channel
+from papaya.secagg.damping import PAPERS, Damping
 from papaya.secagg.errors import OfferRefused, UpdateError
 from papaya.secagg.fixed_point import Encoder
 from papaya.secagg.mask import SEED_BYTES, Mask
@@ -45,6 +47,7 @@ _A_LITTLE_LESS: Final = 1 - 2.0**-20
 _OPTIONAL: Final = ("aggregation_goal", "threshold")
 _COMPARED: Final = (
     *("scheme", "manifest", "task", "length", "clip", "max_examples", "max_staleness", "weighting"),
+    "damping",
     *("noise_multiplier", "delta", "max_participations", "expected_weight"),
     *_OPTIONAL,
 )
@@ -75,6 +78,7 @@ class ParticipantPolicy:
     delta: float = 0.0
     max_participations: int = 0
     expected_weight: float = 0.0
+    damping: Damping = PAPERS
 
     def check(self, parameters: PublicParameters) -> None:
         """Raises OfferRefused at the first difference."""
@@ -84,6 +88,10 @@ class ParticipantPolicy:
         if parameters.max_staleness > self.maximum_staleness:
             message = f"max_staleness = {parameters.max_staleness}, this device allows "
             raise OfferRefused("max_staleness", f"{message}at most {self.maximum_staleness}")
+        smallest = parameters.damping.factor(parameters.max_staleness)
+        if smallest < PAPERS.factor(self.maximum_staleness):
+            message = f"damping by up to {smallest:.3g}, this device allows "
+            raise OfferRefused("damping", f"{message}{PAPERS.factor(self.maximum_staleness):.3g}")
         source = "the manifest of its owner" if self.manifest else "this device's task file"
         for name in _COMPARED:
             found, wanted = getattr(parameters, name), getattr(self, name)
@@ -106,7 +114,7 @@ class Terms:
 def weight_and_damping(
     parameters: PublicParameters, examples: int, staleness: int
 ) -> tuple[float, float]:
-    """min(n, max_examples)/max_examples or 1, and the paper's 1/sqrt(1 + s); both at most 1."""
+    """min(n, max_examples)/max_examples or 1, and the factor by staleness; both at most 1."""
     if not examples >= 1:
         raise UpdateError("examples", f"examples = {examples}: an update needs at least one")
     if not 0 <= staleness <= parameters.max_staleness:
@@ -114,7 +122,7 @@ def weight_and_damping(
         raise OfferRefused("staleness", message)
     if parameters.weighting == "none":
         return 1.0, 1.0
-    damping = 1.0 / math.sqrt(1.0 + staleness)
+    damping = parameters.damping.factor(staleness)
     if parameters.weighting == "equal":
         return 1.0, damping
     return min(examples, parameters.max_examples) / parameters.max_examples, damping

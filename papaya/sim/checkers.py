@@ -94,6 +94,27 @@ def _is_within_clip(config: TaskConfig, session: SessionId) -> bool:
     return float(np.linalg.norm(protocol_vector(session, config.model_length))) <= config.clip
 
 
+def _counted_examples(config: TaskConfig, reported: int) -> int:
+    match config.weighting.kind:
+        case "equal":
+            return 1
+        case "capped":
+            return min(reported, config.weighting.cap or 0)
+    return min(reported, config.max_examples)
+
+
+def _damping(config: TaskConfig, staleness: int) -> float:
+    function = config.staleness
+    match function.kind:
+        case "constant":
+            return 1.0
+        case "hinge" if staleness <= function.grace:
+            return 1.0
+        case "hinge":
+            return 1.0 / (1.0 + function.slope * (staleness - function.grace))
+    return float((1.0 + staleness) ** -function.exponent)
+
+
 def _row_without_free_text(row: Row) -> Row:
     return structs.replace(row, why="") if isinstance(row, TaskRow) else row
 
@@ -465,7 +486,7 @@ class Auditor(Observer):
             0 <= member.staleness <= limit,
             f"{session} has staleness {member.staleness}, above {limit}",
         )
-        counted = min(books.reported[session], terms.max_examples)
+        counted = _counted_examples(terms, books.reported[session])
         demand(
             member.examples == counted,
             f"{session} weighs {member.examples} examples, by its manifest {counted}",
@@ -484,7 +505,8 @@ class Auditor(Observer):
         uploaded = protocol_vector if is_training else protocol_evaluation
         for member in row.members:
             vector = np.array(uploaded(member.session, config.model_length))
-            expected += member.examples / np.sqrt(1.0 + member.staleness) * vector
+            damping = _damping(self.books[config.task].terms_of(member.session), member.staleness)
+            expected += member.examples * damping * vector
             weight += member.examples
         same = (
             np.allclose(found.vector, expected, rtol=1e-4, atol=1e-2)
@@ -582,7 +604,8 @@ class Auditor(Observer):
             terms = books.terms_of(member.session)
             pieces = [np.array(uploaded(member.session, length), np.float32).tobytes()]
             update = admit(pieces, length, terms.clip, terms.over_clip)
-            total.add_all([Contribution(update, member.examples, member.staleness)], NUMPY)
+            given = Contribution(update, member.examples, member.staleness, terms.staleness)
+            total.add_all([given], NUMPY)
         return total
 
     def _check_consumed(self, task: TaskId, row: ConsumedRow, before: dict[str, Row]) -> None:

@@ -20,7 +20,7 @@ masked sum and every step, in whole numbers, and requires:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import log, sqrt
+from math import log
 from typing import NamedTuple
 
 import numpy as np
@@ -339,7 +339,8 @@ def _fixed_point(
         return [round(value) for value in vector], parameters.levels
     weight = min(sealed.examples, parameters.max_examples) / parameters.max_examples
     weight = 1.0 if parameters.weighting == "equal" else weight
-    factor = weight * (1 / sqrt(1 + sealed.staleness)) * (parameters.levels / parameters.clip)
+    damping = parameters.damping.factor(sealed.staleness)
+    factor = weight * damping * (parameters.levels / parameters.clip)
     limit = parameters.levels
     steps = [max(-limit, min(limit, round(value * factor))) for value in vector]
     return steps, round(weight * limit)

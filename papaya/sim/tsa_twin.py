@@ -140,6 +140,7 @@ def sealed(work: Seal, now: float, rng: Random, manifest: str = "", device: int 
         minimum_threshold=1,
         maximum_staleness=parameters.max_staleness,
         weighting=parameters.weighting,
+        damping=parameters.damping,
         manifest=manifest,
         scheme=parameters.scheme,
         noise_multiplier=parameters.noise_multiplier,

@@ -232,6 +232,8 @@ def _learnable(config: ClusterConfig, workload: Workload, rates: Rates) -> Clust
         optimizer=rates.optimizer,
         clip=rates.clip,
         max_examples=rates.client.max_examples,
+        staleness=rates.staleness,
+        weighting=rates.weighting,
         evaluation=None,
         stop=StopRule(),
     )

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from papaya.config import OptimizerConfig
+from papaya.config import OptimizerConfig, Staleness, TaskConfig, Weighting
 from papaya.errors import Diverged, UpdateRefused
 from papaya.learning.definition import ClientSGD
 from papaya.learning.kernels import fastest
@@ -31,8 +31,8 @@ from papaya.learning.weighting import (
     Contribution,
     WeightedSum,
     admit,
-    capped,
     clipped,
+    counted_examples,
     norm,
 )
 from papaya.study.checkpoint import Checkpoints, LearningState
@@ -51,6 +51,20 @@ class Rates(Struct, frozen=True):
     client: ClientSGD
     optimizer: OptimizerConfig = OptimizerConfig()
     clip: float | None = None
+    staleness: Staleness = Staleness()
+    weighting: Weighting = Weighting()
+
+    def task(self, recorded: TaskConfig) -> TaskConfig:
+        """A recorded task, with these settings. A device reports what it has trained on, and the
+        server counts no more than the task allows.
+        """
+        return structs.replace(
+            recorded,
+            max_examples=min(self.client.max_examples, recorded.max_examples),
+            clip=self.clip,
+            staleness=self.staleness,
+            weighting=self.weighting,
+        )
 
 
 class Point(Struct, frozen=True):
@@ -194,6 +208,7 @@ class _Learner:
         self._workload = workload
         self._rates = rates
         self._last = last
+        self._task = rates.task(trace.task)
         self._optimizer = server_optimizer(rates.optimizer)
         self._state = self._optimizer.initial_state(workload.length)
         # Versions from which clients still train, and the newest one.
@@ -208,7 +223,7 @@ class _Learner:
         last_use = _last_use(self._trace, self._last)
         for version in range(self._version + 1, self._last + 1):
             updates = _train(self._trace, self._workload, self._rates, self._models, version)
-            total = _sum(self._trace, self._rates, version, updates, self.norms)
+            total = _sum(self._trace, self._task, version, updates, self.norms)
             parameters, self._state = self._optimizer.step(
                 self._models[version - 1], total.mean(), self._state
             )
@@ -244,19 +259,17 @@ def _train(
 
 
 def _sum(
-    trace: Trace, rates: Rates, version: int, updates: Matrix, norms: list[float]
+    trace: Trace, task: TaskConfig, version: int, updates: Matrix, norms: list[float]
 ) -> WeightedSum:
     members = trace.members(version)
-    # A device reports what it has trained on, and the server counts no more than the task allows.
-    most = min(rates.client.max_examples, trace.task.max_examples)
-    weights = [capped(n, most) for n in trace.clients.examples[members].tolist()]
+    weights = [counted_examples(task, n) for n in trace.clients.examples[members].tolist()]
     norms += [norm(row) for row in updates[: max(0, NORMS_KEPT - len(norms))]]
     total = WeightedSum.zero(updates.shape[1])
     total.add_all(
         [
-            Contribution(update, n, staleness)
+            Contribution(update, n, staleness, task.staleness)
             for update, n, staleness in zip(
-                _admitted(updates, rates.clip),
+                _admitted(updates, task.clip),
                 weights,
                 trace.staleness[members].tolist(),
                 strict=True,

@@ -19,7 +19,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from msgspec import Struct, structs
 
-from papaya.config import StopRule, TaskConfig
+from papaya.config import Staleness, StopRule, TaskConfig, Weighting
 from papaya.config.checks import require
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
@@ -183,6 +183,8 @@ def recordable(task: TaskConfig, population: PopulationConfig) -> ClusterConfig:
         secure_aggregation=None,
         clip=None,
         privacy=None,
+        staleness=Staleness(),
+        weighting=Weighting(),
         evaluation=None,
         stop=StopRule(),
     )

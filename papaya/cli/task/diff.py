@@ -49,7 +49,7 @@ _SIGNED = (
         "client",
         "examples",
     ),
-    *("weighting", "evaluation_clients", "privacy"),
+    *("weighting", "weight_cap", "evaluation_clients", "privacy"),
 )
 
 Side = tuple[TaskConfig, TaskManifest | None]

@@ -28,7 +28,7 @@ from papaya.bundle.manifest import (
     run_id,
 )
 from papaya.bundle.owner import KeySuccessor, SignedStatement, key_id
-from papaya.config import TaskConfig
+from papaya.config import Staleness, TaskConfig
 from papaya.credentials.token_files import read as read_secret
 from papaya.device.executor import EngineName
 from papaya.errors import ConfigError, OperatorError
@@ -172,7 +172,9 @@ def next_manifest(manifest: TaskManifest, config: TaskConfig, client: ClientSGD)
 def _limits(config: TaskConfig) -> dict[str, Any]:
     threshold, privacy = config.threshold, config.privacy
     return {
-        "weighting": "examples" if privacy is None else privacy.weighting,
+        "weighting": config.weighting.kind if privacy is None else privacy.weighting,
+        "weight_cap": config.weighting.cap or UNSET,
+        "staleness": UNSET if config.staleness == Staleness() else config.staleness,
         "privacy": None if privacy is None else privacy.terms,
         "training_timeout_s": float(config.training_timeout_s),
         "upload_timeout_s": float(config.upload_timeout_s),

@@ -302,6 +302,8 @@ def refusals(file: TaskConfig, submitted: TaskConfig) -> list[str]:
                 ("max_examples", submitted.max_examples, file.max_examples),
                 ("max_staleness", submitted.max_staleness, file.max_staleness),
                 ("privacy", submitted.privacy, file.privacy),
+                ("weighting", submitted.weighting, file.weighting),
+                ("staleness", submitted.staleness, file.staleness),
             )
             if ours != theirs
         ]

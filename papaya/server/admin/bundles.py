@@ -20,7 +20,7 @@ from papaya.bundle import archive
 from papaya.bundle.head import BundleHead
 from papaya.bundle.manifest import Lease, TaskManifest, run_id
 from papaya.bundle.owner import SignedStatement
-from papaya.config import TaskConfig
+from papaya.config import Staleness, TaskConfig
 from papaya.errors import MissingBlob, OperatorError
 from papaya.learning.frozen_file import decode_frozen
 from papaya.messages import owner
@@ -252,6 +252,12 @@ def _check_agreement(manifest: TaskManifest, config: TaskConfig) -> None:
         "max_participations": (participation.max_count, config.max_participations),
         "threshold": (None if secure is None else secure.threshold, config.threshold),
         "privacy": (manifest.privacy, None if config.privacy is None else config.privacy.terms),
+        "weighting": (
+            manifest.weighting,
+            config.weighting.kind if config.privacy is None else config.privacy.weighting,
+        ),
+        "weighting.cap": (manifest.weight_cap or None, config.weighting.cap),
+        "staleness": (manifest.staleness or Staleness(), config.staleness),
     }
     if secure is not None:
         pairs["aggregation_goal"] = (secure.aggregation_goal, config.aggregation_goal)

@@ -166,7 +166,13 @@ def with_source(
         spec=spec,
         digest=f"{loaded.module_hash}/{source.digest}/{spec.judges}",
         task=task,
-        rates=Rates(client=loaded.task.client, optimizer=task.optimizer, clip=task.clip),
+        rates=Rates(
+            client=loaded.task.client,
+            optimizer=task.optimizer,
+            clip=task.clip,
+            staleness=task.staleness,
+            weighting=task.weighting,
+        ),
         population=_transferring(
             population_of(source, most, population, spec.seconds_per_example), task
         ),

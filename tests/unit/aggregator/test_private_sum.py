@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from papaya.aggregator.private_sum import counted_examples, noised_mean
+from papaya.aggregator.private_sum import noised_mean
 from papaya.config import AsyncFL, Privacy, TaskConfig
 from papaya.config.privacy import PrivateWeighting
-from papaya.learning.weighting import WeightedSum
+from papaya.learning.weighting import WeightedSum, counted_examples
 
 LENGTH, MEMBERS, CLIP, Z = 50_000, 40, 0.5, 3.0
 

@@ -24,7 +24,7 @@ from papaya.bundle.manifest import (
     verified,
 )
 from papaya.bundle.owner import OwnerKeys, SignedStatement, decode
-from papaya.config import MetricBounds
+from papaya.config import MetricBounds, Staleness, Weighting
 from papaya.errors import ConfigError
 from papaya.learning.definition import ClientSGD
 from tests.unit.bundle.builders import (
@@ -263,3 +263,32 @@ def test_runs_have_their_own_ids() -> None:
     }
     assert len(ids) == 8
     assert all(len(found) <= 53 for found in ids)
+
+
+def test_weights_and_staleness_functions_are_signed() -> None:
+    """Left out of the encoding if they are the defaults: earlier manifests keep their digests."""
+    ordinary = a_manifest()
+    assert b"weight_cap" not in ordinary.encode()
+    assert b'"staleness"' not in ordinary.encode()
+    chosen = a_manifest(
+        weighting="capped", weight_cap=20, staleness=Staleness("hinge", slope=0.5, grace=3)
+    )
+    assert accepted(chosen) == chosen
+    assert chosen.digest != ordinary.digest
+    assert chosen.weights == Weighting("capped", 20)
+    assert a_manifest(weighting="equal").weights == Weighting("equal")
+    assert ordinary.weights is UNSET
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weighting": "capped"},
+        {"weight_cap": 20},
+        {"weighting": "equal", "weight_cap": 20},
+        {"staleness": Staleness()},
+    ],
+)
+def test_weights_that_could_be_said_in_two_ways_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        a_manifest(**changes)

@@ -14,13 +14,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from papaya.config import Staleness, TaskConfig, Weighting
 from papaya.errors import InvariantError, ProtocolError
 from papaya.learning.parameters import BLOCK, FLOAT32, FLOAT64, Vector, encode_tensors
 from papaya.learning.weighting import (
     MAX_EXAMPLES,
+    Admitted,
+    Contribution,
     WeightedSum,
     admit,
-    capped,
+    counted_examples,
     model_update,
     staleness_weight,
 )
@@ -67,6 +70,31 @@ def test_staleness_weights_by_hand() -> None:
     assert staleness_weight(1) == 1 / math.sqrt(2)
 
 
+@pytest.mark.parametrize(
+    ("function", "factors"),
+    [
+        (Staleness(), [1, 1 / math.sqrt(2), 1 / 3, 1 / 10]),
+        (Staleness("polynomial", exponent=1.0), [1, 1 / 2, 1 / 9, 1 / 100]),
+        (Staleness("polynomial", exponent=0.0), [1, 1, 1, 1]),
+        (Staleness("hinge", slope=0.5, grace=4), [1, 1, 1 / 3, 1 / 48.5]),
+        (Staleness("hinge"), [1, 1, 1 / 41, 1 / 951]),
+        (Staleness("constant"), [1, 1, 1, 1]),
+    ],
+)
+def test_staleness_functions_by_hand(function: Staleness, factors: list[float]) -> None:
+    found = [staleness_weight(s, function) for s in (0, 1, 8, 99)]
+    assert found == pytest.approx(factors, rel=1e-15)
+
+
+@given(st.integers(0, 1023), st.integers(1, 50), st.floats(0, 4))
+def test_an_update_is_damped_by_the_function_of_its_task(s: int, n: int, exponent: float) -> None:
+    function = Staleness("polynomial", exponent=exponent)
+    total = WeightedSum.zero(1, FLOAT64)
+    update = Admitted([np.array([3.0], np.float32)], 1.0)
+    total.add_all([Contribution(update, n, s, function)])
+    assert total.mean().tolist() == pytest.approx([3 * (1 + s) ** -exponent], rel=1e-6)
+
+
 def test_no_client_is_ahead_of_the_server() -> None:
     with pytest.raises(InvariantError):
         staleness_weight(-1)
@@ -76,14 +104,27 @@ def test_no_client_is_ahead_of_the_server() -> None:
     assert total == folded([([1.0], 1, 0)])
 
 
-def test_examples_are_capped() -> None:
-    assert [capped(n, 10) for n in (1, 9, 10, 11, 10**12)] == [1, 9, 10, 10, 10]
+def a_config(weighting: Weighting) -> TaskConfig:
+    return TaskConfig(task="t", concurrency=1, model_length=1, max_examples=10, weighting=weighting)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "counted"),
+    [
+        (Weighting(), [1, 9, 10, 10, 10]),
+        (Weighting("equal"), [1, 1, 1, 1, 1]),
+        (Weighting("capped", 4), [1, 4, 4, 4, 4]),
+    ],
+)
+def test_the_examples_that_count(weighting: Weighting, counted: list[int]) -> None:
+    config = a_config(weighting)
+    assert [counted_examples(config, n) for n in (1, 9, 10, 11, 10**12)] == counted
 
 
 @pytest.mark.parametrize("examples", [0, -1, -(10**12)])
 def test_an_update_of_no_examples_is_refused(examples: int) -> None:
     with pytest.raises(ProtocolError):
-        capped(examples, 10)
+        counted_examples(a_config(Weighting()), examples)
 
 
 def test_a_model_update_is_a_difference_of_equal_models() -> None:

@@ -61,7 +61,7 @@ def a_policy(parameters: PublicParameters, **changes: Any) -> ParticipantPolicy:
     """A device that agrees, however small the threshold is."""
     fields: dict[str, Any] = {"minimum_threshold": 1, "weighting": parameters.weighting}
     compared = ("task", "length", "clip", "max_examples", "max_staleness", "scheme")
-    private = ("noise_multiplier", "delta", "max_participations", "expected_weight")
+    private = ("noise_multiplier", "delta", "max_participations", "expected_weight", "damping")
     for name in compared + private:
         fields[name] = getattr(parameters, name)
     return ParticipantPolicy(**(fields | changes))

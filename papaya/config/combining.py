@@ -1,0 +1,141 @@
+"""How the updates of a buffer become one step: their weights, their damping, the rule.
+
+    step = rule of the updates, each multiplied by damping(staleness) and weighted by its weight
+
+Each is chosen by name. A name that is not listed here is that of an extension: a Python entry point
+that the operator of the servers has installed and allowed (docs/adr/0058).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from difflib import get_close_matches
+from typing import Final, Literal, get_args
+
+from msgspec import Struct
+
+from papaya.config.checks import require, require_choice, require_count
+from papaya.errors import ConfigError
+from papaya.secagg.damping import KINDS as DAMPINGS
+from papaya.secagg.damping import Damping
+from papaya.secagg.errors import ParametersError
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_SIMILAR: Final = 0.75
+
+ExtensionParameters = tuple[tuple[str, float], ...]
+"""What an extension gets from the task's owner: numbers by name."""
+WeightingKind = Literal["examples", "equal", "capped"]
+
+
+def require_name(field: str, name: str, built_in: tuple[str, ...]) -> None:
+    """A known name, or one that an extension may have; not a misspelt known one."""
+    if name in built_in:
+        return
+    if meant := get_close_matches(str(name), built_in, n=1, cutoff=_SIMILAR):
+        known = f"is not one of {', '.join(built_in)}, and too similar for an extension"
+        raise ConfigError.of(field, name, known, f"did you mean {meant[0]!r}?")
+    require(
+        _NAME.fullmatch(name) is not None,
+        field,
+        name,
+        f"is not one of {', '.join(built_in)}, nor the name of an extension",
+        "the name of an extension has 1-64 of a-z, 0-9 and _, starting with a letter",
+    )
+
+
+def require_parameters(field: str, parameters: ExtensionParameters, *, is_built_in: bool) -> None:
+    require(
+        not (is_built_in and parameters),
+        f"{field}.parameters",
+        parameters,
+        "are for extensions only",
+        f"use the other settings of {field}",
+    )
+    for name, value in parameters:
+        require(
+            _NAME.fullmatch(name) is not None and math.isfinite(value),
+            f"{field}.parameters",
+            (name, value),
+            "must be pairs of a name and a finite number",
+            "names have 1-64 of a-z, 0-9 and _, starting with a letter",
+        )
+    require(
+        len(dict(parameters)) == len(parameters),
+        f"{field}.parameters",
+        parameters,
+        "has a name twice",
+        "give each name once",
+    )
+
+
+class Staleness(Struct, frozen=True):
+    """The factor by which an update is damped, from its staleness s.
+
+    `polynomial`: (1 + s) to the power of -`exponent`; the default is the paper's 1/√(1 + s).
+    `hinge`: 1 up to `grace`, then 1 / (1 + `slope` × (s - `grace`)). `constant`: 1.
+    """
+
+    kind: str = "polynomial"
+    exponent: float = 0.5
+    slope: float = 10.0
+    grace: int = 4
+    parameters: ExtensionParameters = ()
+
+    def __post_init__(self) -> None:
+        require_name("staleness.kind", self.kind, DAMPINGS)
+        require_parameters("staleness", self.parameters, is_built_in=self.is_built_in)
+        for kind in DAMPINGS:  # also the settings of functions that are not used
+            try:
+                self._damping(kind)
+            except ParametersError as error:
+                field = error.reason.rpartition(".")[2]
+                raise ConfigError.of(
+                    f"staleness.{field}",
+                    getattr(self, field),
+                    str(error).partition(": ")[2],
+                    f"leave staleness.{field} out to take its default",
+                ) from error
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.kind in DAMPINGS
+
+    @property
+    def damping(self) -> Damping | None:
+        """The function; None if it is an extension."""
+        return self._damping(self.kind) if self.is_built_in else None
+
+    def _damping(self, kind: str) -> Damping:
+        match kind:
+            case "polynomial":
+                return Damping(kind, float(self.exponent))
+            case "hinge":
+                return Damping(kind, 0.0, float(self.slope), self.grace)
+        return Damping(kind, 0.0)
+
+
+class Weighting(Struct, frozen=True):
+    """What an update counts before it is damped.
+
+    `examples`: its examples, at most `max_examples`. `equal`: 1. `capped`: its examples, at most
+    `cap`; the client may train on more.
+    """
+
+    kind: WeightingKind = "examples"
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("weighting.kind", self.kind, get_args(WeightingKind))
+        require(
+            (self.cap is not None) == (self.kind == "capped"),
+            "weighting.cap",
+            self.cap,
+            f"belongs to the kind capped, not {self.kind}"
+            if self.cap is not None
+            else "is missing: capped weights need it",
+            "set weighting.kind=capped and weighting.cap, or neither",
+        )
+        if self.cap is not None:
+            require_count("weighting.cap", self.cap)

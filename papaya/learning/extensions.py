@@ -1,0 +1,77 @@
+"""Server optimizers, aggregation rules and staleness functions that are not part of Papaya.
+
+A task names them, and passes them numbers; their code is on the servers. It gets here in two ways:
+as a Python entry point (`entry_points.py`), or, in a program of one's own, by `add`. Nothing comes
+from the wire. Refused (ConfigError): a name that this process does not have.
+
+    server_optimizers     a subclass of `ServerOptimizer`
+    aggregation_rules     a subclass of `SumRule` or `MembersRule`
+    staleness_functions   a function of the staleness, with the task's parameters by name
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, Literal, get_args
+
+from papaya.config import Staleness, TaskConfig
+from papaya.errors import ConfigError
+
+ExtensionGroup = Literal["server_optimizers", "aggregation_rules", "staleness_functions"]
+GROUPS: Final[tuple[ExtensionGroup, ...]] = get_args(ExtensionGroup)
+_LONGEST_TRIED: Final = 10_000
+
+_known: Final[dict[tuple[ExtensionGroup, str], Any]] = {}
+
+
+def add(group: ExtensionGroup, name: str, extension: Any) -> None:
+    """Make an extension known to this process. A second one replaces the first."""
+    _known[group, name] = extension
+
+
+def find(group: ExtensionGroup, name: str) -> Any:
+    found = _known.get((group, name))
+    if found is None:
+        kind = group.replace("_", " ").removesuffix("s")
+        raise ConfigError(
+            f"there is no {kind} {name!r} here",
+            hint=f"the operator has to install a package with the entry point {name} in the group "
+            f'papaya.{group}, and to allow it: extensions = ["{group}:{name}"]',
+        )
+    return found
+
+
+def used_by(config: TaskConfig) -> list[tuple[ExtensionGroup, str]]:
+    """The extensions that a task names."""
+    found: list[tuple[ExtensionGroup, str]] = []
+    if not config.staleness.is_built_in:
+        found.append(("staleness_functions", config.staleness.kind))
+    return found
+
+
+def require_all(config: TaskConfig) -> None:
+    """Refuse a task whose extensions are missing here, or cannot be used with its settings."""
+    for group, name in used_by(config):
+        find(group, name)
+    if not config.staleness.is_built_in:
+        for staleness in range(min(config.max_staleness, _LONGEST_TRIED) + 1):
+            damping(config.staleness, staleness)
+
+
+def damping(function: Staleness, staleness: int) -> float:
+    """The factor by a staleness function that is an extension."""
+    compute = find("staleness_functions", function.kind)
+    try:
+        found = float(compute(staleness, **dict(function.parameters)))
+    except Exception as error:
+        raise ConfigError(
+            f"the staleness function {function.kind} failed at {staleness}: {error!r}",
+            hint=f"check staleness.parameters = {dict(function.parameters)}",
+        ) from error
+    # Above 1, an update could exceed the bounds that it was admitted by.
+    if not (math.isfinite(found) and 0 <= found <= 1):
+        raise ConfigError(
+            f"the staleness function {function.kind} returned {found} for {staleness}",
+            hint="it must return a number from 0 to 1",
+        )
+    return found
