@@ -2,8 +2,7 @@
 
 A command declares its options as a frozen dataclass, with their defaults, and describes them to
 argparse; `bind` connects the two. Text is escaped before it is printed, because some of it comes
-from servers. On a terminal, progress is a live display (only then is `rich` loaded); elsewhere it
-is a line now and then, which keeps logs readable. If a file cannot be written, the error says so.
+from servers. If a file cannot be written, the error says so.
 """
 
 from __future__ import annotations
@@ -17,24 +16,28 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from papaya.errors import OperatorError, PapayaError
+from papaya.study.progress import Progress, plural
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-    from rich.progress import Progress as RichProgress
-    from rich.progress import TaskID
 
     Options = TypeVar("Options", bound=DataclassInstance)
 
+__all__ = [
+    "Commands", "FormatOptions", "Progress", "add_format", "bind", "make_folder", "note", "plural",
+    "positive", "print_data", "print_json", "printable", "resumable", "silence_stdout", "table",
+    "whole", "writing",
+]  # fmt: skip
+
 Commands: TypeAlias = "argparse._SubParsersAction[Any]"
 
-_PLAIN_STEP = 0.1
 _LONG = 10_000  # from here on, digits of defaults are grouped
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -214,10 +217,6 @@ def make_folder(path: Path) -> Path:
     return path
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def note(text: str) -> None:
     print(printable(text, keep="\n\t"), file=sys.stderr, flush=True)
 
@@ -232,66 +231,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     ruler = "  ".join("-" * width for width in widths)
     return "\n".join([line(header), ruler, *map(line, rows)])
-
-
-class Progress(AbstractContextManager["Progress"]):
-    """Shows several named pieces of work, each from 0 to 1, with a short description."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._live = _rich_progress(self._stream) if self._stream.isatty() else None
-        self._bars: dict[str, TaskID] = {}
-        self._printed: dict[str, float] = {}
-
-    def __enter__(self) -> Progress:
-        (self._live or nullcontext()).__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._live is not None:
-            self._live.__exit__(*exception)
-
-    def update(self, name: str, done: float, words: str) -> None:
-        if self._live is None:
-            self._print(name, done, words)
-            return
-        if name not in self._bars:
-            self._bars[name] = self._live.add_task(name, total=1.0, words="")
-        self._live.update(self._bars[name], completed=done, words=words)
-
-    def say(self, text: str) -> None:
-        """Print a line that stays above the display."""
-        if self._live is None:
-            print(text, file=self._stream, flush=True)
-        else:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def _print(self, name: str, done: float, words: str) -> None:
-        if name not in self._printed or done >= min(1.0, self._printed[name] + _PLAIN_STEP):
-            self._printed[name] = done
-            print(f"{name}: {100 * done:.0f} %, {words}", file=self._stream, flush=True)
-
-
-def _rich_progress(stream: TextIO) -> RichProgress:
-    try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-    except ImportError as error:
-        raise OperatorError(
-            "the progress display needs rich, which is not installed",
-            hint="pip install rich matplotlib",
-        ) from error
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[words]}"),
-        console=Console(file=stream),
-    )

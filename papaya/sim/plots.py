@@ -15,6 +15,7 @@ state of matplotlib is touched.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -55,6 +56,15 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+class Picture(Figure):
+    """A figure that a notebook shows."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
+
+
 class _Line(NamedTuple):
     label: str
     color: str
@@ -65,6 +75,12 @@ class _Line(NamedTuple):
 def draw(reports: Mapping[str, RunReport], path: Path, title: str = "") -> Path:
     """Write one figure of all reports; the keys become the legend."""
     return save(lambda: _figure(_lines(reports), title), path)
+
+
+def styled(make: Callable[[], Picture]) -> Picture:
+    """A figure in our style, for a notebook."""
+    with mpl.rc_context(_STYLE):
+        return make()
 
 
 def save(make: Callable[[], Figure], path: Path) -> Path:

@@ -10,13 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from papaya.sim.plots import COLORS, prepare, save  # says so if matplotlib is missing
+from papaya.sim.plots import (  # says so if matplotlib is missing
+    COLORS,
+    Picture,
+    prepare,
+    save,
+    styled,
+)
 from papaya.study.run import RunResult
 from papaya.study.sweep import ResultRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _TAILS = (
     ("all", "all clients"),
@@ -40,39 +45,49 @@ _FEW = 3  # points, which a line alone would not show
 
 def draw_curve(result: RunResult, path: Path, title: str) -> Path:
     """Loss over virtual hours, for all clients and for those with much data."""
+    return save(lambda: _curve(result, title), path)
 
-    def make() -> Figure:
-        figure = _figure(8, 4.4)
-        axes = figure.add_subplot()
-        ending = "" if result.curve.diverged is None else ": diverged"
-        prepare(axes, title + ending, "virtual time (hours)", "loss on held-out data")
-        hours = [point.hours for point in result.curve.points]
-        for (field, label), color in zip(_TAILS, COLORS, strict=False):
-            losses = [getattr(point.quality, field) for point in result.curve.points]
-            marker = "o" if len(hours) <= _FEW else ""
-            axes.plot(hours, losses, color=color, lw=1.6, marker=marker, ms=3, label=label)
-        _target(axes, result.run.target)
-        axes.legend(frameon=False, fontsize=8.5)
-        return figure
 
-    return save(make, path)
+def curve_picture(result: RunResult, title: str) -> Picture:
+    """The same, for a notebook."""
+    return styled(lambda: _curve(result, title))
+
+
+def _curve(result: RunResult, title: str) -> Picture:
+    figure = _figure(8, 4.4)
+    axes = figure.add_subplot()
+    ending = "" if result.curve.diverged is None else ": diverged"
+    prepare(axes, title + ending, "virtual time (hours)", "loss on held-out data")
+    hours = [point.hours for point in result.curve.points]
+    for (field, label), color in zip(_TAILS, COLORS, strict=False):
+        losses = [getattr(point.quality, field) for point in result.curve.points]
+        marker = "o" if len(hours) <= _FEW else ""
+        axes.plot(hours, losses, color=color, lw=1.6, marker=marker, ms=3, label=label)
+    _target(axes, result.run.target)
+    axes.legend(frameon=False, fontsize=8.5)
+    return figure
 
 
 def draw_sweep(rows: Sequence[ResultRow], varied: Sequence[str], path: Path, title: str) -> Path:
     """Rows are sorted, the best first. The curves of the best, then a panel for what was varied."""
+    return save(lambda: _sweep(rows, varied, title), path)
+
+
+def sweep_picture(rows: Sequence[ResultRow], varied: Sequence[str], title: str) -> Picture:
+    """The same, for a notebook."""
+    return styled(lambda: _sweep(rows, varied, title))
+
+
+def _sweep(rows: Sequence[ResultRow], varied: Sequence[str], title: str) -> Picture:
     names = [name for name in varied if name != "regime"]
     lines = 1 + -(-len(names) // _PANELS_PER_ROW)
-
-    def make() -> Figure:
-        figure = _figure(10, 3.8 * lines)
-        grid = figure.add_gridspec(lines, _PANELS_PER_ROW)
-        _draw_best(figure.add_subplot(grid[0, :]), rows, title)
-        for number, name in enumerate(names):
-            place = grid[1 + number // _PANELS_PER_ROW, number % _PANELS_PER_ROW]
-            _draw_variable(figure.add_subplot(place), rows, name)
-        return figure
-
-    return save(make, path)
+    figure = _figure(10, 3.8 * lines)
+    grid = figure.add_gridspec(lines, _PANELS_PER_ROW)
+    _draw_best(figure.add_subplot(grid[0, :]), rows, title)
+    for number, name in enumerate(names):
+        place = grid[1 + number // _PANELS_PER_ROW, number % _PANELS_PER_ROW]
+        _draw_variable(figure.add_subplot(place), rows, name)
+    return figure
 
 
 def _draw_best(axes: Axes, rows: Sequence[ResultRow], title: str) -> None:
@@ -124,10 +139,8 @@ def _scale(axes: Axes, values: list[float]) -> None:
         axes.set_xticks([], minor=True)
 
 
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+def _figure(width: float, height: float) -> Picture:
+    return Picture(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def _target(axes: Axes, target: float | None) -> None:

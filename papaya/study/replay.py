@@ -112,6 +112,7 @@ class Judging:
         count = min(last, evaluations)
         self.due: list[int] = np.rint(np.linspace(0, last, count + 1)).astype(int).tolist()
         self.points: list[Point] = []
+        self.parameters: Vector | None = None  # of the last point
         self.diverged: str | None = None
         self._workload = workload
         self._target = target
@@ -129,6 +130,7 @@ class Judging:
             self.diverged = f"the loss of version {version} is not finite"
             return
         self.points.append(Point(version, seconds / 3600, updates, trips, quality))
+        self.parameters = parameters
         is_there = self._target is not None and quality.all <= self._target
         self._streak = self._streak + 1 if is_there else 0
 
@@ -146,10 +148,13 @@ class Judging:
     @property
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"points": msgspec.to_builtins(self.points), "streak": self._streak}
+        model = b"" if self.parameters is None else self.parameters.tobytes()
+        points = msgspec.to_builtins(self.points)
+        return {"points": points, "parameters": model, "streak": self._streak}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.points = msgspec.convert(state["points"], list[Point])
+        self.parameters = np.frombuffer(state["parameters"], FLOAT32).copy()
         self._streak = state["streak"]
 
     def curve(self, rates: Rates, norms: list[float]) -> Curve:
@@ -171,7 +176,8 @@ def learn(
     """Replay the trace, or until version `until`, or until `target` is reached and kept.
 
     Judged are version 0, the last, and `evaluations` versions in between; `judged` is called with
-    each of them. With `checkpoints`, learning continues after the version that was kept last.
+    each of them. With `checkpoints`, learning continues after the version that was kept last, and
+    `judged` is called with the last version that was judged before.
     """
     last = trace.versions if until is None else min(until, trace.versions)
     judging = Judging(workload, last, evaluations, target)
@@ -180,6 +186,8 @@ def learn(
     if checkpoints is not None and (found := checkpoints.load()) is not None:
         learner.restore(found)
         judging.restore(found.judging)
+        if judged is not None and judging.parameters is not None:
+            judged(judging.points[-1].version, judging.parameters)
     with judging.until_diverged():
         for version, parameters in learner.versions():
             if version in due:

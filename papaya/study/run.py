@@ -29,6 +29,7 @@ from papaya.sim.cluster import ClusterConfig, DeviceKind
 from papaya.sim.draws import Ints
 from papaya.sim.population import PopulationConfig
 from papaya.sim.report import RunReport
+from papaya.study.checkpoint import Checkpoints
 from papaya.study.fairness import Fairness, fairness
 from papaya.study.identity import digest
 from papaya.study.precision import Norms, Precision, norms_of, precision
@@ -245,8 +246,13 @@ def learn_run(
     fleet: FleetSummary,
     workload: Workload,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    judged: Callable[[int, Vector], None] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> RunResult:
-    """`progress` is called with the numbers of clients trained and versions judged so far."""
+    """`progress` is called with the numbers of clients trained and versions judged so far,
+    `judged` with each judged version.
+    """
     watched = workload if progress is None else _Watched(workload, progress)
     curve = learn(
         trace,
@@ -255,6 +261,8 @@ def learn_run(
         target=run.target,
         evaluations=run.evaluations,
         until=_last_version(run, trace),
+        judged=judged,
+        checkpoints=checkpoints,
     )
     if not curve.points:
         raise OperatorError(

@@ -8,6 +8,7 @@ the model (`simulate/task.py`); without, devices upload a few integers and nothi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +38,15 @@ from papaya.sim.report import regime_name
 from papaya.sim.simulate import Moment, protocol_tasks, simulate
 
 _CONCURRENCY, _GAP_S, _HOURS, _TASKS = 1300, 3600.0, 0.5, 1
+_CHECKPOINT_S = 30.0
+_LOCATIONS = ("task_file", "data", "rerun", "processes", "checkpoint_every", "output", "format")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(DataOptions):
     """None means that an option was not given: its default depends on whether there is a task file.
 
-    `data` to `processes` need a task file; `tasks` and `gap` are for runs without one.
+    `updates` to `checkpoint_every` need a task file; `tasks` and `gap` are for runs without one.
     """
 
     task_file: Path | None = None
@@ -53,6 +56,8 @@ class SimulateOptions(DataOptions):
     client_rate: float | None = None
     server_rate: float | None = None
     processes: int | None = None
+    checkpoint_every: float | None = None
+    rerun: Path | None = None
     # The task
     regime: Literal["async", "sync"] | None = None
     concurrency: int | None = None
@@ -130,6 +135,20 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         metavar="P",
         help="number of processes that train clients (default: 1)",
     )
+    group.add_argument(
+        "--checkpoint-every",
+        type=float,
+        metavar="S",
+        help="seconds between checkpoints; an interrupted run resumes from the last one when the "
+        f"same command is given again (default: {_CHECKPOINT_S:g})",
+    )
+    group.add_argument(
+        "--rerun",
+        type=Path,
+        metavar="RUN.json",
+        help="repeat the run of this file, which every run writes into its output folder, and "
+        "compare the numbers; TASK.py and --data say where they are now, if they were moved",
+    )
 
 
 def _add_task(group: argparse._ArgumentGroup) -> None:
@@ -188,6 +207,11 @@ def _add_fleet(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: SimulateOptions) -> int:
+    if options.rerun is not None:
+        _refuse_settings(options)
+        from papaya.cli.simulate.task import rerun_task
+
+        return rerun_task(options, options.rerun)
     if options.task_file is not None:
         _refuse({"--tasks": options.tasks, "--gap": options.gap}, "without a task file")
         from papaya.cli.simulate.task import run_task  # imports what only training needs
@@ -203,9 +227,21 @@ def run(options: SimulateOptions) -> int:
         "--client-rate": options.client_rate,
         "--server-rate": options.server_rate,
         "--training-processes": options.processes,
+        "--checkpoint-every": options.checkpoint_every,
     }
     _refuse(training, "with a task file", "papaya simulate my_task.py --data leaf:FOLDER")
     return _run_control_plane(options)
+
+
+def _refuse_settings(options: SimulateOptions) -> None:
+    """A repetition has the settings of its file."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name not in _LOCATIONS and value != field.default:
+            raise OperatorError(
+                f"--rerun has the settings of its file: {field.name} {value} cannot be changed",
+                hint=f"leave it out, or run without --rerun {options.rerun}",
+            )
 
 
 def _refuse(given: Mapping[str, object], where: str, hint: str = "") -> None:

@@ -8,11 +8,11 @@ aggregation's fixed-point numbers (`papaya/study/precision.py`).
 
 from __future__ import annotations
 
-import csv
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 from msgspec import structs
 
 from papaya.cli.output import (
@@ -27,22 +27,20 @@ from papaya.cli.output import (
 )
 from papaya.cli.simulate.simulate import SimulateOptions, check_goal
 from papaya.errors import Diverged
-from papaya.sim.report import RunReport, percent, regime_name
+from papaya.sim.report import percent, regime_name
 from papaya.study.fairness import Distance
 from papaya.study.precision import LEAST_UPDATES
-from papaya.study.run import (
-    FleetSummary,
-    RecordingPlan,
-    Run,
-    RunResult,
-    clients_to_train,
-    fleet_of,
-    learn_run,
-    record_plan,
-    recordable,
+from papaya.study.run import FleetSummary, RecordingPlan, Run, RunResult, recordable
+from papaya.study.run_file import differences, other_versions, prepared_again, read_run_file
+from papaya.study.simulation import (
+    CHECKPOINT_S,
+    SimulatedRun,
+    for_programs,
+    forget,
+    simulate_run,
 )
 from papaya.study.sweep import regime_of, setting_of, with_rates, with_setting
-from papaya.study.trace import MOST_HOURS, Recorder
+from papaya.study.trace import MOST_HOURS
 from papaya.study.workloads.registry import Prepared, prepare
 
 _UPDATES, _EVALUATIONS = 5000, 20
@@ -51,9 +49,8 @@ _MOST_FINITE = 700.0  # exp() of more overflows
 
 
 def run_task(options: SimulateOptions) -> int:
-    from papaya.sim import plots
     from papaya.study import (
-        learning_plots,  # before the run, which would be lost without matplotlib
+        learning_plots,  # noqa: F401 - before the run, which would be lost without matplotlib
     )
 
     folder = make_folder(options.output)
@@ -69,21 +66,74 @@ def run_task(options: SimulateOptions) -> int:
             f"warning: the run continues until {goal:,} client updates, because one "
             "server update needs that many"
         )
-    learnt, report = _learn(run, prepared, options.processes or 1)
+    simulated = _simulated(run, prepared, options, folder)
+    _show(simulated, options, folder)
+    return 0
+
+
+def rerun_task(options: SimulateOptions, path: Path) -> int:
+    """Repeat a run from its file. The exit code is 1 if the numbers differ."""
+    from papaya.study import learning_plots  # noqa: F401 - as above
+
+    file = read_run_file(path)
+    task = None if options.task_file is None else str(options.task_file)
+    prepared = prepared_again(path, file, task, options.data)
+    same_folder = options.output.resolve() == path.resolve().parent
+    folder = make_folder(options.output / "rerun" if same_folder else options.output)
+    note(prepared.about)
+    for difference in (others := other_versions(file)):
+        note(f"warning: not as in {path}: {difference}")
+    simulated = _simulated(file.run, prepared, options, folder)
+    differing = differences(file, simulated.summary)
+    _show(simulated, options, folder)
+    if not differing:
+        note(f"the same numbers as in {path}")
+        return 0
+    for difference in differing:
+        note(f"differs from {path}: {difference}")
+    if not others:
+        note("versions and code are the same: another kind of processor can round differently")
+    return 1
+
+
+def _simulated(
+    run: Run, prepared: Prepared, options: SimulateOptions, folder: Path
+) -> SimulatedRun:
+    every_s = options.checkpoint_every
+    with writing(folder), _resumes(), Progress() as progress:
+        return simulate_run(
+            run,
+            prepared,
+            processes=options.processes or 1,
+            resume=folder / "resume",
+            checkpoint_s=CHECKPOINT_S if every_s is None else every_s,
+            tell=progress.update,
+        )
+
+
+@contextmanager
+def _resumes() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("run the same command again to continue")
+        raise
+
+
+def _show(simulated: SimulatedRun, options: SimulateOptions, folder: Path) -> None:
+    learnt = simulated.result
+    run = learnt.run
     if not learnt.versions and learnt.curve.diverged is None:
         hours = f"{run.recording_plan.hours:g} virtual hours"
         note(f"warning: the model was not trained: no server update in {hours}; raise --hours")
-    _write(folder, learnt, report)
+    with writing(folder):
+        written = simulated.save(folder)
+    forget(folder / "resume")
     if options.is_json:
-        print_json(_for_programs(learnt))
+        print_json(for_programs(learnt))
     else:
         print_data(summary(learnt))
-    title = f"{learnt.run.workload}: {regime_name(run.recording_plan.task)}"
-    with writing(folder):
-        learning_plots.draw_curve(learnt, folder / "curve.png", title)
-        plots.draw({regime_name(run.recording_plan.task): report}, folder / "plot.png", title)
-    names = ("report.json", "curve.csv", "curve.png", "plot.png")
-    note("\n" + "\n".join(str(folder / name) for name in names))
+    note("\n" + "\n".join(map(str, written)))
     if learnt.curve.diverged is not None:
         used = setting_of(run)
         raise Diverged(
@@ -92,7 +142,6 @@ def run_task(options: SimulateOptions) -> int:
             hint=f"lower --client-rate ({used['client_rate']:g}) or --server-rate "
             f"({used['server_rate']:g})",
         )
-    return 0
 
 
 def _run(options: SimulateOptions, prepared: Prepared) -> Run:
@@ -128,50 +177,6 @@ def _run(options: SimulateOptions, prepared: Prepared) -> Run:
         updates=recording_plan.updates,
         evaluations=options.evaluations or _EVALUATIONS,
     )
-
-
-def _learn(run: Run, prepared: Prepared, processes: int) -> tuple[RunResult, RunReport]:
-    recording_plan = run.recording_plan
-    with Progress() as progress:
-
-        def recorded(cluster: Recorder) -> None:
-            hours = cluster.engine.now / 3600
-            words = f"{cluster.counted:,} client updates, {hours:.1f} virtual hours"
-            progress.update("fleet", min(1.0, recording_plan.share_of(cluster)), words)
-
-        trace, report = record_plan(recording_plan, recorded)
-        total = max(1, clients_to_train(run, trace))
-
-        def learns(trained: int, judged: int) -> None:
-            words = (
-                f"{trained:,} of {total:,} clients trained, {plural(judged, 'version')} evaluated"
-            )
-            progress.update("learning", min(1.0, trained / total), words)
-
-        with prepared.opened(recording_plan.seed, processes) as workload:
-            return learn_run(run, trace, fleet_of(report), workload, learns), report
-
-
-def _for_programs(learnt: RunResult) -> dict[str, object]:
-    """With the K and the rates that were used: the configuration has null where it has none."""
-    found: dict[str, object] = msgspec.to_builtins(learnt)
-    return {"setting": setting_of(learnt.run), **found}
-
-
-def _write(folder: Path, learnt: RunResult, report: RunReport) -> None:
-    data, curve = folder / "report.json", folder / "curve.csv"
-    with writing(data):
-        content = {"learning": _for_programs(learnt), "fleet": report}
-        data.write_bytes(msgspec.json.encode(content))
-    with writing(curve), curve.open("w", newline="") as file:
-        rows = csv.writer(file)
-        fields = ("all", "p75", "p99", "all_by_clients")
-        names = [f"{name}_{f}" for name in ("loss", *learnt.start.metrics) for f in fields]
-        rows.writerow(("version", "hours", "updates", "trips", *names))
-        for point in learnt.curve.points:
-            results = (point.quality, *point.quality.metrics.values())
-            values = (getattr(result, field) for result in results for field in fields)
-            rows.writerow((point.version, point.hours, point.updates, point.trips, *values))
 
 
 def summary(learnt: RunResult) -> str:

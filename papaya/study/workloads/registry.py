@@ -23,6 +23,7 @@ from msgspec import Struct, structs
 from papaya.config import OptimizerConfig, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.definition import ClientSGD
+from papaya.learning.parameters import Manifest
 from papaya.learning.task import LoadedTask, load_task
 from papaya.sim.draws import Ints, splitmix64_words
 from papaya.sim.population import DEFAULT, PopulationConfig, client_of
@@ -81,7 +82,8 @@ class Prepared:
     """A workload that is ready to run, with its own task and rates.
 
     `digest` names model and data by their content, unless they are our own code.
-    `make(seed, processes)` makes the workload.
+    `make(seed, processes)` makes the workload. `manifest` names the tensors of its parameters.
+    `source` is the data of a task file, `task_source` the content of the file.
     """
 
     spec: WorkloadSpec
@@ -91,6 +93,9 @@ class Prepared:
     population: PopulationConfig
     make: Callable[[int, int], Workload]
     about: str
+    manifest: Manifest
+    source: Source | None = None
+    task_source: bytes | None = None
 
     @contextmanager
     def opened(self, seed: int, processes: int = 1) -> Iterator[Workload]:
@@ -139,6 +144,7 @@ def _built_in(spec: WorkloadSpec, population: PopulationConfig) -> Prepared:
         population=population,
         make=make,
         about=f"{spec.name}: {workload.length:,} parameters, a synthetic language",
+        manifest=Manifest.of({"parameters": workload.initial(0)}),
     )
 
 
@@ -178,6 +184,9 @@ def with_source(
         ),
         make=partial(_torch, loaded, source, spec.judges),
         about=f"{task.task}: {task.model_length:,} parameters; {described(source)}",
+        manifest=loaded.manifest,
+        source=source,
+        task_source=loaded.path.read_bytes() if loaded.path.is_file() else None,
     )
 
 

@@ -127,16 +127,19 @@ class TorchWorkload:
         return np.concatenate([*parts, np.empty((0, self.length), FLOAT32)])
 
     def evaluate(self, parameters: Vector) -> Quality:
-        examples = self._held_out_examples
-        if self._pool is None:
-            results = self._trainer.results(parameters, examples)
-        else:
-            judge = partial(_results, self.loaded.path, self.loaded.module_hash, parameters)
-            parts = self._pool.map(judge, _shares(examples, self._processes))
-            results = np.concatenate(list(parts))
+        results = self.client_results(parameters)
         losses, *metrics = (quality(column, self.held_out.examples) for column in results.T)
         names = (bounds.name for bounds in self.loaded.task.metric_bounds)
         return structs.replace(losses, metrics=dict(zip(names, metrics, strict=True)))
+
+    def client_results(self, parameters: Vector) -> Floats:
+        """A row for each judged client: its mean loss, then its mean of each metric."""
+        examples = self._held_out_examples
+        if self._pool is None:
+            return self._trainer.results(parameters, examples)
+        judge = partial(_results, self.loaded.path, self.loaded.module_hash, parameters)
+        parts = self._pool.map(judge, _shares(examples, self._processes))
+        return np.concatenate(list(parts))
 
     @cached_property
     def _held_out_examples(self) -> list[list[bytes]]:

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 from matplotlib.image import imread
 
 from papaya.cli.main import main
@@ -359,3 +363,103 @@ def test_a_target_sorts_by_hours(
     out = capsys.readouterr().out
     assert "hours to target" in out
     assert out.count("not reached") == 6  # K is AsyncFL's alone
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The numbers of a run, and the model."""
+    return {name: (folder / name).read_bytes() for name in NUMBERS}
+
+
+NUMBERS = ("curve.csv", "clients.csv", "model.safetensors")
+
+
+def test_the_output_has_the_model_and_a_row_for_each_client(own: list[str], tmp_path: Path) -> None:
+    assert simulate(own, tmp_path, "--judges", "5") == 0
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "weight": (1, 2),
+        "bias": (1,),
+    }
+    with (tmp_path / "clients.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["client"] for row in rows] == [f"user-{number}" for number in range(12)]
+    assert sum(int(row["updates"]) for row in rows) == 80
+    judged = [row for row in rows if row["loss"]]
+    assert len(judged) == 5
+    report = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=dict[str, Any])
+    learnt = msgspec.convert(report["learning"], RunResult)
+    for column, mean in (("loss", learnt.end), ("right", learnt.end.metrics["right"])):
+        values = [float(row[column]) for row in judged]
+        weights = [int(row["examples"]) for row in judged]
+        assert np.average(values, weights=weights) == pytest.approx(mean.all)
+    assert not (tmp_path / "resume").exists()
+
+
+def test_a_run_is_repeated_from_its_file(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--goal", "5", "--client-rate", "0.25", "--seed", "9", "--device", "dropout=0.3"]
+    assert simulate(own, tmp_path / "one", *options) == 0
+    again = ["simulate", "--rerun", str(tmp_path / "one" / "run.json")]
+    assert main([*again, "--output", str(tmp_path / "two")]) == 0
+    assert f"the same numbers as in {tmp_path / 'one' / 'run.json'}" in capsys.readouterr().err
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    file = msgspec.json.decode((tmp_path / "one" / "run.json").read_bytes())
+    assert file["run"]["recording_plan"]["cluster"]["population"]["dropout"] == 0.3
+    assert file["versions"].keys() >= {"papaya", "python", "numpy", "torch"}
+    file["result"]["loss"] += 1e-9
+    file["versions"]["numpy"] = "1.0"
+    (tmp_path / "one" / "run.json").write_bytes(msgspec.json.encode(file))
+    assert main([*again, "--output", str(tmp_path / "three")]) == 1
+    told = capsys.readouterr().err
+    assert "differs from" in told
+    assert "was 1.0" in told
+    assert main([*again, "--seed", "3"]) == 2, "a repetition has the settings of its file"
+
+
+def test_a_repetition_needs_the_same_task_and_data(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(TASK)
+    assert simulate([str(task), *own[1:]], tmp_path / "one") == 0
+    again = ["simulate", "--rerun", str(tmp_path / "one" / "run.json")]
+    task.write_text(TASK.replace("rate=0.5", "rate=0.1"))
+    capsys.readouterr()
+    assert main([*again, "--output", str(tmp_path / "two")]) == 0, "the copy is used"
+    assert main([*again[:1], str(task), *again[1:], "--output", str(tmp_path / "two")]) == 2
+    assert "the task file differ" in capsys.readouterr().err
+    assert main([*again, "--data", "stdlib", "--output", str(tmp_path / "two")]) == 2
+
+
+def test_a_killed_run_resumes_with_the_same_numbers(own: list[str], tmp_path: Path) -> None:
+    """SIGKILL as soon as there is a checkpoint; then the same command."""
+    arguments = [*own, "--updates", "400", "--evaluations", "5", "--population", "1e5"]
+    arguments += ["--checkpoint-every", "0", "--output"]
+    command = [sys.executable, "-m", "papaya", "simulate", *arguments, str(tmp_path / "killed")]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while not list((tmp_path / "killed").glob("resume/*.checkpoint")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+    assert not (tmp_path / "killed" / "model.safetensors").exists()
+    for folder in ("killed", "whole"):
+        assert main(["simulate", *arguments, str(tmp_path / folder)]) == 0
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+
+
+def test_a_table_is_shared_out(
+    own: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(2)
+    rows = [f"{i % 5},{x:.3f},{int(x > 0)}" for i, x in enumerate(rng.normal(size=300))]
+    (tmp_path / "rows.csv").write_text("\n".join(["user,x,y", *rows]))
+    task = tmp_path / "task.py"
+    task.write_text(TASK.replace('p["x"] for', '[p["x"], 1.0] for'))
+    table = [str(task), "--data", f"csv:{tmp_path / 'rows.csv'}"]
+    for partition, clients in (("column:user", 5), ("dirichlet:clients=9,alpha=0.5", 9)):
+        assert simulate([*table, "--partition", partition], tmp_path / "out") == 0
+        assert f"{clients} clients" in capsys.readouterr().err
+        assert imread(tmp_path / "out" / "clients.png").ndim == 3
+    assert simulate(table, tmp_path / "out") == 2
+    assert "--partition" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""`run.json`: all that decides a run, and what came of it, so that it can be repeated.
+
+It has the whole configuration with the seed, the digest of model and data, the versions of what
+computed it, and a digest of the trained model. A repetition refuses another task file or other
+data, and says which versions differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct, structs
+
+import papaya
+from papaya.errors import OperatorError
+from papaya.study.identity import code_digest
+from papaya.study.run import Run, RunResult
+from papaya.study.workloads.registry import Prepared, WorkloadSpec, prepare
+
+_FORMAT: Final = 1
+_PACKAGES: Final = ("numpy", "torch", "numba", "msgspec")
+
+
+class RunSummary(Struct, frozen=True):
+    """The numbers that a repetition has to give again."""
+
+    loss: float
+    versions: int
+    updates: int
+    model: str
+
+
+class RunFile(Struct, frozen=True, kw_only=True):
+    format: int = _FORMAT
+    workload: WorkloadSpec
+    run: Run
+    result: RunSummary
+    versions: dict[str, str]
+    code: str
+    task_copy: str = "task.py"
+
+    @classmethod
+    def of(cls, result: RunResult, prepared: Prepared, summary: RunSummary) -> RunFile:
+        return cls(
+            workload=prepared.spec,
+            run=result.run,
+            result=summary,
+            versions=versions(),
+            code=code_digest(),
+        )
+
+    def encoded(self) -> bytes:
+        return msgspec.json.encode(self) + b"\n"
+
+
+def summarized(result: RunResult, model: bytes) -> RunSummary:
+    digest = hashlib.sha256(model).hexdigest()
+    return RunSummary(result.end.all, result.versions, result.updates, digest)
+
+
+def read_run_file(path: Path) -> RunFile:
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=RunFile)
+    except OSError as error:
+        raise OperatorError(
+            f"cannot read {path}: {error.strerror}",
+            hint="use the run.json that papaya simulate wrote into its output folder",
+        ) from error
+    except msgspec.MsgspecError as error:
+        raise OperatorError(
+            f"{path} is not the file of a run: {error}",
+            hint="use the run.json that papaya simulate wrote into its output folder",
+        ) from error
+    if found.format != _FORMAT:
+        raise OperatorError(f"{path} has format {found.format}, this Papaya reads {_FORMAT}")
+    return found
+
+
+def prepared_again(
+    path: Path, file: RunFile, task: str | None = None, data: str | None = None
+) -> Prepared:
+    """The workload of that run. `task` and `data` say where they are now, if not where they were.
+
+    The copy of the task file beside `path` is used if the original is gone or has changed.
+    """
+    spec = file.workload
+    if data is not None:
+        spec = structs.replace(spec, data=data)
+    if not spec.is_built_in:
+        spec = structs.replace(spec, name=task or _task_file(path, file))
+    prepared = prepare(spec, file.run.recording_plan.cluster.population)
+    if prepared.digest != file.run.data:
+        names = ("task file", "data", "number of judges")
+        pairs = zip(names, file.run.data.split("/"), prepared.digest.split("/"), strict=False)
+        differing = [name for name, old, new in pairs if old != new]
+        raise OperatorError(
+            f"the {' and the '.join(differing)} differ from those of {path}",
+            hint="name the right ones: papaya simulate TASK.py --data DATA --rerun FILE",
+        )
+    return prepared
+
+
+def _task_file(path: Path, file: RunFile) -> str:
+    copy, original = path.parent / file.task_copy, Path(file.workload.name)
+    is_same = original.is_file() and copy.is_file() and (original.read_bytes() == copy.read_bytes())
+    return str(original if is_same or not copy.is_file() else copy)
+
+
+def differences(file: RunFile, now: RunSummary) -> list[str]:
+    """What a repetition gave otherwise; empty if it gave the same numbers."""
+    return [
+        f"{field}: {getattr(now, field)}, was {getattr(file.result, field)}"
+        for field in file.result.__struct_fields__
+        if getattr(now, field) != getattr(file.result, field)
+    ]
+
+
+def other_versions(file: RunFile) -> list[str]:
+    """Versions and code that differ from those that made the file."""
+    now = versions()
+    names = sorted(now.keys() | file.versions.keys())
+    found = [
+        f"{name} {now.get(name, 'none')}, was {file.versions.get(name, 'none')}"
+        for name in names
+        if now.get(name) != file.versions.get(name)
+    ]
+    if code_digest() != file.code:
+        found.append("the source code of Papaya")
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {
+        "papaya": papaya.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found

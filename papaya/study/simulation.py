@@ -1,0 +1,298 @@
+"""One learning run and all that it leaves: history, model, metrics of clients, files.
+
+    simulated = simulate_run(run, prepared)
+    simulated.history             # a pandas DataFrame
+    simulated.model               # a state dict of torch
+    simulated.save(folder)        # report, curve, model, clients, plots, and the run itself
+
+With a folder to resume in, the trace and checkpoints are kept there until the run is over: a run
+that was killed continues when it is called again, and ends with the same numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from papaya.errors import InvariantError, OperatorError
+from papaya.learning.checkpoint_files import encode_named
+from papaya.learning.parameters import Manifest, Vector
+from papaya.sim.draws import Floats
+from papaya.sim.jobs import write_whole
+from papaya.sim.population import client_of
+from papaya.sim.report import RunReport, regime_name
+from papaya.study.checkpoint import Checkpoints
+from papaya.study.data.source import Source
+from papaya.study.lab import Recording
+from papaya.study.progress import plural
+from papaya.study.run import Run, RunResult, clients_to_train, fleet_of, learn_run, record_plan
+from papaya.study.run_file import RunFile, RunSummary, summarized
+from papaya.study.sweep import setting_of
+from papaya.study.trace import Recorder, Trace
+from papaya.study.workloads.base import Clients, Workload
+from papaya.study.workloads.registry import Prepared
+
+if TYPE_CHECKING:
+    import pandas
+    import torch
+
+    from papaya.sim.plots import Picture
+
+TellStage: TypeAlias = Callable[[str, float, str], None]
+"""Called with what is done, which part of it from 0 to 1, and words."""
+
+CHECKPOINT_S: Final = 30.0
+_FIELDS: Final = ("all", "p75", "p99", "all_by_clients")
+_FILES: Final = ("report.json", "run.json", "curve.csv", "clients.csv", "model.safetensors")
+
+
+@runtime_checkable
+class SupportsClientResults(Protocol):
+    """A workload that judges on clients: a row for each, its mean loss and its metrics."""
+
+    held_out: Clients
+
+    def client_results(self, parameters: Vector) -> Floats: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TextTable:
+    """Columns by name and rows of plain values; None is unknown."""
+
+    columns: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+
+    def frame(self) -> pandas.DataFrame:
+        try:
+            import pandas
+        except ImportError as error:
+            raise OperatorError(
+                "a DataFrame needs pandas, which is not installed",
+                hint="pip install 'papaya-fl[data]'",
+            ) from error
+        return pandas.DataFrame(self.rows, columns=list(self.columns))
+
+    def write_csv(self, path: Path) -> None:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self.columns)
+            writer.writerows(self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedRun:
+    """What came of a run. `parameters` are those of the last version with a finite loss."""
+
+    result: RunResult
+    fleet: RunReport
+    parameters: Vector
+    clients_table: TextTable
+    prepared: Prepared
+
+    @cached_property
+    def history(self) -> pandas.DataFrame:
+        """A row for each evaluated version: time, counts, loss and metrics."""
+        return history_table(self.result).frame()
+
+    @cached_property
+    def clients(self) -> pandas.DataFrame:
+        """A row for each client of the data: how often it was counted, and its loss and metrics."""
+        return self.clients_table.frame()
+
+    @cached_property
+    def model(self) -> dict[str, torch.Tensor]:
+        """The trained tensors by name, for `module.load_state_dict(…, strict=False)`."""
+        import torch
+
+        tensors = self._manifest.unflatten(self.parameters)
+        return {name: torch.from_numpy(tensor.copy()) for name, tensor in tensors.items()}
+
+    @property
+    def _manifest(self) -> Manifest:
+        return self.prepared.manifest
+
+    @property
+    def summary(self) -> RunSummary:
+        """The numbers that a repetition has to give again."""
+        return summarized(self.result, encode_named(self._manifest, self.parameters))
+
+    @property
+    def loss(self) -> float:
+        return self.result.end.all
+
+    def __repr__(self) -> str:
+        result = self.result
+        ending = "" if result.curve.diverged is None else ", diverged"
+        return (
+            f"<SimulatedRun of {result.run.workload}: {result.updates:,} client updates, "
+            f"{result.versions:,} server updates, loss {result.start.all:.4f} → "
+            f"{self.loss:.4f}{ending}>"
+        )
+
+    def plot(self) -> Picture:
+        """The loss over virtual time; a notebook shows it."""
+        from papaya.study.learning_plots import curve_picture
+
+        return curve_picture(self.result, self.title)
+
+    @property
+    def title(self) -> str:
+        return f"{self.result.run.workload}: {regime_name(self.result.run.recording_plan.task)}"
+
+    def save(self, folder: Path | str) -> list[Path]:
+        """Write everything into a folder; `papaya simulate --rerun FOLDER/run.json` repeats it."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = encode_named(self._manifest, self.parameters)
+        record = RunFile.of(self.result, self.prepared, self.summary)
+        contents = {
+            "report.json": msgspec.json.encode(
+                {"learning": for_programs(self.result), "fleet": self.fleet}
+            ),
+            "run.json": record.encoded(),
+            "model.safetensors": model,
+        }
+        for name, content in contents.items():
+            _write(folder / name, content)
+        if (source := self.prepared.task_source) is not None:
+            _write(folder / record.task_copy, source)
+        write_whole(folder / "curve.csv", history_table(self.result).write_csv)
+        write_whole(folder / "clients.csv", self.clients_table.write_csv)
+        return [*(folder / name for name in _FILES), *self._draw(folder)]
+
+    def _draw(self, folder: Path) -> list[Path]:
+        from papaya.sim import plots
+        from papaya.study import learning_plots
+        from papaya.study.data.client_plots import draw_clients
+
+        name = regime_name(self.result.run.recording_plan.task)
+        learning_plots.draw_curve(self.result, folder / "curve.png", self.title)
+        plots.draw({name: self.fleet}, folder / "plot.png", self.title)
+        drawn = [folder / "curve.png", folder / "plot.png"]
+        if (source := self.prepared.source) is not None:
+            drawn.append(draw_clients(source, folder / "clients.png"))
+        return drawn
+
+
+def for_programs(result: RunResult) -> dict[str, object]:
+    """With the K and the rates that were used: the configuration has null where it has none."""
+    found: dict[str, object] = msgspec.to_builtins(result)
+    return {"setting": setting_of(result.run), **found}
+
+
+def history_table(result: RunResult) -> TextTable:
+    names = [f"{name}_{field}" for name in ("loss", *result.start.metrics) for field in _FIELDS]
+    rows = []
+    for point in result.curve.points:
+        means = (point.quality, *point.quality.metrics.values())
+        values = (getattr(mean, field) for mean in means for field in _FIELDS)
+        rows.append((point.version, point.hours, point.updates, point.trips, *values))
+    return TextTable(("version", "hours", "updates", "trips", *names), rows)
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+def simulate_run(
+    run: Run,
+    prepared: Prepared,
+    *,
+    processes: int = 1,
+    resume: Path | None = None,
+    checkpoint_s: float = CHECKPOINT_S,
+    tell: TellStage = lambda name, done, words: None,
+) -> SimulatedRun:
+    """Record and learn. `resume` is a folder for the trace and checkpoints, deleted at the end."""
+    trace, report = _recorded(run, resume, tell)
+    kept: list[Vector] = []
+    total = max(1, clients_to_train(run, trace))
+
+    def learns(trained: int, judged: int) -> None:
+        evaluated = plural(judged, "version")
+        words = f"{trained:,} of {total:,} clients trained, {evaluated} evaluated"
+        tell("learning", min(1.0, trained / total), words)
+
+    checkpoints = None
+    if resume is not None:
+        checkpoints = Checkpoints(resume / f"{run.digest}.checkpoint", checkpoint_s)
+    with prepared.opened(run.recording_plan.seed, processes) as workload:
+        result = learn_run(
+            run,
+            trace,
+            fleet_of(report),
+            workload,
+            learns,
+            judged=lambda version, parameters: kept.__setitem__(slice(None), [parameters]),
+            checkpoints=checkpoints,
+        )
+        [parameters] = kept
+        table = clients_table(prepared.source, trace, result, workload, parameters)
+    return SimulatedRun(result, report, parameters, table, prepared)
+
+
+def forget(resume: Path) -> None:
+    """Delete what a run has left to resume from."""
+    shutil.rmtree(resume, ignore_errors=True)
+
+
+def _recorded(run: Run, resume: Path | None, tell: TellStage) -> tuple[Trace, RunReport]:
+    plan = run.recording_plan
+
+    def recorded(recorder: Recorder) -> None:
+        hours = recorder.engine.now / 3600
+        words = f"{recorder.counted:,} client updates, {hours:.1f} virtual hours"
+        tell("fleet", min(1.0, plan.share_of(recorder)), words)
+
+    if resume is None:
+        return record_plan(plan, recorded)
+    (resume / "traces").mkdir(parents=True, exist_ok=True)
+    recording = Recording(resume, plan)
+    if not recording.is_there:
+        recording.write(*record_plan(plan, recorded))
+    return recording.trace, recording.report
+
+
+def clients_table(
+    source: Source | None, trace: Trace, result: RunResult, workload: Workload, parameters: Vector
+) -> TextTable:
+    """A row for each client of a source. Only judged clients have a loss."""
+    metrics = tuple(result.start.metrics)
+    columns = ("client", "examples", "held_out", "updates", "loss", *metrics)
+    if source is None or not isinstance(workload, SupportsClientResults):
+        return TextTable(columns, [])
+    count = len(source.volumes)
+    counted = trace.clients.device[: int(trace.first[result.versions + 1])]
+    updates = np.bincount(client_of(counted.astype(np.uint64), count).astype(np.int64))
+    results: dict[int, Sequence[float]] = dict(
+        zip(
+            workload.held_out.device.tolist(),
+            workload.client_results(parameters).tolist(),
+            strict=True,
+        )
+    )
+    unknown = (None,) * (1 + len(metrics))
+    rows = [
+        (
+            source.names[client],
+            int(source.volumes[client]),
+            len(source.held_out(client)),
+            int(updates[client]) if client < len(updates) else 0,
+            *results.get(client, unknown),
+        )
+        for client in range(count)
+    ]
+    if sum(row[3] for row in rows) != len(counted):
+        raise InvariantError(f"{len(counted)} updates are not those of {count} clients")
+    return TextTable(columns, rows)
+
+
+def _write(path: Path, content: bytes) -> None:
+    write_whole(path, lambda partly: partly.write_bytes(content))
