@@ -99,7 +99,13 @@ from papaya.messages.participation import (
     Ticketed,
     UploadGranted,
 )
-from papaya.messages.reasons import is_ending, leave_code
+from papaya.messages.reasons import (
+    CANDIDATE_COUNTED,
+    CANDIDATE_FAILED,
+    is_failure,
+    is_reported,
+    leave_code,
+)
 from papaya.messages.storage import FenceRow, Rows, Transacted, holder_prefixes
 from papaya.messages.tickets import (
     AnyTicket,
@@ -585,7 +591,7 @@ class HeldTask:
             version=self.ledger.version if self.has_served else 0,
             drained=self.is_drained,
             awaited=self._awaited if self.has_served and now < self.adopts_until else 0,
-            endings=tuple((name, n) for name, n in self.counters.items() if is_ending(name)),
+            endings=tuple((name, n) for name, n in self.counters.items() if is_reported(name)),
         )
 
     # -- requests of clients ----------------------------------------------------------------
@@ -769,7 +775,7 @@ class HeldTask:
         if self.is_over:
             raise SessionEnded(Aborted("task_over"))
         is_leased = self.promises.cover(assignment)
-        if assignment.manifest != self.pipeline.manifest:
+        if not self._is_current(assignment.manifest):
             # The device has a bundle of another revision: it fetches this one after a check-in.
             self._use_up(assignment, Aborted("revised"), is_leased=is_leased)
             raise SessionEnded(Aborted("revised"))
@@ -790,7 +796,7 @@ class HeldTask:
             self.fence.seq,
             newest.version,
             newest.parameters if pinned is None else pinned.parameters,
-            expires=now + session_life_s(self.config, self._server),
+            expires=now + session_life_s(self.ledger.terms[assignment.manifest], self._server),
             pseudonym=assignment.pseudonym,
             manifest=assignment.manifest,
         )
@@ -928,7 +934,7 @@ class HeldTask:
         if session.is_complete:
             # The update is being folded and cannot be withdrawn: answer with how it ends.
             return session.await_answer(reply_to)
-        self.counters[f"left_{leave_code(request.reason)}"] += 1
+        self._count(session, f"left_{leave_code(request.reason)}")
         return [*self._abort(session, "left"), Reply(reply_to, Left()), *self._place_overflow()]
 
     def _give_up(self, now: float, request: Leave, reply_to: Handle) -> Effects:
@@ -984,7 +990,7 @@ class HeldTask:
         return self._end(session, Completed(), "counted")
 
     def _end(self, session: Session, answer: Completed | Aborted, counter: str) -> Effects:
-        self.counters[counter] += 1
+        self._count(session, counter)
         self.may_want_more = True
         effects = self._answer(session, answer)
         self.pipeline.give_place_up(session.id)
@@ -993,6 +999,15 @@ class HeldTask:
             self._memory.release(session.claim)
             effects.append(Drop(self.task, self.fence.seq, session.id))
         return effects
+
+    def _count(self, session: Session, ending: str) -> None:
+        """Count an ending; in a rollout also whether it speaks for or against the candidate."""
+        self.counters[ending] += 1
+        if session.manifest == self.ledger.candidate != self.pipeline.manifest:
+            if ending == "counted":
+                self.counters[CANDIDATE_COUNTED] += 1
+            elif is_failure(ending):
+                self.counters[CANDIDATE_FAILED] += 1
 
     def _keep_until(self, session: Session) -> float:
         """Until then the client may ask for its answer: no later ticket of it is valid."""
@@ -1075,7 +1090,11 @@ class HeldTask:
         return self.ledger.terms.get(session.manifest, self.config)
 
     def _may_go_on(self, manifest: bytes) -> bool:
-        return manifest == self.pipeline.manifest or manifest in self._served
+        return self._is_current(manifest) or manifest in self._served
+
+    def _is_current(self, manifest: bytes) -> bool:
+        """May clients join under this manifest? Also under the candidate of a rollout."""
+        return manifest in (self.pipeline.manifest, self.ledger.candidate)
 
     def _why_outdated(self, ticket: SessionTicket) -> AbortReason | None:
         """Why a client that still trains cannot continue; None if it can."""
@@ -1083,7 +1102,8 @@ class HeldTask:
             return "revised"
         own = self.ledger.terms[ticket.manifest].max_staleness
         # A device refuses to mask an update that is staler than it has agreed to.
-        current = self.pipeline.max_staleness
+        is_candidate = ticket.manifest == self.ledger.candidate
+        current = own if is_candidate else self.pipeline.max_staleness
         limit = min(own, current) if self.config.is_secure else current
         if ticket.version >= self.ledger.oldest_allowed(limit):
             return None
@@ -1091,7 +1111,7 @@ class HeldTask:
 
     def _unless_revised(self, ticket: SessionTicket, reason: R) -> R | Literal["revised"]:
         """The reason, or `revised` for a client that has agreed to an earlier manifest."""
-        return reason if ticket.manifest == self.pipeline.manifest else "revised"
+        return reason if self._is_current(ticket.manifest) else "revised"
 
     def _offers_for(self, session: Session) -> Offers | None:
         """Offers under the public parameters that the client has agreed to."""

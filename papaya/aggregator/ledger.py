@@ -31,6 +31,7 @@ from papaya.messages.storage import (
     TaskRow,
     Transaction,
     VersionRow,
+    blobs_of,
     consumed_key,
     fence_key,
     optimizer_key,
@@ -53,7 +54,15 @@ class Ledger:
         # included, and when earlier ones were replaced.
         self.terms = {e.config.manifest: e.config for e in reversed(task.earlier)}
         self.terms[self.config.manifest] = self.config
+        # The digest of the revision that a share of the devices gets during a rollout, else that
+        # of the current one.
+        self.candidate = self.config.manifest
+        if task.candidate is not None:
+            self.candidate = task.candidate.config.manifest
+            self.terms[self.candidate] = task.candidate.config
         self.replaced_at = {e.config.manifest: e.replaced for e in reversed(task.earlier)}
+        # Blobs of what the owner has signed.
+        self._bundles = blobs_of(task)
         optimizer = rows[optimizer_key(self.task)]
         assert isinstance(optimizer, OptimizerRow)
         self.optimizer = optimizer
@@ -109,7 +118,7 @@ class Ledger:
         """Every blob that a row names."""
         return (
             self.optimizer.state,
-            *self.config.requirements.blobs,
+            *self._bundles,
             *(row.parameters for row in self.versions.values()),
             *(row.sum for row in self.records.values()),
         )

@@ -31,6 +31,7 @@ from papaya.messages.control import (
     AggregatorOrders,
     AggregatorReport,
     Assignment,
+    CandidateOffer,
     Drain,
     Placement,
     Route,
@@ -813,7 +814,9 @@ class Coordinator:
     def _advertised(self) -> tuple[Advertised, ...]:
         """The tasks that selectors may offer to devices."""
         return tuple(
-            Advertised(task, self._requirements(row.config), row.config.is_secure)
+            Advertised(
+                task, self._requirements(row.config), row.config.is_secure, self._candidate(row)
+            )
             for task, row in self.tasks.items()
             if row.state == "running"
         )
@@ -823,6 +826,13 @@ class Coordinator:
         pinned = config.evaluates
         evaluated = None if pinned is None else self.tasks.get(pinned.task)
         return (config if evaluated is None else evaluated.config).requirements
+
+    def _candidate(self, row: TaskRow) -> CandidateOffer | None:
+        """Of the rollout of this task, or of the task that it evaluates."""
+        trained = self.tasks.get(_trained(row), row)
+        if row.candidate is None or trained.candidate is None:
+            return None
+        return CandidateOffer(trained.candidate.config.requirements, trained.candidate.share)
 
     def _assignment_map(self) -> tuple[Route, ...]:
         """Paper, appendix "Failure Recovery": "assignment maps (model training task to

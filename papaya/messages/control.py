@@ -12,6 +12,8 @@ first orders of a new one are answered with a report at once.
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 from msgspec import Struct
 
 from papaya.config import Requirements
@@ -121,10 +123,31 @@ class SelectorReport(Message, frozen=True):
     catalogue: int = 0
 
 
+class CandidateOffer(Struct, frozen=True, gc=False):
+    """The revision that a share of the devices gets during a rollout.
+
+    Which devices these are follows from their identities and the digest of the revision. So a
+    device keeps it in every check-in and at every selector: it would refuse an earlier revision.
+    """
+
+    requirements: Requirements
+    share: float
+
+    def takes(self, device: str) -> bool:
+        """Is this device in the share? Never without an identity."""
+        if not device:
+            return False
+        drawn = sha256(f"{self.requirements.manifest}/{device}".encode()).digest()[:8]
+        return int.from_bytes(drawn) < self.share * 2**64
+
+
 class Advertised(Struct, frozen=True, gc=False):
+    """A task that devices may be offered. `candidate`: during a rollout."""
+
     task: TaskId
     requirements: Requirements
     is_secure: bool = False
+    candidate: CandidateOffer | None = None
 
 
 class Route(Struct, frozen=True, gc=False):

@@ -329,6 +329,38 @@ class EvaluationStarted(ServerEvent, frozen=True):
     version: int
 
 
+class RolloutStepped(ServerEvent, frozen=True):
+    """A revision is given to this share of the devices, as the next step of its rollout."""
+
+    task: TaskId
+    run: int
+    revision: int
+    share: float
+    why: str
+
+
+class RolloutEnded(ServerEvent, frozen=True):
+    """All devices have the revision, and nothing speaks against it; or the task was over first."""
+
+    task: TaskId
+    run: int
+    revision: int
+    state: str
+    why: str
+
+
+class RolloutRolledBack(ServerEvent, frozen=True):
+    """A revision was taken back. `version`: the model continues from it."""
+
+    level = "warning"
+
+    task: TaskId
+    run: int
+    revision: int
+    version: int
+    why: str
+
+
 class TaskEnded(ServerEvent, frozen=True):
     """The supervisor ended a task or an evaluation: a stop rule, a result, or a failure."""
 

@@ -37,6 +37,7 @@ from papaya.config.task import EVALUATION_CLIP, EVALUATION_MAX_STALENESS
 from papaya.errors import OperatorError
 from papaya.messages.base import BlobKey, TaskId
 from papaya.messages.storage import (
+    Candidate,
     ConsumedRow,
     DeletedRow,
     EarlierRevision,
@@ -143,11 +144,38 @@ def revise(
     A new fence makes the holder release the task. The next holder reads the new settings and adopts
     the clients, which finish under the settings that they joined under. Running `evaluations` of
     the task end: their clients have agreed to the previous settings. `revision` and
-    `lease_until` are those that the owner has signed. Refused: settings that stored data depends
-    on.
+    `lease_until` are those that the owner has signed. The candidate of a rollout is no longer
+    offered. Refused: settings that stored data depends on.
     """
-    old, task = rows.row.config, rows.task
-    _require_running(rows.row)
+    require_revisable(rows.row, config)
+    old, candidate = rows.row.config, rows.row.candidate
+    replaced = [old] if candidate is None else [old, candidate.config]
+    replaced = [each for each in replaced if each.manifest != config.manifest or each is old]
+    earlier = (*(EarlierRevision(each, now) for each in replaced), *rows.row.earlier)
+    revised = structs.replace(
+        rows.row,
+        config=_as_read(config),
+        earlier=earlier[:_MAX_EARLIER],
+        revision=revision,
+        lease_until=lease_until,
+        candidate=None,
+    )
+    return _released(rows, revised, evaluations, now)
+
+
+def offer(
+    rows: TaskRows, candidate: Candidate, evaluations: Iterable[TaskRow], now: float
+) -> Transaction:
+    """Give the candidate of a rollout to a share of the devices, beside the current settings."""
+    require_revisable(rows.row, candidate.config)
+    offered = structs.replace(candidate, config=_as_read(candidate.config))
+    return _released(rows, structs.replace(rows.row, candidate=offered), evaluations, now)
+
+
+def require_revisable(row: TaskRow, config: TaskConfig) -> None:
+    """Raises OperatorError if stored data depends on a setting that would change."""
+    _require_running(row)
+    old = row.config
     fixed = {
         "model_length": (old.model_length, config.model_length),
         "secure_aggregation": (old.is_secure, config.is_secure),
@@ -158,14 +186,13 @@ def revise(
             f"a revision cannot change {', '.join(changed)}",
             hint="start a new run with it: papaya task submit FILE --replace",
         )
-    earlier = (EarlierRevision(old, now), *rows.row.earlier)[:_MAX_EARLIER]
-    revised = structs.replace(
-        rows.row,
-        config=_as_read(config),
-        earlier=earlier,
-        revision=revision,
-        lease_until=lease_until,
-    )
+
+
+def _released(
+    rows: TaskRows, revised: TaskRow, evaluations: Iterable[TaskRow], now: float
+) -> Transaction:
+    """Write the task's row under a new fence, and end its running evaluations."""
+    task = rows.task
     ended = [change_state(row, "cancelled", now, "the task was revised") for row in evaluations]
     return Transaction(
         require=(
@@ -362,8 +389,11 @@ def evaluate(
     knowing this evaluation is applied after it.
     """
     assert config.evaluates is not None
-    of = config.evaluates.task
-    submitted = submission(config, parameters, optimizer, now, pseudonym_key)
+    of, candidate = config.evaluates.task, row.candidate
+    if candidate is not None:  # its devices evaluate too, under the revision that they have
+        needs = candidate.config.requirements
+        candidate = structs.replace(candidate, config=structs.replace(config, requirements=needs))
+    submitted = submission(config, parameters, optimizer, now, pseudonym_key, candidate)
     key = version_key(of, version.version)
     counted = structs.replace(row, evaluations=row.evaluations + 1)
     pinned = structs.replace(

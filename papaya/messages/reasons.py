@@ -7,6 +7,8 @@ Code that shows a reason takes its description from here. `docs/spec/protocol.md
     discarded_<reason>   `Completed.discarded`
     aborted_<reason>     `Aborted.reason`
     left_<reason>        `Leave.reason`
+    candidate_<…>        of clients under the candidate of a rollout, counted once more: whether the
+                         update was counted, or the participation failed
 """
 
 from __future__ import annotations
@@ -65,6 +67,17 @@ _LACKS: Final = {
     "frozen": "the model of this device holds other frozen tensors",
     "no_demand": "needs no more clients now",
 }
+# The task, its program or its settings may be the cause; in the others, the server or the device's
+# user is.
+_FAILURES: Final = frozenset(
+    {ending for ending in _ENDINGS if ending.startswith("left_")}
+    - {"left_stopped", "left_protocol"}
+    | {"aborted_timed_out", "aborted_silent"}
+    | {"discarded_wrong_size", "discarded_not_finite", "discarded_over_norm"}
+)
+CANDIDATE_COUNTED: Final = "candidate_counted"
+CANDIDATE_FAILED: Final = "candidate_failed"
+CANDIDATE_ENDINGS: Final = (CANDIDATE_COUNTED, CANDIDATE_FAILED)
 _OF_A_RUN: Final = re.compile(r"-[0-9a-f]{12}\Z")  # the suffix of a run's id after its name
 
 
@@ -78,9 +91,15 @@ def in_words(ending: str) -> str:
     return _ENDINGS.get(ending, ending)
 
 
-def is_ending(counter: str) -> bool:
+def is_reported(counter: str) -> bool:
     """Does this counter of a task count one kind of ending? `aborted_left` is split by reason."""
-    return counter in _ENDINGS and counter != "aborted_left"
+    is_split = counter == "aborted_left"
+    return (counter in _ENDINGS and not is_split) or counter in CANDIDATE_ENDINGS
+
+
+def is_failure(ending: str) -> bool:
+    """May the settings of the task be the cause of this ending?"""
+    return ending in _FAILURES
 
 
 def without_update(endings: Mapping[str, int]) -> dict[str, int]:

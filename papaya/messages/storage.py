@@ -69,6 +69,13 @@ class EarlierRevision(Struct, frozen=True, gc=False):
     replaced: float
 
 
+class Candidate(Struct, frozen=True, gc=False):
+    """Settings of the next revision, which a share of the devices gets beside the current ones."""
+
+    config: TaskConfig
+    share: float
+
+
 TaskState = Literal["running", "paused", "completed", "cancelled"]
 
 
@@ -82,6 +89,9 @@ class TaskRow(Row, frozen=True):
     `earlier`: the settings that the last few revisions replaced, the newest first.
     `evaluations`: how many evaluations of it have started.
     `account`: who submitted it; the task counts towards that account's quota. Empty: an operator.
+    `candidate`: of a rollout that has not reached all devices (docs/adr/0064). An evaluation has
+    that of its task when it was started.
+    `signed`: the highest revision that the owner has signed, if it is above `revision`.
     """
 
     config: TaskConfig
@@ -97,6 +107,8 @@ class TaskRow(Row, frozen=True):
     earlier: tuple[EarlierRevision, ...] = ()
     evaluations: int = 0
     account: str = ""
+    candidate: Candidate | None = None
+    signed: int = 0
 
     @property
     def is_over(self) -> bool:
@@ -249,6 +261,71 @@ class RevisionRow(Row, frozen=True):
     created: float
     config: TaskConfig
     manifest: bytes
+
+
+RolloutState = Literal["running", "finished", "rolled_back", "ended"]
+
+
+class RolloutPlan(Struct, frozen=True):
+    """How a rollout goes on, and what ends it.
+
+    `shares`: of the devices, step by step; the last is 1. `metric` is judged in evaluations: worse
+    than before the rollout by more than `tolerance` rolls it back. A step ends well after
+    `evaluations` evaluations, and with less than all devices after `updates` counted updates of the
+    candidate. If the share of its participations that fail is above that of the other revision by
+    more than `failures`, or a step takes longer than `hours`, the rollout is rolled back.
+    """
+
+    shares: tuple[float, ...]
+    tolerance: float
+    metric: str = "loss"
+    higher_is_better: bool = False
+    evaluations: int = 2
+    updates: int = 20
+    failures: float = 0.1
+    hours: float = 24.0
+
+
+class ArmCounts(Struct, frozen=True, gc=False):
+    """Counted and failed participations: of the candidate, and of the revision beside it."""
+
+    counted: int = 0
+    failed: int = 0
+    others_counted: int = 0
+    others_failed: int = 0
+
+
+class RolloutRow(Row, frozen=True):
+    """The rollout of a revision; it stays after the end, until the next one (docs/adr/0064).
+
+    `candidate` and `fallback` are revisions that the owner has signed. The fallback has the
+    settings from before and a higher number than the candidate, because devices refuse a lower one.
+    It is stored as the head of a bundle.
+    `step`: of the plan's shares. `since`, `from_version` and `counts`: when the step began.
+    `baseline`: the metric at `baseline_version`, which a rollback restores.
+    `state` is `ended` if the task was over first.
+    """
+
+    plan: RolloutPlan
+    candidate: TaskConfig
+    revision: int
+    lease_until: float
+    fallback: bytes
+    fallback_config: TaskConfig
+    started: float
+    since: float
+    from_version: int
+    counts: ArmCounts
+    baseline: float
+    baseline_version: int
+    step: int = 0
+    state: RolloutState = "running"
+    why: str = ""
+    ended: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.plan.shares[self.step]
 
 
 class EndingsRow(Row, frozen=True):
@@ -404,6 +481,7 @@ MAINTENANCE_KEY = "maintenance"
 ACCOUNTS = "account/"
 QUOTAS = "quota/"
 SHARES = "share/"
+ROLLOUTS = "rollout/"
 
 
 def task_key(task: TaskId) -> str:
@@ -470,6 +548,10 @@ def deleted_key(task: TaskId) -> str:
     return f"{DELETED}{task}"
 
 
+def rollout_key(task: TaskId) -> str:
+    return f"{ROLLOUTS}{task}"
+
+
 def admin_address_key(node: NodeId) -> str:
     return f"admin-address/{node}"
 
@@ -504,7 +586,8 @@ def blobs_of(row: Row) -> tuple[BlobKey, ...]:
             return (row.sum,)
         case TaskRow() if row.config.evaluates is None or not row.is_over:
             # The bundle of an evaluation belongs to the task, which may have a newer one.
-            return row.config.requirements.blobs
+            candidate = () if row.candidate is None else row.candidate.config.requirements.blobs
+            return (*row.config.requirements.blobs, *candidate)
     return ()
 
 
@@ -522,7 +605,7 @@ def holder_prefixes(task: TaskId) -> tuple[str, ...]:
 
 def task_prefixes(task: TaskId) -> tuple[str, ...]:
     """All rows of a task. A read by prefix also finds tasks whose id starts with this one."""
-    others = ("manifest", "endings", "share")
+    others = ("manifest", "endings", "share", "rollout")
     return (
         *holder_prefixes(task),
         *(f"{kind}/{task}" for kind in others),
@@ -537,6 +620,7 @@ def submission(
     optimizer: BlobKey,
     now: float,
     pseudonym_key: bytes = b"",
+    candidate: Candidate | None = None,
 ) -> Transaction:
     """A new task at version 0, not placed yet. Refused if the task exists, or existed.
 
@@ -545,10 +629,11 @@ def submission(
     # Convert it as a read would: an int in a float field comes back from the store as a float.
     config = msgspec.convert(msgspec.to_builtins(config), TaskConfig)
     task = config.task
+    row = TaskRow(config, submitted=now, pseudonym_key=pseudonym_key, candidate=candidate)
     return Transaction(
         require=((task_key(task), None), (deleted_key(task), None)),
         put=(
-            (task_key(task), TaskRow(config, submitted=now, pseudonym_key=pseudonym_key)),
+            (task_key(task), row),
             (fence_key(task), FenceRow(seq=0, aggregator="", boot=0)),
             (version_key(task, 0), VersionRow(0, parameters, seq=0, created=now)),
             (optimizer_key(task), OptimizerRow(0, optimizer)),

@@ -52,6 +52,7 @@ _rows = msgspec.json.Decoder(
     | storage.AccountRow
     | storage.QuotaRow
     | storage.ShareRow
+    | storage.RolloutRow
 )
 
 

@@ -87,10 +87,11 @@ class Distinctions:
         self._engine_versions = sorted(versions, key=version_number)
         self._modules = frozenset(need.module for need in wanted)
         self._owners = frozenset(need.owner for need in wanted)
+        candidates = [(o.task, o.candidate.requirements) for o in advertised if o.candidate]
         self._bundles = frozenset(
-            refused(offer.task, offer.requirements.bundle)
-            for offer in advertised
-            if offer.requirements.bundle
+            refused(task, needs.bundle)
+            for task, needs in [*((o.task, o.requirements) for o in advertised), *candidates]
+            if needs.bundle
         )
         self._labels = frozenset(label for need in wanted for label in need.labels)
         self._has_secure = any(offer.is_secure for offer in advertised)
@@ -159,6 +160,17 @@ def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> li
     if not found and not is_wanting:
         found.append(("no_demand", ""))
     return [Lack(offer.task, code, need) for code, need in found]
+
+
+def needs_of(offer: Advertised, device: str, device_class: DeviceClass) -> Requirements:
+    """The revision for this device: during a rollout, a share of the devices gets the candidate,
+    except those that have refused it.
+    """
+    candidate = offer.candidate
+    if candidate is None or not candidate.takes(device):
+        return offer.requirements
+    has_refused = refused(offer.task, candidate.requirements.bundle or "") in device_class.excluded
+    return offer.requirements if has_refused else candidate.requirements
 
 
 class Pacing:
@@ -314,11 +326,11 @@ class Selector:
         # When the last orders arrived; the start of the process before that.
         self.led_at = now
         self._seen: dict[int, float] = {}
-        # What follows from the newest orders: routes, device classes, what tasks require, and a
+        # What follows from the newest orders: routes, device classes, tasks on offer, and a
         # cache of which classes fit a task that needs clients.
         self._map = AssignmentMap()
         self._distinctions = Distinctions()
-        self._needs: dict[TaskId, Requirements] = {}
+        self._offers: dict[TaskId, Advertised] = {}
         self._welcome: dict[DeviceClass, bool] = {}
         self._pacing = Pacing(now, config)
         # Assigned sessions for which no client was held: the report that names each of them first,
@@ -590,14 +602,13 @@ class Selector:
         if last is None or last.wanting != orders.wanting or last.advertised != orders.advertised:
             self._welcome.clear()
             self._distinctions = Distinctions(orders.advertised)
-            self._needs = {offer.task: offer.requirements for offer in orders.advertised}
+            self._offers = {offer.task: offer for offer in orders.advertised}
 
     def _forward_clients(self, now: float, assignment: Assignment, epoch: int) -> Effects:
         effects: Effects = []
         if now > assignment.confirm_by:
             return effects  # too late: no client could confirm it in time
-        needs = self._needs.get(assignment.task, Requirements())
-        manifest = bytes.fromhex(needs.manifest or "")
+        offer = self._offers.get(assignment.task, Advertised(assignment.task, Requirements()))
         for session in assignment.sessions:
             queue = self._held.get(assignment.device_class)
             if not queue or self._map.is_over(assignment.task):
@@ -608,6 +619,7 @@ class Selector:
             self._let_go(waiting)
             if waiting.device:
                 self._open.add(session, waiting.device, assignment.confirm_by)
+            needs = needs_of(offer, waiting.device, assignment.device_class)
             ticket = AssignmentTicket(
                 assignment.task,
                 session,
@@ -616,7 +628,7 @@ class Selector:
                 assignment.version,
                 pseudonym=pseudonym_of(waiting.device, assignment.pseudonym_key),
                 epoch=epoch,
-                manifest=manifest,
+                manifest=bytes.fromhex(needs.manifest or ""),
             )
             sealed = self._keyring.seal(ticket)
             accepted = Accepted(sealed, assignment.task, session, needs.bundle or "")

@@ -56,6 +56,7 @@ from papaya.messages.storage import (
 )
 from papaya.selector.selector import Selector
 from papaya.server import public_log
+from papaya.server.admin import rollouts
 from papaya.server.admin.accounts import Identities, Provider
 from papaya.server.admin.blobs import ThreadedBlobs
 from papaya.server.admin.history import TaskHistory
@@ -597,7 +598,16 @@ class Server:
         routes = AdminRoutes(service, identities)
         if not isinstance(live, CoordinatorLive):
             return routes.routes_of_every_role()
-        supervisor = Supervisor(state, blobs, history, server, now, changed, endings=live.endings)
+        supervisor = Supervisor(
+            state,
+            blobs,
+            history,
+            server,
+            now,
+            changed,
+            endings=live.endings,
+            judge_rollout=partial(rollouts.judge, service),
+        )
         self._look_after(supervisor.run())
         self._operations.driver.registry.register(EvaluationCollector(history))
         return routes.routes()

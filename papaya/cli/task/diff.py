@@ -122,7 +122,7 @@ def _next_revision(client: AdminClient, options: TaskDiffOptions) -> tuple[Side,
         )
     head, detail = newest_of(client, options.task)
     manifest = TaskManifest.verify(head.manifest)
-    config, following = next_revision(manifest, detail.config, options.set)
+    config, following = next_revision(manifest, detail, options.set)
     return (detail.config, manifest), (config, following)
 
 

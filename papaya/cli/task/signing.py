@@ -158,11 +158,13 @@ def first_manifest(
     )
 
 
-def next_manifest(manifest: TaskManifest, config: TaskConfig, client: ClientSGD) -> TaskManifest:
-    """The next revision, with these settings."""
+def next_manifest(
+    manifest: TaskManifest, config: TaskConfig, client: ClientSGD, revision: int
+) -> TaskManifest:
+    """The revision with this number and these settings."""
     return structs.replace(
         manifest,
-        revision=manifest.revision + 1,
+        revision=revision,
         client=structs.replace(client, max_examples=config.max_examples),
         evaluation_clients=0 if config.evaluation is None else config.evaluation.clients,
         **_limits(config),

@@ -3,6 +3,7 @@
     compile FILE         a program for devices without torch
     submit FILE          start a task            pause, resume, cancel, delete TASK
     update, renew TASK   sign a revision, a lease
+    rollout TASK         give a revision to a share of the devices first
     diff TASK            what an update would change
     list, show, watch    look at it              rollback TASK VERSION, mark TASK VERSION
     evaluate TASK        on devices' held-out data
@@ -46,7 +47,7 @@ from papaya.cli.output import (
     whole,
 )
 from papaya.cli.task import compile as compiling
-from papaya.cli.task import diff, export, submit, update, watch
+from papaya.cli.task import diff, export, rollout, submit, update, watch
 from papaya.cli.task.export import metric_names, result_of
 from papaya.config import StopRule, TaskConfig
 from papaya.errors import OperatorError, ProtocolError
@@ -138,6 +139,7 @@ def add_to(commands: Commands) -> None:
     compiling.add_to(actions)
     submit.add_to(actions)
     update.add_to(actions)
+    rollout.add_to(actions)
     diff.add_to(actions)
     listing = _add(actions, "list", "list all tasks", has_task=False)
     listing.add_argument("--evaluations", action="store_true", help="also list evaluations")
@@ -370,6 +372,7 @@ def _facts(detail: TaskDetail, training: ClientSGD | None) -> list[str]:
         "task": task.task,
         "owner": task.owner,
         "run": f"{task.run}, revision {task.revision}" if task.run else "",
+        "rollout": "" if detail.rollout is None else rollout.in_words(detail.rollout),
         "lease": _lease_fact(task),
         "state": task.state + (f": {task.why}" if task.why else ""),
         "halted": task.halted,

@@ -80,16 +80,8 @@ def run_update(options: TaskUpdateOptions) -> int:
         raise OperatorError("nothing to change", hint="--set client.rate=0.05")
     found, client = signer(options.owner or default_key()), client_for(options)
     head, detail = newest_of(client, options.task)
-    config, following = next_revision(own_manifest(found, head), detail.config, options.set)
-    for warning in config.warnings():
-        note(f"warning: {warning}")
-    for line in privacy_in_words(config):
-        note(line)
-    if config.is_bound and detail.open_updates:
-        note(
-            f"warning: up to {detail.open_updates} acknowledged updates may be lost: a secure "
-            "buffer is given up if too few clients of the previous revision are left to fill it"
-        )
+    config, following = next_revision(own_manifest(found, head), detail, options.set)
+    note_consequences(config, detail)
     bundle = found.head(following, head.program, head.frozen_file)
     revision = Revision(config, bundle, options.why)
     view = client.post(task_path(detail.task.task, "revise"), revision, TaskView)
@@ -109,16 +101,31 @@ def run_renew(options: TaskRenewOptions) -> int:
     return 0
 
 
+def note_consequences(config: TaskConfig, detail: TaskDetail) -> None:
+    """What the owner should know before a revision with these settings."""
+    for warning in config.warnings():
+        note(f"warning: {warning}")
+    for line in privacy_in_words(config):
+        note(line)
+    if config.is_bound and detail.open_updates:
+        note(
+            f"warning: up to {detail.open_updates} acknowledged updates may be lost: a secure "
+            "buffer is given up if too few clients of the previous revision are left to fill it"
+        )
+
+
 def next_revision(
-    manifest: TaskManifest, config: TaskConfig, settings: Sequence[str]
+    manifest: TaskManifest, detail: TaskDetail, settings: Sequence[str]
 ) -> tuple[TaskConfig, TaskManifest]:
     """The settings and the manifest of the next revision, with these fields changed."""
     given = GivenSettings.of(settings)
-    config = changed(config, None, given.task)
+    config = changed(detail.config, None, given.task)
     training = changed_client(manifest.client, given.client)
     if training.max_examples != manifest.client.max_examples:
         config = structs.replace(config, max_examples=training.max_examples)
-    return config, next_manifest(manifest, config, training)
+    # A number that was signed is not used again, also if its revision was never needed.
+    last = max(manifest.revision, detail.task.signed)
+    return config, next_manifest(manifest, config, training, last + 1)
 
 
 def newest_of(client: AdminClient, task: str) -> tuple[BundleHead, TaskDetail]:

@@ -96,6 +96,8 @@ ACCESS: Final[dict[tuple[str, str], AccessRule]] = {
     ("POST", f"{_TASK}/mark"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/evaluate"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/revise"): _OWNER_OF_TASK,
+    ("POST", f"{_TASK}/rollout"): _OWNER_OF_TASK,
+    ("POST", f"{_TASK}/rollout/end"): _OWNER_OF_TASK,
     ("POST", f"{_TASK}/share"): _OPERATOR,
     ("GET", "/admin/revocations"): _OPERATOR,
     ("POST", "/admin/revocations"): _OPERATOR,

@@ -26,15 +26,19 @@ from papaya.learning.frozen_file import decode_frozen
 from papaya.messages import owner
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import BlobKey, TaskId
+from papaya.messages.owner import TaskRows
 from papaya.messages.storage import (
     TASKS,
     FenceRow,
     RevisionRow,
+    RolloutRow,
+    Row,
     RunRow,
     TaskRow,
     Transaction,
     fence_key,
     revision_key,
+    rollout_key,
     run_key,
 )
 from papaya.server.admin.access import Caller
@@ -97,7 +101,18 @@ class KeptBundle(NamedTuple):
 async def keep(
     service: AdminService, config: TaskConfig, data: bytes, named: Sequence[BlobKey] = ()
 ) -> KeptBundle:
-    """Store the head of a bundle. `named`: blobs that the task's row names already."""
+    """Check and store the head of a bundle. `named`: blobs that the task's row names already."""
+    kept = await check(service, config, data, named)
+    bundle = kept.config.requirements.bundle
+    assert bundle is not None
+    await service.blobs.put(bundle, data)
+    return kept
+
+
+async def check(
+    service: AdminService, config: TaskConfig, data: bytes, named: Sequence[BlobKey] = ()
+) -> KeptBundle:
+    """The bundle as it would be stored now, if it agrees with these settings."""
     head = BundleHead.decode(data)
     manifest = TaskManifest.verify(head.manifest)
     lease = Lease.verify(head.lease)
@@ -120,7 +135,6 @@ async def keep(
         except MissingBlob as error:
             raise NotFound(str(error), hint="submit the task again") from error
     key = blob_key(config.task, seq, f"bundle-{manifest.revision}", data)
-    await service.blobs.put(key, data)
     needs = structs.replace(
         config.requirements,
         module=None,
@@ -179,25 +193,13 @@ async def revise(
     config = structs.replace(revision.config, task=found.task)
     kept = await keep(service, config, revision.bundle, found.row.config.requirements.blobs)
     manifest = kept.manifest
-    before = found.row.config.requirements
-    if before.bundle is None or before.owner != manifest.owner:
-        raise Conflict(f"task {task} was not signed by this owner", hint="papaya owner show")
-    earlier = TaskManifest.verify(
-        BundleHead.decode(await service.blobs.get(before.bundle)).manifest
-    )
-    if earlier.engine == "executorch" and manifest.client.batch_size != earlier.client.batch_size:
-        raise Conflict(
-            f"the program of {task} has a batch size of {earlier.client.batch_size}",
-            hint="to change it, submit the task again: papaya task submit FILE --replace",
-        )
+    rollout_row = await no_rollout(service, found)
+    earlier = await followed(service, found, manifest)
     is_renewal = manifest == earlier
-    if not is_renewal and manifest.revision != earlier.revision + 1:
-        raise Conflict(
-            f"revision {manifest.revision} does not follow revision {earlier.revision} of {task}",
-            hint="run the command again: it starts from the newest revision",
-        )
+    if not is_renewal:
+        require_next(found, earlier, manifest)
     # Read after the row of the task: it changes when an evaluation starts.
-    running = await _running_evaluations(service, found.task)
+    running = await running_evaluations(service, found.task)
     try:
         if is_renewal:
             change = owner.renew(found, kept.config.requirements, running, kept.lease_until)
@@ -212,6 +214,7 @@ async def revise(
             )
     except OperatorError as error:
         raise Conflict(str(error), hint=error.hint) from error
+    change = structs.replace(change, require=(*change.require, rollout_row))
     if not is_renewal:
         await require_privacy(service, kept.config)
         put = (*change.put, kept.revision_row(service.now()))
@@ -220,7 +223,46 @@ async def revise(
     return (await service.task(found.task)).task
 
 
-async def _running_evaluations(service: AdminService, task: TaskId) -> list[TaskRow]:
+async def no_rollout(service: AdminService, found: TaskRows) -> tuple[str, Row | None]:
+    """The row to require while a task is changed, unless a rollout is under way."""
+    key = rollout_key(found.task)
+    row = (await service.state.read((key,))).get(key)
+    if isinstance(row, RolloutRow) and row.state == "running":
+        name = found.row.name
+        raise Conflict(
+            f"a rollout of {name} is under way: revision {row.revision}",
+            hint=f"end it first: papaya task rollout {name} --finish, or --roll-back",
+        )
+    return key, row
+
+
+async def followed(service: AdminService, found: TaskRows, manifest: TaskManifest) -> TaskManifest:
+    """The current manifest of a task, if its owner has signed this one too."""
+    before, task = found.row.config.requirements, found.row.name
+    if before.bundle is None or before.owner != manifest.owner:
+        raise Conflict(f"task {task} was not signed by this owner", hint="papaya owner show")
+    earlier = TaskManifest.verify(
+        BundleHead.decode(await service.blobs.get(before.bundle)).manifest
+    )
+    if earlier.engine == "executorch" and manifest.client.batch_size != earlier.client.batch_size:
+        raise Conflict(
+            f"the program of {task} has a batch size of {earlier.client.batch_size}",
+            hint="to change it, submit the task again: papaya task submit FILE --replace",
+        )
+    return earlier
+
+
+def require_next(found: TaskRows, earlier: TaskManifest, manifest: TaskManifest) -> None:
+    """Raises Conflict unless this is the next revision that the owner signs."""
+    last = max(earlier.revision, found.row.signed)
+    if manifest.revision != last + 1:
+        raise Conflict(
+            f"revision {manifest.revision} does not follow revision {last} of {found.row.name}",
+            hint="run the command again: it starts from the newest revision",
+        )
+
+
+async def running_evaluations(service: AdminService, task: TaskId) -> list[TaskRow]:
     rows = [r for r in (await service.state.read((TASKS,))).values() if isinstance(r, TaskRow)]
     return [
         row

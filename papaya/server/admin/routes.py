@@ -44,13 +44,15 @@ from papaya.http.routes import HttpRoute, Receiver
 from papaya.learning.frozen_file import MAX_FROZEN_BYTES
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.storage import TaskState
-from papaya.server.admin import accounts, bundles, maintenance, submissions
+from papaya.server.admin import accounts, bundles, maintenance, rollouts, submissions
 from papaya.server.admin.access import Begin, Caller, Gate, Identifies
 from papaya.server.admin.problems import AdminProblem, Forbidden, NotFound
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.views import (
     BeginMaintenance,
+    BeginRollout,
     ChangeReason,
+    EndRollout,
     Evaluate,
     Mark,
     NewAccount,
@@ -139,6 +141,12 @@ class AdminRoutes:
             ),
             self._change_for(
                 "revise", f"{_TASK}/revise", Revision, partial(bundles.revise, service)
+            ),
+            self._change_for(
+                "begin-rollout", f"{_TASK}/rollout", BeginRollout, partial(rollouts.begin, service)
+            ),
+            self._change(
+                "end-rollout", f"{_TASK}/rollout/end", EndRollout, partial(rollouts.end, service)
             ),
             self._upload("program", bundles.store_program, MAX_ARCHIVE_BYTES),
             self._upload("frozen", bundles.store_frozen, MAX_FROZEN_BYTES),
@@ -398,7 +406,9 @@ def _number(exchange: Exchange, name: str, default: int) -> int:
 def _parsed(body: bytes, kind: type[T]) -> T:
     try:
         found = msgspec.json.decode(body or b"{}", type=kind)
-        if isinstance(found, NewTask | Revision):  # people write the configuration in it
+        if isinstance(
+            found, NewTask | Revision | BeginRollout
+        ):  # people write the configuration in it
             written = msgspec.json.decode(body)["config"]
             require_known_fields(written, msgspec.to_builtins(found.config), ".config")
         return found

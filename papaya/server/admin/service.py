@@ -22,13 +22,15 @@ from secrets import token_bytes
 
 from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.aggregator.shards import blob_key
-from papaya.config import EvaluationPlan, ServerConfig
+from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
 from papaya.errors import OperatorError
 from papaya.learning.server_optimizer import server_optimizer
 from papaya.messages import owner
 from papaya.messages.audit_trail import Attempt
-from papaya.messages.base import NodeId, TaskId
+from papaya.messages.base import BlobKey, NodeId, TaskId
 from papaya.messages.owner import TaskRows
+from papaya.messages.reasons import CANDIDATE_ENDINGS
+from papaya.messages.rollout import counts_of, since, values_of
 from papaya.messages.storage import (
     DELETED,
     LEADER_KEY,
@@ -38,6 +40,7 @@ from papaya.messages.storage import (
     TASKS,
     TICKET_KEYS,
     AdminAddressRow,
+    ArmCounts,
     BootRow,
     EndingsRow,
     LeaderRow,
@@ -46,6 +49,7 @@ from papaya.messages.storage import (
     OptimizerRow,
     PointRow,
     RevokedRow,
+    RolloutRow,
     Row,
     ShareRow,
     TaskRow,
@@ -60,6 +64,7 @@ from papaya.messages.storage import (
     manifest_key,
     optimizer_key,
     revoked_key,
+    rollout_key,
     share_key,
     task_key,
     ticket_key_key,
@@ -78,6 +83,7 @@ from papaya.server.admin.views import (
     Revocation,
     Revoke,
     RollBack,
+    RolloutView,
     SetShare,
     Started,
     SystemStatus,
@@ -135,9 +141,12 @@ class AdminService:
     async def task(self, task: TaskId) -> TaskDetail:
         found = await self.rows(task)
         task = found.task
-        points = await self._points(task)
-        others = await self.state.read((manifest_key(task), endings_key(task), share_key(task)))
+        points = await self.all_points(task)
+        keys = (manifest_key(task), endings_key(task), share_key(task), rollout_key(task))
+        others = await self.state.read(keys)
         manifest, endings = others.get(manifest_key(task)), others.get(endings_key(task))
+        total = endings.total if isinstance(endings, EndingsRow) else {}
+        rollout = others.get(rollout_key(task))
         recent = points[-_RECENT_POINTS:]
         return TaskDetail(
             task=self._line(found.row, found.newest.version, points, others),
@@ -146,8 +155,9 @@ class AdminService:
             points=recent,
             versions_per_minute=versions_per_minute(recent, found.row, self.now()),
             warnings=tuple(found.row.config.warnings()),
-            endings=endings.total if isinstance(endings, EndingsRow) else {},
+            endings={name: n for name, n in total.items() if name not in CANDIDATE_ENDINGS},
             open_updates=sum(len(record.members) for record in found.records.values()),
+            rollout=_rollout_view(rollout, points, total),
         )
 
     async def events(self) -> tuple[EventView, ...]:
@@ -166,7 +176,9 @@ class AdminService:
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
         """The points as the supervisor of this process knows them: at most one turn old."""
         found = await self.rows(task)
-        return tuple(p for p in await self._points(found.task) if p.version > after)[:_MAX_POINTS]
+        return tuple(p for p in await self.all_points(found.task) if p.version > after)[
+            :_MAX_POINTS
+        ]
 
     async def versions(self, task: TaskId) -> tuple[VersionView, ...]:
         found = await self.rows(task)
@@ -266,17 +278,22 @@ class AdminService:
         """Write the blob of the new head; return the head and its transaction."""
         found = await self.rows(task)
         _version(found, version)
-        config, head = found.row.config, found.newest.version + 1
-        optimizer = server_optimizer(config.optimizer)
-        fresh = optimizer.encode_state(optimizer.initial_state(config.model_length))
-        # Under the current fence: its holder does not sweep it, and a later fence is refused below.
-        key = blob_key(found.task, found.fence.seq, f"optimizer-{head}", fresh)
+        key = await self.fresh_optimizer(found, found.row.config)
         try:
             change = owner.rollback(found, version, key, self.now())
         except OperatorError as error:
             raise Conflict(str(error), hint=error.hint) from error
+        return found.newest.version + 1, change
+
+    async def fresh_optimizer(self, found: TaskRows, config: TaskConfig) -> BlobKey:
+        """Store the optimizer state of a new head that begins anew."""
+        optimizer = server_optimizer(config.optimizer)
+        fresh = optimizer.encode_state(optimizer.initial_state(config.model_length))
+        head = found.newest.version + 1
+        # Under the current fence: its holder does not sweep it, and the change requires this fence.
+        key = blob_key(found.task, found.fence.seq, f"optimizer-{head}", fresh)
         await self.blobs.put(key, fresh)
-        return head, change
+        return key
 
     async def mark(self, task: TaskId, request: Mark, attempt: Attempt) -> VersionView:
         found = await self.rows(task)
@@ -445,13 +462,14 @@ class AdminService:
         head = optimizer.version if isinstance(optimizer, OptimizerRow) else 0
         pinned = row.config.evaluates
         if pinned is None:
-            return self._line(row, head, await self._points(row.config.task), heads)
+            return self._line(row, head, await self.all_points(row.config.task), heads)
         # The result of an evaluation is in the history of the task that it evaluates.
         found = (await self._history.points(pinned.task)).get(pinned.version)
         is_done = row.state == "completed" and found is not None
         return self._line(row, head, (found,) if is_done and found is not None else (), heads)
 
-    async def _points(self, task: TaskId) -> tuple[PointRow, ...]:
+    async def all_points(self, task: TaskId) -> tuple[PointRow, ...]:
+        """In order of version."""
         found = await self._history.points(task)
         return tuple(found[version] for version in sorted(found))
 
@@ -473,6 +491,7 @@ class AdminService:
             priority=share.priority,
             run=row.run,
             revision=row.revision,
+            signed=row.signed,
             lease_until=row.lease_until,
             state=row.state,
             why=row.why,
@@ -502,6 +521,29 @@ def versions_per_minute(points: tuple[PointRow, ...], row: TaskRow, now: float) 
     if len(points) < 2 or until <= points[0].created:
         return 0.0
     return 60 * (points[-1].version - points[0].version) / (until - points[0].created)
+
+
+def _rollout_view(
+    rollout: Row | None, points: tuple[PointRow, ...], endings: Mapping[str, int]
+) -> RolloutView | None:
+    if not isinstance(rollout, RolloutRow):
+        return None
+    is_running = rollout.state == "running"
+    values = values_of(rollout, {point.version: point for point in points}) if is_running else []
+    return RolloutView(
+        revision=rollout.revision,
+        state=rollout.state,
+        share=rollout.share,
+        plan=rollout.plan,
+        step=rollout.step,
+        since=rollout.since,
+        ended=rollout.ended,
+        why=rollout.why,
+        baseline=rollout.baseline,
+        baseline_version=rollout.baseline_version,
+        values=tuple(values),
+        counts=since(rollout, counts_of(endings)) if is_running else ArmCounts(),
+    )
 
 
 def _version(found: TaskRows, version: int) -> VersionRow:

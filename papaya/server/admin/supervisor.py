@@ -1,5 +1,5 @@
-"""Supervises tasks: writes their history, starts planned evaluations, applies stop rules, removes
-deleted tasks.
+"""Supervises tasks: writes their history, starts planned evaluations, applies stop rules, judges
+rollouts, removes deleted tasks.
 
 One runs beside every coordinator, about once a second, and works on rows only. Every write is a
 compare-and-set, and a refused write is tried again in the next turn, so several supervisors give
@@ -31,16 +31,20 @@ from papaya.messages.base import TaskId
 from papaya.messages.events import EvaluationStarted, ServerEvent, TaskDataRemoved, TaskEnded
 from papaya.messages.storage import (
     DELETED,
+    ROLLOUTS,
     TASKS,
     DeletedRow,
     EndingsRow,
     PointRow,
+    RolloutRow,
+    Row,
     TaskRow,
     TaskState,
     Transaction,
     VersionRow,
     deleted_key,
     endings_key,
+    rollout_key,
     task_key,
     task_prefixes,
     version_key,
@@ -78,6 +82,7 @@ class Supervisor:
         changed: Callable[[], None],
         *,
         endings: Callable[[], ReportedEndings] = dict,
+        judge_rollout: Callable[[TaskRow, RolloutRow], Awaitable[None]] | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._state = state
@@ -86,6 +91,7 @@ class Supervisor:
         self._now = now
         self._changed = changed
         self._endings = endings
+        self._judge_rollout = judge_rollout
         self._sleep = sleep
         self._history = history
 
@@ -97,7 +103,7 @@ class Supervisor:
             await self._sleep(TURN_S)
 
     async def turn(self) -> None:
-        found = await self._state.read((TASKS, DELETED))
+        found = await self._state.read((TASKS, DELETED, ROLLOUTS))
         rows = {r.config.task: r for r in found.values() if isinstance(r, TaskRow)}
         deleted = {
             key.removeprefix(DELETED): row
@@ -109,6 +115,7 @@ class Supervisor:
             with _one_error_at_a_time(f"task {row.config.task}"):
                 if row.config.task not in deleted:
                     await self._look_after_any(row, rows)
+                    await self._look_after_rollout(row, found.get(rollout_key(row.config.task)))
         for task, tombstone in deleted.items():
             with _one_error_at_a_time(f"deleted task {task}"):
                 await self._delete(task, tombstone, rows)
@@ -120,6 +127,10 @@ class Supervisor:
             await self._look_after_evaluation(row, rows.get(row.config.evaluates.task))
         elif not row.is_over or self._now() < row.ended + REMEMBER_S:
             await self._look_after(row, evaluations.of(row.config.task, rows.values()))
+
+    async def _look_after_rollout(self, row: TaskRow, rollout: Row | None) -> None:
+        if isinstance(rollout, RolloutRow) and rollout.state == "running" and self._judge_rollout:
+            await self._judge_rollout(row, rollout)
 
     async def _look_after(self, row: TaskRow, own: list[TaskRow]) -> None:
         task = row.config.task

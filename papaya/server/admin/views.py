@@ -6,14 +6,22 @@ contains a secret.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from papaya.config import TaskConfig
 from papaya.messages.audit_trail import AuditHeadRow, AuditRow, AuditStartRow
 from papaya.messages.base import BlobKey, NodeId, TaskId
-from papaya.messages.storage import AccountRole, MaintenanceRow, PointRow, TaskState
+from papaya.messages.storage import (
+    AccountRole,
+    ArmCounts,
+    MaintenanceRow,
+    PointRow,
+    RolloutPlan,
+    RolloutState,
+    TaskState,
+)
 
 Why = Annotated[str, Meta(max_length=500)]
 Version = Annotated[int, Meta(ge=0, le=2**53)]
@@ -226,6 +234,41 @@ class BeginMaintenance(Struct, frozen=True):
     why: Why = ""
 
 
+class BeginRollout(Struct, frozen=True):
+    """The next revision, and the one after it with the settings of now, to roll back to."""
+
+    config: TaskConfig
+    bundle: bytes
+    fallback: bytes
+    plan: RolloutPlan
+    why: Why = ""
+
+
+class EndRollout(Struct, frozen=True):
+    """Give the revision to all devices at once, or take it back."""
+
+    action: Literal["finish", "roll_back"]
+    why: Why = ""
+
+
+class RolloutView(Struct, frozen=True, kw_only=True):
+    """The last rollout of a task. The counts and values are those of its step."""
+
+    revision: int
+    state: RolloutState
+    share: float
+    plan: RolloutPlan
+    step: int
+    since: float
+    ended: float
+    why: str
+    baseline: float
+    baseline_version: int
+    values: tuple[tuple[int, float], ...] = ()
+    """Evaluated versions and the metric there."""
+    counts: ArmCounts = ArmCounts()
+
+
 class TaskView(Struct, frozen=True, kw_only=True):
     """A task in one line. Fields that only the leading coordinator knows are else None."""
 
@@ -239,6 +282,8 @@ class TaskView(Struct, frozen=True, kw_only=True):
     priority: int = 0
     run: int = 0
     revision: int = 0
+    signed: int = 0
+    """The highest revision that the owner has signed, if it is above `revision`."""
     lease_until: float = 0.0
     """Devices may start to train the task until then; 0 without an owner."""
     state: TaskState
@@ -276,6 +321,7 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
     """Number of participations by ending (`papaya/messages/reasons.py`)."""
     open_updates: int = 0
     """Acknowledged updates that are not in a version yet."""
+    rollout: RolloutView | None = None
 
 
 class EventView(Struct, frozen=True):

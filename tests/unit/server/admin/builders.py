@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from papaya.learning.parameters import FLOAT32
 from papaya.messages.audit_trail import Attempt
 from papaya.messages.base import TaskId
 from papaya.messages.storage import Outcome, Row, TaskRow, Transaction
-from papaya.server.admin import submissions
+from papaya.server.admin import rollouts, submissions
 from papaya.server.admin.access import Caller
 from papaya.server.admin.accounts import ADMIN
 from papaya.server.admin.blobs import ThreadedBlobs
@@ -111,7 +112,12 @@ class System:
         self.service = AdminService(*stores, self.live, self.now, self._changed, server)
         self.endings: dict[TaskId, tuple[int, dict[str, int]]] = {}
         self.supervisor = Supervisor(
-            *stores, server, self.now, self._changed, endings=lambda: self.endings
+            *stores,
+            server,
+            self.now,
+            self._changed,
+            endings=lambda: self.endings,
+            judge_rollout=partial(rollouts.judge, self.service),
         )
 
     def now(self) -> float:

@@ -1,0 +1,246 @@
+"""Rollouts at the server: begun by an owner, judged once a second, ended by a rule or a person.
+
+What to do is decided in `papaya/messages/rollout.py`. Every step is one transaction with a row in
+the audit trail; those that the supervisor takes by itself have the actor `(rollout)`.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+from msgspec import structs
+
+import papaya
+from papaya.bundle.head import BundleHead
+from papaya.bundle.manifest import Lease
+from papaya.errors import OperatorError
+from papaya.messages import rollout as rule
+from papaya.messages.audit_trail import Attempt
+from papaya.messages.base import TaskId
+from papaya.messages.events import RolloutEnded, RolloutRolledBack, RolloutStepped, ServerEvent
+from papaya.messages.owner import TaskRows
+from papaya.messages.storage import (
+    ArmCounts,
+    EndingsRow,
+    RolloutPlan,
+    RolloutRow,
+    TaskRow,
+    Transaction,
+    endings_key,
+    rollout_key,
+)
+from papaya.server.admin import bundles
+from papaya.server.admin.access import Caller
+from papaya.server.admin.accounts import write_within_quota
+from papaya.server.admin.problems import Conflict, NotFound
+from papaya.server.admin.service import AdminService
+from papaya.server.admin.views import BeginRollout, EndRollout, TaskView
+from papaya.server.logs import log
+
+ACTOR: Final = "(rollout)"
+"""No account can have this name."""
+_ATTEMPTS: Final = 10
+
+
+async def begin(
+    service: AdminService, caller: Caller, task: TaskId, request: BeginRollout, attempt: Attempt
+) -> TaskView:
+    """Give the next revision of a task to the first share of the devices."""
+    found = await service.rows(task)
+    before = (await bundles.no_rollout(service, found))[1]
+    plan, named = request.plan, found.row.config.requirements.blobs
+    rule.check_plan(plan)
+    if plan.shares[0] < 1:
+        await _require_shares(service)
+    config = structs.replace(request.config, task=found.task)
+    kept = await bundles.keep(service, config, request.bundle, named)
+    try:
+        rule.check_candidate(found.row, kept.config, plan)
+    except OperatorError as error:
+        raise Conflict(str(error), hint=error.hint) from error
+    earlier = await bundles.followed(service, found, kept.manifest)
+    bundles.require_next(found, earlier, kept.manifest)
+    fallback = await bundles.check(service, found.row.config, request.fallback, named)
+    expected = structs.replace(earlier, revision=kept.manifest.revision + 1)
+    if fallback.manifest != expected:
+        raise Conflict(
+            f"the fallback must be revision {expected.revision} with the settings of revision "
+            f"{earlier.revision}",
+            hint="run the command again: it starts from the newest revision",
+        )
+    version, value = await _baseline(service, found, plan)
+    now = service.now()
+    row = RolloutRow(
+        plan=plan,
+        candidate=kept.config,
+        revision=kept.manifest.revision,
+        lease_until=kept.lease_until,
+        fallback=request.fallback,
+        fallback_config=found.row.config,
+        started=now,
+        since=now,
+        from_version=found.newest.version,
+        counts=await _counts(service, found.task),
+        baseline=value,
+        baseline_version=version,
+    )
+    running = await bundles.running_evaluations(service, found.task)
+    known = before if isinstance(before, RolloutRow) else None
+    change = rule.begin(found, row, known, fallback.manifest.revision, running)
+    change = structs.replace(change, put=(*change.put, kept.revision_row(now)))
+    await write_within_quota(service, caller, kept.config, change, attempt, (found.task,))
+    log(_stepped(found.row, row, f"begun by {attempt.actor}"))
+    return (await service.task(found.task)).task
+
+
+async def end(
+    service: AdminService, task: TaskId, request: EndRollout, attempt: Attempt
+) -> TaskView:
+    """Finish a rollout now, or roll it back, because a person says so."""
+    found = await service.rows(task)
+    key = rollout_key(found.task)
+    rollout = (await service.state.read((key,))).get(key)
+    if not isinstance(rollout, RolloutRow) or rollout.state != "running":
+        raise NotFound(f"no rollout of {task} is under way", hint=f"papaya task show {task}")
+    why = request.why or f"{request.action} by {attempt.actor}"
+    outcome = await _carry_out(service, found.task, rollout, request.action, why, attempt)
+    service.settle(outcome)
+    return (await service.task(found.task)).task
+
+
+async def judge(service: AdminService, row: TaskRow, rollout: RolloutRow) -> None:
+    """Take the next step, or roll back, if it is time. Called by the supervisor."""
+    task = row.config.task
+    if row.is_over:
+        ended, change = rule.end_with_task(row, rollout, service.now())
+        if await service.state.transact(change) == "committed":
+            log(_ended(row, ended))
+        return
+    if row.state != "running":
+        return
+    points = {point.version: point for point in await service.all_points(task)}
+    verdict = rule.judge(rollout, points, await _counts(service, task), service.now())
+    if verdict is None:
+        return
+    details = {"revision": rollout.revision, "share": rollout.share}
+    action = "rollout-step" if verdict.action == "go_on" else "rollout-roll-back"
+    text = msgspec.json.encode(details).decode()
+    attempt = Attempt(ACTOR, action, task, text, verdict.why)
+    await _carry_out(service, task, rollout, verdict.action, verdict.why, attempt)
+
+
+async def _carry_out(
+    service: AdminService,
+    task: TaskId,
+    rollout: RolloutRow,
+    action: Literal["go_on", "finish", "roll_back"],
+    why: str,
+    attempt: Attempt,
+) -> str:
+    """Write the change, again from newer rows while the holder commits versions meanwhile."""
+    outcome = "refused"
+    for _ in range(_ATTEMPTS):
+        found = await service.rows(task)
+        key = rollout_key(task)
+        if (await service.state.read((key,))).get(key) != rollout:
+            return "refused"  # somebody else was first
+        if action == "roll_back":
+            after, change = await _rolled_back(service, found, rollout, why)
+        else:
+            after, change = await _further(service, found, rollout, why, is_last=action == "finish")
+        outcome = await service.trail.transact(attempt, change)
+        if outcome == "committed":
+            log(_event(found, after))
+            service.settle(outcome)
+        if outcome != "refused":
+            break
+    return outcome
+
+
+async def _further(
+    service: AdminService, found: TaskRows, rollout: RolloutRow, why: str, *, is_last: bool
+) -> tuple[RolloutRow, Transaction]:
+    now, counts = service.now(), await _counts(service, found.task)
+    running = await bundles.running_evaluations(service, found.task)
+    if is_last:
+        return rule.finish(found, rollout, running, now, why)
+    return rule.go_on(found, rollout, counts, running, now, why)
+
+
+async def _rolled_back(
+    service: AdminService, found: TaskRows, rollout: RolloutRow, why: str
+) -> tuple[RolloutRow, Transaction]:
+    head = BundleHead.decode(rollout.fallback)
+    named = found.row.config.requirements.blobs
+    kept = await bundles.keep(service, rollout.fallback_config, rollout.fallback, named)
+    optimizer = await service.fresh_optimizer(found, kept.config)
+    running = await bundles.running_evaluations(service, found.task)
+    after, change = rule.roll_back(
+        found,
+        rollout,
+        kept.config,
+        Lease.verify(head.lease).expires,
+        optimizer,
+        running,
+        service.now(),
+        why,
+    )
+    return after, structs.replace(change, put=(*change.put, kept.revision_row(service.now())))
+
+
+async def _require_shares(service: AdminService) -> None:
+    """A share of the devices needs identities, and servers that know what a candidate is."""
+    if not service.identifies_devices:
+        raise Conflict(
+            "a rollout to a share of the devices needs tokens that identify devices: otherwise a "
+            "device would get one revision today and the other tomorrow, which it refuses",
+            hint='set device_tokens = "signed" in the server\'s file, or use --share 1',
+        )
+    versions = await service.versions_of_servers()
+    others = [node for node, version in versions.items() if version != papaya.__version__]
+    if others:
+        raise Conflict(
+            f"{others[0]} runs {versions[others[0]] or '0.4.0'}, this server {papaya.__version__}: "
+            "a rollout needs servers of one version",
+            hint="finish the upgrade, then run the command again: papaya status",
+        )
+
+
+async def _baseline(service: AdminService, found: TaskRows, plan: RolloutPlan) -> tuple[int, float]:
+    """The newest version that is stored and evaluated, and the metric there."""
+    restarted = max((v for v, row in found.versions.items() if row.restarts), default=0)
+    for point in reversed(await service.all_points(found.task)):
+        value = rule.measured(plan, point)
+        if value is not None and point.version in found.versions and point.version >= restarted:
+            return point.version, value
+    name = found.row.name
+    raise Conflict(
+        f"no stored version of {name} was evaluated: a rollout has nothing to compare with",
+        hint=f"papaya task evaluate {name}",
+    )
+
+
+async def _counts(service: AdminService, task: TaskId) -> ArmCounts:
+    key = endings_key(task)
+    row = (await service.state.read((key,))).get(key)
+    return rule.counts_of(row.total if isinstance(row, EndingsRow) else {})
+
+
+def _event(found: TaskRows, rollout: RolloutRow) -> ServerEvent:
+    row = found.row
+    if rollout.state == "running":
+        return _stepped(row, rollout, rollout.why)
+    if rollout.state == "rolled_back":
+        version = rollout.baseline_version
+        return RolloutRolledBack(row.config.task, row.run, rollout.revision, version, rollout.why)
+    return _ended(row, rollout)
+
+
+def _stepped(row: TaskRow, rollout: RolloutRow, why: str) -> RolloutStepped:
+    return RolloutStepped(row.config.task, row.run, rollout.revision, rollout.share, why)
+
+
+def _ended(row: TaskRow, rollout: RolloutRow) -> RolloutEnded:
+    state, why = rollout.state, rollout.why
+    return RolloutEnded(row.config.task, row.run, rollout.revision, state, why)
