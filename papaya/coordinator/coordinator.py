@@ -593,9 +593,7 @@ class Coordinator:
         found = self._compatible.get(device_class)
         if found is None:
             found = self._compatible[device_class] = dict.fromkeys(
-                task
-                for task, row in self.tasks.items()
-                if device_class.fits(task, self._requirements(row.config), row.config.is_secure)
+                task for task, row in self.tasks.items() if self._offer(row).fits(device_class)
             )
         return found
 
@@ -813,13 +811,12 @@ class Coordinator:
 
     def _advertised(self) -> tuple[Advertised, ...]:
         """The tasks that selectors may offer to devices."""
-        return tuple(
-            Advertised(
-                task, self._requirements(row.config), row.config.is_secure, self._candidate(row)
-            )
-            for task, row in self.tasks.items()
-            if row.state == "running"
-        )
+        return tuple(self._offer(row) for row in self.tasks.values() if row.state == "running")
+
+    def _offer(self, row: TaskRow) -> Advertised:
+        config = row.config
+        needs, candidate = self._requirements(config), self._candidate(row)
+        return Advertised(config.task, needs, config.is_secure, candidate)
 
     def _requirements(self, config: TaskConfig) -> Requirements:
         """An evaluation follows the newest bundle of the task that it evaluates."""

@@ -98,12 +98,14 @@ class SelectorView:
         self.available = 0
         # The number of the catalogue that it has, by its last report.
         self.catalogue = 0
+        self.check_ins_per_s = 0.0
         self._in_flight: dict[int, dict[DeviceClass, int]] = {}
 
     def update(self, now: float, report: SelectorReport) -> None:
         self.number = report.number
         self.heard_at = now
         self.catalogue = report.catalogue
+        self.check_ins_per_s = report.check_ins_per_s
         for order in [number for number in self._in_flight if number <= report.acked]:
             del self._in_flight[order]
         self.held = {entry.device_class: entry.count for entry in report.held}

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from papaya.config import Requirements
 from papaya.messages.base import Boot, Message, NodeId, SessionId, TaskId
-from papaya.messages.selection import DeviceClass
+from papaya.messages.selection import DeviceClass, refused
 
 
 class TaskReport(Struct, frozen=True, gc=False):
@@ -110,6 +110,7 @@ class SelectorReport(Message, frozen=True):
     """`unfilled` are assigned sessions for which no client was held; their leases end.
 
     `at` is the sender's time. `catalogue`: the number of the catalogue that it has.
+    `check_ins_per_s`: in its last heartbeat, for operators.
     """
 
     node: NodeId
@@ -121,6 +122,7 @@ class SelectorReport(Message, frozen=True):
     unfilled: tuple[SessionId, ...] = ()
     at: float = 0.0
     catalogue: int = 0
+    check_ins_per_s: float = 0.0
 
 
 class CandidateOffer(Struct, frozen=True, gc=False):
@@ -148,6 +150,25 @@ class Advertised(Struct, frozen=True, gc=False):
     requirements: Requirements
     is_secure: bool = False
     candidate: CandidateOffer | None = None
+
+    def fits(self, device_class: DeviceClass) -> bool:
+        """Is one of its revisions compatible with these devices?"""
+        both = [self.requirements]
+        both += [] if self.candidate is None else [self.candidate.requirements]
+        return any(device_class.fits(self.task, needs, self.is_secure) for needs in both)
+
+    def needs_of(self, device: str, device_class: DeviceClass) -> Requirements:
+        """The revision for this device: the candidate for a share of the devices, unless they have
+        refused it, and for those that refuse the other one because they once had the candidate.
+        """
+        candidate, excluded = self.candidate, device_class.excluded
+        if candidate is None:
+            return self.requirements
+        has_refused = refused(self.task, candidate.requirements.bundle or "") in excluded
+        cannot_go_back = refused(self.task, self.requirements.bundle or "") in excluded
+        if not has_refused and (cannot_go_back or candidate.takes(device)):
+            return candidate.requirements
+        return self.requirements
 
 
 class Route(Struct, frozen=True, gc=False):

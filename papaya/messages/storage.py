@@ -420,6 +420,19 @@ class ShareRow(Row, frozen=True):
     priority: int = 0
 
 
+class EventRow(Row, frozen=True):
+    """An event that a server told, for the time line (docs/adr/0084).
+
+    `node`: the machine that told it, or the process if none did. `fields`: as JSON.
+    """
+
+    at: float
+    node: str
+    event: str
+    level: str
+    fields: bytes
+
+
 class MaintenanceRow(Row, frozen=True):
     """Operators have stopped training in the whole cluster, until the row is deleted.
 
@@ -482,6 +495,7 @@ ACCOUNTS = "account/"
 QUOTAS = "quota/"
 SHARES = "share/"
 ROLLOUTS = "rollout/"
+EVENTS = "event/"
 
 
 def task_key(task: TaskId) -> str:
@@ -550,6 +564,11 @@ def deleted_key(task: TaskId) -> str:
 
 def rollout_key(task: TaskId) -> str:
     return f"{ROLLOUTS}{task}"
+
+
+def event_key(at: float, process: str, number: int) -> str:
+    """In the order of time. `number`: of the event in its process."""
+    return f"{EVENTS}{round(1000 * at):015d}/{process}/{number}"
 
 
 def admin_address_key(node: NodeId) -> str:

@@ -53,6 +53,7 @@ _rows = msgspec.json.Decoder(
     | storage.QuotaRow
     | storage.ShareRow
     | storage.RolloutRow
+    | storage.EventRow
 )
 
 

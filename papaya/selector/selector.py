@@ -162,17 +162,6 @@ def lacks_for(offer: Advertised, device: DeviceClass, *, is_wanting: bool) -> li
     return [Lack(offer.task, code, need) for code, need in found]
 
 
-def needs_of(offer: Advertised, device: str, device_class: DeviceClass) -> Requirements:
-    """The revision for this device: during a rollout, a share of the devices gets the candidate,
-    except those that have refused it.
-    """
-    candidate = offer.candidate
-    if candidate is None or not candidate.takes(device):
-        return offer.requirements
-    has_refused = refused(offer.task, candidate.requirements.bundle or "") in device_class.excluded
-    return offer.requirements if has_refused else candidate.requirements
-
-
 class Pacing:
     """Pace steering: chooses when a rejected device should check in again.
 
@@ -186,6 +175,8 @@ class Pacing:
         self._config = config
         self._since = now
         self._arrivals = 0
+        # Check-ins per second in the last heartbeat.
+        self.measured_per_s = 0.0
         self.mean_s = config.min_retry_s
 
     def arrived(self) -> None:
@@ -195,9 +186,9 @@ class Pacing:
         """Call it once per heartbeat."""
         if now <= self._since:
             return
-        measured = self._arrivals / (now - self._since)
+        self.measured_per_s = self._arrivals / (now - self._since)
         self._since, self._arrivals = now, 0
-        ratio = measured / max(wanted_per_s, _MIN_PACE_PER_S)
+        ratio = self.measured_per_s / max(wanted_per_s, _MIN_PACE_PER_S)
         mean_s = self.mean_s * min(2.0, max(0.5, ratio))
         self.mean_s = min(self._config.max_retry_s, max(self._config.min_retry_s, mean_s))
 
@@ -384,6 +375,11 @@ class Selector:
         sweep = self._expired_at + self._config.held_report_interval_s
         return min(due, max(self._oldest(self._in_order).deadline, sweep))
 
+    @property
+    def check_ins_per_s(self) -> float:
+        """In the last heartbeat."""
+        return self._pacing.measured_per_s
+
     def check(self) -> None:
         waiting = len(self._in_order)
         by_class = sum(len(queue) for queue in self._held.values())
@@ -478,8 +474,7 @@ class Selector:
         if welcome is None:
             orders = self._orders
             welcome = orders is not None and any(
-                offer.task in orders.wanting
-                and device_class.fits(offer.task, offer.requirements, offer.is_secure)
+                offer.task in orders.wanting and offer.fits(device_class)
                 for offer in orders.advertised
             )
             if len(self._welcome) >= self._config.max_held:
@@ -619,7 +614,7 @@ class Selector:
             self._let_go(waiting)
             if waiting.device:
                 self._open.add(session, waiting.device, assignment.confirm_by)
-            needs = needs_of(offer, waiting.device, assignment.device_class)
+            needs = offer.needs_of(waiting.device, assignment.device_class)
             ticket = AssignmentTicket(
                 assignment.task,
                 session,
@@ -656,6 +651,7 @@ class Selector:
             unfilled=tuple(self._unfilled),
             at=now,
             catalogue=0 if orders is None else orders.catalogue,
+            check_ins_per_s=self.check_ins_per_s,
         )
         return [Send(coordinator, report) for coordinator in self._coordinators]
 

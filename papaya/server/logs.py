@@ -18,24 +18,18 @@ import json
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple, TextIO
+from typing import Literal, TextIO
 
 import msgspec
 
 from papaya.messages.base import TaskId
 from papaya.messages.events import (
-    ChangeMade,
-    ChangeRefused,
-    CredentialsRejected,
     Level,
     ServerEvent,
     StorageFailed,
     StorageRecovered,
-    TaskFound,
-    VersionPublished,
 )
 
 LogFormat = Literal["text", "json"]
@@ -48,32 +42,30 @@ _FLUSH_EVERY_S = 5.0
 _PLAIN = "message"
 _MAX_TEXT = 16_384
 
-# Too many to keep, or of no use on a time line.
-_FREQUENT = (VersionPublished, TaskFound, ChangeMade, ChangeRefused, CredentialsRejected)
-_MAX_RECENT = 500
-
 logger = logging.getLogger("papaya")
 
 
-# Told of every event, whatever the level of the log: webhooks.
+# Told of every event, whatever the level of the log: webhooks, and the rows of the time line.
 listeners: list[Callable[[ServerEvent, str], None]] = []
 
 
-class RecentEvent(NamedTuple):
-    """An event of this process and when it was told."""
+class FewOfEach:
+    """Passes the first few of equal events within a minute. Not for several threads at once."""
 
-    at: float
-    node: str
-    event: ServerEvent
+    def __init__(self) -> None:
+        # By what makes events equal: the end of their window, and how many there were.
+        self._seen: dict[tuple[object, ...], tuple[float, int]] = {}
 
-
-# Of this process, like its log: the dashboard shows them as a time line.
-_recent: deque[RecentEvent] = deque(maxlen=_MAX_RECENT)
-
-
-def recent_events() -> tuple[RecentEvent, ...]:
-    """The last events since this process started, the oldest first."""
-    return tuple(_recent)
+    def passes(self, event: ServerEvent, now: float) -> bool:
+        key = event.repeats
+        if len(self._seen) >= _MAX_KEYS:
+            self._seen = {k: seen for k, seen in self._seen.items() if now < seen[0]}
+        until, count = self._seen.get(key, (0.0, 0))
+        if now >= until:
+            until, count = now + WINDOW_S, 0
+        if len(self._seen) < _MAX_KEYS or key in self._seen:
+            self._seen[key] = (until, count + 1)
+        return count < BURST
 
 
 def log(event: ServerEvent, node: str = "") -> None:
@@ -81,8 +73,6 @@ def log(event: ServerEvent, node: str = "") -> None:
     for tell in listeners:
         tell(event, node)
     level = logging.getLevelNamesMapping()[event.level.upper()]
-    if not isinstance(event, _FREQUENT):
-        _recent.append(RecentEvent(time.time(), node, event))
     if logger.isEnabledFor(level):
         logger.log(level, "%s", _in_words(event), extra={"event": event, "node": node})
 

@@ -20,6 +20,7 @@ from papaya.http.routes import Buffered, HttpRoute
 from papaya.messages.participation import Refused
 from papaya.server.replies import NOT_FOUND, answer
 from papaya.verifiable_log.checkpoint import Checkpoint
+from papaya.verifiable_log.errors import LogError
 from papaya.verifiable_log.folder import LogFolder
 from papaya.verifiable_log.note import LOG_SIGNATURE, SignerKey, split_note
 from papaya.verifiable_log.record import Record
@@ -71,8 +72,20 @@ def publish(folder: Path, bucket: S3Blobs, published: set[str]) -> None:
     bucket.publish_newest("checkpoint", checkpoint, lambda earlier: _size(earlier) <= size)
 
 
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """Of the log in this folder; its signatures are not checked. None if there is no log."""
+    try:
+        return _checkpoint((folder / "checkpoint").read_bytes())
+    except (OSError, LogError):
+        return None
+
+
 def _size(checkpoint: bytes) -> int:
-    return Checkpoint.parse(split_note(checkpoint)[0]).size
+    return _checkpoint(checkpoint).size
+
+
+def _checkpoint(data: bytes) -> Checkpoint:
+    return Checkpoint.parse(split_note(data)[0])
 
 
 def own_record(data: Path, measurement: bytes) -> int:

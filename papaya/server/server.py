@@ -64,12 +64,14 @@ from papaya.server.admin.live import CoordinatorLive, Live, RoleLive
 from papaya.server.admin.routes import AdminRoutes
 from papaya.server.admin.service import AdminService
 from papaya.server.admin.supervisor import Supervisor
+from papaya.server.admin.views import EvidenceView
 from papaya.server.auth import guarded, verifier_for
 from papaya.server.boots import Boots
 from papaya.server.buffers import BufferPool
 from papaya.server.certificates import Certificates
 from papaya.server.dashboard import dashboard_routes
 from papaya.server.device_api import Door, participation_routes
+from papaya.server.event_rows import EventRows
 from papaya.server.formats import Formats
 from papaya.server.health import Health
 from papaya.server.host import AggregatorHost, Host
@@ -143,12 +145,14 @@ class Server:
         self._operations: Health
         self._door: Door | None = None
         self._revoked: tuple[str, ...] = ()
+        self._events = EventRows(self._name())
         self._tsas: TsaFleet | None = None
 
     # -- start and stop -----------------------------------------------------------------------
 
     async def start(self) -> None:
-        log(ServerStarted(__version__, self.roles, self._settings()))
+        started = ServerStarted(__version__, self.roles, self._settings())
+        log(started)
         host = None if self._is_alone else await self._called_host()
         certificates = Certificates(self.deployment, self.roles, host)
         metrics = DriverMetrics()
@@ -156,6 +160,9 @@ class Server:
             self.deployment, certificates, self._name(), self._clock, metrics.observe_commit
         )
         try:
+            self._events.open(self._resources.state)
+            self._events.offer(started, "")
+            listeners.append(self._events.offer)
             self._operations = Health(metrics, self._resources.clock.now, self._resources.state)
             if not self._is_alone:
                 await self._listen("servers", self.deployment.servers, self._servers_routes())
@@ -182,6 +189,7 @@ class Server:
                 self._look_after(self._publish_log(bucket))
             self._look_after(self._watch_certificates())
             self._look_after(keep_telling())
+            self._look_after(self._events.run(prunes="coordinator" in self.roles))
             self._start_webhooks()
             self._tell_if_capped()
         except BaseException:
@@ -204,6 +212,8 @@ class Server:
                 await host.workers.close()
         if self._tsas is not None:
             await asyncio.to_thread(self._tsas.close)
+        listeners.remove(self._events.offer)
+        await self._events.write_last(_CUT_OFF_S)
         await self._resources.close()
 
     def _tell_if_capped(self) -> None:
@@ -593,6 +603,7 @@ class Server:
             server,
             identifies_devices=self.deployment.device_tokens not in ("shared", "none"),
             has_seen=self._has_seen,
+            evidence=self._evidence,
         )
         identities = Identities(state, shared.admin_token, now, _provider(self.deployment.oidc))
         routes = AdminRoutes(service, identities)
@@ -614,6 +625,14 @@ class Server:
 
     def _has_seen(self, device: str) -> bool | None:
         return None if self._door is None else self._door.has_seen(device)
+
+    def _evidence(self) -> EvidenceView | None:
+        deployment = self.deployment
+        if not deployment.tsa_addresses and "aggregator" not in self.roles:
+            return None
+        found = public_log.newest_checkpoint(self._log)
+        known = () if found is None else (found.origin, found.size, found.root.hex())
+        return EvidenceView(deployment.tsa_platform, *known)
 
     def _live(self) -> Live:
         now, server = self._resources.clock.now, self.deployment.server

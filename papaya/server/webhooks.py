@@ -30,7 +30,7 @@ import msgspec
 
 from papaya.credentials.token_files import Secret
 from papaya.messages.events import ServerEvent, VersionPublished
-from papaya.server.logs import BURST, WINDOW_S
+from papaya.server.logs import FewOfEach
 
 logger = logging.getLogger("papaya.webhooks")
 
@@ -40,7 +40,6 @@ TIMEOUT_S = 10.0
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 _TOO_MANY = 429
-_MAX_KEYS = 1000
 
 
 def is_sent(event: ServerEvent) -> bool:
@@ -71,8 +70,7 @@ class Webhook:
         self._loop = asyncio.get_running_loop()
         self._queue: deque[bytes] = deque()
         self._waiting = asyncio.Event()
-        # Of equal alerts: the end of their window, and how many were offered.
-        self._seen: dict[tuple[object, ...], tuple[float, int]] = {}
+        self._alerts = FewOfEach()
         self.dropped = 0
 
     def offer(self, event: ServerEvent, node: str) -> None:
@@ -83,7 +81,8 @@ class Webhook:
             self._loop.call_soon_threadsafe(self._take, event, body)
 
     def _take(self, event: ServerEvent, body: bytes) -> None:
-        if not isinstance(event, VersionPublished) and self._is_repetition(event.repeats):
+        is_version = isinstance(event, VersionPublished)
+        if not is_version and not self._alerts.passes(event, self._now()):
             return
         if len(self._queue) >= MAX_QUEUED:
             self._queue.popleft()
@@ -91,17 +90,6 @@ class Webhook:
             logger.warning("the webhook at %s is too slow: events are dropped", self.host)
         self._queue.append(body)
         self._waiting.set()
-
-    def _is_repetition(self, key: tuple[object, ...]) -> bool:
-        now = self._now()
-        if len(self._seen) >= _MAX_KEYS:
-            self._seen = {k: seen for k, seen in self._seen.items() if now < seen[0]}
-        until, count = self._seen.get(key, (0.0, 0))
-        if now >= until:
-            until, count = now + WINDOW_S, 0
-        if len(self._seen) < _MAX_KEYS or key in self._seen:
-            self._seen[key] = (until, count + 1)
-        return count >= BURST
 
     async def run(self) -> None:
         """Send until cancelled, in the order of the events."""

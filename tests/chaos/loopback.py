@@ -91,7 +91,10 @@ class Loopback:
             "blobs_endpoint": s3.endpoint,
             "blobs_credentials": str(keys),
             "tsa": tsa,
+            "log_format": "json",
         }
+        # The nodes of processes that were killed and started again.
+        self.killed: set[str] = set()
         self.coordinators = [
             self._add("coordinator", number, where) for number, where in enumerate(announced)
         ]
@@ -191,11 +194,7 @@ class Loopback:
         """The aggregator of the clear task."""
         fence = self.fences()[fence_key(CLEAR.task)]
         assert isinstance(fence, FenceRow)
-        [found] = [
-            server
-            for server in self.aggregators
-            if fence.aggregator == f"aggregator@{self.proxies[server.name].listen}"
-        ]
+        [found] = [server for server in self.aggregators if fence.aggregator == self.node(server)]
         return found
 
     def kill_holder(self, seconds: float) -> Fault:
@@ -203,7 +202,7 @@ class Loopback:
 
         def begin() -> None:
             killed.append(self.holder())
-            killed[0].kill()
+            self._kill_now(killed[0])
 
         def end() -> None:
             while killed:
@@ -228,7 +227,14 @@ class Loopback:
         def start() -> None:
             server.start()
 
-        return Fault(f"kill: {server.name}", _seconds(rng), server.kill, start)
+        return Fault(f"kill: {server.name}", _seconds(rng), lambda: self._kill_now(server), start)
+
+    def _kill_now(self, server: ServerProcess) -> None:
+        self.killed.add(self.node(server))
+        server.kill()
+
+    def node(self, server: ServerProcess) -> str:
+        return f"{server.name.partition('-')[0]}@{self.proxies[server.name].listen}"
 
     def _freeze(self, server: ServerProcess, rng: Random) -> Fault:
         return Fault(

@@ -1,4 +1,5 @@
-"""Six faults on a small cluster with real services: the model agrees with what devices were told.
+"""Six faults on a small cluster with real services: the model agrees with what devices were told,
+and fixed questions about the run are answered from the dashboard and from the logs alone.
 
 Then the same with bugs in the servers, which the oracle must find.
 """
@@ -17,11 +18,14 @@ import pytest
 from msgspec import structs
 
 from papaya.config import AsyncFL, TaskConfig
+from papaya.messages.storage import FenceRow
+from tests.chaos import questions
 from tests.chaos.faults import Acknowledgements, Fault, Stalls, in_words, play, say
 from tests.chaos.loopback import CLEAR, HEARTBEAT_S, MASKED, RECOVER_S, Loopback, loopback
 from tests.chaos.oracle import Verdict, judge, read_outcomes
 from tests.chaos.planted import BUGS, VARIABLE
 from tests.system.processes import PAPAYA
+from tests.system.test_secure import until
 
 _DEVICES = 40
 _SEED = int(os.environ.get("PAPAYA_CHAOS_SEED", "1"))
@@ -31,19 +35,27 @@ _PLANTED = (sys.executable, "-m", "tests.chaos.planted")
 
 
 def _judged(
-    cluster: Loopback, tasks: Sequence[TaskConfig], faults: Sequence[Fault]
+    cluster: Loopback,
+    tasks: Sequence[TaskConfig],
+    faults: Sequence[Fault],
+    *,
+    asks: bool = False,
 ) -> dict[str, Verdict]:
-    """Submit the tasks, play the faults, and judge what is stored at the end."""
-    file = cluster.installation.folder / "outcomes"
+    """Submit the tasks, play the faults, and judge what is stored at the end. `asks`: also ask the
+    fixed questions.
+    """
+    file, times = cluster.installation.folder / "outcomes", dict[str, float]()
     acknowledged = Acknowledgements(file, [config.task for config in tasks])
     for config in tasks:
         cluster.submit(config)
     with Stalls(HEARTBEAT_S, cluster.pids) as stalls, cluster.load(file, tasks, _DEVICES) as load:
         acknowledged.until(10, 0.0, RECOVER_S, "the start")
-        recoveries = play(faults, acknowledged, RECOVER_S)
+        recoveries = play(_timed(faults, times), acknowledged, RECOVER_S)
         acknowledged.until(10, time.time(), RECOVER_S, "the last fault")
         load.send_signal(signal.SIGTERM)
         assert load.wait(_END_S) == 0
+    if asks:
+        _ask_questions(cluster, times)
     for server in cluster.installation.servers:
         assert server.stop() == 0
     say(in_words(recoveries, stalls.longest_s, HEARTBEAT_S))
@@ -56,10 +68,52 @@ def _judged(
     return found
 
 
+def _timed(faults: Sequence[Fault], times: dict[str, float]) -> list[Fault]:
+    """The same faults; each writes down when it begins."""
+
+    def timed(fault: Fault) -> Fault:
+        def begin() -> None:
+            times[fault.name] = time.time()
+            fault.begin()
+
+        return fault._replace(begin=begin)
+
+    return [timed(fault) for fault in faults]
+
+
+def _ask_questions(cluster: Loopback, began: dict[str, float]) -> None:
+    """Each answer is compared with the rows, or with what this test has done."""
+    admin = cluster.admin(cluster.coordinators[0])
+
+    def time_line() -> list[questions.Told]:
+        return questions.from_dashboard(admin.get("/admin/events"))
+
+    def fences() -> dict[str, tuple[int, str]]:
+        rows = {key.removeprefix("fence/"): row for key, row in cluster.fences().items()}
+        return {t: (r.seq, r.aggregator) for t, r in rows.items() if isinstance(r, FenceRow)}
+
+    def is_up_to_date() -> bool:
+        """Events are written as rows every two seconds."""
+        story = time_line()
+        return questions.holders(story) == fences() and questions.restarted(story) == cluster.killed
+
+    until(is_up_to_date, "the time line tells who was restarted and who holds each task")
+    logs = questions.from_logs([list(server.log) for server in cluster.installation.servers])
+    assert questions.holders(logs) == fences()
+    status = admin.get("/admin/status")
+    for source, story in (("dashboard", time_line()), ("logs", logs)):
+        assert questions.restarted(story) == cluster.killed, source
+        assert questions.leader(story) == (status["epoch"], status["leader"]), source
+        assert questions.dropped_buffers(story) == 0, f"no TSA was killed; {source}"
+        away = questions.database_away(story)
+        assert any(0 < at - began["database"] < RECOVER_S for at in away), (source, away, began)
+
+
 def test_six_faults_lose_and_double_nothing(tmp_path: Path) -> None:
     say(f"seed: PAPAYA_CHAOS_SEED={_SEED}")
     with loopback(tmp_path) as cluster:
-        verdicts = _judged(cluster, (CLEAR, MASKED), cluster.faults(Random(_SEED)))
+        faults = cluster.faults(Random(_SEED))
+        verdicts = _judged(cluster, (CLEAR, MASKED), faults, asks=True)
     for task, verdict in verdicts.items():
         assert verdict.problems == [], f"{task}, seed {_SEED}"
         assert verdict.lost == 0, "no TSA was killed"

@@ -25,7 +25,7 @@ from typing import Self
 PAPAYA = (sys.executable, "-m", "papaya")
 START_S = 60.0
 STOP_S = 30.0
-_LOGGED_LINES = 400
+_LOGGED_LINES = 4000
 Toml = str | int | float | Sequence[str]
 
 # One heartbeat decides how long a failure takes to be noticed. Shorter ones take a busy machine

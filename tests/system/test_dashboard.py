@@ -277,6 +277,68 @@ def test_ten_thousand_versions_and_two_hundred_tasks_stay_responsive(site: Site)
     assert len(page.locator("svg path.line").first.get_attribute("d") or "") < 20_000
 
 
+def test_a_person_sees_a_rollout_and_what_protects_a_secure_private_task(site: Site) -> None:
+    """Answers of a secure and private task in a rollout, in place of the server's."""
+    page = site.page
+    task, status = site.admin.get("/admin/tasks/digits"), site.admin.get("/admin/status")
+    task["config"] |= {
+        "secure_aggregation": {"threshold": 4},
+        "privacy": {"noise_multiplier": 1.5, "clip": 2.0, "script": _SCRIPT},
+    }
+    task["rollout"] = {
+        "revision": 2,
+        "state": "running",
+        "share": 0.1,
+        "plan": {"metric": "accuracy", "evaluations": 2, "updates": 20},
+        "since": 1.0,
+        "why": _SCRIPT,
+        "baseline": 0.8,
+        "baseline_version": 3,
+        "values": [[4, 0.79]],
+        "counts": {"counted": 9, "failed": 1, "others_counted": 40, "others_failed": 0},
+    }
+    root = "ab" * 32
+    status["evidence"] = {"platform": "sgx", "origin": "example.org/log", "size": 7, "root": root}
+    page.route("**/admin/status", lambda route: route.fulfill(json=status))
+    page.route("**/admin/tasks/digits", lambda route: route.fulfill(json=task))
+    site.sign_in()
+    site.open_task("digits")
+    for text in (
+        "Only sums of at least 4 updates",
+        "SGX",
+        "example.org/log, 7 records, root abababababababab…",
+        "noise_multiplier 1.5",
+        "2 is given to 10 % of the devices",
+        "accuracy 0.8 at version 3",
+        "accuracy 0.79 at version 4",
+        "10.0 % of 10, others 0.0 % of 40",
+    ):
+        expect(page.get_by_text(text).first).to_be_visible(timeout=_STEP_MS)
+    assert _axe(page) == []
+    assert page.title() == "Papaya"
+
+
+def test_a_failover_before_the_last_restart_is_on_the_time_line(
+    site: Site, installation: Installation
+) -> None:
+    site.server.kill()
+    site.server.start()
+    site.sign_in()
+    expect(site.page.get_by_text("leadership gained").nth(1)).to_be_visible(timeout=_STEP_MS)
+    rows = [row.inner_text().split("\t") for row in site.page.get_by_role("row").all()]
+    told = [
+        (event.lstrip("▲✕ "), details) for _, event, details in (r for r in rows if len(r) == 3)
+    ]
+    epochs = [details for event, details in told if event == "leadership gained"]
+    assert [text.split(", ")[:2] for text in epochs] == [
+        ["coordinator", "epoch 2"],
+        ["coordinator", "epoch 1"],
+    ]
+    assert ("node started", "aggregator, boot 2") in told
+    moves = [details for event, details in told if event in ("task placed", "task moved")]
+    assert any("task digits" in text and "seq 1" in text for text in moves), "before the restart"
+
+
 def _axe(page: Page) -> list[str]:
     found = Axe().run(page).response["violations"]
     return [f"{one['id']}: {one['nodes'][0]['html']}" for one in found]

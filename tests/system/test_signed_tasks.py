@@ -73,7 +73,9 @@ class SignedWorld:
         server: ServerProcess,
         installation: Installation,
         engine: EngineName = "torch",
+        text: str | None = None,
     ) -> None:
+        """`text`: another task than the usual one, with the same helper."""
         self.folder = folder
         self._engine = engine
         self._data = installation.data
@@ -82,12 +84,9 @@ class SignedWorld:
         self._token = folder / "admin.token"
         self._token.write_text(installation.secret("admin.token"))
         self._token.chmod(0o600)
-        self._device_token = folder / "device.token"
-        self._device_token.write_text(installation.secret("device.token"))
-        self._device_token.chmod(0o600)
         self.program = folder / "program"
         self.program.mkdir()
-        texts = (TASK, HELPER) if engine == "torch" else (COMPILED, FIELDS)
+        texts = (text or TASK, HELPER) if engine == "torch" else (COMPILED, FIELDS)
         for name, text in zip(("task.py", "helper.py"), texts, strict=True):
             (self.program / name).write_text(text)
         self.key = folder / "owner.key"
@@ -115,8 +114,13 @@ class SignedWorld:
         return ended.stdout
 
     @contextmanager
-    def devices(self, *, secure: bool = False, count: int = DEVICES) -> Iterator[Path]:
-        """Devices that know no task file, only the owner's key. Yields their log."""
+    def devices(
+        self, *, secure: bool = False, count: int = DEVICES, identified: bool = False
+    ) -> Iterator[Path]:
+        """Devices that know no task file, only the owner's key. Yields their log.
+
+        `identified`: each has a token of its own.
+        """
         owners = self.folder / "owners.toml"
         owners.write_text(
             f'[owners.me]\nkey = "{self.owner["key"]}"\ncollections = ["numbers"]\n'
@@ -136,8 +140,11 @@ class SignedWorld:
             *("--import", f"numbers={examples}", "--store", str(self.folder / "stores")),
             *("--devices", str(count), "--assume", "idle,charging,unmetered"),
             *("--participation-floor", "0", "--pause", "0.2"),
-            *("--token-file", str(self._device_token), "--engine", self._engine),
+            *("--engine", self._engine),
         )
+        shared = self._data / "device.token"
+        tokens = self._own_tokens(count) if identified else [shared]
+        command += tuple(part for token in tokens for part in ("--token-file", str(token)))
         if secure:
             trust = self.folder / "trust.toml"
             write_trust(trust, self._data, self._server.addresses["devices"], goal=2)
@@ -153,6 +160,16 @@ class SignedWorld:
             finally:
                 process.terminate()
                 process.wait(STEP_S)
+
+    def _own_tokens(self, count: int) -> list[Path]:
+        data = ("--data", str(self._data))
+        made = self._run("token", "make", "--device", "phone", "--count", str(count), *data)
+        tokens = [line.split("\t")[1] for line in made.splitlines()]
+        paths = [self.folder / f"device-{number}.token" for number in range(count)]
+        for path, token in zip(paths, tokens, strict=True):
+            path.write_text(token)
+            path.chmod(0o600)
+        return paths
 
     def until_version(self, run: str, version: int) -> None:
         self.admin.until_task(run, lambda found: found["version"] >= version, STEP_S)

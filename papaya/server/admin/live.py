@@ -129,12 +129,22 @@ class CoordinatorLive:
         now = self._now()
         if not self.leads():
             return tuple(
-                SelectorStatus(report.node, ago_s, sum(entry.count for entry in report.held))
+                SelectorStatus(
+                    report.node,
+                    ago_s,
+                    sum(entry.count for entry in report.held),
+                    report.check_ins_per_s,
+                )
                 for ago_s, report in self._unanswered(now)
                 if isinstance(report, SelectorReport)
             )
         return tuple(
-            SelectorStatus(node, max(0.0, now - view.heard_at), max(0, sum(view.held.values())))
+            SelectorStatus(
+                node,
+                max(0.0, now - view.heard_at),
+                max(0, sum(view.held.values())),
+                view.check_ins_per_s,
+            )
             for node, view in sorted(self._coordinator.fleet.selectors.items())
         )
 
@@ -198,7 +208,8 @@ class RoleLive:
     def selectors(self) -> tuple[SelectorStatus, ...]:
         if not isinstance(self._machine, Selector):
             return ()
-        return (SelectorStatus(self._machine.node, 0.0, self._machine.held_count),)
+        own = self._machine
+        return (SelectorStatus(own.node, 0.0, own.held_count, own.check_ins_per_s),)
 
     def clocks(self) -> tuple[ClockStatus, ...]:
         return ()

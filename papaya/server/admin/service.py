@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from secrets import token_bytes
 
+import msgspec
+
 from papaya.aggregator.sessions import longest_ticket_life_s
 from papaya.aggregator.shards import blob_key
 from papaya.config import EvaluationPlan, ServerConfig, TaskConfig
@@ -33,6 +35,7 @@ from papaya.messages.reasons import CANDIDATE_ENDINGS
 from papaya.messages.rollout import counts_of, since, values_of
 from papaya.messages.storage import (
     DELETED,
+    EVENTS,
     LEADER_KEY,
     MAINTENANCE_KEY,
     REVOKED,
@@ -43,6 +46,7 @@ from papaya.messages.storage import (
     ArmCounts,
     BootRow,
     EndingsRow,
+    EventRow,
     LeaderRow,
     MaintenanceRow,
     ManifestRow,
@@ -79,6 +83,7 @@ from papaya.server.admin.views import (
     Deletion,
     Evaluate,
     EventView,
+    EvidenceView,
     Mark,
     Revocation,
     Revoke,
@@ -91,7 +96,6 @@ from papaya.server.admin.views import (
     TaskView,
     VersionView,
 )
-from papaya.server.logs import recent_events
 from papaya.server.state_thread import AsyncState
 from papaya.server.ticket_keys import KEY_BYTES as TICKET_KEY_BYTES
 
@@ -117,8 +121,11 @@ class AdminService:
         *,
         identifies_devices: bool = True,
         has_seen: Callable[[str], bool | None] = lambda device: None,
+        evidence: Callable[[], EvidenceView | None] = lambda: None,
     ) -> None:
-        """`has_seen`: whether a device has checked in here; None if this process cannot know."""
+        """`has_seen`: whether a device has checked in here; None if this process cannot know.
+        `evidence`: what vouches for the TSA.
+        """
         self.state = state
         self.blobs = blobs
         self.live = live
@@ -130,6 +137,7 @@ class AdminService:
         self._started = now()
         self.identifies_devices = identifies_devices
         self._has_seen = has_seen
+        self._evidence = evidence
 
     # -- look -------------------------------------------------------------------------------
 
@@ -161,16 +169,12 @@ class AdminService:
         )
 
     async def events(self) -> tuple[EventView, ...]:
-        """The last events of this process, the oldest first; without its settings."""
+        """The last events of all servers, the oldest first."""
+        rows = await self.state.read((EVENTS,))
         return tuple(
-            EventView(
-                told.at,
-                told.node,
-                told.event.name(),
-                told.event.level,
-                {name: value for name, value in told.event.fields.items() if name != "settings"},
-            )
-            for told in recent_events()
+            EventView(row.at, row.node, row.event, row.level, msgspec.json.decode(row.fields))
+            for row in rows.values()
+            if isinstance(row, EventRow)
         )
 
     async def points(self, task: TaskId, after: int = -1) -> tuple[PointRow, ...]:
@@ -216,6 +220,7 @@ class AdminService:
             identifies_devices=self.identifies_devices,
             maintenance=under if isinstance(under, MaintenanceRow) else None,
             versions=await self.versions_of_servers(known.holder),
+            evidence=self._evidence(),
         )
 
     async def versions_of_servers(self, leader: NodeId = "") -> dict[NodeId, str]:

@@ -325,7 +325,7 @@ class TaskDetail(Struct, frozen=True, kw_only=True):
 
 
 class EventView(Struct, frozen=True):
-    """Something that this process told in its log, like a task that moved (docs/logs.md)."""
+    """Something that a server told in its log, like a task that moved (docs/logs.md)."""
 
     at: float
     node: str
@@ -357,9 +357,23 @@ class AggregatorStatus(Struct, frozen=True):
 
 
 class SelectorStatus(Struct, frozen=True):
+    """`check_ins_per_s`: in its last heartbeat."""
+
     node: NodeId
     heard_s_ago: float
     held: int
+    check_ins_per_s: float = 0.0
+
+
+class EvidenceView(Struct, frozen=True):
+    """What vouches for the TSA, as this server is configured: the platform of its evidence, and the
+    newest checkpoint of the public log here; `origin` is empty if there is none.
+    """
+
+    platform: str
+    origin: str = ""
+    size: int = 0
+    root: str = ""
 
 
 class ClockStatus(Struct, frozen=True):
@@ -402,6 +416,8 @@ class SystemStatus(Struct, frozen=True, kw_only=True):
     identifies_devices: bool = True
     maintenance: MaintenanceRow | None = None
     """Training is stopped in the whole cluster."""
+    evidence: EvidenceView | None = None
+    """None if this server has no TSA in its configuration."""
     versions: dict[NodeId, str] = {}
     """The version of Papaya that the leader and each server that reports to it run; empty if a
     server does not tell."""

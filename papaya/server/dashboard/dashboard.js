@@ -192,20 +192,20 @@ function fleet(status, events) {
       { name: "Server" }, { name: "Role" }, { name: "Last report", number: true }, { name: "Load" },
     ], [
       ...status.aggregators.map((one) => [one.node, "aggregator", ago(one.heard_s_ago), `${one.tasks} tasks${one.is_overloaded ? ", ▲ overloaded" : ""}`]),
-      ...status.selectors.map((one) => [one.node, "selector", ago(one.heard_s_ago), `${short(one.held)} devices wait`]),
+      ...status.selectors.map((one) => [one.node, "selector", ago(one.heard_s_ago), `${short(one.held)} devices wait, ${short(one.check_ins_per_s)} check-ins per second`]),
     ]),
     ...timeLine(events),
     ...history(),
   ];
 }
 
-// Placements, failovers and trouble, as the log of this process tells them. The newest come first.
+// Placements, failovers and trouble, as the servers told them. The newest come first.
 function timeLine(events) {
   return [
     h("h2", {}, "Time line"),
-    events.length ? table("Placements, failovers and problems since this process started, newest first", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
+    events.length ? table("Placements, failovers and problems at all servers, newest first; at most seconds late", [{ name: "Time" }, { name: "Event" }, { name: "Details" }],
       events.slice(-MOST_CHANGES).reverse().map((one) => [date(one.at), `${{ warning: "▲ ", error: "✕ " }[one.level] ?? ""}${one.event.replaceAll("_", " ")}`, details(one)]))
-      : h("p", { class: "quiet" }, "Nothing has been placed or moved since this process started."),
+      : h("p", { class: "quiet" }, "No server has told of a placement, a failover or a problem yet."),
   ];
 }
 
@@ -264,8 +264,10 @@ async function oneTask(id, status) {
     actions(task, path),
     h("h2", {}, "What the server can see"),
     h("p", {}, sees(task, config)),
+    config.secure_aggregation ? evidence(status.evidence) : null,
     privacy(config),
-    participation(detail),
+    rollout(detail.rollout),
+    participation(detail, status),
     failures(detail.endings),
     h("div", { class: "panels" },
       lineChart({ title: "Loss", xName: "version", yName: "loss", points: byVersion(evaluated, "loss"), empty: "No version has been evaluated yet." }),
@@ -290,6 +292,33 @@ function sees(task, config) {
   return `Only sums of at least ${least} updates, if the TSA's evidence comes from hardware. Run papaya audit to check the evidence and the log.`;
 }
 
+// What devices base their trust in the TSA on, as this server is configured.
+function evidence(found) {
+  if (!found) return h("p", { class: "quiet" }, "This server knows no TSA. Open the dashboard of a server that has one.");
+  const platform = found.platform === "software" ? "software: INSECURE, it proves nothing" : found.platform.toUpperCase();
+  const log = found.origin ? `${found.origin}, ${short(found.size)} records, root ${found.root.slice(0, 16)}…` : "not on this server";
+  return facts([["Evidence of the TSA", platform], ["Checkpoint of the public log", log]]);
+}
+
+function rollout(found) {
+  if (!found) return null;
+  const share = `${short(100 * found.share)} % of the devices`;
+  const words = { running: `is given to ${share}`, finished: "is given to all devices", rolled_back: "✕ was rolled back", ended: "was being rolled out when the task ended" }[found.state];
+  const plan = found.plan, counts = found.counts, last = found.values.at(-1);
+  const failing = (failed, counted) => failed + counted ? `${(100 * failed / (failed + counted)).toFixed(1)} % of ${short(failed + counted)}` : "–";
+  return h("section", {}, h("h3", {}, "Rollout"), facts([
+    ["Revision", `${found.revision} ${words}`],
+    ...(found.why ? [["Because", found.why]] : []),
+    ["Before", `${plan.metric} ${short(found.baseline)} at version ${short(found.baseline_version)}`],
+    ...(found.state !== "running" ? [] : [
+      ["Now", last ? `${plan.metric} ${short(last[1])} at version ${short(last[0])}` : "not evaluated yet"],
+      ["Evaluations", `${found.values.length} of ${plan.evaluations}`],
+      ...(found.share < 1 ? [["Updates", `${short(counts.counted)} of ${short(plan.updates)}`], ["Failing", `${failing(counts.failed, counts.counted)}, others ${failing(counts.others_failed, counts.others_counted)}`]] : []),
+      ["Since", date(found.since)],
+    ]),
+  ]));
+}
+
 function privacy(config) {
   if (!config.privacy) return null;
   const terms = Object.entries(config.privacy).filter(([, value]) => value !== null).map(([name, value]) => `${name} ${value}`);
@@ -297,11 +326,12 @@ function privacy(config) {
 }
 
 // The steps of one participation (docs/ARCHITECTURE.md), with the numbers of this task.
-function participation(detail) {
+function participation(detail, status) {
   const { task, config, endings } = detail;
+  const rate = status.selectors.reduce((sum, one) => sum + (one.check_ins_per_s ?? 0), 0);
   const counted = endings.counted ?? 0, ended = Object.values(endings).reduce((sum, times) => sum + times, 0);
   const steps = [
-    ["Check-in", `${short(task.held)} eligible devices wait at selectors.`],
+    ["Check-in", `${short(rate)} per second at all selectors; ${short(task.held)} eligible devices wait.`],
     ["Assignment", `The coordinator draws a task for each of them; this one wants ${short(task.demand)} more (weight ${short(task.weight)}, priority ${task.priority}).`],
     ["Join", `${task.holder || "An aggregator"} gives out at most C = ${short(task.concurrency)} slots; ${short(task.active)} are taken.`],
     ["Download and train", `Version ${short(task.version)}, at most ${short(config.max_examples)} examples, within ${short(config.training_timeout_s)} s.`],

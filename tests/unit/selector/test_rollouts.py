@@ -9,7 +9,7 @@ from papaya.machine import Reply
 from papaya.messages.control import Advertised, CandidateOffer
 from papaya.messages.selection import Accepted, DeviceClass, IdentifiedCheckIn, refused
 from papaya.messages.tickets import claim_of
-from papaya.selector.selector import Selector, needs_of
+from papaya.selector.selector import Selector
 from tests.unit.selector.builders import (
     BOOT,
     PHONE,
@@ -54,7 +54,7 @@ def test_the_bundle_and_the_ticket_name_the_same_revision() -> None:
 def test_a_larger_share_contains_the_smaller_one() -> None:
     devices = [f"device-{number}" for number in range(4000)]
     taken = {
-        share: [d for d in devices if needs_of(offer(share), d, PHONE) is NEXT]
+        share: [d for d in devices if offer(share).needs_of(d, PHONE) is NEXT]
         for share in (0.1, 0.5, 1.0)
     }
     assert 320 < len(taken[0.1]) < 480, "within four standard deviations"
@@ -66,4 +66,15 @@ def test_a_larger_share_contains_the_smaller_one() -> None:
 
 def test_a_device_that_refused_the_candidate_keeps_the_current_revision() -> None:
     refusing = structs.replace(PHONE, excluded=(refused(TASK, NEXT.bundle or ""),))
-    assert needs_of(offer(1.0), "tablet-1", refusing) is CURRENT
+    assert offer(1.0).needs_of("tablet-1", refusing) is CURRENT
+
+
+def test_a_device_that_cannot_go_back_gets_the_candidate_outside_the_share() -> None:
+    """Devices of one process share what they have accepted: if one accepts the candidate, the
+    others refuse the revision before it.
+    """
+    refusing = structs.replace(PHONE, excluded=(refused(TASK, CURRENT.bundle or ""),))
+    rolled_out = offer(1e-9)
+    assert rolled_out.fits(refusing)
+    assert rolled_out.needs_of("tablet-1", refusing) is NEXT
+    assert not Advertised(TASK, CURRENT).fits(refusing)

@@ -100,8 +100,8 @@ class Rolling:
         config, manifest = self.candidate(revision)
         numbered = {"revision": revision + 1} | (fallback or {})
         back = structs.replace(self.first, **numbered)
-        heads = [await head_of(self.system, m) for m in (manifest, back)]
-        request = BeginRollout(config, *heads, PLAN)
+        bundle = await head_of(self.system, manifest)
+        request = BeginRollout(config, bundle, await head_of(self.system, back), PLAN)
         await rollouts.begin(self.system.service, ADMIN, self.task, request, BY)
 
     async def view(self) -> RolloutView:
